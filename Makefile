@@ -44,9 +44,10 @@ test-all: $(VENV)/.dev ## Set up, then run the slow tests too, with more example
 	$(PYTEST) --all
 
 .PHONY: lint
-lint: $(VENV)/.dev ## Set up, then check style, types and allowed imports
+lint: $(VENV)/.dev ## Set up, then check style, docstrings, types and allowed imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/python -m tools.check_docstrings
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -1,6 +1,6 @@
-"""Six small tasks on one base model: one executor for all against one for each, on the same cores, with rows of about
-90 and of about 250 tokens; what a process that is kept saves at the start of a task; and how fairly tasks whose rows
-differ in length are treated.
+"""Six small tasks on one base model: one executor for all against one for each and against what ALTO plans, on the same
+cores, with rows of about 90 and of about 250 tokens; what a process that is kept saves at the start of a task; and how
+fairly tasks whose rows differ in length are treated.
 
     python -m benchmarks.paper colocation --scale cpu
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from alto import Engine, Task, TaskResult
-from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, open_cluster
+from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, TaskTicket, open_cluster
 from alto.data import read_task_rows, sample_rows
 from alto.engine.estimates import base_key
 from alto.engine.work import TRAIN
@@ -37,7 +37,7 @@ from benchmarks.rows import read_rows, write_rows
 from benchmarks.turns import by_turns
 
 GOALS = {
-    "colocated_over_separate": (">=", 1.3),
+    "planned_over_best": (">=", 0.9),
     "start_over_cold": ("<=", 0.2),
     "jain_index": (">=", 0.95),
 }
@@ -110,8 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes=[
             f"{NUM_TASKS} tasks of two jobs on alto-tiny, {scale.rows} rows each, {scale.epochs} epochs, no early "
             "exit: the six kinds of questions in cot_flan, or six samples of GSM8K (figures that end in gsm8k). "
-            "Separate: a CPU slot and an executor for each task. Colocated: one slot with all cores. Timed from the "
-            "call to the last exported adapter, processes and evaluations in it; by turns.",
+            "Separate: a CPU slot and an executor for each task. Colocated: one slot with all cores. Planned: by "
+            "ALTO's schedule, on as many slots as it chooses; tasks are measured before. Timed from the call to the "
+            "last exported adapter, processes and evaluations in it; by turns.",
             "Start: from the start of the task to the admission of its first job, directly before its first step. "
             "Cold: a new Python process, as version 0.1 had for every executor. Forked: by the zygote, which has "
             "everything imported. Kept: by a process that has the base model loaded.",
@@ -138,7 +139,7 @@ class Run:
 def both_ways(tasks: Sequence[Task], repeats: int, folder: Path) -> dict[str, list[Run]]:
     """Both ways by turns, so many times."""
     number = itertools.count()
-    ways = ("separate", "colocated")
+    ways = ("separate", "colocated", "planned")
     rounds = list(by_turns({way: lambda way=way: run(way, tasks, folder / str(next(number))) for way in ways}, repeats))
     return {way: [found[way][0] for found in rounds] for way in ways}
 
@@ -173,7 +174,10 @@ def make_tasks(scale: Scale, data: Path, folder: Path) -> list[Task]:
 
 
 def run(way: str, tasks: Sequence[Task], output_dir: Path) -> Run:
-    """Run all tasks at once, in one executor or in one for each."""
+    """Run all tasks at once: in one executor, in one for each, or as ALTO plans it."""
+    if way == "planned":
+        engine = Engine(strategy="single", output_dir=output_dir)
+        return timed(way, engine, tasks, engine.schedule(tasks))
     num_slots = 1 if way == "colocated" else len(tasks)
     schedule = Schedule(
         method="lpt",
@@ -190,11 +194,15 @@ def run(way: str, tasks: Sequence[Task], output_dir: Path) -> Run:
             for number, task in enumerate(tasks)
         ),
     )
-    engine = Engine(strategy="single", total_gpus=num_slots, output_dir=output_dir)
+    return timed(way, Engine(strategy="single", total_gpus=num_slots, output_dir=output_dir), tasks, schedule)
+
+
+def timed(way: str, engine: Engine, tasks: Sequence[Task], schedule: Schedule) -> Run:
+    """Run ``tasks`` by ``schedule``."""
     began = time.perf_counter()
     results = engine.batched_execution(tasks, schedule)
     seconds = time.perf_counter() - began
-    (root,) = output_dir.glob("queue-*")
+    (root,) = Path(engine.output_dir).glob("queue-*")
     attempts = [attempt for task in read_queue_history(root).tasks.values() for attempt in task.attempts]
     executors = {attempt.executor or f"{attempt.gpus} {attempt.start}" for attempt in attempts}
     print(f"{way}: {seconds:.1f} s in {len(executors)} executors", flush=True)
@@ -208,12 +216,13 @@ def gate(runs: Mapping[str, Sequence[Run]]) -> list[str]:
         failures += [
             f"{way}: {found.most_processes} executors" for found in runs[way] if found.most_processes != expected
         ]
-    for one, other in zip(runs["separate"][0].results, runs["colocated"][0].results, strict=True):
-        if one.best_job != other.best_job or abs(one.best_validation_loss / other.best_validation_loss - 1) > 1e-3:
-            failures.append(
-                f"{one.task}: {one.best_job} at {one.best_validation_loss:.5f} by itself, {other.best_job} at "
-                f"{other.best_validation_loss:.5f} beside others"
-            )
+    for way in ("colocated", "planned"):
+        for one, other in zip(runs["separate"][0].results, runs[way][0].results, strict=True):
+            if one.best_job != other.best_job or abs(one.best_validation_loss / other.best_validation_loss - 1) > 1e-3:
+                failures.append(
+                    f"{one.task}: {one.best_job} at {one.best_validation_loss:.5f} by itself, {other.best_job} at "
+                    f"{other.best_validation_loss:.5f} {way}"
+                )
     return failures
 
 
@@ -231,14 +240,8 @@ def measure_starts(task: Task, folder: Path, repeats: int) -> dict[str, list[flo
         for number in range(repeats + 1):
             root = folder / f"kept-{number}"
             RunDir(root).begin(task)
-            launch = Launch(
-                task="a",
-                run_dir=str(root),
-                entry=TRAIN,
-                gpus=(Gpu("local", 0),),
-                attempt=1,
-                base=base_key(task),
-            )
+            ticket = TaskTicket(task="a", run_dir=str(root), entry=TRAIN, base=base_key(task))
+            launch = Launch(ticket=ticket, gpus=(Gpu("local", 0),), attempt=1)
             began = time.time()
             cluster.start(launch)
             admitted: list[float] = []
@@ -313,13 +316,15 @@ def figures(
     tokens: Mapping[int, int],
 ) -> dict[str, float]:
     """The figures that they come to: medians."""
-    ratio = {
-        name: statistics.median(found.seconds for found in runs["separate"])
-        / statistics.median(found.seconds for found in runs["colocated"])
+    seconds = {
+        name: {way: statistics.median(found.seconds for found in several) for way, several in runs.items()}
         for name, runs in runs_of.items()
     }
+    ratio = {name: found["separate"] / found["colocated"] for name, found in seconds.items()}
+    best = {name: min(found["separate"], found["colocated"]) / found["planned"] for name, found in seconds.items()}
     start = {kind: statistics.median(several) for kind, several in starts.items()}
     return {
+        "planned_over_best": min(best.values()),
         "colocated_over_separate": ratio["cot_flan"],
         **({"colocated_over_separate_gsm8k": ratio["gsm8k"]} if "gsm8k" in ratio else {}),
         "start_over_cold": start["kept"] / start["cold"],

@@ -26,8 +26,8 @@ from transformers import GenerationConfig
 
 from alto.backbone import Backbone, load_backbone, load_network, resolve_model
 from alto.data import Message, encode_prompt
-from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.generate import complete, end_tokens
+from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import BaseModelSpec, JobConfig
 from benchmarks.common import ROOT, format_table, option_parser, publish_figures

@@ -2,8 +2,9 @@
 
 A long run may end before its last figure: at a limit of time, in a driver, by one way of doing things that does not fit
 into the memory. So every piece (a stage of one model, say) is written to ``<benchmark>-<scale>.pieces/`` as it grows,
-what fails in it is recorded there, and the others go on. The result file is what the pieces come to that one machine
-has measured of one state of the source, under the same versions; no other piece gets in.
+what fails in it is recorded there, and the others go on. The result file is made of the pieces that one machine has
+measured of one state of the source, under the same versions. A study that takes longer than a day may span several
+states of the source: then every row names its commit, and times are compared between pieces of one commit alone.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,7 @@ class Study:
     Attributes:
         pieces: Names of all pieces, in the order of the result.
         figures: From pieces by name to the figures; as a rule, those of the pieces themselves.
+        spans_sources: Whether pieces of other states of the source count too.
     """
 
     benchmark: str
@@ -162,6 +164,14 @@ class Study:
     goals: Mapping[str, tuple[str, float]]
     notes: tuple[str, ...] = ()
     figures: Callable[[Mapping[str, Piece]], Mapping[str, float]] = _own_figures
+    spans_sources: bool = False
+
+    def differences(self, piece: Piece, origin: Origin) -> list[str]:
+        """Return what keeps ``piece`` out of a result of ``origin``, a phrase each."""
+        found = origin_of(piece)
+        if self.spans_sources:
+            found = replace(found, commit=origin.commit, source=origin.source)
+        return found.differences(origin)
 
     @property
     def stem(self) -> str:
@@ -249,7 +259,7 @@ def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int
             print(f"FAILED {sentence}", flush=True)
         _free_memory()
     for piece in read_pieces(study, folder):
-        if differences := origin_of(piece).differences(origin):
+        if differences := study.differences(piece, origin):
             print(f"left out, because it is of another run: {piece.name}: {'; '.join(differences)}")
     publish(_result_in(study, folder, origin), folder)
     return 0 if all(piece.is_sound for piece in measured) else 1
@@ -271,7 +281,13 @@ def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
         raise ValueError(f"Expected a piece of {study.stem}, one of {', '.join(study.pieces)}; found none.")
     origins = [piece.origin for piece in ordered.values() if piece.origin is not None]
     first = next((origin for origin in origins if origin.commit != UNKNOWN), origins[0])
-    assert not any(first.differences(origin) for origin in origins), "pieces of one origin"
+    assert not any(study.differences(piece, first) for piece in ordered.values() if piece.origin), (
+        "pieces of one origin"
+    )
+    if study.spans_sources:
+        first = max(ordered.values(), key=lambda piece: piece.date).origin or first
+        for piece in ordered.values():
+            piece.rows = [{**row, "commit": origin_of(piece).commit} for row in piece.rows]
     # Layers and steps of a model stand behind one gate: what it says is said once.
     failures = list(dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.failures))
     errors = dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.errors)
@@ -316,7 +332,7 @@ def read_pieces(study: Study, folder: Path) -> list[Piece]:
 
 
 def _result_in(study: Study, folder: Path, origin: Origin) -> Result:
-    return assemble(study, (piece for piece in read_pieces(study, folder) if not origin_of(piece).differences(origin)))
+    return assemble(study, (piece for piece in read_pieces(study, folder) if not study.differences(piece, origin)))
 
 
 def _writer(study: Study, piece: Piece, folder: Path) -> Flush:

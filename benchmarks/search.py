@@ -31,7 +31,7 @@ from peft import PeftModel
 
 from alto import Engine, Task
 from alto.backbone import resolve_model
-from alto.data.split import carve_rows
+from alto.data.source import carve_rows
 from alto.early_exit import LossPoint, selection_of
 from alto.errors import TaskInterruptedError
 from alto.runs import JournalEntry, read_entries

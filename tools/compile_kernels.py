@@ -45,11 +45,15 @@ from alto.kernels.triton_config import (
     total_norms_config,
     working_dtype,
 )
-from alto.kernels.triton_kernels.adamw import adamw_kernel
 from alto.kernels.triton_kernels.backward_weight import da_kernel
 from alto.kernels.triton_kernels.dy import dy_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
-from alto.kernels.triton_kernels.norms import square_sums_kernel, summed_norms_kernel, total_norms_kernel
+from alto.kernels.triton_kernels.optimizer import (
+    adamw_kernel,
+    square_sums_kernel,
+    summed_norms_kernel,
+    total_norms_kernel,
+)
 from alto.kernels.triton_kernels.shrink import shrink_kernel
 from tools.layer_builds import LayerBuild, layer_builds
 from tools.occupancy import resident_programs

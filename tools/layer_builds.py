@@ -17,10 +17,14 @@ from alto.kernels.triton_config import (
     rotary_config,
     swiglu_config,
 )
-from alto.kernels.triton_kernels.cross_entropy import cross_entropy_kernel
-from alto.kernels.triton_kernels.rms_norm import rms_norm_backward_kernel, rms_norm_kernel
-from alto.kernels.triton_kernels.rotary import rotary_kernel
-from alto.kernels.triton_kernels.swiglu import swiglu_backward_kernel, swiglu_kernel
+from alto.kernels.triton_kernels.layers import (
+    cross_entropy_kernel,
+    rms_norm_backward_kernel,
+    rms_norm_kernel,
+    rotary_kernel,
+    swiglu_backward_kernel,
+    swiglu_kernel,
+)
 
 __all__ = ["LayerBuild", "layer_builds"]
 

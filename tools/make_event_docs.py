@@ -16,9 +16,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from alto.records import Gpu
 from alto.runs.events import FORMAT, MeasuringBegun, QueueEvent, RunEvent, TaskMeasured, TaskRelayed
-from alto.runs.events.codec import JournalEntry
-from alto.runs.events.fields import ALIASES, ALWAYS, KEY_ALIASES, VALUE_ALIASES
-from alto.runs.events.names import RELAYED, WIRE_NAMES
+from alto.runs.events.codec import RELAYED, WIRE_NAMES, JournalEntry
+from alto.runs.events.facts import ALIASES, ALWAYS, KEY_ALIASES, VALUE_ALIASES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "events.md"

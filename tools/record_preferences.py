@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from alto import EarlyExit, Engine, Task
-from alto.data.split import carve_rows
+from alto.data.source import carve_rows
 from alto.early_exit import Recording
 from alto.runs import read_entries
 from benchmarks.common import PREFERENCE_PAIRS

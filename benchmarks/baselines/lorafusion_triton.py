@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alto.kernels.triton_config import KernelConfig
-from alto.kernels.triton_launch import ceil_div, launch
+from alto.kernels.triton_config import KernelConfig, ceil_div, launch
 from benchmarks.baselines.lorafusion_pass import TokenBlocks
 
 __all__ = ["LINEAR_CONFIGS", "NARROW_CONFIGS", "fused_linear", "fused_narrow", "linear_kernel", "narrow_kernel"]

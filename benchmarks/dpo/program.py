@@ -20,7 +20,7 @@ import torch
 
 from alto import Task
 from alto.backbone import Backbone, load_backbone, resolve_model
-from alto.data.split import carve_rows
+from alto.data.source import carve_rows
 from alto.errors import DataFormatError
 from alto.spec import BaseModelSpec, Job
 from benchmarks.baselines.job import BaselineJob, JobSettings

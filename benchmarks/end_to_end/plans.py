@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from alto import Task
-from alto.data.split import carve_rows
+from alto.data.source import carve_rows
 from alto.errors import DataFormatError
 from benchmarks.common import DATA_DIR, GSM8K, option_parser, readable_model
 from benchmarks.rows import read_rows, write_rows

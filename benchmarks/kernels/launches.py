@@ -106,7 +106,7 @@ def launch_by_triton(
     config: KernelConfig,
     **constants: Any,
 ) -> None:
-    """As :func:`alto.kernels.triton_launch.launch`, asking Triton every time."""
+    """As :func:`alto.kernels.triton_config.launch`, asking Triton every time."""
     kernel[grid](*tensors, *sizes, **constants, **config.arguments)
 
 

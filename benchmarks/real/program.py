@@ -90,6 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         goals={} if options.scale == "smoke" else GOALS,
         notes=tuple(notes(options)),
         figures=figures,
+        spans_sources=True,
     )
     for piece in read_pieces(study, options.out):
         if others := {row["model"] for row in piece.rows} - {measurements[piece.name].model}:
@@ -301,11 +302,13 @@ class Measurement:
 
 
 def figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """What the pieces come to, as far as they were measured."""
+    """Return the figures of the pieces that were measured. Times of different commits are not compared."""
     by: dict[tuple[str, str], list[Row]] = {}
+    commits: dict[tuple[str, str], str] = {}
     for piece in pieces.values():
         for row in piece.rows:
             by.setdefault((row["piece"], row["system"]), []).append(row)
+            commits[row["piece"], row["system"]] = "" if piece.origin is None else piece.origin.commit
 
     def median(name: str, key: str, system: str = "alto") -> float:
         return spread(row[key] for row in by[name, system]).median
@@ -317,6 +320,8 @@ def figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
         if system == "all":
             ratio = median(name, "test_loss") / median(name, "test_loss", "all")
             found["best_loss_ratio" if name == "sweep12" else f"{name}_best_loss_ratio"] = ratio
+            continue
+        if commits[name, system] != commits[name, "alto"]:
             continue
         figure = f"over_{system}" if system in PEERS else f"{name}_over_{system}"
         duration_s = trl_duration_s(by[name, system]) if system == "trl" else median(name, "duration_s", system)

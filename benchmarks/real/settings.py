@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from alto import Engine, Task, TaskResult
 from alto.backbone import load_backbone, resolve_model
-from alto.data.split import carve_rows
+from alto.data.source import carve_rows
 from alto.spec import Job, load_task
 from benchmarks.baselines.best import BestAdapter
 from benchmarks.baselines.job import BaselineJob, JobSettings, prepare

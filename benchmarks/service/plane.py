@@ -10,7 +10,7 @@ from pathlib import Path
 from alto.cluster import Cluster
 from alto.engine.control_plane import ControlPlane, opened_control_plane
 from alto.engine.queue_setup import QueueSetup
-from alto.service.control import control_folder
+from alto.service.context import control_folder
 from alto.service.coordinator.coordinator import OpenPlane
 
 __all__ = ["simulated_plane"]

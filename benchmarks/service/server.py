@@ -7,10 +7,9 @@ from pathlib import Path
 
 import uvicorn
 
-from alto.service.app import create_app
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.leadership import Leadership
-from alto.service.serve import opened_service
+from alto.service.serve import create_app, opened_service
 from alto.service.settings import ServiceSettings
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster

@@ -1,4 +1,4 @@
-"""ALTO tunes LoRA adapters: many configurations together on one frozen base model, the losers stopped early.
+"""ALTO tunes LoRA adapters: it trains many configurations together on one frozen base model and stops bad ones early.
 
 ::
 
@@ -41,7 +41,7 @@ _LAZY = {"Engine": "alto.engine", "TaskResult": "alto.results", "load_run": "alt
 
 
 def __getattr__(name: str) -> Any:
-    # What a reader of task files does not need: the engine brings torch along, results the packages of reports.
+    # Imported lazily: the engine imports torch, and results import reporting packages; reading a task needs neither.
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'alto' has no attribute {name!r}")

@@ -18,28 +18,28 @@
     │   ├── RunExistsError (FileExistsError)
     │   ├── RunNotFoundError (FileNotFoundError)
     │   ├── RunBusyError (BlockingIOError)  another process works on it
-    │   ├── RunChangedError (ValueError)    its base model, data or settings are other ones than it began with
+    │   ├── RunChangedError (ValueError)    its base model, data or settings have changed since it began
     │   ├── RunWriteError (OSError)         its disk cannot be written
     │   │   └── DiskFullError               it is full, or a quota is used up
     │   ├── JobCommandError (ValueError)    a command to a job cannot be carried out
-    │   │   └── MailboxFullError            too many commands wait for a task already
+    │   │   └── MailboxFullError            too many commands are already waiting for a task
     │   └── QueueCommandError (ValueError)  a command to a queue cannot be carried out
     ├── TaskInterruptedError (RuntimeError) a task was interrupted; it can be resumed
-    ├── NoResultError (RuntimeError)        a task ended without one usable adapter
+    ├── NoResultError (RuntimeError)        a task ended without any usable adapter
     ├── TasksFailedError (RuntimeError)     some tasks of a queue were given up; the others have their results
     ├── DeviceBusyError (BlockingIOError)   another process uses the GPU
-    ├── ClusterLostError (ConnectionError)  the cluster that tasks run on cannot be reached any more
+    ├── ClusterLostError (ConnectionError)  the cluster on which tasks run can no longer be reached
     ├── RankConnectionError (ConnectionError)  a rank is connected to something that is not a rank of its executor
-    ├── HubError (ConnectionError)          the Hugging Face hub refuses, or cannot be reached
-    ├── UntrustedCodeError (PermissionError)  a run needs code of its base model, and the caller has not allowed it
+    ├── HubError (ConnectionError)          the Hugging Face hub refuses a request, or cannot be reached
+    ├── UntrustedCodeError (PermissionError)  a task or queue needs code or a server that the caller has not allowed
     ├── DeviceMemoryError (MemoryError)     something does not fit into the device's memory and cannot be split
     ├── ProfileError (ValueError)           measurements that do not determine the model fitted to them
     ├── ScheduleError (ValueError)          a schedule that must not be run
-    ├── ServiceError (RuntimeError)         the service cannot be started or reached as it is set up
+    ├── ServiceError (RuntimeError)         the service cannot be started or reached with its settings
     ├── UnsupportedError (NotImplementedError)  this version does not support it
-    └── ShapeError (ValueError)             tensors given to an op disagree
+    └── ShapeError (ValueError)             the inputs of an op do not fit together
 
-Each also subclasses the builtin in brackets, so that code independent of ALTO can catch it.
+Each also subclasses the builtin in brackets, so that code that does not know ALTO can catch it.
 A message states what was expected, what was found, and what to do about it.
 """
 
@@ -91,7 +91,7 @@ __all__ = [
 
 
 class AltoError(Exception):
-    """Root of all errors ALTO raises on purpose."""
+    """Base class of all errors that ALTO raises on purpose."""
 
 
 class SpecError(AltoError, ValueError):
@@ -119,8 +119,8 @@ class DataFormatError(DataError):
 
 
 class BadRowsError(DataFormatError):
-    """Some rows of a dataset cannot be used, or all of them; the message lists the first of them and counts every kind
-    of fault."""
+    """Some or all rows of a dataset cannot be used; the message lists the first of them and counts each kind of
+    fault."""
 
 
 class ModelError(AltoError, ValueError):
@@ -156,16 +156,16 @@ class RunBusyError(RunError, BlockingIOError):
 
 
 class RunChangedError(RunError, ValueError):
-    """A run's base model, data or settings are other ones than it began with."""
+    """A run's base model, data or settings have changed since it began."""
 
 
 class RunWriteError(RunError, OSError):
-    """The run's disk cannot be written: full, read-only or broken. What was committed before is whole."""
+    """The run's disk cannot be written: it is full, read-only or broken. Earlier commits are intact."""
 
 
 class DiskFullError(RunWriteError):
-    """The run's disk is full, a quota is used up, or a file is as large as files may be: until space is freed,
-    every other attempt would end the same."""
+    """The run's disk is full, a quota is used up, or a file has reached the maximum size. Another attempt would fail
+    in the same way until space is freed."""
 
 
 class JobCommandError(RunError, ValueError):
@@ -173,7 +173,7 @@ class JobCommandError(RunError, ValueError):
 
 
 class MailboxFullError(JobCommandError):
-    """Too many commands wait for a task already."""
+    """Too many commands are already waiting for a task."""
 
 
 class QueueCommandError(RunError, ValueError):
@@ -185,14 +185,14 @@ class TaskInterruptedError(AltoError, RuntimeError):
 
 
 class NoResultError(AltoError, RuntimeError):
-    """A task ended without one usable adapter."""
+    """A task ended without any usable adapter."""
 
 
 class TasksFailedError(AltoError, RuntimeError):
     """Some tasks of a queue were given up; the others have their results.
 
     Attributes:
-        results: Of the others, a :class:`alto.TaskResult` each.
+        results: A :class:`alto.TaskResult` for each of the other tasks.
     """
 
     def __init__(self, message: str, *, results: Sequence[object] = ()) -> None:
@@ -201,27 +201,27 @@ class TasksFailedError(AltoError, RuntimeError):
 
 
 class DeviceBusyError(AltoError, BlockingIOError):
-    """Another process of this machine has the GPU."""
+    """Another process on this machine uses the GPU."""
 
 
 class ClusterLostError(AltoError, ConnectionError):
-    """The cluster that tasks run on cannot be reached any more; saved work can be resumed."""
+    """The cluster on which tasks run can no longer be reached; saved work can be resumed."""
 
 
 class RankConnectionError(AltoError, ConnectionError):
-    """A rank is connected to something that is no rank of its executor, or got what no rank sends."""
+    """A rank is connected to something that is not a rank of its executor, or received data that no rank sends."""
 
 
 class HubError(AltoError, ConnectionError):
-    """The Hugging Face hub refuses what was asked of it, or cannot be reached."""
+    """The Hugging Face hub refuses a request, or cannot be reached."""
 
 
 class UntrustedCodeError(AltoError, PermissionError):
-    """A run needs code of its base model, and the caller has not allowed it."""
+    """A task or queue needs code or a server that only its file names, and the caller has not allowed it."""
 
 
 class DeviceMemoryError(AltoError, MemoryError):
-    """Something does not fit into the device's memory, however it is cut."""
+    """Something does not fit into the device's memory and cannot be split further."""
 
 
 class ProfileError(AltoError, ValueError):
@@ -229,11 +229,11 @@ class ProfileError(AltoError, ValueError):
 
 
 class ScheduleError(AltoError, ValueError):
-    """A schedule does not solve its problem."""
+    """A schedule is not a valid solution of its problem and must not be run."""
 
 
 class ServiceError(AltoError, RuntimeError):
-    """The service cannot be started, or its database not be used, as it is set up."""
+    """The service cannot be started or reached, or its database cannot be used, with its settings."""
 
 
 class UnsupportedError(AltoError, NotImplementedError):
@@ -241,4 +241,4 @@ class UnsupportedError(AltoError, NotImplementedError):
 
 
 class ShapeError(AltoError, ValueError):
-    """Tensors handed to an op disagree."""
+    """The inputs of an op do not fit together."""

@@ -13,9 +13,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from alto.backbone.attention import Pattern, has_chunks, set_pattern
+from alto.backbone.attention import Pattern, has_chunks, sdpa_attention, set_pattern
 from alto.backbone.flash import flash_attn_kernel, installed_kernels, torch_kernel
-from alto.backbone.sdpa import sdpa_attention
 from alto.backbone.sequences import Sequences
 
 HEADS, GROUPS, HEAD_SIZE, SCALE = 4, 2, 16, 0.3

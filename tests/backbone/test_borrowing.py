@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from alto.backbone import borrowed, load_backbone
 from alto.errors import ModelError, RunBusyError, UnsupportedError
 from alto.spec import BaseModelSpec
-from alto.spec.base_objects import BaseObjects
+from alto.spec.base_model import BaseObjects
 
 CPU = torch.device("cpu")
 NAME = "<LlamaForCausalLM object>"

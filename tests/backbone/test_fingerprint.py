@@ -74,7 +74,7 @@ def test_tensors_of_another_shape_are_said_by_their_files(folder: Path) -> None:
     (said,) = differences(folder)
     assert said.startswith(f"other weights: {WEIGHTS} (")
     edit_config(folder, vocab_size=1)
-    assert differences(folder)[1:] == ["another config.json"]
+    assert differences(folder)[1:] == ["a different config.json"]
 
 
 @pytest.mark.parametrize("config", ["config.json", "tokenizer_config.json"])
@@ -88,9 +88,9 @@ def test_other_code_is_another_model_where_code_is_run(config: str, folder: Path
             [base_fingerprint(BaseModelSpec(id=str(folder), trust_remote_code=trusts)) for trusts in (True, False)]
         )
     (trusted, untrusted), (trusted_other, untrusted_other) = found
-    assert base_differences(trusted, trusted_other) == ["another Python code beside its config.json"]
+    assert base_differences(trusted, trusted_other) == ["different Python code beside its config.json"]
     assert base_differences(untrusted, untrusted_other) == []
-    assert base_differences(trusted, untrusted) == ["another Python code beside its config.json"]
+    assert base_differences(trusted, untrusted) == ["different Python code beside its config.json"]
 
 
 def test_code_that_nobody_runs_changes_no_model(folder: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_revision_of_the_hub_with_the_same_files_is_the_same_model(
         found[commit] = base_fingerprint(BaseModelSpec(id="org/name"))
     assert found["aaa"]["commit"] == "aaa"
     assert base_differences(found["aaa"], found["bbb"]) == []
-    assert base_differences(found["aaa"], found["ccc"]) == ["another config.json", "revision ccc instead of aaa"]
+    assert base_differences(found["aaa"], found["ccc"]) == ["a different config.json", "revision ccc instead of aaa"]
 
 
 def test_a_revision_that_is_downloaded_further_is_the_same_model(

@@ -22,12 +22,18 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention
 
 from alto.backbone import Backbone, borrowed
-from alto.backbone.fused_forward import FusedForward
-from alto.backbone.fused_mlps import linear_names, why_unfused
-from alto.backbone.fused_norms import fused_norm, norm_signature
-from alto.backbone.fused_rotary import FusedRotary, fused_rotation, rotating_function
+from alto.backbone.fused_modules import (
+    FusedForward,
+    FusedRotary,
+    fused_norm,
+    fused_rotation,
+    linear_names,
+    norm_signature,
+    rotating_function,
+    why_unfused,
+)
 from alto.kernels import layer_triton
-from alto.spec.base_objects import BaseObjects
+from alto.spec.base_model import BaseObjects
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (9, 1, 14)
@@ -170,7 +176,7 @@ class TestNorms:
         Other.__name__ = "LlamaRMSNorm"
         norm = Other(64).to(DEVICE, dtype)
         assert norm_signature(norm) is not None
-        assert fused_norm(norm, functions(), DEVICE) == "its numbers are those of no known kind of RMS norm"
+        assert fused_norm(norm, functions(), DEVICE) == "its numbers match no known kind of RMS norm"
 
     @pytest.mark.parametrize("mistake", [{"epsilon": 2e-6}, {"kind": 2}, {"factor": -1.0}])
     def test_a_kernel_with_other_numbers_is_not_taken(self, mistake: dict[str, Any]) -> None:
@@ -253,12 +259,12 @@ class TestRotations:
 
     @pytest.mark.parametrize("kind", [CohereAttention, GlmAttention])
     def test_those_of_neighbours_are_left_alone(self, kind: type[nn.Module]) -> None:
-        assert self.found(kind) == "its rotation is another one"
+        assert self.found(kind) == "its rotation is different"
 
     def test_a_kernel_with_other_numbers_is_not_taken(self) -> None:
         right = functions().rotary
         wrong = SimpleNamespace(rotary=lambda q, k, cos, sin: right(q, k, cos, -sin))
-        assert self.found(LlamaAttention, wrong) == "its rotation is another one"
+        assert self.found(LlamaAttention, wrong) == "its rotation is different"
 
     def test_a_rotation_of_a_part_of_every_head_is_left_to_the_model(self) -> None:
         """Which shows in a forward pass alone."""

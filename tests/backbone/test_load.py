@@ -32,7 +32,7 @@ from alto.backbone import build_skeleton, load_backbone, load_network, loading_c
 from alto.backbone.load import SHIPPED_MODELS
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
 from alto.spec import BaseModelSpec
-from alto.spec.base_objects import BaseObjects
+from alto.spec.base_model import BaseObjects
 
 ASSET = Path(resolve_model("alto-tiny"))
 WEIGHTS = "model.safetensors"

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alto.backbone import loss_head
-from alto.backbone.loss_head import token_losses
+from alto.backbone import output_head
+from alto.backbone.output_head import token_losses
 
 VOCABULARY, HIDDEN = 23, 11
 
@@ -48,7 +48,7 @@ def test_losses_and_gradients(num_tokens: int, chunk: int, bias: bool, softcap: 
     hidden_SH, weight_VH, targets_S, bias_V = operands(num_tokens, bias=bias)
     upstream_S = torch.linspace(-1.0, 2.0, num_tokens)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_head, "_chunk_tokens", lambda *_: chunk)
+        patch.setattr(output_head, "_chunk_tokens", lambda *_: chunk)
         found = token_losses(hidden_SH, weight_VH, targets_S, bias_V=bias_V, softcap=softcap)
     (gradient,) = torch.autograd.grad(found, hidden_SH, upstream_S)
     expected = dense(hidden_SH, weight_VH, targets_S, bias_V, softcap)
@@ -77,8 +77,8 @@ def test_a_chunk_boundary_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> N
     whole = token_losses(hidden_SH, weight_VH, targets_S)
     calls = []
     plain = F.linear
-    monkeypatch.setattr(loss_head.F, "linear", lambda x, *rest: calls.append(x.shape[0]) or plain(x, *rest))
-    monkeypatch.setattr(loss_head, "_chunk_tokens", lambda *_: 3)
+    monkeypatch.setattr(output_head.F, "linear", lambda x, *rest: calls.append(x.shape[0]) or plain(x, *rest))
+    monkeypatch.setattr(output_head, "_chunk_tokens", lambda *_: 3)
     chunked = token_losses(hidden_SH, weight_VH, targets_S)
     assert calls == [3, 3, 2]
     torch.testing.assert_close(chunked, whole, rtol=1e-6, atol=1e-6)
@@ -89,7 +89,7 @@ def test_a_chunk_boundary_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> N
     [("cpu", 2048, 1024), ("cpu", 151_936, 128), ("cuda", 128_256, 523), ("cuda", 2048, 32_768)],
 )
 def test_tokens_of_a_chunk(device: str, vocabulary: int, tokens: int) -> None:
-    assert loss_head._chunk_tokens(device, vocabulary) == tokens
+    assert output_head._chunk_tokens(device, vocabulary) == tokens
 
 
 class LargestResult(TorchDispatchMode):
@@ -106,7 +106,7 @@ class LargestResult(TorchDispatchMode):
 
 
 def test_nothing_is_larger_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_chunk_tokens", lambda *_: 3)
+    monkeypatch.setattr(output_head, "_chunk_tokens", lambda *_: 3)
     hidden_SH, weight_VH, targets_S, bias_V = operands(6, bias=True)  # so few that [V, H] is the largest of all
     weight_VH.requires_grad_()
     with LargestResult() as watched:
@@ -131,7 +131,7 @@ def test_logits_far_out_do_not_overflow() -> None:
 
 
 def test_nan_of_one_token_leaves_every_bit_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_chunk_tokens", lambda *_: 3)
+    monkeypatch.setattr(output_head, "_chunk_tokens", lambda *_: 3)
     results = []
     for poison in (False, True):
         hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
@@ -149,7 +149,7 @@ def test_nan_of_one_token_leaves_every_bit_of_the_others(monkeypatch: pytest.Mon
 def test_the_frozen_head_gets_no_gradient_and_nothing_is_computed_without_need() -> None:
     hidden_SH, weight_VH, targets_S, bias_V = operands(6, bias=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_head.torch, "mm", None)  # forms the gradient
+        patch.setattr(output_head.torch, "mm", None)  # forms the gradient
         losses = token_losses(hidden_SH.detach(), weight_VH, targets_S, bias_V=bias_V)
     assert not losses.requires_grad
     weight_VH.requires_grad_()
@@ -177,7 +177,7 @@ class TestKernel:
     @pytest.mark.parametrize("chunk", [3, 8, 20])
     @pytest.mark.parametrize("bias", [False, True])
     def test_they_are_those_of_pytorch(self, chunk: int, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(loss_head, "_chunk_tokens", lambda *_: chunk)
+        monkeypatch.setattr(output_head, "_chunk_tokens", lambda *_: chunk)
         hidden_SH, weight_VH, targets_S, bias_V = operands(8, bias=bias)
         upstream_S = torch.linspace(-1.0, 2.0, 8)
         own, found = (
@@ -191,7 +191,7 @@ class TestKernel:
     def test_logits_are_read_by_it_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
         kernel, asked = functions().cross_entropy, []
-        monkeypatch.setattr(loss_head.F, "log_softmax", None)
+        monkeypatch.setattr(output_head.F, "log_softmax", None)
 
         def watched(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | None) -> Tensor:
             asked.append(gradient_CV is logits_CV)

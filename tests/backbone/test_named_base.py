@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alto.backbone import base_differences, base_fingerprint, borrowed, find_named_base, object_fingerprint
 from alto.spec import BaseModelSpec
-from alto.spec.base_objects import BaseObjects
+from alto.spec.base_model import BaseObjects
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_the_fingerprint_is_that_of_the_files_it_is_saved_to(folder: Path, tmp_p
 
 def test_the_fingerprint_tells_other_weights_and_configurations(folder: Path) -> None:
     before = object_fingerprint(load(folder).model)
-    for change, what in ((one_number, "other weights"), (one_setting, "another config.json")):
+    for change, what in ((one_number, "other weights"), (one_setting, "a different config.json")):
         objects = load(folder)
         change(objects)
         assert base_differences(before, object_fingerprint(objects.model)) == [what]

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from alto.backbone import Backbone
-from alto.backbone.padded_rows import PaddedRows
+from alto.backbone.sequences import PaddedRows
 from alto.kernels import DropoutKey, TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, inject, linear_modules
 

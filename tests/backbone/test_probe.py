@@ -59,8 +59,7 @@ from transformers import (
 
 import alto.backbone.probe as probe
 from alto.backbone import Backbone
-from alto.backbone.float32 import can_widen, in_float32
-from alto.backbone.windows import LARGEST_SMALL_WINDOW, find_patterns, small_windows
+from alto.backbone.probe import LARGEST_SMALL_WINDOW, can_widen, find_patterns, in_float32, small_windows
 from alto.errors import UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -204,17 +203,17 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     ),
     "bert, which sees later tokens": (
         lambda: build(BertLMHeadModel, BertConfig, is_decoder=False),
-        "depend on earlier ones alone.*set is_decoder to true",
+        "depend only on earlier tokens.*set is_decoder to true",
     ),
 }
 PADDED: dict[str, tuple[Callable[[], PreTrainedModel], str]] = {
     "doge": (
         lambda: build(DogeForCausalLM, DogeConfig, sliding_window=5),
-        "found another mask in model.layers.0.self_attn",
+        "found a different mask in model.layers.0.self_attn",
     ),
     "doge, windows that are made small": (
         lambda: build(DogeForCausalLM, DogeConfig, sliding_window=2048, keep_window_size=2048),
-        "found another mask in model.layers.0.self_attn",
+        "found a different mask in model.layers.0.self_attn",
     ),
     "llama4, temperatures by place in the pass": (llama4, "model's own losses"),
     "deepseek-v3.2": (lambda: build(DeepseekV32ForCausalLM, DeepseekV32Config, **DSA), "runs on a few rows"),

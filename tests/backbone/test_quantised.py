@@ -72,7 +72,7 @@ def test_a_checkpoint_that_lies_quantised_on_disk_loads(bits: int, tmp_path: Pat
         found = layers(load_network(BaseModelSpec(id=str(tmp_path), quantisation=asked)))
         assert len(found) == len(expected)
         assert all(torch.equal(one.weight, two.weight) for one, two in zip(found, expected, strict=True))
-    with pytest.raises(ModelError, match=rf"lies on disk in {bits} bits; remove 'load_in_{other}'"):
+    with pytest.raises(ModelError, match=rf"is stored on disk in {bits} bits; remove 'load_in_{other}'"):
         load_network(BaseModelSpec(id=str(tmp_path), quantisation=other))
 
 

@@ -63,7 +63,7 @@ def cases(base: Path) -> dict[str, Case]:
             ModelError,
             r"and 18 more.*loads with 'num_gpus: 1'.*save_pretrained",
         ),
-        "a pickle": ("pickled", {}, ModelError, r"pytorch_model\.bin alone.*; convert it to safetensors$"),
+        "a pickle": ("pickled", {}, ModelError, r"found only pytorch_model\.bin.*; convert it to safetensors$"),
         "pickles asked for": ("llama", {"use_safetensors": False}, UnsupportedError, "'use_safetensors: false'; conv"),
         "no weights": ("empty", {}, ModelError, r"model\.safetensors"),
         "quantised on disk": ("quantised", {}, UnsupportedError, "is quantised on disk; use the unquantised model"),

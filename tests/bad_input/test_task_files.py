@@ -15,7 +15,7 @@ from alto.errors import AltoError, SpecError
 from alto.spec import EarlyExit, JobConfig, Task, load_task
 from alto.spec.job_config import MAPPING_FIELDS
 from alto.spec.keys import FIELD_DEFAULTS
-from alto.spec.objectives import DpoSettings
+from alto.spec.objective_settings import DpoSettings
 
 TASK = "model: alto-tiny\ndataset: train.jsonl\n"
 BITS = "0x" + "f" * 5000
@@ -105,12 +105,12 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         ("name: \"\\e[31mred\"", r"found '\x1b[31mred'"),
         ("name: no", "found False (a truth value). Put it in quotes if it is meant"),
         ("name: 2024-01-01", "found datetime.date(2024, 1, 1) (date). Put it in quotes"),
-        ("name: 2024-13-45", "the timestamp '2024-13-45' is none"),
+        ("name: 2024-13-45", "the timestamp '2024-13-45' is not valid"),
         ("name: !!python/object:os.system x", "could not determine a constructor"),
-        ("seed: !!int ''", "the int '' is none"),
-        ("seed: !!bool maybe", "the bool 'maybe' is none"),
-        ("name: !!timestamp soon", "the timestamp 'soon' is none"),
-        ("lr: 1" + ":00" * 300 + ".5", "is none"),
+        ("seed: !!int ''", "the int '' is not valid"),
+        ("seed: !!bool maybe", "the bool 'maybe' is not valid"),
+        ("name: !!timestamp soon", "the timestamp 'soon' is not valid"),
+        ("lr: 1" + ":00" * 300 + ".5", "is not valid"),
         (f"seed: {BITS}", "found a number of 20000 bits"),
         (f"early_exit: {{rungs: [[{BITS}, 1]]}}", "found [[a number of 20000 bits, 1]]"),
         ("seed: " + "9" * 5000, "the int '999"),
@@ -118,7 +118,7 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
          "'simpo'. Write method: cpo"),
         ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo, orpo, cpo and kto"),
         ("method: orpo\nlabel_smoothing: 0.1", "'label_smoothing' is a setting of method dpo and cpo"),
-        ("method: dpo\nbeta: 0", "beta (penalty of leaving the base) should be a finite number >= 1e-06 and"),
+        ("method: dpo\nbeta: 0", "beta (strength of the penalty for deviating from the base model) should be a finite"),
         ("method: dpo\nbeta: .nan", "Write a finite number"),
         ("method: dpo\nbeta: high", "found 'high' (text). Write a number"),
         ("method: dpo\nloss_type: simpo", "loss_type should be one of sigmoid, sigmoid_norm, ipo, hinge"),
@@ -138,7 +138,7 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         ("name: " + "k" * 1_000_000, "name should be text of at most 4095 characters"),
         ("lora_alpha: " + "k" * 1_000_000, "lora_alpha should be a number"),
         ("search_space: " + "k" * 1_000_000, "search_space should map fields"),
-        ("1: 2", "task.yaml should have text for keys, found 1"),
+        ("1: 2", "task.yaml should have text as keys, found 1"),
         ("\ttab: 1", "should be valid YAML"),
         ("lr: " + "[" * 3000 + "]" * 3000, "more than 32 levels"),
         ("".join(" " * depth + "a:\n" for depth in range(1500)), "more than 32 levels"),
@@ -197,7 +197,7 @@ def test_more_than_can_be_read_back_is_no_task() -> None:
         ("", "should be key=value, found ''"),
         ("=", "should be key=value, found '='"),
         ("k" * 100_000, "should be key=value, found 'kkk"),
-        (".".join("a" * 5000) + "=1", "found 5000 keys in each other"),
+        (".".join("a" * 5000) + "=1", "found 5000 nested keys"),
         ("lr=" + "[" * 5000, "more than 32 levels"),
         (f"lr=0x{'f' * 5000}", "found a number of 20000 bits"),
         ("search_space.0.lr=1", "search_space has the unknown key '0'"),

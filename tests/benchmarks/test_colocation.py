@@ -33,12 +33,14 @@ SEPARATE = [run(30.0, 6), run(33.0, 6), run(90.0, 6)]
 
 
 def test_figures_are_ratios_of_medians() -> None:
-    runs = {"separate": SEPARATE, "colocated": [run(11.0, 1), run(10.0, 1), run(12.0, 1)]}
-    same = {"separate": SEPARATE, "colocated": [run(33.0, 1)]}
+    planned = [run(11.0, 2), run(22.0, 2), run(44.0, 2)]
+    runs = {"separate": SEPARATE, "colocated": [run(11.0, 1), run(10.0, 1), run(12.0, 1)], "planned": planned}
+    same = {"separate": SEPARATE, "colocated": [run(33.0, 1)], "planned": planned}
     starts = {"cold": [8.0, 9.0, 8.5], "forked": [2.0, 1.7, 1.6], "kept": [0.85, 0.8, 0.9]}
     found = colocation.figures({"cot_flan": runs, "gsm8k": same}, starts, {50: 100, 1000: 100})
     assert found == pytest.approx(
         {
+            "planned_over_best": 0.5,
             "colocated_over_separate": 3.0,
             "colocated_over_separate_gsm8k": 1.0,
             "start_over_cold": 0.1,
@@ -53,12 +55,12 @@ def test_figures_are_ratios_of_medians() -> None:
     ("colocated", "said"),
     [
         (run(10.0, 2), "colocated: 2 executors"),
-        (run(10.0, 1, loss=2.01), "a: job-000 at 2.00000 by itself, job-000 at 2.01000 beside others"),
+        (run(10.0, 1, loss=2.01), "a: job-000 at 2.00000 by itself, job-000 at 2.01000 colocated"),
         (run(10.0, 1, job="job-001"), "a: job-000 at 2.00000 by itself, job-001 at"),
     ],
 )
 def test_the_gate_refuses(colocated: colocation.Run, said: str) -> None:
-    (failure,) = colocation.gate({"separate": SEPARATE, "colocated": [colocated]})
+    (failure,) = colocation.gate({"separate": SEPARATE, "colocated": [colocated], "planned": SEPARATE})
     assert failure.startswith(said)
 
 
@@ -69,4 +71,4 @@ def test_the_smallest_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert colocation.main(["--scale", "smoke", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "colocation-smoke.json").read_text("utf-8"))
     assert result["gate"] == "passed", result["notes"]
-    assert result["figures"].keys() >= {"colocated_over_separate", "start_over_cold", "jain_index"}
+    assert result["figures"].keys() >= {"planned_over_best", "colocated_over_separate", "start_over_cold", "jain_index"}

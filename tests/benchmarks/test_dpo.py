@@ -21,7 +21,7 @@ import alto
 from alto.backbone import load_backbone, resolve_model
 from alto.data import read_task_rows
 from alto.spec import BaseModelSpec, JobConfig
-from alto.spec.objectives import DpoSettings
+from alto.spec.objective_settings import DpoSettings
 from benchmarks.baselines.pairs import PreparedPairs, prepare_pairs, tokenize_pairs
 from benchmarks.baselines.start import first_adapter
 from benchmarks.baselines.trl_pairs import train_on_pairs

@@ -169,7 +169,7 @@ class TestTheGate:
         broken = Workload(ranks=workload.ranks, data=workload.data, max_tokens_per_pass=500)
         broken.rows = lambda size: workload.rows(size)[::-1]
         if variant == "ours":
-            monkeypatch.setattr("alto.executor.rank_share.JobRows", lambda _, *part, **__: _swapped(*part, workload))
+            monkeypatch.setattr("alto.executor.forward_plan.JobRows", lambda _, *part, **__: _swapped(*part, workload))
         built = build(variant, base, broken)
         assert gate_failures({variant: built}, base, workload, 1)
 

@@ -139,6 +139,19 @@ class TestSeveralCommands:
         assert result_in(tmp_path / "a")["figures"] == {"x_three": 1.0}
         assert "left out, because it is of another run: two: " in capsys.readouterr().out
 
+    def test_of_a_long_study_may_span_states_of_the_source_and_then_name_their_commits(self, tmp_path, origin):
+        study = replace(STUDY, spans_sources=True)
+        run_pieces(study, good("one"), tmp_path)
+        origin(commit="b" * 40, source="other")
+        run_pieces(study, good("two"), tmp_path)
+        result = result_in(tmp_path)
+        assert result["figures"] == {"x_one": 1.0, "x_two": 1.0}
+        assert [row["commit"] for row in result["rows"]] == ["a" * 40, "b" * 40]
+        assert result["commit"] == "b" * 40
+        origin(machine=MACHINE | {"cores": 8})
+        run_pieces(study, good("three"), tmp_path)
+        assert result_in(tmp_path)["figures"] == {"x_three": 1.0}
+
     def test_from_several_folders_are_merged_and_the_latest_counts(self, tmp_path, origin, monkeypatch):
         for day, value in ((1, 5.0), (2, 6.0)):
             run_pieces(STUDY, good("two", value) | good("one"), tmp_path / str(day))

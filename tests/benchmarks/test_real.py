@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ pytest.importorskip("ray", reason="needs the peers: pip install -r benchmarks/pe
 from alto import Engine
 from alto.early_exit import Recording
 from benchmarks.common import GSM8K, PREFERENCE_PAIRS
-from benchmarks.pieces import Piece
+from benchmarks.pieces import Origin, Piece
 from benchmarks.real import program
 from benchmarks.real.child import CallTimes
 from benchmarks.real.plans import SCALES, parse, systems_of
@@ -146,6 +147,25 @@ def test_figures_are_ratios_of_medians() -> None:
             "sweep12_s_spread": 4.0,
         }
     )
+
+
+def test_times_of_two_commits_are_not_compared() -> None:
+    origin = Origin(commit="a" * 40, source="s", machine={}, versions={})
+    alto = Piece(name="alto", rows=[row("sweep12", "alto", 20.0, test_loss=1.1)], origin=origin)
+    others = [row("sweep12", "all", 400.0), row("sweep12", "trl", 10.0, prepare_s=4.0, stands_for=3)]
+    later = Piece(name="others", rows=others, origin=replace(origin, commit="b" * 40))
+    found = program.figures({"alto": alto, "others": later})
+    assert found["best_loss_ratio"] == pytest.approx(1.1)
+    assert "sweep12_over_trl" not in found
+
+
+def test_trl_trains_a_part_of_the_longest_jobs(folder: Path) -> None:
+    rows = {row["piece"]: row for row in result_in(folder)["rows"] if row["system"] == "trl"}
+    whole, part = rows["sweep12"], rows["sweep24"]
+    assert (whole["share"], whole["samples"]) == (1.0, 16 * 2)
+    assert whole["duration_s"] == pytest.approx(whole["measured_s"])
+    assert (part["share"], part["samples"]) == (0.5, 16 / 2)
+    assert part["duration_s"] > part["measured_s"]
 
 
 def test_trl_trains_a_spread_of_every_batch_size(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("optuna", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
 import alto
-from alto.data.split import carve_rows
+from alto.data.source import carve_rows
 from alto.runs import read_entries
 from alto.spec import Task
 from benchmarks import search

@@ -39,7 +39,7 @@ def test_facts_and_settings_that_differ_are_shown(runs: tuple[Path, Path]) -> No
     shown = invoke("compare", *runs)
     assert shown.exit_code == 0, shown.output
     assert "validation loss" in shown.stdout
-    assert "A journal does not record its validation rows" in " ".join(shown.stdout.split())
+    assert "The journal of a run does not record its validation rows" in " ".join(shown.stdout.split())
 
 
 def test_the_json_has_both_values_of_every_fact(runs: tuple[Path, Path]) -> None:
@@ -73,7 +73,7 @@ OF_BOTH = {"train_validation_fingerprint": "t", "validation_fingerprint": "v"}
             OF_BOTH,
             {**OF_BOTH, "train_validation_fingerprint": "u"},
             (False, True),
-            "trained on different rows. They were validated on the same ones.",
+            "trained on different rows, but validated on the same rows.",
             id="training rows",
         ),
         pytest.param(
@@ -88,14 +88,14 @@ OF_BOTH = {"train_validation_fingerprint": "t", "validation_fingerprint": "v"}
             {"fingerprint": "x"},
             {"fingerprint": "y"},
             (False, None),
-            "whether the losses can be compared is not known",
+            "it is unknown whether the losses can be compared",
             id="an earlier version, some rows",
         ),
         pytest.param(
             {"fingerprint": "x"},
             {"fingerprint": "y", "test_rows": 3},
             (None, None),
-            "whether the losses can be compared is not known",
+            "it is unknown whether the losses can be compared",
             id="an earlier version, test rows of one",
         ),
     ],

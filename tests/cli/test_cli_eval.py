@@ -252,7 +252,7 @@ def test_rows_without_a_prompt_have_no_predictions_and_say_so(run: Path, tmp_pat
     texts.write_text('{"text": "plain"}\n' * 2, encoding="utf-8")
     done = invoke(run, "--dataset", texts, "--save-predictions", tmp_path / "answers.jsonl")
     assert isinstance(done.exception, DataError)
-    assert str(done.exception).startswith("predictions: row 1: expected a reply in text after a prompt, found none")
+    assert str(done.exception).startswith("predictions: row 1: expected a text reply after a prompt, found none")
     assert not (tmp_path / "answers.jsonl").exists()
 
 
@@ -272,11 +272,12 @@ def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(ru
         (["run", "--metric", "preference"], "DataError: dataset: expected preference pairs"),
         (["run", "--backend", "vllm"], "UnsupportedError: backend: expected vLLM, found that it cannot be imported"),
         (["run", "--backend", "vllm", "--metric", "loss"], "SpecError: backend: expected alto for the metric 'loss'"),
-        (["run/best"], "SpecError: dataset: expected rows to evaluate run/best on"),
+        (["run/best"], "SpecError: dataset: expected rows on which to evaluate run/best"),
         (["run", "--dataset", "absent.jsonl"], "DataFileNotFoundError: "),
         (
             ["run", "--dataset", "plain.jsonl", "--metric", "exact_match"],
-            "DataError: exact_match: expected rows whose replies end in a line '#### N', found none in row 1 of 2",
+            "DataError: exact_match: expected rows whose replies end in a line '#### N', found no such reply in row 1 "
+            "of",
         ),
         (["run", "--base", "absent"], "ModelNotFoundError: "),
         (["run", "--base", "alto-tiny"], "TargetModuleError: "),

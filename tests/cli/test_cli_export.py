@@ -140,7 +140,7 @@ def test_a_classifier_is_merged_with_its_head_and_labels(tmp_path: Path) -> None
         report_to="none",
     )
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
-    assert "vLLM cannot serve it" in exported(result.run_dir, "--to", tmp_path / "adapter")
+    assert "vLLM cannot serve the adapter" in exported(result.run_dir, "--to", tmp_path / "adapter")
     labels: dict[str, Any] = {"num_labels": 2}
     fresh = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", **labels)
     expected = PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval()(input_ids=IDS).logits
@@ -191,11 +191,11 @@ def test_what_cannot_be_exported_is_named(base: Path, tmp_path: Path, monkeypatc
     kind, said = refused(adapter, "--to", adapter, *options)
     assert kind is RunExistsError
     expected = "expected a folder that does not exist yet, or an empty one, found"
-    assert said == f"{adapter}: {expected} one with 2 files; name another folder, or remove this one"
+    assert said == f"{adapter}: {expected} a folder with 2 files; name another folder, or remove this one"
     (adapter / "model.gguf").touch()
     kind, said = refused(adapter, "--to", adapter / "model.gguf", "--gguf", "f16", "--base", base)
     assert kind is RunExistsError
-    assert said.endswith(f"model.gguf: {expected} a file; name a folder, in which the files get names of their own")
+    assert said.endswith(f"model.gguf: {expected} a file; name a folder; ALTO names the files in it")
     dense = save_model(tmp_path / "dense")
     kind, said = refused(adapter, "--to", tmp_path / "vllm", "--per-expert", "--base", dense)
     assert kind is UnsupportedError
@@ -205,7 +205,7 @@ def test_what_cannot_be_exported_is_named(base: Path, tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("alto.exporting.adapter.write_per_expert", full)
+    monkeypatch.setattr("alto.exporting.export.write_per_expert", full)
     kind, said = refused(adapter, "--to", tmp_path / "vllm", *options)
     assert kind is DiskFullError
     assert said.endswith("No space left on device; free disk space, or name another folder")
@@ -215,4 +215,4 @@ def test_what_cannot_be_exported_is_named(base: Path, tmp_path: Path, monkeypatc
 def test_a_job_without_an_adapter_is_named_with_those_that_have_one(run: alto.TaskResult, tmp_path: Path) -> None:
     kind, said = refused(run.run_dir, "--to", tmp_path / "out", "--job", "job-009")
     assert kind is RunNotFoundError
-    assert "found 'job-009'; jobs that have one: job-000, job-001" in said
+    assert "found 'job-009'; jobs with a best adapter: job-000, job-001" in said

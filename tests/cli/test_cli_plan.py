@@ -43,7 +43,7 @@ def test_a_plan_is_shown_and_nothing_is_run(task_file: Path):
     assert "max_slots" in text
     assert "chosen" in text
     assert "which costs" in text
-    assert re.search(r"disk: at most [\d.]+ MiB while it trains, of [\d.,]+ [GM]iB that are free", text)
+    assert re.search(r"disk: at most [\d.]+ MiB during training, of [\d.,]+ [GM]iB free", text)
     assert "may take" not in text
     assert not (task_file.parent / "runs").exists()
     assert "measured earlier" in " ".join(CliRunner().invoke(app, ["plan", str(task_file)]).output.split())
@@ -69,7 +69,7 @@ def test_a_plan_says_that_its_time_is_the_budget(task_file: Path):
 
 
 def test_a_plan_says_that_the_disk_may_be_too_small(task_file: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("alto.executor.profiling.disk.free_bytes", lambda folder: 2**10)
+    monkeypatch.setattr("alto.executor.profiling.planning.free_bytes", lambda folder: 2**10)
     found = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json"]).output)["tasks"][0]
     assert found["disk_free_bytes"] == 2**10 < found["disk_bytes"]
     assert [note for note in found["notes"] if "of disk space while they train, and 0 MiB are free in" in note]
@@ -80,9 +80,9 @@ def test_a_plan_says_what_it_measures_before_it_does_and_nothing_where_a_measure
     assert "measuring memory and time of" in first.stderr
     assert "for later runs of the same task" in first.stderr
     assert "measuring" not in first.stdout.split("jobs:")[0]
-    assert "with the measuring, which a run of the same task does not repeat" in " ".join(first.stdout.split())
+    assert "including the measurement, which a run of the same task does not repeat" in " ".join(first.stdout.split())
     assert second.stderr == ""
-    assert "with the measuring" not in second.stdout
+    assert "including the measurement" not in second.stdout
 
 
 @pytest.mark.slow("queues")

@@ -64,9 +64,8 @@ def test_only_the_first_rows_of_large_data_are_read(tmp_path: Path, monkeypatch:
     assert num_lines == 501
     assert (facts["num_read"], facts["counts"]["train_rows"], facts["counts"]["validation_rows"]) == (500, 450, 50)
     assert len(facts["examples"]) == 3
-    assert (
-        "\nread:        the first 1,200 rows of each dataset, which all numbers here count"
-        in invoke(path, "--rows", 600).stdout
+    assert "read: the first 1,200 rows of each dataset; all numbers below count these rows" in " ".join(
+        invoke(path, "--rows", 600).stdout.split()
     )
     few = invoke(path, "--set", "validation_split=0.01").stdout
     assert "validation:  5 rows" in few
@@ -81,7 +80,7 @@ def test_an_error_of_large_data_is_that_of_all_rows(tmp_path: Path) -> None:
     facts = json.loads(invoke(path, "--json", "--set", "max_length=100").stdout)
     assert (facts["num_read"], facts["counts"]["train_rows"]) == (None, 900)
     path.write_text(path.read_text() + "{\n")
-    with pytest.raises(BadRowsError, match="1001: expected one JSON object a line"):
+    with pytest.raises(BadRowsError, match="1001: expected one JSON object per line"):
         raise invoke(path, "--set", "max_length=100").exception or AssertionError
 
 
@@ -166,7 +165,7 @@ def test_a_key_that_no_reply_has_is_refused_with_the_nearest_one(tmp_path: Path,
     options = ("--set", f"select_by={{scorer: json, keys: {json.dumps(keys)}}}")
     done = invoke(path, *options)
     assert str(done.exception) == (
-        "select_by json: expected the key 'buyer.nam' in the JSON object of one reply at least, found it in none of 1; "
+        "select_by json: expected the key 'buyer.nam' in the JSON object of at least one reply, found it in none of 1; "
         "did you mean 'buyer.name'? Correct keys, or remove select_by"
     )
     assert invoke(path, "--set", "select_by={scorer: json, keys: [buyer.name]}").exit_code == 0

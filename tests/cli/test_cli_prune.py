@@ -76,13 +76,13 @@ def test_nothing_is_removed_where_one_run_can_still_go_on(run: Path, tmp_path: P
     unfinished = filled(write_run(tmp_path, "unfinished", small_run[:-1], start=START))
     refused = invoke(run, unfinished).exception
     assert isinstance(refused, RunError)
-    assert "found an interrupted one" in str(refused)
+    assert "found an interrupted run" in str(refused)
     waiting = RunDir(run).control / "1.command.json"
     waiting.parent.mkdir()
     waiting.write_text(json.dumps({"action": "clone", "job": "a", "changes": {}, "warm": False, "id": "1"}))
     refused = invoke(run).exception
     assert isinstance(refused, RunError)
-    assert "found one that a command gives further jobs" in str(refused)
+    assert "found a run to which a command adds jobs" in str(refused)
     assert len(states(run)) == len(states(unfinished)) == 8
 
 

@@ -98,7 +98,7 @@ def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monke
             box.answer(command.id, Answer(done=True, message="t is cancelled."))
         return found
 
-    monkeypatch.setattr("alto.cli.answers._LOOK_S", 0.0)
+    monkeypatch.setattr("alto.cli.control._LOOK_S", 0.0)
     monkeypatch.setattr(RunDir, "is_locked", is_locked)
     assert invoke("cancel", queue.root, "t").stdout == "t is cancelled.\n"
 
@@ -171,7 +171,7 @@ def test_a_command_to_a_job_is_not_waited_for_where_its_process_ends(
     with Journal(run.journal_file) as journal:
         journal.append(event("task_started", task="a", jobs=jobs))
     looks = iter([True, True, False])
-    monkeypatch.setattr("alto.cli.answers._LOOK_S", 0.0)
+    monkeypatch.setattr("alto.cli.control._LOOK_S", 0.0)
     monkeypatch.setattr(RunDir, "is_locked", lambda _: next(looks))
     said = invoke("job", "stop", run.root, "job-000")
     assert "No process works on this run" in said.stdout

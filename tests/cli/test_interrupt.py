@@ -21,7 +21,7 @@ import pytest
 from journals import event
 from tiny import make_task, read_journal, save_model
 
-from alto.cli.interrupt import Interrupt, catching_signals
+from alto.cli.output import Interrupt, catching_signals
 from alto.runs import JournalEntry
 
 FIRST = "Stopping after this step; the run can be resumed. Press Ctrl-C again to stop at once."

@@ -9,14 +9,15 @@ import pytest
 from fake_cluster import Clock, FakeCluster
 from journals import entries
 
-from alto.cluster import Cluster, EntryWritten, ExecutorEnded, GpuGone, Launch, Outcome
-from alto.cluster.checked import CheckedCluster
+from alto.cluster import Cluster, EntryWritten, ExecutorEnded, GpuGone, Launch, Outcome, TaskTicket
+from alto.cluster.choice import CheckedCluster
 from alto.errors import ClusterLostError, UnsupportedError
 from alto.records import Gpu, Node
 
 
 def launch(task: str = "a", attempt: int = 1) -> Launch:
-    return Launch(task=task, run_dir="unused", entry="nothing:at_all", gpus=(Gpu("n", 0),), attempt=attempt)
+    ticket = TaskTicket(task=task, run_dir="unused", entry="nothing:at_all")
+    return Launch(ticket=ticket, gpus=(Gpu("n", 0),), attempt=attempt)
 
 
 def cluster(**changes: Any) -> FakeCluster:
@@ -99,11 +100,11 @@ def test_nodes_that_are_none_are_refused(nodes: Any, message: str) -> None:
         (["finished"], "expected events of alto.cluster, found str"),
         ([ExecutorEnded(task="a", attempt=1, outcome="finished")], "expected an outcome .*, found 'finished'"),  # type: ignore[arg-type]
         ([ended(2)], "ExecutorEnded of attempt 2 at task 'a', of which attempt 1 runs; correct"),
-        ([ended(task="b")], "ExecutorEnded of attempt 1 at task 'b', of which none runs"),
-        ([ended(), ended()], "ExecutorEnded of attempt 1 at task 'a', of which none runs"),
+        ([ended(task="b")], "ExecutorEnded of attempt 1 at task 'b', of which no attempt runs"),
+        ([ended(), ended()], "ExecutorEnded of attempt 1 at task 'a', of which no attempt runs"),
         (
             [ended(), EntryWritten(task="a", attempt=1, entry=entries([{"event": "began", "time": 0.0}])[0])],
-            "EntryWritten of attempt 1 at task 'a', of which none runs",
+            "EntryWritten of attempt 1 at task 'a', of which no attempt runs",
         ),
     ],
 )

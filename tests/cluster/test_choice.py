@@ -39,7 +39,7 @@ def test_one_of_a_package_that_is_no_function_is_refused(tmp_path: Path, monkeyp
 @pytest.mark.parametrize(
     ("line", "wrong", "message"),
     [
-        ("return AccountedCluster(", "return (", r"expected what the package opens, tuple, .* without nodes, has_gpus"),
+        ("return AccountedCluster(", "return (", r"that the package opens, tuple, .* without nodes, has_gpus"),
         (
             "return AccountedCluster(",
             "1 / 0; (",
@@ -62,7 +62,9 @@ def test_one_that_opens_no_cluster_is_refused(
 def test_a_package_cannot_take_the_name_of_alto_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = FILES["pyproject.toml"].replace("accounts = ", "local = ")
     packages.install(tmp_path, {**FILES, "pyproject.toml": toml}, monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"cluster: expected 'local' to be ALTO's alone, .*accounts:open_"):
+    with pytest.raises(
+        UnsupportedError, match=r"cluster: expected 'local' to be registered by ALTO only, .*accounts:open_"
+    ):
         open_cluster("local", total_gpus=1)
 
 

@@ -64,7 +64,7 @@ def test_who_is_asked_to_stop_saves_and_ends(start_cluster: StartCluster) -> Non
     pid = started.until_told("began")["pid"]
     started.cluster.stop("a")
     ended = started.until_ended()
-    assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")
+    assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped on request, with everything on disk")
     assert [line["event"] for line in started.told()] == ["began", "checkpoint"]
     assert not is_alive(pid)
 
@@ -266,7 +266,7 @@ def test_ranks_that_are_asked_to_stop_end_together(start_cluster: StartCluster) 
     started, pids = start_ranks(start_cluster)
     started.cluster.stop("a")
     ended = started.until_ended()
-    assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")
+    assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped on request, with everything on disk")
     assert not any(map(is_alive, pids))
 
 

@@ -13,7 +13,7 @@ from controller_bench import SETTINGS, Bench, new_run
 from fake_cluster import FakeCluster, leave_result
 from journals import event
 
-from alto.cluster import ClusterEvent, EntryWritten, GpuCame, GpuGone, Launch, Outcome
+from alto.cluster import ClusterEvent, EntryWritten, GpuCame, GpuGone, Launch, Outcome, Retrying
 from alto.errors import TaskInterruptedError
 from alto.records import Gpu
 from alto.runs import Journal, TaskStage, read_queue_history
@@ -197,8 +197,8 @@ def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(
     bench = Bench(tmp_path, {})
     bench.cluster.outcomes["d"] = deque([Outcome.LOST] * 40)
     steps = iter([0, 1, 1, 2, 2, 3, *[3] * 20])  # before and after each attempt: three come further
-    with bench.controller() as controller:
-        controller.submit(new_run(bench, "d", 1.0, how_far=lambda: (next(steps),)))
+    with bench.controller(retrying=Retrying(how_far=lambda run: (next(steps),))) as controller:
+        controller.submit(new_run(bench, "d", 1.0))
         controller.wait()
         assert controller.status().tasks["d"].num_failures == SETTINGS.max_attempts
     assert bench.starts == {"d": 3 + SETTINGS.max_attempts}
@@ -210,8 +210,8 @@ def test_whether_an_executor_that_somebody_else_interrupted_is_started_again(
 ) -> None:
     bench = Bench(tmp_path, {})
     bench.cluster.outcomes["d"] = deque([Outcome.INTERRUPTED])
-    with bench.controller() as controller:
-        controller.submit(new_run(bench, "d", 1.0, retry_interrupted=retries))
+    with bench.controller(retrying=Retrying(interrupted=retries)) as controller:
+        controller.submit(new_run(bench, "d", 1.0))
         controller.wait()
     assert bench.starts == {"d": num_starts}
 

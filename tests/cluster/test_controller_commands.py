@@ -10,7 +10,7 @@ import pytest
 from controller_bench import Bench, new_run
 from fake_cluster import FakeCluster
 
-from alto.cluster import ClusterEvent, Controller, TaskRun
+from alto.cluster import ClusterEvent, Controller, TaskTicket
 from alto.errors import QueueCommandError, SpecError, TaskInterruptedError
 from alto.runs import Action, Answer, Mailbox, TaskStage, read_events, read_queue_history
 
@@ -27,7 +27,7 @@ def live(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
 
 def test_a_task_is_submitted_while_others_run(live: tuple[Bench, Controller]) -> None:
     bench, controller = live
-    assert controller.submit(new_run(bench, "d"), tenant="t", priority=7) == "d"
+    assert controller.submit(new_run(bench, "d", tenant="t", priority=7)) == "d"
     assert controller.wait("d")
     status = controller.status().tasks["d"]
     assert (status.tenant, status.priority, status.has_ended, status.share_done) == ("t", 7, True, 1.0)
@@ -51,7 +51,7 @@ def test_a_task_that_cannot_be_taken_in_changes_nothing(
 ) -> None:
     bench, controller = live
     with pytest.raises(SpecError, match=match):
-        controller.submit(TaskRun(task=run.pop("name"), run_dir="none", entry="none:none", **run))
+        controller.submit(TaskTicket(task=run.pop("name"), run_dir="none", entry="none:none", **run))
     assert bench.events("task_submitted") == []
     assert set(controller.status().tasks) == {"a", "b", "c"}
     assert controller.wait()
@@ -83,7 +83,7 @@ def test_a_task_that_runs_is_cancelled_saves_and_gives_its_gpu_to_who_waits(live
 
 def test_only_a_task_that_is_there_is_cancelled(live: tuple[Bench, Controller]) -> None:
     _, controller = live
-    with pytest.raises(QueueCommandError, match="'x', which is none of its tasks"):
+    with pytest.raises(QueueCommandError, match="'x', which is not in the queue"):
         controller.cancel("x")
     controller.wait()
     with pytest.raises(QueueCommandError, match="'a', which is finished"):
@@ -121,7 +121,7 @@ def test_a_job_command_reaches_the_executor_and_its_answer_comes_back(live: tupl
     found = controller.job_command("a", Action.CLONE, "job-000", changes={"r": 4})
     assert found == Answer(done=True, message="cloned")
     assert seen == [(Action.CLONE, "job-000", {"r": 4})]
-    with pytest.raises(QueueCommandError, match="none of its tasks"):
+    with pytest.raises(QueueCommandError, match="not in the queue"):
         controller.job_command("x", Action.STOP, "job-000")
 
 

@@ -12,14 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alto.cluster.device_locks import DeviceLocks
-from alto.cluster.local import LocalCluster
+from alto.cluster.local import DeviceLocks, LocalCluster
 from alto.errors import DeviceBusyError, RunWriteError
 
 HOLDER = """
     import sys
     from pathlib import Path
-    from alto.cluster.device_locks import DeviceLocks
+    from alto.cluster.local import DeviceLocks
 
     locks = DeviceLocks(["one", "two"], Path(sys.argv[1]))
     print("held", flush=True)

@@ -168,7 +168,7 @@ def test_a_task_is_cancelled_by_command_and_stays_so(tmp_path: Path) -> None:
         controller.turn()
         assert bench.answer(unknown) == Answer(
             done=False,
-            message="expected a task of this queue that waits or runs, found 'x', which is none of its tasks",
+            message="expected a task of this queue that waits or runs, found 'x', which is not in the queue",
         )
     bench.cluster.close()
     with bench.working() as (live, _):

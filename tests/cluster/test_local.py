@@ -18,7 +18,7 @@ import pytest
 import torch
 from clusters import Started, is_alive, wait_for
 
-from alto.cluster import Launch, Outcome, serving, worker
+from alto.cluster import Outcome, TaskTicket, serving, worker
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.local import LocalCluster
 from alto.cluster.orders import Orders, WorkOrder
@@ -111,6 +111,7 @@ def test_an_executor_takes_its_share_of_the_cores(
     started.start(gpus=gpus)
     told = started.until_told("environment")
     assert (told["OMP_NUM_THREADS"], told["CUDA_VISIBLE_DEVICES"]) == (str(threads), "")
+    assert told["ALTO_MEMORY_SHARE"] == str(len(gpus) / 4)
 
 
 @pytest.mark.parametrize(("asked", "threads"), [("6", 3), ("5,2", 2), ("1", 1), ("99", 6), ("0", 6), ("all", 6)])
@@ -181,14 +182,14 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for module in (worker, serving):
         monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     orders = Orders(tmp_path)
-    launch = Launch(task="a", run_dir=str(tmp_path), entry="cluster_entries:works", gpus=(), attempt=1)
-    orders.work(launch, attempt := AttemptDir.create(tmp_path, 1))
+    ticket = TaskTicket(task="a", run_dir=str(tmp_path), entry="cluster_entries:works")
+    orders.work(ticket, attempt := AttemptDir.create(tmp_path, 1))
     with RunDir(tmp_path).locked():
         (order,) = orders.new()
         assert isinstance(order, WorkOrder)
         with pytest.raises(RunBusyError, match="found that one still works"):
             worker._wait_until_free(order, serving.StopRequest())
-        orders.work(launch, attempt)
+        orders.work(ticket, attempt)
         code = textwrap.dedent(
             f"""
             from pathlib import Path
@@ -206,16 +207,16 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 CONTROLLER = """
     import json, sys
-    from alto.cluster import EntryWritten, Launch
+    from alto.cluster import EntryWritten, Launch, TaskTicket
     from alto.cluster.local import LocalCluster
     from alto.records import Gpu
 
     run_dir, entry = sys.argv[1:]
-    launch = dict(task="a", run_dir=run_dir, entry="cluster_entries:" + entry)
-    cluster = LocalCluster(drain_timeout_s={drain_timeout_s})
+    ticket = TaskTicket(task="a", run_dir=run_dir, entry="cluster_entries:" + entry, is_parallel=True)
+    cluster = LocalCluster(total_gpus={num_ranks}, drain_timeout_s={drain_timeout_s})
     (node,) = cluster.nodes
-    gpus = (Gpu(node.name, 0),)
-    cluster.start(Launch(**launch, gpus=gpus, attempt=1, num_ranks={num_ranks}))
+    gpus = tuple(Gpu(node.name, index) for index in node.gpus)
+    cluster.start(Launch(ticket=ticket, gpus=gpus, attempt=1))
     while True:
         for event in cluster.poll(1):
             if isinstance(event, EntryWritten):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from alto.cluster.attempt import AttemptDir
-from alto.cluster.base import Launch, Outcome
+from alto.cluster.base import Outcome, TaskTicket
 from alto.cluster.orders import Orders
-from alto.cluster.rank_processes import RankProcesses
+from alto.cluster.worker import RankProcesses
 
 
 @pytest.fixture
@@ -24,8 +24,7 @@ def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir,
     attempt.rank_log(1).mkdir()  # where a file has to be
     code = "from alto.cluster.worker import main; main()"
     orders = Orders(tmp_path)
-    launch = Launch(task="a", run_dir=str(tmp_path), entry="none:none", gpus=(), attempt=1, num_ranks=2)
-    orders.work(launch, attempt)
+    orders.work(TaskTicket(task="a", run_dir=str(tmp_path), entry="none:none"), attempt)
     done = subprocess.run(
         [sys.executable, "-c", code, str(orders.root), "--parent", str(os.getpid()), "--grace-s", "60"],
         env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"},

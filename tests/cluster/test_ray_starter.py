@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from alto.cluster import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, machine
+from alto.cluster import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, TaskTicket, machine
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.ray_starter import Starter
 from alto.records import Gpu
@@ -32,7 +32,8 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
-    launch = Launch(task="a", run_dir=str(run_dir), entry=f"cluster_entries:{entry}", gpus=(Gpu("node", 7),), attempt=1)
+    ticket = TaskTicket(task="a", run_dir=str(run_dir), entry=f"cluster_entries:{entry}")
+    launch = Launch(ticket=ticket, gpus=(Gpu("node", 7),), attempt=1)
     return started(launch, has_gpus=has_gpus)
 
 
@@ -65,7 +66,8 @@ def test_an_answer_that_was_lost_is_given_again(run_dir: Path) -> None:
 
 def test_ranks_that_would_reach_over_nodes_are_not_started(run_dir: Path) -> None:
     gpus = (Gpu("one", 0), Gpu("other", 0))
-    launch = Launch(task="a", run_dir=str(run_dir), entry="none:none", gpus=gpus, attempt=1, num_ranks=2)
+    ticket = TaskTicket(task="a", run_dir=str(run_dir), entry="none:none", num_gpus=2, is_parallel=True)
+    launch = Launch(ticket=ticket, gpus=gpus, attempt=1)
     [ended] = started(launch).poll(0, 0)
     assert isinstance(ended, ExecutorEnded)
     assert ended.outcome is Outcome.LOST

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from clusters import Started, is_alive, wait_for
 
+from alto.base import replace_file
 from alto.cluster import Outcome
 from alto.cluster.local import LocalCluster
-from alto.runs import replace_file
 
 
 @pytest.fixture
@@ -210,4 +210,4 @@ def test_an_order_to_end_does_not_interrupt_what_is_attached_beside_others(local
     (folder / "go").touch()
     for task in "ab":
         ended = local.until_ended(task)
-        assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped as asked, with everything on disk")
+        assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped on request, with everything on disk")

@@ -14,9 +14,8 @@ from tiny import load_tokenizer
 from tokenizers import AddedToken
 
 from alto.data import Conversation, ConversationWithTools, EncodedRow, Message
-from alto.data.encode import Encoder
+from alto.data.encode import Encoder, TextTokenizer
 from alto.data.template import ChatTemplate
-from alto.data.tokenising import TextTokenizer
 from alto.errors import DataError
 from alto.spec import TrainOn
 from tools.templates.chat_templates import STYLES, make_tokenizer

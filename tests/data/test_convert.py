@@ -129,7 +129,7 @@ def test_conversations_of_unlike_length_differ_at_their_first_difference() -> No
         ({"prompt": "p", "chosen": [], "rejected": "b"}, "expected chosen to be a list with at least one message"),
         ({"prompt": "p", "chosen": {"a": 1}, "rejected": "b"}, "expected every message to have a role"),
         ({"prompt": [user("p")], "chosen": [user("a")], "rejected": [reply("b")]}, "to hold an assistant message"),
-        ({"prompt": "p", "chosen": "\ud800", "rejected": "b"}, r"a text of whole characters, found '\ud800'"),
+        ({"prompt": "p", "chosen": "\ud800", "rejected": "b"}, r"a text without broken characters, found '\ud800'"),
         (
             {"chosen": [user("one"), reply("a")], "rejected": [user("two"), reply("b")]},
             "both conversations of a pair to begin with the same turn, the prompt, found ['one', 'two']",
@@ -164,6 +164,6 @@ def test_replies_without_a_prompt_name_what_to_do(make: Any) -> None:
         convert({"chosen": make("a"), "rejected": make("b")})
     assert str(caught.value) == (
         "rows.jsonl:1: expected a column with the prompt beside chosen and rejected replies, found chosen, rejected; "
-        "name it with columns: {prompt: <its column>}, or, where both are texts that begin with the prompt, join them "
-        "as they are with dataset_format: raw_preference"
+        "name it with columns: {prompt: <its column>}, or, if both are texts that begin with the prompt, join them "
+        "unchanged with dataset_format: raw_preference"
     )

@@ -10,8 +10,7 @@ import pytest
 from tiny import load_tokenizer, write_rows
 
 from alto.data import preview_rows, read_task_rows
-from alto.data.faults import LIST_LENGTH, FaultList
-from alto.data.rows import FaultKind, RowFault
+from alto.data.rows import LIST_LENGTH, FaultKind, FaultList, RowFault
 from alto.engine import Engine
 from alto.errors import BadRowsError, SpecError
 from alto.spec import Task
@@ -55,7 +54,7 @@ def test_every_kind_of_fault_is_listed_in_one_error(tmp_path: Path) -> None:
 
 
 def test_a_line_that_ends_too_early_is_not_called_two(tmp_path: Path) -> None:
-    with pytest.raises(BadRowsError, match=r"train\.jsonl:2: expected one JSON object a line, ") as caught:
+    with pytest.raises(BadRowsError, match=r"train\.jsonl:2: expected one JSON object per line, ") as caught:
         read_task_rows(make(tmp_path, GOOD, '{"prompt": "p", "completion": "c"', *[GOOD] * 20))
     assert "(Expecting ',' delimiter)" in str(caught.value)
 

@@ -134,7 +134,7 @@ def test_columns_win_over_what_would_be_told() -> None:
 )
 def test_two_forms_that_fit_are_both_named(row: dict[str, Any], candidates: str, remedy: str) -> None:
     said = refusal(row)
-    assert said.startswith(f"rows.jsonl:1: expected columns of one form, found those of {candidates}")
+    assert said.startswith(f"rows.jsonl:1: expected columns of one form, found the columns of {candidates}")
     assert said.endswith(f"; name one with {remedy}")
 
 
@@ -215,7 +215,7 @@ def test_the_other_kind_is_found_where_it_alone_fits() -> None:
 
 def test_two_kinds_that_fit_are_both_named_where_neither_is_meant() -> None:
     said = refusal({"messages": CONVERSATION, "chosen": CONVERSATION, "rejected": CONVERSATION})
-    assert "found those of messages (messages) and preference (chosen, rejected)" in said
+    assert "found the columns of messages (messages) and preference (chosen, rejected)" in said
     assert said.endswith("name one with dataset_format: messages or preference")
 
 
@@ -271,7 +271,7 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
         ({"prompt": "p", "completion": None}, "expected completion to be a text, found None"),
         ({"question": "p", "answer": float("nan")}, "expected answer to be a text, found nan"),
         ({"system": {"a": 1}, **PAIR}, "expected system to be a text, found {'a': 1}"),
-        ({"prompt": "\ud800", "completion": "c"}, r"a text of whole characters, found '\ud800'"),
+        ({"prompt": "\ud800", "completion": "c"}, r"a text without broken characters, found '\ud800'"),
         ({"prompt": "p", "completion": CONVERSATION[:2]}, "expected completion to hold an assistant message"),
         ({"prompt": [], "completion": "c"}, "expected prompt to be a list with at least one message, found []"),
         ({"instruction": "i", "output": ["o"]}, "expected output to be a text, found ['o']"),
@@ -287,7 +287,7 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
             "a role (system, developer, user, assistant, tool, function) and a content text",
         ),
         ({"messages": [{"role": "bot", "content": "u"}]}, "'bot'"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "content of text, not another part"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]}, "of text, not a part without text"),
         ({"messages": CONVERSATION[:2]}, "expected at least one assistant message to train on, found none; add it"),
         (
             {"conversations": [*GPT, *CONVERSATION]},

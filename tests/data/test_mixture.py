@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny import load_tokenizer, write_rows
 
 from alto.data import LabelledConversation, MixtureOrder, digest_of, read_task_rows
-from alto.data.mixture import mixture_counts
+from alto.data.task_data import mixture_counts
 from alto.errors import BadRowsError
 from alto.spec import Task
 
@@ -101,8 +101,8 @@ def test_sources_are_split_and_tokenised_each_by_itself(tmp_path: Path) -> None:
     data = rows.encode(load_tokenizer())
     assert (data.train.sources, data.validation.sources) == (rows.train_sources, rows.validation_sources)
     assert data.notes[0] == (
-        "A mixture of maths (16 rows, 4 to validate), talk (8 rows, 2 to validate). An epoch has 24 rows, drawn by the "
-        "weights of each job."
+        "A mixture of maths (16 rows, 4 for validation), talk (8 rows, 2 for validation). An epoch has 24 rows, drawn "
+        "by the weights of each job."
     )
     alone = read_task_rows(Task(model="alto-tiny", dataset=str(tmp_path / "chat.jsonl"), validation_split=0.2))
     assert rows.train[16:] == alone.train

@@ -204,5 +204,5 @@ def test_raw_pairs_hold_texts_only() -> None:
 
 
 def test_texts_without_a_prompt_are_told_of_the_raw_form() -> None:
-    with pytest.raises(DataFormatError, match="texts that begin with the prompt, join them as they are with dataset_f"):
+    with pytest.raises(DataFormatError, match="texts that begin with the prompt, join them unchanged with dataset_f"):
         pair_of_alto(RAW_PAIRS["implicit prompt"], TOKENIZER)

@@ -187,7 +187,7 @@ def test_several_replies_behind_the_prompt_are_all_trained() -> None:
 
 def test_several_replies_that_the_template_rewrites_are_refused(rewriting: Any) -> None:
     long = Pair(chosen=conversation("u:question", "a:x", "u:r", "a:y"), rejected=conversation("u:question", "a:z"))
-    with pytest.raises(DataError, match=r"found 2 in the one that begins 'question', and the model's chat template"):
+    with pytest.raises(DataError, match=r"found 2 in the conversation that begins with 'question', and the model's"):
         encode(long, tokenizer=rewriting)
 
 

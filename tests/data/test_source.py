@@ -17,7 +17,7 @@ import huggingface_hub
 from tiny import write_rows
 
 from alto.data import Message, read_heldout_rows, read_task_rows
-from alto.data.presets import PRESETS, find_preset
+from alto.data.source import PRESETS, find_preset
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 from alto.spec import Task
 

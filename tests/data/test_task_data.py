@@ -13,7 +13,7 @@ from tiny import load_tokenizer, make_task, write_rows
 from alto.data import Pair, TaskData, read_heldout_rows, read_task_rows
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError
 from alto.spec import Task
-from alto.spec.objectives import OBJECTIVES, ObjectiveEntry
+from alto.spec.objective_settings import OBJECTIVES, ObjectiveEntry
 
 
 def encode(task: Task, tokenizer: Any = None, max_length: int | None = None) -> TaskData:

@@ -20,10 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer
 
-from alto.data import TaskData, digest_of, identity, read_task_rows, row_store, token_files
-from alto.data import cached_rows as cached_rows_module
+from alto.data import TaskData, dataset, digest_of, read_task_rows, source, token_cache
 from alto.data import files as files_module
-from alto.data.identity import tokenizer_digest
+from alto.data import task_rows as cached_rows_module
+from alto.data.source import tokenizer_digest
 from alto.errors import BadRowsError, DataError, DiskFullError, RunWriteError
 from alto.executor.profiling.sketch import lengths_of
 from alto.records import ModelLimits
@@ -40,7 +40,7 @@ TOKENIZER = load_tokenizer()
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(row_store, "_CHUNK_ROWS", 8)
+    monkeypatch.setattr(dataset, "_CHUNK_ROWS", 8)
     return tmp_path / "cache" / "tokens"
 
 
@@ -212,19 +212,19 @@ def test_auto_keeps_less_data_in_memory_where_the_cache_cannot_hold_it(
     expected = digest_of(*encode(task).splits)
     monkeypatch.setattr(cached_rows_module, "SLOW_BYTES", 1000)
     with monkeypatch.context() as patch:
-        patch.setattr(token_files._HashedFile, "finish", _disk_is_full)
-        with pytest.warns(UserWarning, match="made anew at every start: .*token_cache: memory"):
+        patch.setattr(token_cache._HashedFile, "finish", _disk_is_full)
+        with pytest.warns(UserWarning, match="computed again at every start: .*token_cache: memory"):
             assert digest_of(*encode(task).splits) == expected
         patch.setattr(cached_rows_module, "LARGE_BYTES", 1000)
         with pytest.raises(DiskFullError):
             encode(task)
     with monkeypatch.context() as patch:
         patch.setattr(type(TOKENIZER), "save_pretrained", _disk_is_full)
-        with pytest.warns(UserWarning, match="made anew at every start: .*can be saved"):
+        with pytest.warns(UserWarning, match="computed again at every start: .*can be saved"):
             assert digest_of(*encode(task).splits) == expected
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "file"))
-    with pytest.warns(UserWarning, match="made anew at every start: expected to write"):
+    with pytest.warns(UserWarning, match="computed again at every start: expected to write"):
         assert digest_of(*encode(task).splits) == expected
 
 
@@ -274,7 +274,7 @@ def test_other_content_of_the_same_size_and_time_is_other_data(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that keeps the time of change would hide it; digests of files are remembered from the first look on."""
-    monkeypatch.setattr(identity, "_SETTLED_S", -1e9)
+    monkeypatch.setattr(source, "_SETTLED_S", -1e9)
     file = tmp_path / "rows.jsonl"
     first = encode(task)
     before = file.stat()
@@ -295,7 +295,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
 
     original = files_module._rows
     monkeypatch.setattr(files_module, "_rows", rows)
-    with pytest.raises(DataError, match="nobody changes while they are tokenised"):
+    with pytest.raises(DataError, match="rows that do not change while they are tokenised"):
         encode(task)
     assert not entries(cache)
 
@@ -345,7 +345,7 @@ def _end_after(count: int) -> None:
         return call
 
     os.fsync, Path.rename, Path.mkdir = counted(os.fsync), counted(Path.rename), counted(Path.mkdir)  # type: ignore
-    token_files._HashedFile.write = counted(token_files._HashedFile.write)  # type: ignore[method-assign]
+    token_cache._HashedFile.write = counted(token_cache._HashedFile.write)  # type: ignore[method-assign]
 
 
 def test_two_at_once_tokenise_once(task: Task, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +371,7 @@ def test_a_full_disk_is_named(what: str, tmp_path: Path, cache: Path, monkeypatc
             limits = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
         else:
-            patch.setattr(token_files._HashedFile, "finish", _disk_is_full)
+            patch.setattr(token_cache._HashedFile, "finish", _disk_is_full)
         try:
             with pytest.raises(DiskFullError, match=r"ALTO_CACHE.*token_cache: memory"):
                 encode(task)

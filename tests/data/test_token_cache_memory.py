@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from alto.data import IGNORED, DataOrder, Span
-from alto.data.token_files import TokenWriter, open_rows
+from alto.data.token_cache import TokenWriter, open_rows
 from tools import measure_token_cache as tool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,9 +36,9 @@ def test_reading_holds_a_bounded_part_of_the_files(tmp_path: Path, monkeypatch: 
     for _ in range(NUM_ROWS):
         writer.add(ids_T, targets_T, (Span(NUM_TOKENS),))
     writer.rows()
-    monkeypatch.setattr("alto.data.token_files._RESIDENT_BYTES", tool.MIB)
+    monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", tool.MIB)
     assert _growth(tmp_path / "rows") < 12 * tool.MIB
-    monkeypatch.setattr("alto.data.token_files._RESIDENT_BYTES", 10**12)
+    monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", 10**12)
     assert _growth(tmp_path / "rows") > 40 * tool.MIB, "what is read stays resident where nothing gives it back"
 
 

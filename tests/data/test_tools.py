@@ -26,7 +26,7 @@ from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import BadRowsError, DataError, DataFormatError
 from alto.spec import Task
-from alto.spec.chat_template import chat_template_text
+from alto.spec.data_keys import chat_template_text
 
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Rain.", "parameters": {}}}
 OSLO = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -194,11 +194,11 @@ def test_a_template_that_takes_arguments_as_text_and_content_alone_is_given_thes
 
 def test_calls_that_the_template_does_not_show_are_never_trained_as_an_end_alone(tokenizer: Any) -> None:
     conversation = convert({"messages": [ASKED, calling(OSLO), RESULT, REPLY], "tools": [WEATHER]})
-    says = r"shows calls of tools, found that this one does not show .*'weather'.*: of this reply only.*leave such"
+    says = r"shows calls of tools, found one that does not show .*'weather'.*, so that only the end of this.*leave such"
     with pytest.raises(DataError, match=says):
         encode_conversation(conversation, tokenizer)
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"shows calls of tools, found none, so that nothing shows .*'weather'"):
+    with pytest.raises(DataError, match=r"shows calls of tools, found no template to show .*'weather'"):
         encode_conversation(conversation, tokenizer)
 
 
@@ -229,7 +229,7 @@ def test_sharegpt_calls_and_observations() -> None:
         ({"messages": [ASKED, {"role": "assistant", "tool_calls": 7}]}, "tool_calls to be a list of calls"),
         (
             {"messages": [ASKED, calling(OSLO, function_call={"name": "f"})]},
-            "tool_calls or function_call, the older name of one, found both",
+            "only one of tool_calls and function_call, the older name of a single call, found",
         ),
         (
             {"messages": [ASKED, REPLY], "tools": "no"},
@@ -237,8 +237,8 @@ def test_sharegpt_calls_and_observations() -> None:
         ),
         ({"messages": [ASKED, REPLY], "tools": [7]}, "every tool to be a JSON schema"),
         ({"messages": [ASKED, REPLY], "tools": {"a": 1}}, "tools to be a list of JSON schemas"),
-        ({"messages": [ASKED, REPLY], "tools": [WEATHER], "functions": [WEATHER]}, "tools or functions"),
-        ({"messages": [ASKED, {**REPLY, "mood": "\ud800"}]}, "a text of whole characters"),
+        ({"messages": [ASKED, REPLY], "tools": [WEATHER], "functions": [WEATHER]}, "only one of tools and functions"),
+        ({"messages": [ASKED, {**REPLY, "mood": "\ud800"}]}, "a text without broken characters"),
         ({"messages": [ASKED, REPLY], "chat_template_kwargs": [1]}, "chat_template_kwargs to be an object"),
     ],
 )
@@ -287,8 +287,8 @@ def test_what_nothing_reads_is_listed_once_with_counts(tmp_path: Path, tokenizer
     assert notes[:2] == (
         "Columns that nothing reads: source (in 13 rows), id (in 3 rows); assign one to a role with columns if it "
         "should be read.",
-        "Parts of conversations that the chat template does not show: tools (of 3 of 3 rows), reasoning_content (of 3 "
-        "of 3 messages), tool_call_id (of 3 of 3 messages).",
+        "Parts of conversations that the chat template does not show: tools (in 3 of 3 rows), reasoning_content (in 3 "
+        "of 3 messages), tool_call_id (in 3 of 3 messages).",
     )
     assert not any("nothing reads" in note or "does not show" in note for note in notes[2:])
 
@@ -301,7 +301,7 @@ def test_a_label_that_nothing_reads_names_the_method_that_does(tmp_path: Path, t
     column = list(row)[-1]
     assert note == (
         f"Columns that nothing reads: {column} (in 12 rows); assign one to a role with columns if it should be read; "
-        f"set method: classification (of numbers: regression) if {column} is to be learned."
+        f"set method: classification (for numbers: regression) if {column} is to be learned."
     )
 
 
@@ -314,7 +314,7 @@ def test_parallel_calls_of_which_a_template_writes_the_first_alone_are_listed(tm
     with_template(tokenizer, "gptoss")
     rows = [{"messages": [ASKED, calling(OSLO, ROME), RESULT, REPLY], "tools": [WEATHER]}] * 12
     notes = read(tmp_path, rows).encode(tokenizer).notes
-    assert any("all calls but the first of a turn (of 12 of 12 turns with several)" in note for note in notes)
+    assert any("all calls of a turn except the first (in 12 of 12 turns with several calls)" in note for note in notes)
 
 
 def test_a_role_that_the_template_passes_over_is_listed(tmp_path: Path, tokenizer: Any) -> None:
@@ -430,4 +430,4 @@ def test_a_call_beside_text_under_the_shipped_template(chatml: Any) -> None:
 def test_calls_that_are_not_shown_beside_text_are_noted_with_the_remedy(tmp_path: Path, chatml: Any) -> None:
     rows = [{"messages": [ASKED, calling(OSLO, content="Wait."), RESULT, REPLY]}] * 12
     notes = read(tmp_path, rows).encode(chatml).notes
-    assert any("tool_calls (of 12 of 12 messages); set chat_template: chatml-tools" in note for note in notes)
+    assert any("tool_calls (in 12 of 12 messages); set chat_template: chatml-tools" in note for note in notes)

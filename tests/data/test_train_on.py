@@ -155,9 +155,9 @@ def test_a_task_sets_the_template_by_text_or_by_file(tmp_path: Path) -> None:
     [
         (
             "absent.jinja",
-            "should be a Jinja text with .*, a file of it, or chatml-tools, found 'absent.jinja': No such file",
+            "should be a Jinja text with .*, a file with such a text, or chatml-tools, found 'absent.jinja': No such",
         ),
-        ("{{ x", "chat_template: expected a Jinja template, found a text that is none .* in line 1"),
+        ("{{ x", "chat_template: expected a Jinja template, found a text that is not valid .* in line 1"),
     ],
 )
 def test_no_template(tmp_path: Path, template: str, message: str) -> None:

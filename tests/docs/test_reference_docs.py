@@ -16,7 +16,7 @@ from tiny import make_task, save_model
 
 from alto.engine.runner import TaskRunner
 from alto.errors import TaskInterruptedError
-from alto.executor import assembly
+from alto.executor import shared_bank
 from alto.lora import AdapterBank, BankLayout
 from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
 from alto.runs.events import (
@@ -77,7 +77,7 @@ def memory_for_one_slot() -> Iterator[None]:
             super().__init__(layout, num_slots, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assembly, "AdapterBank", Bank)
+        patch.setattr(shared_bank, "AdapterBank", Bank)
         yield
 
 

@@ -17,10 +17,10 @@ from alto.early_exit import (
     Recording,
     Selection,
     audit,
+    policy,
     policy_from,
     replay,
     selection_of,
-    underperformance,
 )
 from alto.errors import RunError
 from alto.records import ExitReason, Rung, RungResult, Standing
@@ -32,7 +32,7 @@ LEAST = score_of("x", {"x": math.nan})
 
 
 def select(rung: Rung, standings: list[Standing]) -> RungResult:
-    return underperformance.select(math.ceil(rung.keep * len(standings)), standings)
+    return policy.select(math.ceil(rung.keep * len(standings)), standings)
 
 
 def standing(job: str, score: float, loss: float, *, is_training: bool = True) -> Standing:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import Selection, evaluation_order, mean_loss, policy_from
-from alto.early_exit.common_rows import on_one_scale, on_scale_of
+from alto.early_exit.noise import on_one_scale, on_scale_of
 from alto.records import LossPoint, StartValue
 from alto.spec import EarlyExit
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import Divergence
-from alto.early_exit.divergence import slope
+from alto.early_exit.patterns import slope
 from alto.errors import SpecError
 from alto.records import ExitReason
 

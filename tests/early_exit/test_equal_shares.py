@@ -137,7 +137,7 @@ def test_the_evidence_of_a_verdict_is_the_value_at_the_share() -> None:
 
 def test_the_base_is_evaluated_before_a_job() -> None:
     selection = race_to_first_step(equal_shares=True)
-    with pytest.raises(RunError, match="the base's validation before the first of large-batch"):
+    with pytest.raises(RunError, match="the evaluation of the base before all evaluations of large-batch"):
         selection.observe_base("large-batch", START)
 
 

@@ -18,7 +18,7 @@ from alto.early_exit.evaluation_budget import (
     SHARE_AT_END,
 )
 from alto.spec import EarlyExit
-from alto.spec.rungs import places_at
+from alto.spec.early_exit import places_at
 
 
 def spent(settings: EarlyExit, num_jobs: int, row_cost: float) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import Policy, Selection
-from alto.early_exit.gap import OverfittingGap
+from alto.early_exit.patterns import OverfittingGap
 from alto.errors import RunError
 from alto.records import ExitReason, Rung
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from alto.early_exit import judge_step_loss
-from alto.early_exit.nonfinite import judge_point
+from alto.early_exit.patterns import judge_point
 from alto.records import ExitReason
 
 

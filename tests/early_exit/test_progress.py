@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from alto.early_exit import evaluation_steps, rung_notes
 from alto.errors import SpecError
 from alto.records import Rung
-from alto.spec.rungs import ceil_share, rung_step
+from alto.spec.early_exit import ceil_share, rung_step
 
 
 @pytest.mark.parametrize(

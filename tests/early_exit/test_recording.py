@@ -109,7 +109,7 @@ def test_a_job_must_be_whole(case, fields, message) -> None:
 
 
 def test_a_metric_is_of_every_evaluation() -> None:
-    with pytest.raises(RunError, match=r"expected reward_accuracy of each of 2 evaluations, found 1 values"):
+    with pytest.raises(RunError, match=r"expected reward_accuracy for each of 2 evaluations, found 1 values"):
         replace(job(), metrics={"reward_accuracy": (0.5,), "kl": (0.1, 0.2)})
 
 

@@ -118,7 +118,11 @@ def test_a_task_without_rules_is_written_as_before() -> None:
             r"^early_exit\.rules\.plateau should be a mapping of settings, or true",
         ),
         ({"rules": ["plateau"]}, SpecError, r"^early_exit\.rules should map names of rules to their settings, found"),
-        ({"rules": {"divergence": {}}}, SpecError, r"^early_exit\.rules: expected rules beside those of policy 'alto'"),
+        (
+            {"rules": {"divergence": {}}},
+            SpecError,
+            r"^early_exit\.rules: expected rules that are not part of policy 'alto'",
+        ),
         ({"rule": {}}, UnknownKeyError, r"^early_exit has the unknown key 'rule'\. Did you mean 'rules'"),
     ],
 )
@@ -159,7 +163,7 @@ def test_a_package_that_brings_no_rule_is_named(install: Install, old: str, new:
 
 def test_two_packages_with_one_rule_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [EntryPoint(name="x", value=f"{package}:X", group="alto.early_exit_rules") for package in ("b", "a")]
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: both)
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: both)
     with pytest.raises(UnsupportedError, match=r"registers 'x', found 2 \(a:X, b:X\); remove all but one"):
         EarlyExit(rules={"x": True})
 
@@ -176,7 +180,7 @@ def test_a_package_cannot_take_the_name_of_a_rule_of_alto_s(tmp_path: Path, monk
     toml = FILES["pyproject.toml"].replace("plateau = ", "divergence = ")
     packages.install(tmp_path, {**FILES, "pyproject.toml": toml}, monkeypatch)
     with pytest.raises(
-        UnsupportedError, match=r"rules: expected 'divergence' to be ALTO's alone, found .*my_rules:Plateau"
+        UnsupportedError, match=r"rules: expected 'divergence' to be registered by ALTO only, found .*my_rules:Plateau"
     ):
         EarlyExit(rules={"divergence": True})
 
@@ -279,6 +283,6 @@ def test_its_exits_are_in_journal_report_and_replay(
     assert set(replayed.saved_by) == {"plateau"}
 
     # Where the package is not installed, what happened can still be read.
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: ())
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: ())
     assert read_history(result.run_dir).jobs["job-000"].exit_reason == "plateau"
     assert CliRunner().invoke(app, ["report", result.run_dir]).exit_code == 0

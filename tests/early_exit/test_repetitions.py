@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import Selection, policy_from
-from alto.early_exit.repetitions import ranked_configurations
-from alto.early_exit.underperformance import select
+from alto.early_exit.noise import ranked_configurations
+from alto.early_exit.policy import select
 from alto.records import ExitDecision, ExitReason, Standing
 from alto.spec import EarlyExit
 from alto.spec.metric import LEAST_SCORE

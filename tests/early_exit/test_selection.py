@@ -235,7 +235,7 @@ def test_a_job_added_later_takes_part_in_the_rungs_that_are_left() -> None:
     assert not selection.rung_ready()
     train_to(selection, "c", 10, 0.8)
     assert selection.select().kept == ("c",)
-    with pytest.raises(RunError, match="found that c is there already"):
+    with pytest.raises(RunError, match="found that c already exists"):
         selection.add("c", 20)
 
 

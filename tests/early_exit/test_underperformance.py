@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.early_exit import underperformance
+from alto.early_exit import policy
 from alto.records import ExitReason, Rung, RungResult, Standing
-from alto.spec.rungs import ceil_share
+from alto.spec.early_exit import ceil_share
 
 INF, NAN = math.inf, math.nan
 
@@ -21,7 +21,7 @@ def standings(losses: dict[str, float], ended: str = "") -> list[Standing]:
 
 
 def select(rung: Rung, ranked: list[Standing]) -> RungResult:
-    return underperformance.select(ceil_share(rung.keep, len(ranked)), ranked)
+    return policy.select(ceil_share(rung.keep, len(ranked)), ranked)
 
 
 def dropped(rung_result) -> list[str]:
@@ -121,10 +121,10 @@ def test_a_job_that_lies_clearly_behind_the_best_does_not_continue_though_there_
     mean = sum(behind) / len(behind) if behind and all(map(math.isfinite, behind)) else 0.2
     second = Standing(job="b", step=5, validation_loss=1.27 + mean, start_loss=start_loss, loss_rows=rows)
     for ranked in ([first, second], [second, first]):
-        found = underperformance.select(2, ranked, ends_clear_losers=True)
+        found = policy.select(2, ranked, ends_clear_losers=True)
         assert list(found.kept) == (["a", "b"] if is_kept else ["a"]), case
         assert dropped(found) == ([] if is_kept else ["b"])
-        assert list(underperformance.select(2, ranked).kept) == ["a", "b"]
+        assert list(policy.select(2, ranked).kept) == ["a", "b"]
     assert is_kept or found.dropped[0].evidence["num_kept"] == 1.0
 
 
@@ -134,5 +134,5 @@ def test_repetitions_of_a_configuration_are_not_ended_as_clear_losers() -> None:
         Standing(job=job, step=5, validation_loss=loss, start_loss=3.0, loss_rows=(loss,) * 6)
         for job, loss in jobs.items()
     ]
-    found = underperformance.select(2, ranked, ends_clear_losers=True, configuration_of=dict.fromkeys("ab", "a"))
+    found = policy.select(2, ranked, ends_clear_losers=True, configuration_of=dict.fromkeys("ab", "a"))
     assert set(found.kept) == set(jobs) - {"d"}

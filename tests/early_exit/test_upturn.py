@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import OverfittingGap, OverfittingUpturn
-from alto.early_exit.upturn import validation_noise
+from alto.early_exit.patterns import validation_noise
 from alto.errors import SpecError
 from alto.records import ExitReason
 

@@ -253,7 +253,7 @@ def test_a_plan_of_a_task_on_several_ranks_is_measured_by_them(
 def test_an_optimizer_that_is_not_installed_is_found_out_before_anything_is_written(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alto.lora.eight_bit.find_spec", lambda name: None)
+    monkeypatch.setattr("alto.lora.row_optimizers.find_spec", lambda name: None)
     task = make_task(tmp_path, model=str(model), search_space={"optim": ["adamw_torch", "adamw_8bit"]})
     with pytest.raises(UnsupportedError, match="'adamw_8bit' needs the package bitsandbytes"):
         alto.Engine(output_dir=tmp_path / "runs").tune(task)

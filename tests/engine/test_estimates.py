@@ -107,7 +107,7 @@ def test_unknown_for_another_number_of_processes(tmp_path: Path) -> None:
 def test_a_damaged_entry_is_measured_again(tmp_path: Path, duration_s: Any) -> None:
     task = make_task(tmp_path)
     remember_estimate(task, CLUSTER, 1, TaskEstimate(duration_s=duration_s))
-    with pytest.warns(UserWarning, match="is damaged .an estimate of .*; it is discarded"):
+    with pytest.warns(UserWarning, match="is damaged .invalid estimate: .*; it is discarded"):
         assert known_estimate(task, CLUSTER, 1) is None
     remember_estimate(task, CLUSTER, 1, ESTIMATE)
     assert known_estimate(task, CLUSTER, 1) == ESTIMATE

@@ -109,7 +109,7 @@ def test_the_journal_of_both_parts_is_one_run(finished: RunDir) -> None:
     assert names[0] == "task_resumed"
     note = events[len(before)]["notes"][0]
     assert "will be" not in note, "the note stays with the run when it has ended again"
-    assert note.startswith("The run was finished and a command continued it")
+    assert note.startswith("The run was finished and then continued by a command")
     assert "job_added" in names
     assert names[-1] == "task_completed"
     assert [entry.is_replayed for entry in seen] == [True] * len(before) + [False] * (len(events) - len(before))
@@ -173,7 +173,7 @@ def test_a_run_whose_states_are_gone_keeps_its_result(finished: RunDir) -> None:
     Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
     shutil.rmtree(finished.job("job-000", "last"))
     before = finished.journal_file.read_bytes()
-    with pytest.raises(JobCommandError, match=r"of all 2 jobs, found those of 1 missing .* only .* keep: all takes"):
+    with pytest.raises(JobCommandError, match=r"all 2 jobs, found the states of 1 missing .* only .* keep: all takes"):
         alto.Engine().resume(finished.root)
     assert finished.journal_file.read_bytes() == before
     assert finished.job("job-001", "best").is_dir()
@@ -183,7 +183,7 @@ def test_a_run_whose_states_are_damaged_keeps_its_result(finished: RunDir) -> No
     Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
     (finished.job("job-000", "last") / "optimizer.safetensors").write_bytes(b"")
     before = finished.journal_file.read_bytes()
-    with pytest.raises(RunError, match="found some missing or changed, so it cannot train further jobs"):
+    with pytest.raises(RunError, match="found missing or changed states, so it cannot train further jobs"):
         alto.Engine().resume(finished.root)
     assert finished.journal_file.read_bytes() == before
     assert finished.job("job-001", "best").is_dir()

@@ -82,7 +82,7 @@ def test_dpo_after_sft_begins_at_no_difference_from_its_reference(folder: Path, 
     assert base["metrics"]["kl"] == pytest.approx(0.0, abs=1e-5)
     first = next(event for event in events if event["event"] == "train")
     assert first["losses"][0] == pytest.approx(math.log(2), abs=1e-5)
-    assert "which is the reference of dpo too" in events[0]["notes"][0]
+    assert "which is also the reference of dpo" in events[0]["notes"][0]
 
 
 def test_an_interrupted_run_has_the_same_result(folder: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_run_is_not_resumed_with_another_adapter(change: str, folder: Path, tm
     if change == "weights":
         other = alto.Engine(output_dir=tmp_path / "other").tune(next_task(folder, init_adapter=str(adapter), seed=7))
         shutil.copy(Path(other.adapter_dir) / "adapter_model.safetensors", adapter)
-        reason = "found another one in .*adapter; put its files back"
+        reason = "found a different one in .*adapter; put its files back"
     elif change == "gone":
         shutil.rmtree(adapter)
         error, reason = RunNotFoundError, "expected the adapter that jobs begin with in .*, found no such folder"
@@ -146,7 +146,7 @@ def test_a_run_is_not_resumed_with_another_adapter(change: str, folder: Path, tm
         file = run / "task.yaml"
         lines = [line for line in file.read_text().splitlines() if not line.startswith("init_adapter")]
         file.write_text("\n".join(lines) + "\n")
-        reason = r"init_adapter: expected what the run began with \(.*adapter\), found none"
+        reason = r"init_adapter: expected the value that the run began with \(.*adapter\), found none"
     with pytest.raises(error, match=reason):
         alto.Engine().resume(run)
 
@@ -168,8 +168,8 @@ def test_the_automatic_search_space_leaves_the_shape_to_the_adapter(folder: Path
 @pytest.mark.parametrize(
     ("settings", "error", "reason"),
     [
-        ({"r": 8}, TargetModuleError, "init_adapter: expected that job-000 trains .* found rank 8 on "),
-        ({"search_space": {"r": [4, 8]}}, TargetModuleError, "expected that job-001 trains"),
+        ({"r": 8}, TargetModuleError, "init_adapter: expected job-000 to train .* found rank 8 on "),
+        ({"search_space": {"r": [4, 8]}}, TargetModuleError, "expected job-001 to train"),
         ({"init_adapter": "nowhere"}, RunNotFoundError, r"init_adapter: expected a run .* found no such folder"),
         ({"model": "alto-tiny"}, ModelError, "found one that was trained on .*base, which has other weights"),
     ],
@@ -192,7 +192,7 @@ def test_two_starts_are_one_too_many(folder: Path) -> None:
 def test_a_base_of_another_name_is_noted(folder: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(folder / "first" / "best", tmp_path / "adapter")
     config = json.loads((adapter / "adapter_config.json").read_text())
-    for named, note in (("somebody/somewhere", "whether they are the same cannot be seen"), (None, "names no base")):
+    for named, note in (("somebody/somewhere", "whether they are the same cannot be checked"), (None, "names no base")):
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
         plan = alto.Engine().plan(next_task(folder, init_adapter=str(adapter)))
         assert any(note in text for text in plan.notes), plan.notes

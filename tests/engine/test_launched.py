@@ -12,11 +12,11 @@ from profiles import measured_at_once
 from tiny import make_task, save_model
 
 import alto
-from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome
+from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome, TaskTicket
 from alto.cluster.entry import HostedRun
 from alto.engine.launched import MAX_ATTEMPTS, EventRelay
 from alto.engine.runner import portable
-from alto.engine.work import Planning, Training
+from alto.engine.work import PLAN, Planning, Training
 from alto.errors import (
     DeviceMemoryError,
     NoResultError,
@@ -98,7 +98,7 @@ def refuses(max_tokens: int) -> Attempt:
 
 
 lost = ends(Outcome.LOST)
-stopped = ends(Outcome.INTERRUPTED, "stopped as asked before it began", "KeyboardInterrupt")
+stopped = ends(Outcome.INTERRUPTED, "stopped on request before it began", "KeyboardInterrupt")
 failed = ends(Outcome.FAILED, "target_modules: no q_porj", "TargetModuleError")
 
 
@@ -188,7 +188,8 @@ def test_a_process_that_measures_says_so_in_the_journal_of_its_run_until_the_run
     run.begin(portable(make_task(tmp_path, model=str(save_model(tmp_path / "model")))))
     shown: list[JournalEntry] = []
     relay, tail = EventRelay(run, [shown.append]), JournalTail(run.journal_file)
-    hosted = HostedRun(number=1, run_dir=str(run.root), is_interrupted=lambda: False, tenant="", priority=0)
+    ticket = TaskTicket(task="tiny", run_dir=str(run.root), entry=PLAN)
+    hosted = HostedRun(number=1, ticket=ticket, is_interrupted=lambda: False)
     Planning().attach(hosted)
     for each in tail.read():
         relay.observe(JournalEntry(seq=0, time=0.0, event=TaskRelayed(task="tiny", entry=each)))

@@ -23,12 +23,11 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, running_attempt
+from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, dispatcher
 from alto.early_exit import audit
-from alto.engine.estimates import base_key, estimate_of
-from alto.engine.measuring import Measurement
+from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key, estimate_of
 from alto.engine.queue_setup import unique_names
-from alto.engine.queues import UNKNOWN_DURATION_S, _saving
+from alto.engine.queues import _saving
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
 from alto.errors import (
     DataFileNotFoundError,
@@ -259,7 +258,7 @@ def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Starting again on fewer slots costs a second, however busy the machine is.
-    monkeypatch.setattr(running_attempt.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
+    monkeypatch.setattr(dispatcher.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
     changes = {"num_train_epochs": 200, "early_exit": {"rungs": [[0.02, 0.5]]}, "checkpoint_interval_s": 60}
     # Of a task whose limits are all set nothing is measured, and it does not know its pace.
     open_limits = {"max_slots": None, "max_tokens_per_step": None, "max_tokens_per_pass": None}
@@ -412,7 +411,7 @@ def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: 
 def test_a_task_that_cannot_be_measured_ends_it_and_is_tried_once(tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name="good"), make_task(tmp_path, name="bad")]
     cluster = Measuring(fails="1")
-    with pytest.raises(ProfileError, match="task 'bad': expected to measure what it takes, found was killed"):
+    with pytest.raises(ProfileError, match="task 'bad': expected to measure its time and memory, found was killed"):
         measurement(cluster, []).estimates(tasks)
     assert [launch.task for launch in cluster.launches] == ["0", "1"]
 
@@ -556,7 +555,7 @@ def test_a_queue_whose_tasks_cannot_be_measured_leaves_no_folder(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> list[TaskEstimate]:
-        raise ProfileError("task 'a': expected to measure what it takes, found less memory")
+        raise ProfileError("task 'a': expected to measure its time and memory, found less memory")
 
     monkeypatch.setattr(Measurement, "estimates", fails)
     with pytest.raises(ProfileError, match="found less memory"):

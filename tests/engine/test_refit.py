@@ -20,7 +20,7 @@ import alto
 from alto.cli import app
 from alto.data import read_task_rows
 from alto.early_exit import audit
-from alto.engine.refit import refit_task
+from alto.engine.existing_runs import refit_task
 from alto.errors import DataError, NoResultError, RunChangedError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.lora import read_adapter
 from alto.records import JobResult
@@ -178,7 +178,7 @@ def test_it_is_not_resumed_for_other_steps(tuned: alto.TaskResult, tmp_path: Pat
     assert task.refit is not None
     file = run / "task.yaml"
     file.write_text(file.read_text().replace(f"steps: {task.refit.steps}", f"steps: {task.refit.steps + 1}"))
-    with pytest.raises(RunChangedError, match="other settings of refit"):
+    with pytest.raises(RunChangedError, match="different settings of refit"):
         alto.Engine().resume(run)
 
 
@@ -207,7 +207,7 @@ def test_rows_of_a_dataset_of_its_own_are_trained_too(cache: str, model: Path, t
     again = alto.Engine().refit(result.run_dir)
     assert Path(again.run_dir).parent == Path(result.run_dir).parent
     assert read_journal(again.run_dir)[0]["num_train"] == 24 + 6
-    with pytest.raises(DataError, match="found a refit, which has trained the validation rows too"):
+    with pytest.raises(DataError, match="found a refit, which was also trained on the validation rows"):
         alto.Engine().evaluate(again.run_dir)
 
 
@@ -262,14 +262,14 @@ def test_a_refit_compares_nothing(changes: dict[str, Any], reason: str, tmp_path
 def test_a_mixture_with_validation_rows_of_another_dataset_is_refused(tmp_path: Path) -> None:
     keys = {"max_steps": 9, "early_exit": False, "refit": {"run": "r", "job": "job-000", "steps": 5}}
     sources = [{"path": str(write_rows(tmp_path / f"{name}.jsonl", 4)), "name": name} for name in ("one", "two")]
-    with pytest.raises(UnsupportedError, match="they are of no source"):
+    with pytest.raises(UnsupportedError, match="its rows belong to no source"):
         make_task(tmp_path, dataset=sources, **keys)
 
 
 def test_an_unfinished_run_and_a_refit_are_refused(
     tuned: alto.TaskResult, refit: alto.TaskResult, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnsupportedError, match="found a run that is one already"):
+    with pytest.raises(UnsupportedError, match="found a run that is itself a refit of"):
         alto.Engine().refit(refit.run_dir)
     calls = iter(range(3))
     task = alto.load_task(Path(tuned.run_dir) / "task.yaml")
@@ -291,12 +291,12 @@ def test_a_winner_that_began_with_weights_of_another_is_refused(model: Path, tmp
 
 
 def test_a_winner_of_a_population_that_changed_its_settings_is_refused(tuned: alto.TaskResult) -> None:
-    from alto.engine import refit as module
+    from alto.engine import existing_runs as module
 
     history = read_history(tuned.run_dir)
     winner = history.jobs[tuned.best_job]
     winner.forked_at, winner.origin = 4, "job-000"
-    with pytest.raises(UnsupportedError, match="which continued at step 4 where job-000 was, with other settings"):
+    with pytest.raises(UnsupportedError, match="which continued job-000 from step 4 with different settings"):
         module._check(winner, refit_of="")
 
 

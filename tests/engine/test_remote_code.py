@@ -119,7 +119,7 @@ def test_a_run_is_evaluated_with_the_callers_permission_alone(finished: RunDir, 
 def test_permission_for_adapters_alone_is_for_their_base(finished: RunDir, planted: Planted, tmp_path: Path) -> None:
     adapter = shutil.copytree(finished.best, tmp_path / "adapter")
     rows = str(tmp_path / "validation.jsonl")
-    with pytest.raises(alto.errors.ModelError, match="Python code of its own"):
+    with pytest.raises(alto.errors.ModelError, match="its own Python code"):
         alto.Engine().evaluate(adapter, dataset=rows, metric="loss")
     assert not planted.has_run
     alto.Engine().evaluate(adapter, dataset=rows, metric="loss", trust_remote_code=True)
@@ -130,7 +130,7 @@ def test_permission_does_not_switch_on_what_the_task_does_not_ask_for(
     waiting: RunDir, planted: Planted, task: alto.Task
 ) -> None:
     waiting.resolve(task.replace(trust_remote_code=False))
-    with pytest.raises(alto.errors.ModelError, match="Python code of its own"):
+    with pytest.raises(alto.errors.ModelError, match="its own Python code"):
         alto.Engine().resume(waiting.root, trust_remote_code=True)
     assert not planted.has_run
 
@@ -222,6 +222,6 @@ def test_other_files_of_a_run_switch_nothing_on(finished: RunDir, planted: Plant
     path.write_text(json.dumps(config), encoding="utf-8")
     values = yaml.safe_load(finished.task_file.read_text(encoding="utf-8"))
     finished.task_file.write_text(yaml.safe_dump(values | {"trust_remote_code": False}), encoding="utf-8")
-    with pytest.raises(alto.errors.RunChangedError, match="another Python code"):
+    with pytest.raises(alto.errors.RunChangedError, match="different Python code"):
         alto.Engine().evaluate(finished.root)
     assert not planted.has_run

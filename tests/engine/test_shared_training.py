@@ -9,7 +9,7 @@ import random
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from shared_runs import SharedRuns, assert_as_alone, shared_tasks
 from tiny import read_journal, save_model
 
 import alto
-from alto.cluster import HostedRun, Outcome, open_cluster
+from alto.cluster import HostedRun, Outcome, TaskTicket, open_cluster
 from alto.cluster.local import LocalCluster
 from alto.data import JobRows, TokenBatch
 from alto.engine import work
 from alto.engine.estimates import remember_estimate
 from alto.engine.runner import TaskRunner
 from alto.errors import DeviceMemoryError, DiskFullError, RunBusyError, RunWriteError, TaskInterruptedError
-from alto.executor import JobState, TaskSession, rank_share
+from alto.executor import JobState, TaskSession, forward_plan
 from alto.executor.trainer import Trainer
 from alto.lora import eject
 from alto.records import Sharing, TaskEstimate
@@ -214,17 +214,29 @@ def test_a_session_that_cannot_begin_does_not_keep_the_bank(
     with monkeypatch.context() as broken:
         broken.setattr(TaskSession, "begin", lambda self: (_ for _ in ()).throw(DiskFullError("no room")))
         with pytest.raises(DiskFullError):
-            host.attach(HostedRun(number=1, run_dir=str(tmp_path / "alder"), is_interrupted=lambda: False))
-    host.attach(HostedRun(number=2, run_dir=str(tmp_path / "cedar"), is_interrupted=lambda: False))
+            host.attach(HostedRun(number=1, ticket=ticket_of(str(tmp_path / "alder")), is_interrupted=lambda: False))
+    host.attach(HostedRun(number=2, ticket=ticket_of(str(tmp_path / "cedar")), is_interrupted=lambda: False))
     while not (ended := host.turn()):
         pass
     assert ended == {2: ""}
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
 
 
-def hosted(host: work.Training, number: int, task: Task, folder: Path, **hooks: Any) -> None:
+def ticket_of(run_dir: str, **owner: Any) -> TaskTicket:
+    return TaskTicket(task=run_dir, run_dir=run_dir, entry=work.TRAIN, **owner)
+
+
+def hosted(
+    host: work.Training,
+    number: int,
+    task: Task,
+    folder: Path,
+    *,
+    is_interrupted: Callable[[], bool] = lambda: False,
+    **owner: Any,
+) -> None:
     RunDir(folder).begin(task)
-    host.attach(HostedRun(number=number, run_dir=str(folder), **{"is_interrupted": lambda: False, **hooks}))
+    host.attach(HostedRun(number=number, ticket=ticket_of(str(folder), **owner), is_interrupted=is_interrupted))
 
 
 def test_an_error_of_nobody_ends_all_with_its_reason(
@@ -255,7 +267,7 @@ def test_rows_that_cannot_be_read_for_the_next_step_end_their_task_in_this_one(
     for number, name in enumerate(("alder", "cedar")):
         hosted(host, number, tasks[name], tmp_path / name)
     rows = host._executor.sessions["1"].state.context.data.train
-    collate, backward = rank_share.collate, Trainer.backward
+    collate, backward = forward_plan.collate, Trainer.backward
     steps_of_cedar = 0
 
     def counted(self: Trainer, jobs: Sequence[JobState]) -> torch.Tensor:
@@ -271,7 +283,7 @@ def test_rows_that_cannot_be_read_for_the_next_step_end_their_task_in_this_one(
         return collate(parts, device)
 
     monkeypatch.setattr(Trainer, "backward", counted)
-    monkeypatch.setattr(rank_share, "collate", broken_after_a_step)
+    monkeypatch.setattr(forward_plan, "collate", broken_after_a_step)
     ended: Mapping[int, BaseException | None] = {}
     while not ended:
         ended = host.turn()
@@ -352,7 +364,7 @@ def test_a_run_that_is_attached_twice_is_refused_and_goes_on(
     hosted(host, 0, tasks["cedar"], tmp_path / "cedar")
     host.turn()
     with pytest.raises(RunBusyError, match="cedar"):
-        host.attach(HostedRun(number=1, run_dir=str(tmp_path / "cedar"), is_interrupted=lambda: False))
+        host.attach(HostedRun(number=1, ticket=ticket_of(str(tmp_path / "cedar")), is_interrupted=lambda: False))
     assert finish(host, 1) == {0: ""}
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import RunError, RunNotFoundError, TargetModuleError, UnsupportedError
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import JobConfig
 
@@ -246,7 +246,7 @@ def test_another_base_model_is_refused(tiny_model: ModelFactory, saved: Path, tm
         pass
     with (
         pytest.raises(
-            TargetModuleError, match=r"base model other, 64 × 32, found one of shapes \(48, 4\) and \(4, 32\)"
+            TargetModuleError, match=r"base model other, 64 × 32, found matrices of shapes \(48, 4\) and \(4, 32\)"
         ),
         loaded_adapters(Backbone(tiny_model("llama", intermediate_size=64), None, "other"), [adapter], "other"),
     ):

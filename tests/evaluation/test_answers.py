@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from alto.evaluation.answers import final_answer, final_number
+from alto.evaluation.scorers import final_answer, final_number
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k"
 

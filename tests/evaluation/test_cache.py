@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig
 
-from alto.evaluation.cache import cache_argument, roomy_cache
+from alto.evaluation.generate import cache_argument, roomy_cache
 
 CONFIG = LlamaConfig(num_hidden_layers=1)
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from alto.evaluation.deadline import pause, within
+from alto.evaluation.scorers import pause, within
 
 
 def stop() -> None:

@@ -171,9 +171,7 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
     first = FinalistJudge(turned, backbone, "tiny", Scoring(scorer="exact_match", num_rows=1))
     assert len(first._answers.prompts) == 1, "the first of those that can be scored"
     long = (Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2"))
-    said = (
-        r"select_by eval_accuracy: of the validation rows .* expected prompts shorter .* in row 2; .* remove select_by"
-    )
+    said = r"select_by eval_accuracy: among the validation rows .* expected prompts shorter .* in row 2; .*select_by"
     with pytest.raises(DataError, match=said):
         FinalistJudge([*rows, long], backbone, "tiny")
     with pytest.raises(DataError, match=r"select_by eval_accuracy: expected validation rows .* found none of 2"):

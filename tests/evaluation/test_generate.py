@@ -17,9 +17,8 @@ from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTra
 
 from alto.backbone import Backbone
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.cache import cache_argument
-from alto.evaluation.generate import check_prompts, complete, max_positions
+from alto.evaluation.generate import cache_argument, check_prompts, complete, max_positions
+from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 
 # PEFT asks transformers for a property under its old name.

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from alto.errors import SpecError
-from alto.evaluation import http_scorer
-from alto.evaluation.http_scorer import HttpScorer
+from alto.evaluation import scoring
 from alto.evaluation.scorers import Answer, ScorerFailedError
+from alto.evaluation.scoring import HttpScorer
 from alto.spec import Scoring
 
 SECRET = "Bearer top-secret"
@@ -77,7 +77,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_scorer, "BACKOFF_S", (0.01, 0.01))
+    monkeypatch.setattr(scoring, "BACKOFF_S", (0.01, 0.01))
 
 
 def score(server: Server, **settings: Any) -> list[float]:
@@ -101,7 +101,7 @@ def test_a_server_that_fails_for_a_moment_is_asked_again(server: Server, statuse
 
 
 def test_it_waits_before_it_asks_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_scorer, "BACKOFF_S", (0.1, 0.2))
+    monkeypatch.setattr(scoring, "BACKOFF_S", (0.1, 0.2))
     server.replies = [(500, b""), (500, b""), (200, None)]
     began = time.monotonic()
     score(server)
@@ -121,10 +121,10 @@ def test_it_waits_before_it_asks_again(server: Server, monkeypatch: pytest.Monke
         ([(200, b'{"score": 1}')], "found an object without such a list", 1),
         ([(200, b'{"scores": [1, 2]}')], "found 2 scores", 1),
         ([(200, b'{"scores": [1, 2, 3, 4, 5, 6]}')], "found 6 scores", 1),
-        ([(200, b'{"scores": [1, 2, NaN, 4, 5]}')], "found another value at position 2", 1),
-        ([(200, b'{"scores": [1, 2, 3, true, 5]}')], "found another value at position 3", 1),
-        ([(200, b'{"scores": [1, 2, 3, 4, "5"]}')], "found another value at position 4", 1),
-        ([(200, b'{"scores": [1, 2, 3, 4, 1e999]}')], "found another value at position 4", 1),
+        ([(200, b'{"scores": [1, 2, NaN, 4, 5]}')], "found no such number at position 2", 1),
+        ([(200, b'{"scores": [1, 2, 3, true, 5]}')], "found no such number at position 3", 1),
+        ([(200, b'{"scores": [1, 2, 3, 4, "5"]}')], "found no such number at position 4", 1),
+        ([(200, b'{"scores": [1, 2, 3, 4, 1e999]}')], "found no such number at position 4", 1),
     ],
 )
 def test_what_is_no_score_is_a_failure_with_its_reason(

@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification
 import alto
 from alto.backbone import resolve_model
 from alto.errors import AltoError, BadRowsError, RunError, SpecError
-from alto.evaluation.labelled import label_metrics
+from alto.evaluation.loss import label_metrics
 from alto.records import Evaluation
 from alto.runs import read_history
 
@@ -235,9 +235,9 @@ def test_several_numbers_have_the_mean_of_their_rank_correlations() -> None:
 @pytest.mark.parametrize(
     ("setting", "why"),
     [
-        ({"metric": "loss"}, "what it predicts is always measured"),
-        ({"metric": "preference"}, "what it predicts is always measured"),
-        ({"metric": {"scorer": "exact"}}, "what it predicts is always measured"),
+        ({"metric": "loss"}, "their predictions are always measured"),
+        ({"metric": "preference"}, "their predictions are always measured"),
+        ({"metric": {"scorer": "exact"}}, "their predictions are always measured"),
         ({"baseline": True}, "the base model alone has no head"),
         ({"predictions": True}, "they generate no answers"),
         ({"backend": "vllm"}, "they generate no answers"),
@@ -247,7 +247,9 @@ def test_several_numbers_have_the_mean_of_their_rank_correlations() -> None:
 )
 def test_settings_without_a_use_for_a_head_are_refused(setting: Row, why: str, classifier: Path) -> None:
     (name,) = setting
-    with pytest.raises(SpecError, match=rf"{name}: expected none for adapters .* \({why}\), found .*; leave it out"):
+    with pytest.raises(
+        SpecError, match=rf"{name}: expected no value for adapters .* \({why}\), found .*; leave it out"
+    ):
         evaluate(classifier.parent, **setting)
 
 
@@ -307,7 +309,9 @@ def test_adapters_with_a_head_are_not_measured_beside_those_without(classifier: 
     (without / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     rows = write(tmp_path / "test.jsonl", rows_of("one label", 4, 1))
     for targets in ([classifier, without], [without, classifier.parent]):
-        with pytest.raises(SpecError, match=r"all have a classification head or none, found .*best with one and .*wit"):
+        with pytest.raises(
+            SpecError, match=r"all have a classification head or all have none, found .*best with a head and "
+        ):
             alto.Engine().evaluate(targets, dataset=rows)
 
 

@@ -65,7 +65,9 @@ def test_dense_layers_that_peft_takes_for_experts_are_named(mixture: Backbone, t
     assert found.status == "different"
     absent, others, logits = found.why.split("; ")
     assert absent == f"{MLP}.down_proj, {MLP}.gate_proj and 1 more without the adapter it was trained with"
-    assert others.startswith("model.layers.1.mlp.experts, model.layers.1.mlp.experts.base_layer with one that was not")
+    assert others.startswith(
+        "model.layers.1.mlp.experts, model.layers.1.mlp.experts.base_layer with an adapter that was"
+    )
     assert logits == f"logits differ by {found.difference:.1e} (relative)"
     assert found.difference is not None
     assert found.difference > 0.1
@@ -87,7 +89,7 @@ def test_a_scale_that_peft_does_not_share_is_different_however_small_the_adapter
     monkeypatch.setattr(layer.Linear, "update_layer", doubled)
     found = PeftCheck(dense)(tmp_path)
     assert found.status == "different"
-    assert "and 12 more with other numbers or another scale" in found.why
+    assert "and 12 more with different numbers or a different scale" in found.why
     assert "logits" not in found.why
 
 
@@ -95,7 +97,7 @@ def test_what_peft_cannot_load_is_different(dense: Backbone, tmp_path: Path) -> 
     edit_config(tmp_path, target_modules=["nothing"])
     found = PeftCheck(dense)(tmp_path)
     assert (found.status, found.difference) == ("different", None)
-    assert found.why.startswith("loading it fails with NoMatchingPeftModuleError: Target modules {'nothing'}")
+    assert found.why.startswith("loading the adapter fails with NoMatchingPeftModuleError: Target modules {'nothing'}")
 
 
 @pytest.mark.parametrize("name", ["adapter_model.safetensors", "adapter_config.json"])
@@ -103,7 +105,7 @@ def test_an_adapter_that_cannot_be_read_is_different(name: str, dense: Backbone,
     (tmp_path / name).write_bytes(b"damaged")
     found = PeftCheck(dense)(tmp_path)
     assert found.status == "different"
-    assert found.why.startswith("loading it fails with ")
+    assert found.why.startswith("loading the adapter fails with ")
 
 
 @pytest.mark.parametrize("target_modules", [SHORT, ["nothing"]])

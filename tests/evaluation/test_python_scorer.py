@@ -8,8 +8,8 @@ import pytest
 import scoring_functions
 
 from alto.errors import SpecError
-from alto.evaluation.python_scorer import PythonScorer
 from alto.evaluation.scorers import Answer, ScorerFailedError
+from alto.evaluation.scoring import PythonScorer
 
 ANSWERS = [Answer(prompt=f"p{n}", reference=f"r{n}", answer="x" * n) for n in range(3)]
 
@@ -50,7 +50,7 @@ def test_what_is_no_score_is_a_failure_with_its_reason(function: str, said: str)
 
 def test_a_function_that_hangs_is_given_up() -> None:
     began = time.monotonic()
-    with pytest.raises(ScorerFailedError, match=r"row 1: no result within 0.2 s; raise timeout_s"):
+    with pytest.raises(ScorerFailedError, match=r"row 1: no result within 0.2 s; increase timeout_s"):
         scorer("hanging", 0.2)(ANSWERS, lambda: None)
     assert time.monotonic() - began < 10
 

@@ -98,7 +98,7 @@ def test_the_prompt_is_what_the_model_sees_before_the_reply(folders: dict[str, P
 
 
 def test_rows_without_a_prompt_are_refused_in_words() -> None:
-    with pytest.raises(DataError, match="num_samples: expected a validation row with a reply in text after a prompt"):
+    with pytest.raises(DataError, match="num_samples: expected a validation row with a text reply after a prompt"):
         make_sampler(ROWS[1:6])
 
 
@@ -234,7 +234,7 @@ def test_a_failure_costs_nothing_but_the_samples(task: alto.Task, monkeypatch: p
     said = "no samples were generated: no memory <today>"
     assert said in summary(result)
     page = Path(result.run_dir, "report.html").read_text(encoding="utf-8")
-    assert "None were generated: no memory &lt;today&gt;" in page
+    assert "No samples were generated: no memory &lt;today&gt;" in page
     stream = io.StringIO()
     view = PlainView(stream)
     for entry in entries_of(result):

@@ -65,7 +65,7 @@ def test_jobs_mean_their_best(run: Path) -> None:
 
 @pytest.mark.parametrize("job", ["job-002", "job-999", "../job-001", "."])
 def test_a_job_without_a_best_adapter_is_refused(run: Path, job: str) -> None:
-    with pytest.raises(RunNotFoundError, match="jobs that have one: job-000, job-001"):
+    with pytest.raises(RunNotFoundError, match="jobs with a best adapter: job-000, job-001"):
         find(run, jobs=["job-000", job])
 
 
@@ -127,7 +127,7 @@ def test_several_adapters_are_of_one_base_and_know_their_rows(run: Path, tmp_pat
 
 
 def test_some_jobs_and_all_are_a_contradiction(run: Path) -> None:
-    with pytest.raises(SpecError, match="job: expected some jobs or all, found job-001 and all"):
+    with pytest.raises(SpecError, match=r"job: expected either names .*, found both \(job-001 and all\)"):
         find(run, jobs=["job-001"], all_jobs=True)
 
 
@@ -137,7 +137,7 @@ def test_runs_whose_base_is_loaded_otherwise_are_not_mixed(key: str, value: Any,
     for folder in ("best", "jobs/job-000/best"):
         write_adapter(other / folder)
     (other / "task.yaml").write_text(make_task(tmp_path, **{key: value}).to_yaml())
-    with pytest.raises(SpecError, match=rf"loaded in one way, found .*run: dtype auto, .*; .*other: .*{key} {value}"):
+    with pytest.raises(SpecError, match=rf"in the same way, found .*run: dtype auto, .*; .*other: .*{key} {value}"):
         find(run, other, dataset="rows.jsonl")
 
 

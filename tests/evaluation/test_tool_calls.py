@@ -68,8 +68,6 @@ def test_a_template_whose_calls_cannot_be_read_is_refused_before_training(tmp_pa
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     engine = alto.Engine(output_dir=tmp_path / "runs")
-    with pytest.raises(
-        DataError, match=r"select_by tool_call: .*writes calls of tools as JSON objects.*CALL rain WITH"
-    ):
+    with pytest.raises(DataError, match=r"select_by tool_call: .*writes tool calls as JSON objects.*CALL rain WITH"):
         engine.tune(task(tmp_path, chat_template=odd, select_by={"scorer": "tool_call"}, max_steps=1))
     assert not (tmp_path / "runs").exists()

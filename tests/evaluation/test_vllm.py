@@ -172,7 +172,7 @@ def test_answers_are_judged_as_those_of_alto(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_vllm_cannot_do_is_said() -> None:
     with pytest.raises(UnsupportedError, match="rank 512 at most, which vLLM takes, found rank 600"):
         complete([adapter("a", 600)], [[5]])
-    with pytest.raises(UnsupportedError, match="found one that is to be quantised"):
+    with pytest.raises(UnsupportedError, match="found one that is quantised on loading"):
         complete_with_vllm(
             BaseModelSpec(id="alto-tiny", quantisation="4bit"), [adapter("a")], [[5]], ends=[END], max_new_tokens=1
         )

@@ -169,8 +169,8 @@ def test_a_regression_on_equal_numbers_has_a_result_and_a_note_on_what_is_missin
         best[event["job"]] = min(event["validation_loss"], best.get(event["job"], math.inf))
     assert result.best_job == min(best, key=best.__getitem__)
     notes = events[0]["notes"]
-    assert "All training rows have the same number as LABEL_0: there is nothing to learn in it." in notes
-    assert "All validation rows have the same number as LABEL_0: pearson, the correlation, has no value." in notes
+    assert "All training rows have the same value of LABEL_0: there is nothing to learn." in notes
+    assert "All validation rows have the same value of LABEL_0: pearson, the correlation, is undefined." in notes
     assert json.loads((Path(result.adapter_dir) / "metrics.json").read_text())["metrics"]["pearson"] == "nan"
     assert (Path(result.run_dir) / "report.html").is_file()
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from alto.errors import JobCommandError, SpecError, UnknownKeyError
-from alto.executor.clone import clone_job, describe_changes
+from alto.executor.exploration import clone_job, describe_changes
 from alto.spec import Job, Task
-from alto.spec.objectives import OrpoSettings
+from alto.spec.objective_settings import OrpoSettings
 
 
 def clone(changes: dict[str, Any], **keys: Any) -> tuple[Job, Job]:

@@ -98,7 +98,7 @@ def test_jobs_that_are_all_stopped_before_an_evaluation_did_not_diverge(tmp_path
     commanded = Commanded(tmp_path, search_space={"lr": [1e-3, 1e-2]}, eval_steps=1.0)
     for job in ("job-000", "job-001"):
         commanded.mailbox.send(Action.STOP, job)
-    with pytest.raises(NoResultError, match=r"found that 2 of 2 were stopped before their first evaluation; start"):
+    with pytest.raises(NoResultError, match=r"2 of 2 jobs were stopped before their first evaluation; start"):
         commanded.run()
 
 
@@ -250,7 +250,7 @@ def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
         (Action.CLONE, "job-001", {"changes": {"learning_rat": 1}}, "Did you mean 'learning_rate'"),
         (Action.CLONE, "job-001", {"changes": {"r": 2000}}, "r .*should be"),
         *(
-            (Action.CLONE, "job-001", {"changes": changes, "warm": True}, "leave r, target_modules, use_dora and bias")
+            (Action.CLONE, "job-001", {"changes": changes, "warm": True}, "change r, target_modules, use_dora and bias")
             for changes in ({"r": 2}, {"use_dora": True})
         ),
         (

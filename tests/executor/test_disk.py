@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tiny import load_tiny, make_task, read_journal, run_task
 
 from alto.executor import TaskContext
-from alto.executor.profiling import disk
-from alto.executor.profiling.disk import disk_bytes, disk_notes, free_bytes
+from alto.executor.profiling import planning
+from alto.executor.profiling.planning import disk_bytes, disk_notes, free_bytes
 from alto.runs import RunDir
 from alto.spec import Task
 
@@ -43,7 +43,7 @@ def test_it_is_what_the_states_of_all_jobs_take(settings: dict[str, Any], tmp_pa
     found = sum(tensor.nbytes for tensor in tensors if tensor.dtype is not torch.int64)
     needed = disk_bytes(context_of(task), 0)
     assert found == pytest.approx(needed, rel=0.02)
-    largest = max(disk._bytes_of(task, job) for job in context_of(task).jobs)
+    largest = max(planning._bytes_of(task, job) for job in context_of(task).jobs)
     assert disk_bytes(context_of(task), 1) == needed + largest, "a checkpoint that replaces a state is there twice"
 
 
@@ -75,7 +75,7 @@ def test_only_too_little_space_is_worth_a_note(tmp_path: Path) -> None:
 
 
 def test_a_run_notes_in_its_journal_that_space_may_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alto.executor.beginning.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("alto.executor.stages.free_bytes", lambda folder: 1000)
     task = make_task(tmp_path, search_space={"r": [8]})
     run_dir = RunDir.create(tmp_path / "runs", task)
     run_task(task, run_dir)

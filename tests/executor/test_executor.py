@@ -20,7 +20,7 @@ from alto.lora import read_adapter
 from alto.records import ExitReason, Rung, TaskOutcome
 from alto.runs import RunDir
 from alto.spec import EarlyExit, Task
-from alto.spec.rungs import rung_step
+from alto.spec.early_exit import rung_step
 
 NUM_TRAIN = 24
 NUM_JOBS = 8
@@ -386,7 +386,7 @@ def test_a_job_that_goes_nan_ends_and_its_sibling_does_not_notice(run: Build) ->
 def test_if_all_diverge_the_error_names_the_remedy_and_the_run_stays(tmp_path: Path) -> None:
     task = make_task(tmp_path, search_space={"lr": [1e30, 1e31]}, keep="all")
     run_dir = RunDir.create(tmp_path / "runs", task)
-    with pytest.raises(NoResultError, match=r"'tiny': .* found that all 2 diverged before; lower the learning rates"):
+    with pytest.raises(NoResultError, match=r"'tiny': .* found that all 2 jobs diverged before that; lower"):
         run_task(task, run_dir)
     events = read_journal(run_dir.root)
     assert [event["reason"] for event in events if event["event"] == "job_exited"] == ["diverging"] * 2

@@ -101,7 +101,7 @@ def test_the_measured_loss_is_that_of_the_adapter_that_is_kept(run: Run) -> None
 def test_a_note_says_where_the_winner_is_not_measured_on_all_rows() -> None:
     assert not planned().evaluation_notes
     (note,) = planned(num_train_epochs=1, early_exit={"evaluation_share": 0.01}).evaluation_notes
-    assert note.startswith("The validation loss of the winner will be of 12 of the 40 rows")
+    assert note.startswith("The validation loss of the winner will be measured on 12 of the 40 rows")
 
 
 def test_evaluations_that_cost_less_than_usual_are_on_more_rows_and_a_resumed_run_keeps_its_own() -> None:

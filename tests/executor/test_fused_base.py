@@ -15,7 +15,7 @@ from tiny import read_journal, run_task
 
 from alto.backbone import Backbone
 from alto.backbone.fused_layers import Fusion
-from alto.executor.beginning import _fusion_notes
+from alto.executor.stages import _fusion_notes
 from alto.kernels import layer_triton, torch_backend
 from alto.runs import RunDir
 
@@ -113,14 +113,11 @@ def test_the_journal_says_what_is_fused(tmp_path: Path) -> None:
     ("counts", "kept", "expected"),
     [
         ({"rms_norm": 5}, {}, ()),
-        ({}, {"all": "why"}, ("No module of the base model is a fused kernel (all: why).",)),
+        ({}, {"all": "why"}, ("No module of the base model runs with fused kernels (all: why).",)),
         (
             {"rms_norm": 5},
             {"GemmaMLP": "why", "cross_entropy": "how"},
-            (
-                "Some modules of the base model compute as their classes do, without fused kernels (GemmaMLP: why; "
-                "cross_entropy: how).",
-            ),
+            ("Some modules of the base model run without fused kernels (GemmaMLP: why; cross_entropy: how).",),
         ),
     ],
 )

@@ -15,7 +15,7 @@ from oracle import SoloCpo, SoloJob, make_cpo_trainer, padded_batch
 from resident_jobs import DATA, LOSS_TOLERANCE, PAIRS, VOCABULARY, Bank, assert_same_step, make_model, make_task
 from transformers import PreTrainedModel
 
-from alto.backbone import loss_head
+from alto.backbone import output_head
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
 from alto.lora import adaptable
@@ -91,7 +91,7 @@ def test_a_head_with_a_frozen_bias_equals_peft_alone() -> None:
 
 
 def test_chunks_of_the_loss_that_split_jobs_equal_peft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_chunk_tokens", lambda *_: 7)
+    monkeypatch.setattr(output_head, "_chunk_tokens", lambda *_: 7)
     compare(gemma, Bank(gemma(), make_task(HEADS), slots=SLOTS), num_steps=2)
 
 

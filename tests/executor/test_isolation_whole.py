@@ -15,7 +15,7 @@ from oracle import SoloCpo, SoloJob, make_cpo_trainer, padded_batch
 from resident_jobs import COMMON, DATA, LOSS_TOLERANCE, PAIRS, VOCABULARY, Bank, assert_same_step, make_task
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from alto.backbone import loss_head
+from alto.backbone import output_head
 from alto.errors import UnsupportedError
 from alto.executor import BankSize
 
@@ -77,7 +77,7 @@ def test_every_step_in_company_equals_peft_alone(name: str) -> None:
 
 
 def test_chunks_of_the_loss_that_split_jobs_equal_peft_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_head, "_chunk_tokens", lambda *_: 7)
+    monkeypatch.setattr(output_head, "_chunk_tokens", lambda *_: 7)
     compare(llama, Bank(llama(), make_task(WHOLE), slots=SLOTS), num_steps=2)
 
 

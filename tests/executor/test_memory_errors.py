@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alto.backbone import is_out_of_memory
-from alto.executor.memory_errors import NoMemoryError, watching
+from alto.executor.micro_batches import NoMemoryError, watching
 
 
 def test_what_pytorch_says_on_this_machine_is_recognised() -> None:

@@ -9,8 +9,7 @@ import torch
 
 from alto.data import EncodedDataset, JobRows
 from alto.executor import micro_batches
-from alto.executor.memory_errors import MemoryEvent, NoMemoryError, RowTooLargeError
-from alto.executor.micro_batches import MicroBatches
+from alto.executor.micro_batches import MemoryEvent, MicroBatches, NoMemoryError, RowTooLargeError
 
 LENGTHS = (40, 10, 30, 20)
 ROWS = tuple(torch.arange(length) for length in LENGTHS)

@@ -111,7 +111,9 @@ def test_the_loss_of_every_source_is_recorded_and_shown(tmp_path: Path) -> None:
         assert low < event["validation_loss"] < high
     started = next(event for event in events if event["event"] == "task_started")
     assert [job["config"]["mixture_weights"] for job in started["jobs"]] == WEIGHTS[:2]
-    assert started["notes"][0].startswith("A mixture of maths (15 rows, 5 to validate), chat (9 rows, 3 to validate)")
+    assert started["notes"][0].startswith(
+        "A mixture of maths (15 rows, 5 for validation), chat (9 rows, 3 for validation)"
+    )
     metrics = json.loads((Path(result.adapter_dir) / "metrics.json").read_text())
     assert set(metrics["metrics"]) == {"loss_on_maths", "loss_on_chat"}
     report = (Path(result.run_dir) / "report.html").read_text()

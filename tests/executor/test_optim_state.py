@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from searches import PBT, SPACE, Run, make
 
 from alto.errors import SpecError
-from alto.executor.assembly import BankSize
 from alto.executor.planned_job import plan_jobs
 from alto.executor.profiling.measure import slot_bytes
+from alto.executor.shared_bank import BankSize
 from alto.spec import Task
 
 RUNG = {"rungs": [[0.5, 1.0]], "detect_divergence": False, "detect_overfitting": False}

@@ -280,7 +280,7 @@ def test_a_change_that_other_settings_do_not_allow_is_left_out(tmp_path: Path) -
 def test_a_population_keeps_its_size_at_every_rung_of_its_interval() -> None:
     from alto.early_exit import policy_from
     from alto.executor.planned_job import resolve_rungs
-    from alto.spec.rungs import places_at
+    from alto.spec.early_exit import places_at
 
     def rungs(search: dict[str, Any], **early_exit: Any) -> Any:
         return policy_from(resolve_rungs(make(search, early_exit=early_exit), len(DATA.train)).early_exit).rungs

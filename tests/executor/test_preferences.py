@@ -212,7 +212,7 @@ def test_a_run_is_not_gone_on_with_by_another_metric(tmp_path: Path) -> None:
     train_until(run_dir, 1)
     text = run_dir.task_file.read_text(encoding="utf-8")
     run_dir.task_file.write_text(text.replace("metric: reward_accuracy", "metric: reward_margin"), encoding="utf-8")
-    with pytest.raises(RunError, match="other settings of metric"):
+    with pytest.raises(RunError, match="different settings of metric"):
         train(run_dir)
 
 
@@ -222,7 +222,7 @@ def test_a_run_is_not_gone_on_with_by_another_method() -> None:
     line = {"event": "task_started", "time": 0.0, "jobs": [], "early_exit": settings, "method": "sft", "metric": "loss"}
     started = decode(line).event
     assert isinstance(started, TaskStarted)
-    with pytest.raises(RunError, match="other settings of method;"):
+    with pytest.raises(RunError, match="different settings of method;"):
         check_jobs(started, {}, task)
     check_jobs(replace(started, method="dpo"), {}, task)
 

@@ -9,8 +9,8 @@ import torch
 from resident_jobs import Bank, make_model, make_task
 
 from alto.data import JobRows, TokenBatch
-from alto.executor import rank_share, trainer
-from alto.executor.prepared import PreparedStep
+from alto.executor import forward_plan, trainer
+from alto.executor.forward_plan import PreparedStep
 from alto.kernels import DropoutKey, TokenSchedule
 
 CONFIGS: list[dict[str, object]] = [
@@ -40,7 +40,7 @@ def step(bank: Bank, *, prepares: bool = True) -> list[float]:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happened, in order: a batch was made, a loss was read."""
     happened: list[str] = []
-    collate, read = rank_share.collate, trainer.Trainer.read
+    collate, read = forward_plan.collate, trainer.Trainer.read
 
     def noted_collate(parts: Sequence[JobRows], device: torch.device) -> TokenBatch:
         happened.append("collate")
@@ -50,7 +50,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         happened.append("read")
         return read(self, losses)
 
-    monkeypatch.setattr(rank_share, "collate", noted_collate)
+    monkeypatch.setattr(forward_plan, "collate", noted_collate)
     monkeypatch.setattr(trainer.Trainer, "read", noted_read)
     return happened
 
@@ -111,7 +111,7 @@ def test_rows_that_cannot_be_read_are_an_error_where_they_are_read(monkeypatch: 
     losses = bank.trainer.backward(bank.jobs)
     bank.trainer.update(bank.jobs)
     with monkeypatch.context() as patch:
-        patch.setattr(rank_share, "collate", broken)
+        patch.setattr(forward_plan, "collate", broken)
         with pytest.raises(OSError, match="the file is gone"):
             bank.trainer.prepare(bank.jobs)
     assert bank.trainer.read(losses) == expected, "the step that was done is not lost"
@@ -127,7 +127,7 @@ def test_memory_that_is_missing_for_the_next_batch_is_no_error(monkeypatch: pyte
         raise torch.OutOfMemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(rank_share, "collate", full)
+        patch.setattr(forward_plan, "collate", full)
         prepared.trainer.prepare(prepared.jobs)
     for bank in (prepared, plain):
         for job in bank.jobs:
@@ -160,4 +160,4 @@ def test_tables_of_a_schedule_are_copied_when_it_is_prepared() -> None:
 
 def make_batch() -> TokenBatch:
     bank = make_bank()
-    return rank_share.collate([JobRows(bank.jobs[0].context.data.train, 0, (0, 1))], CPU)
+    return forward_plan.collate([JobRows(bank.jobs[0].context.data.train, 0, (0, 1))], CPU)

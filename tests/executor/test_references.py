@@ -20,8 +20,7 @@ from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
 from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
 from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, references, run_alone
-from alto.executor.memory_errors import MemoryEvent
-from alto.executor.micro_batches import MicroBatches
+from alto.executor.micro_batches import MemoryEvent, MicroBatches
 from alto.executor.references import References, find_references
 from alto.runs import Event, Journal, RunDir, read_events
 from alto.spec import BaseModelSpec, Task
@@ -176,7 +175,7 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
     backbone = Backbone(make_model("llama"), None, "broken")
     with torch.no_grad():
         backbone.model.get_output_embeddings().weight.fill_(float("nan"))
-    with pytest.raises(ModelError, match="found others in 28 of 28 pairs"):
+    with pytest.raises(ModelError, match="found infinite or NaN ones in 28 of 28 pairs"):
         find_references(TaskContext.of(TASK, backbone, PAIRS), MicroBatches(100, lambda event: None))
 
 

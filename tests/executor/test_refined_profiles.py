@@ -19,8 +19,8 @@ from alto.errors import SpecError
 from alto.executor import cache
 from alto.executor.profiling import profile
 from alto.executor.profiling.measure import Measured
+from alto.executor.profiling.meter import spread_of
 from alto.executor.profiling.refine import StepTimes
-from alto.executor.profiling.spread import spread_of
 from alto.export import plan_text
 from alto.records import UNSTEADY, TaskPlan, Throughput
 from alto.spec import Task

@@ -14,7 +14,7 @@ from company import SETTINGS, Company, Curves, assert_as_alone, curves, curves_a
 from resident_jobs import DATA, make_task
 
 from alto.errors import RunWriteError, TaskInterruptedError
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.executor import Hooks, JobState, Trainer
 from alto.lora import eject, read_saved_adapter
 from alto.objectives import Terms

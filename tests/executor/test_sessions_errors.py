@@ -12,8 +12,8 @@ from company import SETTINGS, Company, Curves, assert_as_alone, curves_alone, ev
 
 from alto.errors import DeviceMemoryError, RunBusyError, RunError, RunWriteError
 from alto.executor import Hooks, JobState, shared_bank
-from alto.executor.assembly import build_trainer
-from alto.executor.memory_errors import NoMemoryError, RowTooLargeError
+from alto.executor.micro_batches import NoMemoryError, RowTooLargeError
+from alto.executor.shared_bank import build_trainer
 from alto.executor.trainer import Trainer
 from alto.runs import Action, Mailbox
 

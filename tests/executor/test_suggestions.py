@@ -13,7 +13,7 @@ from searches import PBT, SPACE, TPE, Run, make
 
 from alto.backbone import Backbone
 from alto.errors import TargetModuleError
-from alto.executor import TaskSession, assembly
+from alto.executor import TaskSession, shared_bank
 from alto.export.tables import job_table
 from alto.lora import AdapterBank
 from alto.runs import Action, Mailbox, RunDir, read_history
@@ -119,7 +119,7 @@ class TestASuggestionThatDoesNotFit:
                     raise torch.OutOfMemoryError("no memory, as the test wants it")
                 super().__init__(layout, num_slots, **settings)
 
-        monkeypatch.setattr(assembly, "AdapterBank", Bank)
+        monkeypatch.setattr(shared_bank, "AdapterBank", Bank)
 
     def test_others_are_suggested_and_it_is_reported(self, tmp_path: Path) -> None:
         run = Run(tmp_path / "run", self.TASK).train()
@@ -154,7 +154,7 @@ class TestASuggestionThatDoesNotFit:
         refused = mailbox.send(Action.RESUME, misfit)
         run.train(1)
         assert "expected memory for one adapter of rank 64" in mailbox.wait_for_answer(refused, 0).message
-        monkeypatch.setattr(assembly, "AdapterBank", AdapterBank)
+        monkeypatch.setattr(shared_bank, "AdapterBank", AdapterBank)
         mailbox.send(Action.RESUME, misfit)
         run.train()
         assert misfit in {event["job"] for event in run.events("eval")}
@@ -163,7 +163,7 @@ class TestASuggestionThatDoesNotFit:
 
 def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The value at exactly half of the steps, the best of those that are done, and which did not fit into memory."""
-    from alto.executor.memory_errors import RowTooLargeError
+    from alto.executor.micro_batches import RowTooLargeError
     from alto.executor.trainer import Trainer
 
     evaluate = Trainer.evaluate

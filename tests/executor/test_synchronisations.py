@@ -13,7 +13,7 @@ from oracle_kto import LABELLED
 from resident_jobs import DATA, PAIRS, Bank, make_model, make_task
 from synchronisations import CountsWaiting
 
-from alto.lora.eight_bit import EightBitAdamW
+from alto.lora.row_optimizers import EightBitAdamW
 
 JOBS = [
     {"lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1, "lora_dropout": 0.1},

@@ -19,7 +19,7 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, TaskData
 from alto.early_exit import Recording
 from alto.executor import run_alone
-from alto.executor.memory_errors import RowTooLargeError
+from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.trainer import Trainer
 from alto.lora import read_adapter
 from alto.runs import RunDir, read_entries, read_events, read_history

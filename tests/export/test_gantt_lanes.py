@@ -41,5 +41,5 @@ def test_where_a_lane_is_a_node_all_are_in_it() -> None:
 
 def test_why_a_gpu_has_several_lanes_is_said_where_it_has() -> None:
     shared = gantt_figure([], [placed("a", 0, 5, 0), placed("b", 1, 9, 0)], NODES)
-    assert shared["note"] == "Tasks in one place at the same time have rows below each other: n:0, n:0 (2)."
+    assert shared["note"] == "Tasks that run in the same place at the same time have separate rows: n:0, n:0 (2)."
     assert gantt_figure([], [placed("a", 0, 5, 0), placed("b", 5, 9, 0)], NODES)["note"] == ""

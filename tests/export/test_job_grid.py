@@ -7,8 +7,8 @@ from journals import entries
 from rich.cells import cell_len
 from rich.console import Console
 
-from alto.export.job_grid import JobGrid
 from alto.export.tables import job_table
+from alto.export.terminal import JobGrid
 from alto.runs import RunHistory
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 from journals import entries
 
-from alto.export.parallel import parallel_figure, result_axis, setting_axis
+from alto.export.run_drawings import parallel_figure, result_axis, setting_axis
 from alto.runs import RunHistory
 
 

@@ -124,7 +124,7 @@ def test_an_interrupted_run_tells_the_jobs_still_waiting_to_be_told(small_run):
 
 def test_ranks_and_moves_between_them_are_told(ranked_run):
     assert [line[14:] for line in lines_of(ranked_run)][1:-1] == [
-        "on 2 ranks, 4 slots in all",
+        "on 2 ranks, 4 slots in total",
         "early exit alto: at 10 % keep 50 %",
         "admitted a, b",
         "a (lr 1e-4) completed, best validation loss 2.0000",

@@ -87,12 +87,13 @@ def test_names_of_tasks_in_one_process_are_whole() -> None:
     schedule = Schedule(placements=placements, bound_s=78.0, status="optimal", method="cp-sat")
     lines = lines_of(schedule_text(schedule))
     assert "…" not in "".join(lines)
-    assert "by these estimates no schedule with the same tasks together is shorter" in " ".join(" ".join(lines).split())
+    said = " ".join(" ".join(lines).split())
+    assert "by these estimates no schedule that groups the tasks in the same way is shorter" in said
 
 
 def test_the_disk_space_is_compared_with_what_is_free():
     plan = plan_of(disk_bytes=3 * GIB, disk_free_bytes=2 * GIB)
-    assert "disk:       at most 3.00 GiB while it trains, of 2.00 GiB that are free" in lines_of(plan_text(plan))
+    assert "disk:       at most 3.00 GiB during training, of 2.00 GiB free" in lines_of(plan_text(plan))
     assert not [line for line in lines_of(plan_text(plan_of())) if line.startswith("disk:")]
 
 

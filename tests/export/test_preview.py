@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from alto.export import preview_text
-from alto.export.preview import visible
+from alto.export.plan import visible
 from alto.records import DataPreview, PreviewExample
 
 

@@ -14,7 +14,7 @@ from alto.export.queue_report import _context
 from alto.runs import QueueHistory
 
 FALLBACK = "scheduled by lpt: method: cp-sat needs the package ortools, found none"
-ADVICE = "stopped as asked; continue with: alto resume /runs/queue/tasks/a"
+ADVICE = "stopped on request; continue with: alto resume /runs/queue/tasks/a"
 START = 1000.0
 
 

@@ -139,7 +139,7 @@ def test_the_time_of_a_queue_counts_the_measuring_before_it():
         progress.apply(each)
     console = Console(file=io.StringIO(), width=80)
     console.print(queue_summary(progress))
-    assert "after 1 min 30 s, 1 min 00 s of them for measuring" in " ".join(console.file.getvalue().split())
+    assert "after 1 min 30 s, including 1 min 00 s for measuring" in " ".join(console.file.getvalue().split())
 
 
 def test_a_task_that_measures_is_said_live_and_in_plain_lines_until_it_trains():

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from html_pages import HOSTILE, Page
 
 from alto.errors import RunError, RunNotFoundError
-from alto.export.report import write_report
+from alto.export.report import report_page, write_report
+from alto.runs import read_history
 
 
 @pytest.fixture
@@ -175,6 +177,16 @@ def test_evaluations_of_the_best_adapter(small_run, write_run):
     assert "img" not in page.tags
 
 
+def test_labels_are_read_from_the_run_whatever_name_the_page_shows(small_run, write_run):
+    best = write_run(small_run) / "best"
+    best.mkdir()
+    (best / "labels.json").write_text(json.dumps({"id2label": {"0": "bad", "1": "good"}}))
+    page = report_page(best.parent, read_history(best.parent), shown_as=Path("ftjob-1"))
+    assert "AutoPeftModelForSequenceClassification.from_pretrained" in page
+    assert "ftjob-1" in page
+    assert str(best) not in page
+
+
 def test_of_evaluations_alike_of_the_base_the_newest_is_shown_and_nothing_that_was_not_measured(small_run, write_run):
     run_dir = write_run(small_run)
     for job, date, loss in (("a", "2026-11-20", 3.5), ("b", "2026-11-21", 3.25)):
@@ -237,5 +249,5 @@ def test_writing_again_replaces_the_page(small_run, write_run):
 def test_the_report_says_which_rank_had_which_job(ranked_run, page_of):
     page = page_of(ranked_run)
     assert page.figures["slots"]["lanes"][-1] == "rank 1, slot 1"
-    assert "which of the 4 slots on 2 ranks when" in page.text
+    assert "which of the 4 slots on 2 ranks, and when" in page.text
     assert "2 ranks" in page.text.split("which of the 4")[0]

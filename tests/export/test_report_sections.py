@@ -19,12 +19,12 @@ import alto
 from alto.cli import app
 from alto.errors import RunWriteError, SpecError
 from alto.export import final_summary, write_comparison
-from alto.export.rates import rate_figure
+from alto.export.plain import describe_samples
 from alto.export.report import write_report
-from alto.export.samples import describe_samples
+from alto.export.run_drawings import rate_figure
 from alto.export.tables import job_table
 from alto.runs import RunHistory
-from alto.runs.device_hours import PRICE_VARIABLE, device_hours, price_of_hour
+from alto.runs.progress import PRICE_VARIABLE, device_hours, price_of_hour
 from alto.spec.strict_yaml import read_yaml
 
 SAMPLE = {
@@ -70,14 +70,14 @@ def test_samples_of_a_refit_are_of_rows_that_it_trained(small_run, write_run):
     small_run[0]["refit"] = {"run": "/runs/first", "job": "d", "steps": 10}
     events = with_samples(small_run, {**SAMPLE, "adapters": {"d": "#### 6"}})
     text = page_of(write_run(events)).text
-    assert "first 1 validation rows of the first run, which this one trains too, continued" in text
+    assert "first 1 validation rows of the first run, which this run also trains on, continued" in text
     assert "next best" not in text
-    shown = "1 prompt of rows that are trained too, continued by the base and d"
+    shown = "1 prompt of rows that are also trained on, continued by the base and d"
     assert describe_samples(RunHistory.of(entries(events))) == shown
 
 
 def test_samples_that_could_not_be_generated_have_a_reason(small_run, write_run):
-    assert f"None were generated: {HOSTILE}" in page_of(write_run(with_samples(small_run, failure=HOSTILE))).text
+    assert f"No samples were generated: {HOSTILE}" in page_of(write_run(with_samples(small_run, failure=HOSTILE))).text
 
 
 # -- learning rates --------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def test_a_first_comparison_that_the_winner_contradicts_is_explained(sweep, writ
             event["validation_loss"] = float(event["job"][-2:])
     text = page_of(write_run(sweep)).text
     assert "lr: 1e-4 to 2e-3 ranked best after 10 % of the steps, but the winner has 6e-3." in text
-    assert "What learns fastest at first need not be best later." in text
+    assert "The value that learns fastest at first may not be the best later." in text
 
 
 # -- hours and money -------------------------------------------------------------------------------------------------

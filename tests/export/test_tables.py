@@ -5,11 +5,8 @@ import math
 import pytest
 from journals import entries
 
-from alto.early_exit.divergence import Divergence
-from alto.early_exit.gap import OverfittingGap
-from alto.early_exit.nonfinite import judge_step_loss
-from alto.early_exit.underperformance import select
-from alto.early_exit.upturn import OverfittingUpturn
+from alto.early_exit.patterns import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
+from alto.early_exit.policy import select
 from alto.export.tables import explain_exit, job_table
 from alto.records import LossPoint, Standing
 from alto.runs import JobHistory, RunHistory, Stage

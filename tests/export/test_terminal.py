@@ -281,7 +281,7 @@ def test_the_time_of_a_run_counts_what_was_measured_for_it_and_not_what_was_know
     known, measured = (line for line in target.file.getvalue().splitlines() if "finished after" in line)
     assert known.endswith(f"finished after {format_duration(history.duration_s)}")
     total = format_duration(history.duration_s + 100.0)
-    assert measured.endswith(f"finished after {total}, 1 min 40 s of them for measuring")
+    assert measured.endswith(f"finished after {total}, including 1 min 40 s for measuring")
 
 
 def test_what_is_measured_is_said_before_it_is():

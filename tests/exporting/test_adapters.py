@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 import alto
 from alto.errors import RunNotFoundError, SpecError
 from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_obstacle, vllm_rank
-from alto.spec.chat_template import TOOLS_TEMPLATE, chat_template_text
+from alto.spec.data_keys import TOOLS_TEMPLATE, chat_template_text
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -91,7 +91,7 @@ def test_what_vllm_cannot_serve_is_said_instead_of_a_command(
     assert result.command == ""
     (note,) = result.notes
     assert said in note
-    assert note.endswith("--merged makes a model that it serves.")
+    assert note.endswith("--merged writes a model that vLLM serves.")
 
 
 def test_every_kind_of_tensor_is_named_as_what_vllm_cannot_serve(base: Path, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_experts_that_vllm_reads_one_by_one_are_said(tmp_path: Path) -> None:
     engine = alto.Engine()
     result = engine.export(adapter, tmp_path / "out", base=str(base))
     assert result.command == ""
-    assert "--per-expert writes it so" in result.notes[0]
+    assert "--per-expert writes the adapter in that form" in result.notes[0]
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
     assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
 

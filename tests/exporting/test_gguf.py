@@ -27,8 +27,7 @@ from transformers import (
 import alto
 from alto.backbone import load_tokenizer
 from alto.errors import ModelError, UnsupportedError
-from alto.exporting.gguf_parameters import add_parameters, architecture_of, rope_factors
-from alto.exporting.gguf_vocabulary import _SPLITTERS, _TEXT, add_vocabulary
+from alto.exporting.gguf import _SPLITTERS, _TEXT, add_parameters, add_vocabulary, architecture_of, rope_factors
 from alto.records import ExportResult
 from alto.spec import BaseModelSpec
 
@@ -284,7 +283,7 @@ def test_tokens_that_are_added_to_every_text_are_marked_and_no_others(added: str
 
 
 def test_other_additions_to_every_text_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="expected a tokenizer that adds the BOS and EOS tokens alone"):
+    with pytest.raises(UnsupportedError, match="expected a tokenizer that adds only the BOS and EOS tokens"):
         add_vocabulary(Writer(), adding("<s> <s> $A"), 259)
 
 
@@ -309,7 +308,7 @@ def test_a_tokenizer_of_another_kind_is_refused(backend: Tokenizer, said: str) -
 
 
 def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"splits texts as one of gpt-2, .*found another way"):
+    with pytest.raises(UnsupportedError, match=r"splits texts like one of gpt-2, .*found a different splitter"):
         add_vocabulary(Writer(), byte_bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)), 259)
     with pytest.raises(UnsupportedError, match="at most 200 tokens"):
         add_vocabulary(Writer(), byte_bpe(_SPLITTERS["gpt-2"].build()), 200)
@@ -319,7 +318,7 @@ def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
     ("config", "said"),
     [
         (LlamaConfig(hidden_act="gelu", **SIZES), "expected hidden_act silu, found 'gelu'"),
-        (Qwen3Config(attention_bias=True, **SIZES), "expected a Qwen3 without biases"),
+        (Qwen3Config(attention_bias=True, **SIZES), "expected a Qwen3 model without biases"),
         (
             Qwen2Config(rope_parameters=LLAMA3, **SIZES),
             "expected rope_type default, linear, yarn, found 'llama3'",
@@ -341,7 +340,7 @@ def test_scaled_positions_and_windows_are_in_the_metadata() -> None:
     writer = Writer()
     (note,) = add_parameters(writer, MistralConfig(sliding_window=100, **SIZES), "llama")
     assert writer.added["context_length"] == 100
-    assert "Its context length is 100 tokens" in note
+    assert "context length is 100 tokens" in note
 
 
 def test_models_that_are_not_written_are_named_before_weights_are_read(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from huggingface_hub import HfApi, RepoUrl
 
 import alto
 from alto.errors import HubError, SpecError
-from alto.exporting import hub
+from alto.exporting import winner
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
@@ -27,8 +27,8 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The client of the hub, with the signatures of the real one, logged in as ``ann``."""
     found = create_autospec(HfApi, instance=True)
     found.create_repo.return_value = RepoUrl("https://huggingface.co/ann/mine")
-    monkeypatch.setattr(hub, "HfApi", lambda: found)
-    monkeypatch.setattr(hub, "get_token", lambda: "hf_token")
+    monkeypatch.setattr(winner, "HfApi", lambda: found)
+    monkeypatch.setattr(winner, "get_token", lambda: "hf_token")
     return found
 
 
@@ -49,7 +49,7 @@ def test_the_finished_folder_is_uploaded_to_a_private_repository(adapter: Path, 
 def test_without_a_token_nothing_is_written(
     adapter: Path, api: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub, "get_token", lambda: None)
+    monkeypatch.setattr(winner, "get_token", lambda: None)
     with pytest.raises(HubError, match="a token of the Hugging Face hub, found none; log in with: hf auth login"):
         alto.Engine().export(adapter, tmp_path / "out", push_to_hub="ann/mine")
     assert not (tmp_path / "out").exists()

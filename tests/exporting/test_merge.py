@@ -105,7 +105,7 @@ def test_what_is_wrong_is_said_before_the_base_is_loaded(tmp_path: Path, monkeyp
     monkeypatch.setattr(merge, "load_network", never)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(RunExistsError, match="or an empty one, found one with 1 file; name"):
+    with pytest.raises(RunExistsError, match="or an empty one, found a folder with 1 file; name"):
         alto.Engine().export(adapter, tmp_path / "full", merged=True)
     with pytest.raises(SpecError, match="found merged and gguf"):
         alto.Engine().export(adapter, tmp_path / "new", merged=True, gguf="f16")

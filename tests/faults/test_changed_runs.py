@@ -78,8 +78,8 @@ def other_rows(folder: Path) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights": (other_weights, r"model: expected the base model that the run began with, found other weights in "),
-    "config": (other_config, r"found another config\.json in .*; put it back as it was, or start a new run"),
-    "shape": (other_shape, r"found other weights: model\.safetensors \(.*bytes, expected; .*\), another config\.json"),
+    "config": (other_config, r"found a different config\.json in .*; put it back as it was, or start a new run"),
+    "shape": (other_shape, r"other weights: model\.safetensors \(.*bytes, expected; .*\), a different config\.json"),
     "dtype": (
         lambda folder: change_task(folder, dtype="bfloat16"),
         r"the precision that the run began with \(dtype: float32\), found dtype: bfloat16; set it back in its task\.y",
@@ -92,12 +92,12 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         lambda folder: change_task(folder, optim_state_dtype="bfloat16"),
         r"\(optim_state_dtype: null\), found optim_state_dtype: bfloat16",
     ),
-    "rows": (other_rows, r"found other rows or tokens"),
-    "eval_steps": (lambda folder: change_task(folder, eval_steps=0.5), r"other settings of eval_steps; put it back"),
-    "jobs": (lambda folder: change_task(folder, search_space={"lr": [1e-3, 2e-2]}), r"other settings of job-001"),
+    "rows": (other_rows, r"found different rows or tokens"),
+    "eval_steps": (lambda folder: change_task(folder, eval_steps=0.5), r"different settings of eval_steps; put it"),
+    "jobs": (lambda folder: change_task(folder, search_space={"lr": [1e-3, 2e-2]}), r"different settings of job-001"),
     "more jobs": (
         lambda folder: change_task(folder, search_space={"lr": [1e-3, 1e-2, 1e-1]}),
-        r"other settings of job-002; put it back",
+        r"different settings of job-002; put it back",
     ),
 }
 
@@ -160,6 +160,6 @@ def test_other_tokens_of_a_run_of_version_0_1_are_said_to_be_this_versions(stopp
     first["data"]["fingerprint"] = "of other tokens"
     (stopped / "run" / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in (first, *others)))
     with pytest.raises(
-        RunChangedError, match=r"version 0\.1 of ALTO, which began it, made other tokens .* a new run is needed"
+        RunChangedError, match=r"version 0\.1 of ALTO, which began the run, made different tokens .* start a new run"
     ):
         alto.Engine().resume(stopped / "run")

@@ -210,7 +210,7 @@ def test_other_data_are_not_gone_on_with(stopped: Path) -> None:
     data = stopped.parents[1] / "train.jsonl"
     data.write_text(data.read_text().replace("plus", "and"))
     before = read_journal(stopped)
-    with pytest.raises(RunError, match=r"other rows or tokens in .*train\.jsonl; put the files"):
+    with pytest.raises(RunError, match=r"different rows or tokens in .*train\.jsonl; put the files"):
         alto.Engine().resume(stopped)
     assert [event["event"] for event in read_journal(stopped)][-1] in ("checkpoint", before[-1]["event"])
 
@@ -254,7 +254,7 @@ def change_task(root: Path, **changes: Any) -> None:
 )
 def test_other_jobs_or_rules_are_not_gone_on_with(changes: dict[str, Any], what: str, stopped: Path) -> None:
     change_task(stopped, **changes)
-    with pytest.raises(RunError, match=f"found other settings of {what}; put it back"):
+    with pytest.raises(RunError, match=f"found different settings of {what}; put it back"):
         alto.Engine().resume(stopped)
 
 
@@ -285,7 +285,7 @@ def test_a_run_in_work_is_not_started_twice(model: Path, tmp_path: Path) -> None
     def resume_it(entry: JournalEntry) -> None:
         if isinstance(entry.event, JobEvaluated) and not errors:
             (root,) = (tmp_path / "runs").iterdir()
-            with pytest.raises(RunBusyError, match=r"found that one works on .*alto show --watch") as caught:
+            with pytest.raises(RunBusyError, match=r"that another process works on .*alto show --watch") as caught:
                 alto.Engine().resume(root)
             errors.append(caught.value)
             assert RunDir.open(root).is_locked()

@@ -18,12 +18,13 @@ from tiny import save_model
 from typer.testing import CliRunner
 
 import alto
+from alto.base import is_disk_full, writing
 from alto.cli import app
 from alto.cluster import Outcome
 from alto.cluster.entry import ending_of
 from alto.errors import DiskFullError, RunBusyError, RunWriteError
 from alto.export.pages import write_page
-from alto.runs import is_disk_full, read_events, writing
+from alto.runs import read_events
 
 LIMIT_BYTES = 2_000_000
 

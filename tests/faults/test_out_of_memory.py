@@ -18,9 +18,9 @@ from tiny import curves_of, load_tiny, make_task, read_journal
 from alto.data import TokenBatch
 from alto.early_exit import audit
 from alto.errors import DeviceMemoryError, NoResultError
-from alto.executor import RunStart, TaskContext, TaskSession, Trainer, assembly, recover, run_alone, session, trainer
+from alto.executor import RunStart, TaskContext, TaskSession, Trainer, recover, run_alone, session, shared_bank, trainer
 from alto.lora import AdapterBank
-from alto.lora.eight_bit import EightBitAdamW
+from alto.lora.row_optimizers import EightBitAdamW
 from alto.records import ExitReason
 from alto.runs import Journal, RunDir
 from alto.spec import load_task
@@ -138,7 +138,7 @@ def test_a_validation_row_that_never_fits_fails_the_job_too(
 def test_if_nobody_fits_the_error_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_device(monkeypatch, lambda batch: sum(batch.job_tokens) <= 13)
     with pytest.raises(
-        NoResultError, match=r"3 of 3 have a row .* tokens \(the largest .* has \d+\); lower max_length"
+        NoResultError, match=r"3 of 3 jobs have a row .* tokens \(the largest .* has \d+\); lower max_length"
     ):
         finish(run_in(tmp_path))
 
@@ -172,7 +172,7 @@ def limit_slots(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
                 raise torch.OutOfMemoryError("no memory, as the test wants it")
             super().__init__(layout, num_slots, **settings)
 
-    monkeypatch.setattr(assembly, "AdapterBank", Bank)
+    monkeypatch.setattr(shared_bank, "AdapterBank", Bank)
 
 
 def test_a_bank_that_does_not_fit_has_fewer_slots(

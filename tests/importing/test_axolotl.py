@@ -50,7 +50,7 @@ def test_what_the_file_leaves_out_is_axolotls_default(folder: Path) -> None:
     expected = {"max_length": 512, "per_device_train_batch_size": 1, "num_train_epochs": 1}
     expected |= {"lr_scheduler_type": "cosine", "warmup_ratio": 0.03}
     assert expected.items() <= found.values.items()
-    assert "Axolotl's warmup where none is given" in line(found, "warmup_steps")
+    assert "Axolotl's default warmup" in line(found, "warmup_steps")
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,12 @@ def test_a_labelled_conversation(folder: Path) -> None:
             {},
             "found 'who' and 'says'. Rename them in the rows",
         ),
-        ({"type": "chat_template", "roles": {"user": ["client"]}}, {}, "to be by user, found 'client'"),
-        ({"type": "chat_template", "roles": {"narrator": ["narrator"]}}, {}, "messages of the narrator"),
+        (
+            {"type": "chat_template", "roles": {"user": ["client"]}},
+            {},
+            "a known name of the speaker user (user), found 'client'",
+        ),
+        ({"type": "chat_template", "roles": {"narrator": ["narrator"]}}, {}, "a known name of the speaker narrator"),
     ],
 )
 def test_datasets_that_cannot_be_read(folder: Path, entry: dict[str, Any], keys: dict[str, Any], reason: str) -> None:

@@ -91,7 +91,7 @@ def test_all_that_differs_is_named_at_once(folder: Path) -> None:
 
 
 def test_two_equal_ones_of_three_are_refused(folder: Path) -> None:
-    with pytest.raises(SpecError, match=r"found job-000 and job-002 alike|different values"):
+    with pytest.raises(SpecError, match=r"found that job-000 and job-002 are equal|different values"):
         together(folder, {}, {"lora_r: 32": "lora_r: 8", "learning_rate: 2e-4": "learning_rate: 1e-3"}, {})
 
 

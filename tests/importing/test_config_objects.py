@@ -166,7 +166,7 @@ def test_settings_that_would_change_what_is_learned_are_refused_together() -> No
     with pytest.raises(UnsupportedError) as caught:
         task(lora(layer_replication=[(0, 1)]), config)
     said = str(caught.value)
-    assert said.startswith("config: expected settings that ALTO trains with, found 3 that it does not have:\n")
+    assert said.startswith("config: expected settings that ALTO supports, found 3 that it does not support:\n")
     for key in ("dataloader_drop_last", "label_smoothing_factor", "layer_replication"):
         assert f"  {key}: not supported: " in said
     assert "assistant_only_loss" not in said
@@ -177,7 +177,7 @@ def test_without_modules_those_are_trained_that_peft_chooses() -> None:
         found = task(*configs)
         assert found.jobs[0].config.target_modules == "peft-default"
         (note,) = [note for note in found.notes if note.startswith("target_modules: used as target_modules: peft-")]
-        assert note.endswith("all linear layers are target_modules=all-linear")
+        assert note.endswith("for all linear layers, use target_modules=all-linear")
     assert task(sft()).jobs[0].config.target_modules == "all-linear", "no adapter is configured"
     found = task(lora(target_modules=None), target_modules=["k_proj"])
     assert found.jobs[0].config.target_modules == ("k_proj",)
@@ -246,9 +246,9 @@ def test_a_saved_adapter_takes_the_place_of_the_default_initial_weights() -> Non
 
 def test_a_configuration_and_a_method_of_two_trainers_are_refused() -> None:
     """The settings of one would be left out, or have no meaning, in the other."""
-    with pytest.raises(ConflictingKeysError, match=r"method should be 'dpo', .* of DPOConfig trains, found 'sft'"):
+    with pytest.raises(ConflictingKeysError, match=r"method should be 'dpo', .* of DPOConfig, found 'sft'"):
         task(lora(), trl.DPOConfig(**ON_CPU), method="sft")
-    with pytest.raises(ConflictingKeysError, match=r"method should be 'sft', .* of SFTConfig trains, found 'dpo'"):
+    with pytest.raises(ConflictingKeysError, match=r"method should be 'sft', .* of SFTConfig, found 'dpo'"):
         task(lora(), sft(), rl="dpo")
     assert task(lora(), trl.DPOConfig(**ON_CPU), method="dpo").method == "dpo"
 

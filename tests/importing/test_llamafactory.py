@@ -132,7 +132,7 @@ def test_forms_of_dataset_info(folder: Path, entry: dict[str, Any], method: str,
             "expected the formatting alpaca or sharegpt, found 'other'",
         ),
         ({"script_url": "x"}, {}, "expected file_name or hf_hub_url"),
-        ({"hf_hub_url": "a/b", "folder": "part"}, {}, "found its folder 'part'"),
+        ({"hf_hub_url": "a/b", "folder": "part"}, {}, "found only its folder 'part'"),
         ({"file_name": "."}, {}, "found the folder"),
         ({"file_name": "x.json", "columns": {"prompt": "text"}}, {}, "a column of prompts and one of responses"),
         ({"file_name": "x.json", "ranking": True}, {}, "expected rows for method 'sft', found pairs"),
@@ -150,7 +150,7 @@ def test_forms_of_dataset_info(folder: Path, entry: dict[str, Any], method: str,
         (
             {"file_name": "x.json", "formatting": "sharegpt", "tags": {"user_tag": "client"}},
             {},
-            "messages of the user to be by user, human, found 'client'",
+            "a known name of the speaker user (user, human), found 'client'",
         ),
         (
             {
@@ -159,7 +159,7 @@ def test_forms_of_dataset_info(folder: Path, entry: dict[str, Any], method: str,
                 "tags": {"role_tag": "role", "content_tag": "content", "assistant_tag": "gpt"},
             },
             {},
-            "messages of the assistant to be by assistant, found 'gpt'",
+            "a known name of the speaker assistant (assistant), found 'gpt'",
         ),
     ],
 )
@@ -217,7 +217,7 @@ def test_validation_rows(folder: Path) -> None:
     assert found.values["validation_dataset"] == str(folder / "data" / "alpaca.jsonl")
     assert "validation_split" not in found.values
     assert "eval_dataset: not supported" in note(imported(folder, eval_dataset="ultrachat_200k"), "eval_dataset")
-    assert "without validation rows jobs cannot be compared" in note(imported(folder, val_size=0), "val_size")
+    assert "jobs cannot be compared without validation rows" in note(imported(folder, val_size=0), "val_size")
     assert "100 is a number of rows" in note(imported(folder, val_size=100), "val_size")
 
 
@@ -249,7 +249,7 @@ def test_losses_of_preferences(folder: Path, keys: dict[str, Any], expected: dic
         (
             {"stage": "kto", "dataset": "kto_en_demo", "pref_ftx": 0.5},
             "pref_ftx",
-            "not supported: kto has no cross-entropy beside its loss",
+            "not supported: kto has no cross-entropy in addition to its loss",
         ),
         (
             {"stage": "dpo", "dataset": "dpo_en_demo", "pref_loss": "ipo", "dpo_label_smoothing": 0.1},
@@ -261,7 +261,7 @@ def test_losses_of_preferences(folder: Path, keys: dict[str, Any], expected: dic
             "simpo_gamma",
             "not needed: LLaMA-Factory does not use it with pref_loss: sigmoid",
         ),
-        ({"interleave_probs": "0.7,0.3"}, "interleave_probs", "not needed: LLaMA-Factory uses it only where"),
+        ({"interleave_probs": "0.7,0.3"}, "interleave_probs", "not needed: LLaMA-Factory uses it only if"),
         ({"double_quantization": False}, "double_quantization", "not supported: 4 bits are NF4"),
         ({"template": "llama3"}, "template", "not supported: 'llama3' is one of LLaMA-Factory's own templates"),
     ],
@@ -275,7 +275,7 @@ def test_settings_that_are_not_read_are_reported(folder: Path, keys: dict[str, A
 def test_sources_alternate_without_shares(folder: Path) -> None:
     found = imported(folder, dataset="identity,alpaca_en_demo", mix_strategy="interleave_under")
     assert [source["weight"] for source in found.values["dataset"]] == [1.0, 1.0]
-    assert "where the tool joins all rows" not in "".join(str(each) for each in found.notes)
+    assert "while the tool joins all rows" not in "".join(str(each) for each in found.notes)
 
 
 @pytest.mark.parametrize(

@@ -291,7 +291,7 @@ def test_the_report_names_what_is_left_out(folder: Path) -> None:
     assert lines[0] == "axolotl-dpo.yml (Axolotl)"
     for start in (
         "chat_template: not supported: 'llama3' is one of Axolotl's own templates",
-        "special_tokens.eos_token: not supported: the tokenizer is used as it is",
+        "special_tokens.eos_token: not supported: the tokenizer is not changed",
         "gradient_accumulation_steps: used as per_device_train_batch_size: 8",
         "lora_dropout: used as 0.0",
         "sequence_len: used as max_length: 4096",

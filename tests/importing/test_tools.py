@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from alto.cli import app
 from alto.errors import SpecError, UnsupportedError
 from alto.importing import TOOLS, import_file, imported_task
-from alto.importing.tools import recognise
+from alto.importing.imported import recognise
 
 
 def test_marks_of_the_tools_are_their_own() -> None:
@@ -41,7 +41,7 @@ def test_a_configuration_has_marks_of_one_tool_alone(
         ("stage: sft\n", ("--from", "unsloth"), "--from: expected one of llamafactory, axolotl, trl, found 'unsloth'"),
         ("", (), "should describe a configuration, found an empty file"),
         ("a: [\n", (), "should be valid YAML"),
-        ("1: 2\n", (), "should have text for keys"),
+        ("1: 2\n", (), "should have text as keys"),
         ("- a\n", (), "should map keys to values, found a list"),
     ],
 )

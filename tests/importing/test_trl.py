@@ -117,7 +117,7 @@ def test_datasets_are_a_mixture(folder: Path) -> None:
     sources = found.task
     said = [note.text for note in found.files[0].notes if note.key.endswith(".fraction")]
     assert len(said) == 2
-    assert "TRL trains on the first rows of each, so few that none repeats" in said[0]
+    assert "TRL trains on the first rows of each dataset, so few that no row repeats" in said[0]
     assert [(source.path, source.weight, source.dataset_train_split) for source in sources.sources] == [
         ("a/b", 0.7, "train_sft"),
         (str(folder / "data" / "chat_messages.jsonl"), 0.3, None),
@@ -218,7 +218,7 @@ def test_alpha_of_cpo_is_not_that_of_the_adapter(folder: Path) -> None:
     config = plain.task.jobs[0].config
     assert (config.lora_alpha, config.objective.to_dict()["cpo_alpha"]) == (12, 0.3)
     found = imported(folder, **keys, alpha=0.25)
-    assert line(found, "alpha") == "alpha: not supported: AlphaPO's form of the reward does not exist here"
+    assert line(found, "alpha") == "alpha: not supported: ALTO does not have AlphaPO's form of the reward"
     assert found.values["lora_alpha"] == 12
     without = imported(folder, **{**keys, "lora_alpha": None}, alpha=0.25)
     assert without.values["lora_alpha"] == 32, "TRL's default"
@@ -229,7 +229,7 @@ def test_gamma_of_simpo_belongs_to_its_loss(folder: Path, gamma: float, reported
     """TRL has the setting with every loss of CPO, with the value 0.5, and reads it with that one alone."""
     made = task(folder, assistant_only_loss=None, cpo_alpha=0.3, loss_type="ipo", simpo_gamma=gamma)
     assert made.task.jobs[0].config.objective.to_dict()["loss_type"] == "ipo"
-    expected = ["simpo_gamma: not needed: TRL reads it with loss_type: simpo alone"] if reported else []
+    expected = ["simpo_gamma: not needed: TRL reads it only with loss_type: simpo"] if reported else []
     assert [str(note) for note in made.files[0].notes if note.key == "simpo_gamma"] == expected
     other = task(folder, "loss_type=simpo", assistant_only_loss=None, cpo_alpha=0.3, simpo_gamma=gamma)
     assert other.task.jobs[0].config.objective.to_dict()["simpo_gamma"] == gamma
@@ -239,7 +239,7 @@ def test_gamma_of_simpo_belongs_to_its_loss(folder: Path, gamma: float, reported
 def test_spellings_of_other_tools_are_no_keys_of_trl(folder: Path, key: str) -> None:
     found = imported(folder, **{key: 3})
     near = " (did you mean 'optim'?)" if key == "optimizer" else ""
-    assert line(found, key) == f"{key}: unknown: no key that ALTO knows{near}; it is left out"
+    assert line(found, key) == f"{key}: unknown: ALTO does not know this key{near}; it is left out"
     assert found.values == imported(folder).values
 
 
@@ -315,12 +315,12 @@ def test_a_file_of_trls_command_trains_all_weights_by_default(keys: dict[str, An
 @pytest.mark.parametrize(
     ("loss", "kept", "said"),
     [
-        ("sigmoid", 0.0, "TRL has none with loss_type: sigmoid"),
-        (["sigmoid", "sft"], 0.0, "TRL has none with loss_type: sigmoid"),
+        ("sigmoid", 0.0, "TRL does not use it with loss_type: sigmoid"),
+        (["sigmoid", "sft"], 0.0, "TRL does not use it with loss_type: sigmoid"),
         ("robust", 0.1, None),
-        (["sigmoid", "robust"], 0.1, "TRL leaves it out of the part loss_type: sigmoid"),
-        ("ipo", 0.0, "TRL has none with loss_type: ipo"),
-        (["hinge", "sft"], 0.0, "TRL has none with loss_type: hinge, sft"),
+        (["sigmoid", "robust"], 0.1, "TRL does not apply it to the part loss_type: sigmoid"),
+        ("ipo", 0.0, "TRL does not use it with loss_type: ipo"),
+        (["hinge", "sft"], 0.0, "TRL does not use it with loss_type: hinge, sft"),
     ],
 )
 def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, said: str | None) -> None:
@@ -336,7 +336,7 @@ def test_label_smoothing_of_cpo_is_that_of_trl(folder: Path, loss: str, kept: fl
     found = task(folder, "method=cpo", beta=0.2, loss_type=loss, label_smoothing=0.1)
     assert {job.config.objective.label_smoothing for job in found.task.jobs} == {kept}
     notes = [str(note) for note in found.files[0].notes if note.key == "label_smoothing"]
-    assert notes == ([] if kept else [f"label_smoothing: not needed: TRL has none with loss_type: {loss}"])
+    assert notes == ([] if kept else [f"label_smoothing: not needed: TRL does not use it with loss_type: {loss}"])
 
 
 @pytest.mark.parametrize(
@@ -361,6 +361,6 @@ def test_that_texts_are_joined_by_trl_alone_is_reported(keys: dict[str, Any], re
         assert found() == []
         return
     (text,) = found()
-    assert "TRL joins them as they are" in text
-    assert text.endswith(f": --set dataset_format={remedy}" if remedy else "as they are")
+    assert "TRL joins the texts unchanged" in text
+    assert text.endswith(f": --set dataset_format={remedy}" if remedy else "unchanged")
     assert found("dataset_format=messages") == []

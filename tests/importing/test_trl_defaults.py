@@ -78,7 +78,7 @@ def test_rows_that_are_held_out_are_reported(tmp_path: Path) -> None:
     """TRL trains all rows of its training split, whether it evaluates others or not."""
     for strategy in ({}, {"eval_strategy": "no"}, {"eval_strategy": "steps"}):
         (found,) = [str(note) for note in imported(tmp_path, **strategy).notes if note.key == "eval_strategy"]
-        assert "or a tenth of its rows; validation_split and validation_dataset set others" in found
+        assert "or a tenth of its rows; validation_split and validation_dataset choose others" in found
     named = imported(tmp_path, "validation_dataset=a/c")
     assert not [note for note in named.notes if note.key == "eval_strategy"]
     config = trl.SFTConfig(use_cpu=True)

@@ -176,10 +176,10 @@ env:
   TOKENIZERS_PARALLELISM: "false"
 """
 
-_OWN_TEMPLATE = "own templates: rows are written by that of the model's tokenizer"
+_OWN_TEMPLATE = "own templates: rows are written by the template of the model's tokenizer"
 _PROCESSES = "ALTO starts its own processes"
 _KERNELS = "ALTO chooses its kernels"
-_UNKNOWN = "no key that ALTO knows"
+_UNKNOWN = "ALTO does not know this key"
 
 EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     "llamafactory-ray": (
@@ -215,7 +215,7 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "ref_model_adapters": ("not supported", "the reference is the frozen base"),
             "template": ("not supported", f"'llama3' is one of LLaMA-Factory's {_OWN_TEMPLATE}"),
             "use_unsloth": ("not needed", _KERNELS),
-            "disable_gradient_checkpointing": ("not needed", "activations are recomputed where memory needs it"),
+            "disable_gradient_checkpointing": ("not needed", "activations are recomputed if memory requires it"),
             "predict_with_generate": ("not needed", "'alto eval' generates answers"),
             "early_stopping_steps": ("not needed", "'early_exit' ends jobs"),
         },
@@ -233,7 +233,7 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "wandb_project": ("used as", "report_to: wandb"),
             "wandb_entity": ("not needed", "their own environment variables"),
             "strict": ("not needed", "ALTO chooses how a model is loaded"),
-            "plugins": ("not needed", "ALTO has kernels of its own"),
+            "plugins": ("not needed", "ALTO has its own kernels"),
             "liger_rope": ("not needed", _KERNELS),
             "liger_glu_activation": ("not needed", _KERNELS),
             "cut_cross_entropy": ("not needed", _KERNELS),
@@ -254,14 +254,14 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "default_system_message": ("not supported", "put the message into the rows"),
             "datasets[0].shards": ("not supported", "write max_samples"),
             "datasets[0].roles_to_train": ("not supported", "replies are trained"),
-            "datasets[0].train_on_eos": ("not supported", "the token that ends a trained reply"),
-            "datasets[0].train_on_eot": ("not supported", "the token that ends a trained reply"),
+            "datasets[0].train_on_eos": ("not supported", "only those of trained replies are trained"),
+            "datasets[0].train_on_eot": ("not supported", "only those of trained replies are trained"),
             "datasets[0].message_property_mappings.tool_calls": ("not supported", "rename 'calls' in the rows"),
             "curriculum_sampling": ("not supported", "every job shuffles its rows"),
             "datasets[0].feild_messages": ("unknown", _UNKNOWN),
             "alpha": ("unknown", _UNKNOWN),
             "sequence_len": ("used as", "max_length: 512"),
-            "datasets[0].ds_type": ("not needed", "the ending of its name"),
+            "datasets[0].ds_type": ("not needed", "the ending of a file's name"),
             "datasets[0].trust_remote_code": ("not needed", "no code of a dataset is run"),
             "rl_beta": ("not needed", "method sft has no such setting"),
         },
@@ -282,7 +282,7 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
             "attn_implementation": ("not needed", _KERNELS),
             "packing_strategy": ("not needed", "concatenated without padding"),
             "use_liger_kernel": ("not needed", _KERNELS),
-            "overwrite_output_dir": ("not needed", "every run has a folder of its own"),
+            "overwrite_output_dir": ("not needed", "every run has its own folder"),
             "hub_model_id": ("not needed", "nothing is uploaded"),
             "env": ("not needed", "in the shell that starts ALTO"),
         },
@@ -355,6 +355,6 @@ def test_a_misspelt_key_is_reported_with_the_one_that_is_near(tmp_path: Path) ->
     file.write_text("use_peft: true\nlearning_rte: 1e-3\nwholly_unknown: 1\n", encoding="utf-8")
     notes = {note.key: note.text for note in import_file(file, "trl").notes if note.kind is NoteKind.UNKNOWN}
     assert notes == {
-        "learning_rte": "no key that ALTO knows (did you mean 'learning_rate'?); it is left out",
-        "wholly_unknown": "no key that ALTO knows; it is left out",
+        "learning_rte": "ALTO does not know this key (did you mean 'learning_rate'?); it is left out",
+        "wholly_unknown": "ALTO does not know this key; it is left out",
     }

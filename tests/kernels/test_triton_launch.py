@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from alto.kernels import triton_launch
-from alto.kernels.triton_config import KernelConfig
-from alto.kernels.triton_launch import ceil_div, collected_launches, compiled_launches, launch
+from alto.kernels import triton_config
+from alto.kernels.triton_config import KernelConfig, ceil_div, collected_launches, compiled_launches, launch
 
 CONFIG = KernelConfig(constants={"BLOCK": 64}, num_warps=4, num_stages=2)
 
@@ -52,8 +51,8 @@ def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     device = SimpleNamespace(index=0)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.index))
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
-    monkeypatch.setattr(triton_launch, "triton", SimpleNamespace(knobs=knobs, runtime=SimpleNamespace(driver=driver)))
-    monkeypatch.setattr(triton_launch, "_compiled", {})
+    monkeypatch.setattr(triton_config, "triton", SimpleNamespace(knobs=knobs, runtime=SimpleNamespace(driver=driver)))
+    monkeypatch.setattr(triton_config, "_compiled", {})
     device.knobs = knobs
     return device
 

@@ -20,10 +20,10 @@ from alto.lora import (
     TargetModule,
     check_optimizer,
 )
-from alto.lora import eight_bit as eight_bit_module
 from alto.lora import optimizer as optimizer_module
+from alto.lora import row_optimizers as eight_bit_module
 from alto.spec import JobConfig
-from alto.spec.optimizers import OptimizerName
+from alto.spec.lr_schedules import OptimizerName
 
 MODULES = (
     TargetModule(name="q", in_features=96, out_features=128),

@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from alto.backbone import Backbone
 from alto.errors import TargetModuleError, UnsupportedError, UnsupportedModelError
 from alto.evaluation import PeftCheck
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.executor import model_notes
 from alto.kernels import TokenSchedule, choose_backend, slot_embedding_change
 from alto.lora import (
@@ -244,7 +244,10 @@ def test_tensors_have_pefts_names_and_sizes(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"use_dora": True}, "with use_dora, found its embeddings"),
-        ({"loraplus_lr_ratio": 4.0}, "with loraplus_lr_ratio, found its embeddings, to which PEFT gives a fixed rate"),
+        (
+            {"loraplus_lr_ratio": 4.0},
+            "with loraplus_lr_ratio, found its embeddings, for which PEFT then uses a fixed rate",
+        ),
     ],
 )
 def test_what_is_not_implemented_there_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 import alto.lora.injection as injection
 from alto.backbone import Backbone
 from alto.errors import SpecError, TargetModuleError, UnsupportedModelError
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.kernels import TokenSchedule
 from alto.lora import (
     AdapterBank,

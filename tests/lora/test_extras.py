@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import RunError, SpecError, TargetModuleError, UnsupportedError
-from alto.evaluation.adapter import loaded_adapters
 from alto.evaluation.peft_check import PeftCheck
+from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, adapter_shape, bias_notes, read_saved_adapter, write_adapter
 from alto.records import LabelSet
 from alto.spec import JobConfig
@@ -134,7 +134,7 @@ def test_a_saved_bias_that_the_base_does_not_have_is_refused_by_name(tmp_path: P
 def test_a_note_says_where_there_are_none() -> None:
     configs = [JobConfig(bias=bias) for bias in ("none", "all")]
     (note,) = bias_notes(build_tiny("llama"), configs)
-    assert note == "No module of the base model has a bias: bias: all trains what bias: none trains."
+    assert note == "No module of the base model has a bias: bias: all trains the same as bias: none."
     assert bias_notes(build_tiny("llama-bias"), configs) == ()
 
 
@@ -142,7 +142,7 @@ def test_magnitudes_that_do_not_fit_the_settings_of_a_file_are_refused(tmp_path:
     written(build_tiny("llama"), tmp_path, JobConfig(r=4, use_dora=True, target_modules=["q_proj"]))
     file = tmp_path / "adapter_config.json"
     file.write_text(file.read_text().replace('"use_dora": true', '"use_dora": false'))
-    with pytest.raises(RunError, match=r"found use_dora false and one of model\.layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(RunError, match=r"found use_dora false and one for model\.layers\.0\.self_attn\.q_proj"):
         read_saved_adapter(tmp_path)
     with pytest.raises(SpecError, match="use_dora should be false with target_parameters, found true"):
         JobConfig(use_dora=True, target_modules=[], target_parameters=["experts.down_proj"])

@@ -19,9 +19,9 @@ from alto.lora import (
     TargetModule,
     bank_bytes,
 )
-from alto.lora.eight_bit import EightBitAdamW
+from alto.lora.row_optimizers import EightBitAdamW
 from alto.spec import JobConfig
-from alto.spec.optimizers import OptimizerName
+from alto.spec.lr_schedules import OptimizerName
 
 MODULES = tuple(
     TargetModule(name=name, in_features=k, out_features=n)

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from alto.backbone import Backbone, loss_head
+from alto.backbone import Backbone, output_head
 from alto.errors import TargetModuleError, UnsupportedError, UnsupportedModelError
 from alto.evaluation import PeftCheck
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.executor import model_notes
 from alto.kernels import TokenSchedule
 from alto.lora import (
@@ -118,7 +118,7 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
 @contextmanager
 def chunks_of(size: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loss_head, "_chunk_tokens", lambda *_: size)
+        patch.setattr(output_head, "_chunk_tokens", lambda *_: size)
         yield
 
 
@@ -186,7 +186,7 @@ def test_slots_without_an_adapter_on_the_head_keep_every_bit() -> None:
     part = slice(sum(COUNTS[:2]), sum(COUNTS[:3]))
     alone = hidden_SH.detach()[part].requires_grad_()
     weight_VH = backbone.model.lm_head.base.weight
-    expected = loss_head.token_losses(alone, weight_VH, targets_S[part])
+    expected = output_head.token_losses(alone, weight_VH, targets_S[part])
     expected.backward(upstream_S[part])
     assert SLOTS[2] == 1
     assert torch.equal(losses_S[part], expected)
@@ -326,7 +326,7 @@ class TestInPeft:
         with torch.no_grad():
             other.lm_head.weight[7] += 1.0
         with (
-            pytest.raises(TargetModuleError, match=r"expected lm_head\.weight, .* of another base"),
+            pytest.raises(TargetModuleError, match=r"expected lm_head\.weight, .* of a different base"),
             loaded_adapters(Backbone(other, None, "other"), [adapter], "other"),
         ):
             pass
@@ -361,7 +361,7 @@ class TestTargets:
 
     def test_a_classifier_has_another_head(self) -> None:
         labels = LabelSet(problem_type="single_label_classification", names=("a", "b"))
-        with pytest.raises(UnsupportedError, match="whose place another head takes; leave out it"):
+        with pytest.raises(UnsupportedError, match="which a classification head replaces; leave it out"):
             adapter_shape(build_tiny("llama"), JobConfig(target_modules=["lm_head"]), labels)
 
     def test_a_tied_head_comes_with_a_note(self) -> None:

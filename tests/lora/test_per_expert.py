@@ -111,7 +111,7 @@ class TestRefusals:
         assert not (tmp_path / "vllm").exists()
 
     def test_an_adapter_without_experts(self, tmp_path: Path) -> None:
-        self.refused("mixtral", tmp_path, "found none of them; serve the folder as it is", target_parameters=None)
+        self.refused("mixtral", tmp_path, "found none; serve the folder as it is", target_parameters=None)
 
     def test_a_model_whose_checkpoint_has_its_experts_stacked(self, tmp_path: Path) -> None:
         self.refused("gpt-oss", tmp_path, "found model type 'gpt_oss'; serve the folder as it is")

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from alto.kernels import TokenSchedule, choose_backend, torch_backend
 from alto.lora import AdapterBank, AdapterShape, BankLayout, TargetModule
-from alto.lora.gradient_norms import gradient_norms
 from alto.lora.layout import ExtraTensor
+from alto.lora.optimizer import gradient_norms
 
 REFERENCE = choose_backend("reference")
 MODULES = tuple(

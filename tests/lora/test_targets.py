@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from alto.errors import TargetModuleError
 from alto.lora import AdapterBank, BankLayout, TargetModule, default_targets, find_targets, inject, linear_modules
-from alto.lora.default_targets import DEFAULT_TARGETS
+from alto.lora.targets import DEFAULT_TARGETS
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name.

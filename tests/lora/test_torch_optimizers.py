@@ -16,7 +16,7 @@ from alto.errors import UnsupportedError
 from alto.executor.checkpoint import write_state
 from alto.lora import AdapterBank, AdapterShape, BankLayout, OptimizerState, SlotAdamW, SlotUpdate, TargetModule
 from alto.spec import JobConfig
-from alto.spec.optimizers import OptimizerName
+from alto.spec.lr_schedules import OptimizerName
 
 MODULES = (
     TargetModule(name="q", in_features=24, out_features=40),

@@ -8,7 +8,7 @@ from moe_models import MIXTURES, build_mixture
 from peft import LoraConfig, get_peft_model
 
 from alto.lora import find_targets, untrained_notes
-from alto.lora.untrained import peft_all_linear
+from alto.lora.peft_targets import peft_all_linear
 from alto.spec import JobConfig
 
 # PEFT asks transformers for a property under its old name, and does not look for patterns among parameters.
@@ -34,11 +34,11 @@ def test_experts_and_routers_are_counted_and_peft_is_compared() -> None:
     (note,) = untrained_notes(model, [JobConfig(r=2), JobConfig(r=4)])
     # One layer of 4 experts: gate and up 32 → 16 each, down 16 → 32; its router 32 → 4.
     assert note == (
-        f"The experts of the base model are not trained: {4 * 3 * 16 * 32:,} {EXPERTS}; nor its routers: {32 * 4} "
-        "weights (mlp.gate.weight). Name them in target_parameters to train them. "
+        f"The experts of the base model are not trained: {4 * 3 * 16 * 32:,} {EXPERTS}; its routers are not "
+        f"trained either: {32 * 4} weights (mlp.gate.weight). Name them in target_parameters to train them. "
         f"At r 4, all-linear is {ours:,} parameters here and "
-        f"{peft_all_linear(model, 4):,} in PEFT, which adapts experts and routers and leaves out 3 linear modules "
-        "beside them that are trained here."
+        f"{peft_all_linear(model, 4):,} in PEFT, which adapts experts and routers and leaves out 3 other linear "
+        "modules that are trained here."
     )
 
 

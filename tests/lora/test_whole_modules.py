@@ -18,7 +18,7 @@ from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
 from alto.backbone import Backbone
 from alto.errors import SpecError, TargetModuleError, UnsupportedError
 from alto.evaluation import PeftCheck
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.executor import model_notes
 from alto.kernels import TokenSchedule
 from alto.lora import (
@@ -29,10 +29,10 @@ from alto.lora import (
     ExtraTensor,
     ModuleNames,
     adapter_shape,
+    heads,
     initial_values,
     inject,
     read_saved_adapter,
-    whole_modules,
     write_adapter,
 )
 from alto.lora import shape as lora_shape
@@ -182,7 +182,7 @@ class TestRefused:
             (
                 {"modules_to_save": ["lm_head"], "target_modules": ["lm_head"]},
                 TargetModuleError,
-                "found lm_head, which is in target_modules too",
+                "found lm_head, which is also in target_modules",
             ),
         ],
     )
@@ -196,14 +196,14 @@ class TestRefused:
 
     def test_a_classifiers_head_is_another(self) -> None:
         labels = LabelSet(problem_type="single_label_classification", names=("a", "b"))
-        with pytest.raises(UnsupportedError, match="whose place a classification head takes"):
+        with pytest.raises(UnsupportedError, match="which a classification head replaces"):
             adapter_shape(build_tiny("llama"), JobConfig(modules_to_save=["lm_head"]), labels)
         shape = adapter_shape(build_tiny("llama"), JobConfig(modules_to_save=["embed_tokens"]), labels)
         assert [extra.name for extra in shape.extras] == ["model.embed_tokens.weight", "score.weight"]
 
     @pytest.mark.parametrize("settings", [{"modules_to_save": BOTH}, {"target_modules": BOTH}])
     def test_a_base_that_is_sharded_over_gpus(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (lora_shape, whole_modules):  # as FSDP would have it
+        for module in (lora_shape, heads):  # as FSDP would have it
             monkeypatch.setattr(module, "DTensor", torch.nn.Parameter)
         with pytest.raises(UnsupportedError, match="num_gpus"):
             adapter_shape(build_tiny("llama"), JobConfig(**settings))
@@ -216,7 +216,7 @@ class TestRefused:
     def test_a_folder_without_the_weight_that_it_names(self, tmp_path: Path) -> None:
         save_with_peft(build_tiny("llama"), tmp_path)
         edit_config(tmp_path, modules_to_save=["lm_head"])
-        with pytest.raises(UnsupportedError, match="modules_to_save, found none of lm_head"):
+        with pytest.raises(UnsupportedError, match="modules_to_save, found none for lm_head"):
             read_saved_adapter(tmp_path)
 
     def test_what_peft_saved_of_other_modules(self, tmp_path: Path) -> None:
@@ -235,5 +235,5 @@ def test_it_is_written_as_elsewhere_too(key: str) -> None:
 def test_tied_weights_come_with_a_note() -> None:
     (note,) = model_notes(build_tiny("smollm"), [JobConfig(modules_to_save=["lm_head"])], "sft")
     assert note.startswith("The output head and the embeddings of the base model are one weight")
-    assert note.endswith("Merged with PEFT, they are two weights.")
+    assert note.endswith("After a merge with PEFT, they are two weights.")
     assert model_notes(build_tiny("llama"), [JobConfig(modules_to_save=["lm_head"])], "sft") == ()

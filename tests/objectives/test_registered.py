@@ -198,9 +198,7 @@ def test_a_package_that_brings_no_objective_is_named(
 @pytest.mark.parametrize("name", ["learning_rate", "lr", "metric", "objective", "paired"])
 def test_a_setting_with_the_name_of_another_key_is_refused(install: Install, name: str) -> None:
     install(entry=("target_margin: float", f"{name}: float"))
-    with pytest.raises(
-        UnsupportedError, match=f"method 'simpo': expected settings with names of their own, found '{name}'"
-    ):
+    with pytest.raises(UnsupportedError, match=f"method 'simpo': expected settings with unique names, found '{name}'"):
         make_task([{"seed": 1}], method="simpo")
 
 
@@ -270,7 +268,9 @@ def test_a_check_that_raises_is_named(install: Install) -> None:
 def test_a_package_cannot_take_the_name_of_a_method_of_alto_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toml = FILES["pyproject.toml"].replace("simpo = ", "sft = ")
     packages.install(tmp_path, {**FILES, "pyproject.toml": toml}, monkeypatch)
-    with pytest.raises(UnsupportedError, match=r"method: expected 'sft' to be ALTO's alone, found .*simpo:SIMPO"):
+    with pytest.raises(
+        UnsupportedError, match=r"method: expected 'sft' to be registered by ALTO only, found .*simpo:SIMPO"
+    ):
         find_objective("sft")
 
 
@@ -362,7 +362,7 @@ def test_one_that_needs_the_reference_takes_pairs_alone(install: Install) -> Non
 
 def test_two_packages_with_one_method_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     both = [EntryPoint(name="simpo", value=f"{package}:SIMPO", group="alto.objectives") for package in ("b", "a")]
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: both)
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: both)
     with pytest.raises(UnsupportedError, match=r"registers 'simpo', found 2 \(a:SIMPO, b:SIMPO\); remove all but one"):
         find_objective("simpo")
 

@@ -18,7 +18,7 @@ PACKAGE = SOURCE / "alto"
 MAX_PARAMETERS = 6
 """Of a constructor, besides ``self``."""
 
-MAX_LINES = 450
+MAX_LINES = 600
 """Of a file."""
 
 

@@ -23,8 +23,15 @@ from alto.records import (
 )
 from alto.results import TaskResult
 from alto.results.best_config import training_arguments
-from alto.results.comparison import RunComparison, compare
-from alto.results.frames import configuration_frame, curve_frame, job_frame, loss_frame, sample_frame
+from alto.results.comparison import (
+    RunComparison,
+    compare,
+    configuration_frame,
+    curve_frame,
+    job_frame,
+    loss_frame,
+    sample_frame,
+)
 from alto.runs import RunDir, RunHistory, task_outcome
 from alto.runs.events import (
     BaseEvaluated,
@@ -363,15 +370,15 @@ def test_the_best_configuration_is_that_of_the_best_job_and_trains_an_adapter_el
 def test_the_base_model_is_loaded_to_the_device_that_is_named(
     tuned: TaskResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from alto.results import loading
+    from alto.results import task_result
 
-    load_network, devices = loading.load_network, []
+    load_network, devices = task_result.load_network, []
 
     def noted(spec: Any, *, device: str) -> Any:
         devices.append(device)
         return load_network(spec, device="cpu")
 
-    monkeypatch.setattr(loading, "load_network", noted)
+    monkeypatch.setattr(task_result, "load_network", noted)
     assert not tuned.load_best(device="cuda:7").training
     assert devices == ["cuda:7"]
 

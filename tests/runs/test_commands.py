@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from alto.runs import note_resumption, resume_command
+from alto.base import note_resumption, resume_command
 
 
 @pytest.mark.parametrize("root", ["runs/a-1", "/my runs/a-1", "runs/it's", "runs/$HOME;x"])

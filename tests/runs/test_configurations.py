@@ -12,7 +12,6 @@ import pytest
 from alto.export import choice_notes
 from alto.records import ExitReason
 from alto.runs import RunHistory
-from alto.runs.configurations import repeated_configurations
 from alto.runs.events import (
     JobAdded,
     JobDescription,
@@ -22,7 +21,7 @@ from alto.runs.events import (
     TaskCompleted,
     TaskStarted,
 )
-from alto.runs.lead import lead_of_winner
+from alto.runs.lead import lead_of_winner, repeated_configurations
 
 LOSSES = {"a1": 1.0, "a2": 3.0, "b1": 1.6, "b2": 1.5, "c1": 4.0, "c2": 2.2}
 
@@ -112,7 +111,7 @@ def test_a_configuration_of_which_a_job_diverged_comes_after_all_others_as_it_wa
     assert lead is not None
     assert lead.runner_up == "c2"
     (note,) = [note for note in choice_notes(history) if "the next best configuration (c2): 3.1" in note]
-    assert note.endswith("ranked by their means, those with a job that diverged or failed after all others.")
+    assert note.endswith("ranked by their means; configurations with a job that diverged or failed rank last.")
     assert any(note.endswith("ranked by their means.") for note in choice_notes(finished(LOSSES, "b2")))
 
 
@@ -123,7 +122,7 @@ def test_a_configuration_without_a_known_mean_is_last() -> None:
     assert math.isnan(last.mean)
     assert math.isnan(last.deviation)
     winner = finished({**LOSSES, "b2": math.inf}, "b1")
-    assert any("configuration: not known, as a job has no finite loss, over 2 seeds" in n for n in choice_notes(winner))
+    assert any("configuration: unknown over 2 seeds, as a job has no finite loss" in n for n in choice_notes(winner))
 
 
 def test_a_clone_is_a_configuration_of_its_own() -> None:

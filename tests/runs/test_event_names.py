@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from alto.runs.events.names import RELAYED, WIRE_NAMES
+from alto.runs.events.codec import RELAYED, WIRE_NAMES
 
 PACKAGE = Path(__file__).parents[2] / "src" / "alto"
 
@@ -17,7 +17,7 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "cli/export.py": {"train"},  # commands of other tools
     "cli/simulate.py": {"planned"},  # a key of its JSON
     "cli/tune.py": {"train"},  # a word of its help
-    "data/presets.py": {"train"},  # splits of datasets
+    "data/source.py": {"train"},  # splits of datasets
     "data/task_data.py": {"train"},
     "executor/recovery.py": {"train"},  # a split of the data
     "data/task_rows.py": {"train"},
@@ -26,12 +26,12 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "export/wording.py": {"measuring"},
     "runs/result.py": {"measuring"},
     "export/gantt.py": {"planned"},  # names of figures and columns
-    "export/job_grid.py": {"train"},
-    "export/preview.py": {"train"},
+    "export/terminal.py": {"train"},
+    "export/plan.py": {"train"},
     "export/report.py": {"train"},
     "export/run_drawings.py": {"train"},
     "exporting/tool_data.py": {"train"},
-    "exporting/tool_keys.py": {"train"},
+    "exporting/tool_config.py": {"train"},
     "importing/sources.py": {"train"},
     "service/api/cluster.py": {"planned"},  # keys of answers, and words of OpenAI's API
     "service/api/tasks.py": {"command_refused"},

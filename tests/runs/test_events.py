@@ -39,7 +39,7 @@ from alto.runs.events import (
     decode,
     encode,
 )
-from alto.runs.events.fields import ALIASES, KEY_ALIASES, VALUE_ALIASES
+from alto.runs.events.facts import ALIASES, KEY_ALIASES, VALUE_ALIASES
 
 PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
     str: st.text(max_size=8),
@@ -252,7 +252,7 @@ WRONG = [
     ({"event": "train", "job": "a", "first_step": True, "losses": []}, "True for first_step, expected a whole number"),
     ({"event": "train", "job": "a", "first_step": 1, "losses": [1.0, "x"]}, "'x' for /losses/1, expected a number"),
     ({"event": "train", "job": "a", "first_step": 1, "losses": [10**400]}, "for /losses/0, expected a number"),
-    ({"event": "train", "first_step": 1, "losses": []}, "has no job. Put the file"),
+    ({"event": "train", "first_step": 1, "losses": []}, "has no job. Restore the original file"),
     ({"event": "eval", "job": "a", "step": 1, "metrics": []}, "[] for metrics, expected an object"),
     ({"event": "executor_started", "task": "a", "attempt": 1, "gpus": [[1, 0]]}, "1 for /gpus/0/0, expected text"),
     ({"event": "checkpoint", "jobs": {"a": {"step": None}}}, "None for /jobs/a/step, expected a whole number"),
@@ -270,7 +270,7 @@ def test_a_wrong_type_is_an_error_that_names_file_event_and_field(
     path.write_text("".join(json.dumps(line) + "\n" for line in (first, {"seq": 1, "time": 2.0, **facts})))
     with pytest.raises(RunError) as caught:
         read_entries(path)
-    assert f"found another event in {path}: event 1 ({facts['event']}) has " in str(caught.value)
+    assert f"found an invalid event in {path}: event 1 ({facts['event']}) has " in str(caught.value)
     assert message in str(caught.value)
 
 

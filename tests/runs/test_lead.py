@@ -13,7 +13,7 @@ import pytest
 
 from alto.export import choice_notes
 from alto.records import FinalistScore
-from alto.records.intervals import student_quantile
+from alto.records.evaluation import student_quantile
 from alto.runs import RunHistory
 from alto.runs.events import FinalistsJudged, JobDescription, JobEvaluated, JournalEntry, TaskCompleted, TaskStarted
 from alto.runs.lead import lead_of_winner

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from alto.base.files import LockFile, scratch_folder
 from alto.errors import RunBusyError
 from alto.runs import Answer, Journal, Mailbox, RunDir, read_entries, read_events
 from alto.runs.events import CheckpointSaved
-from alto.runs.lock import LockFile, scratch_folder
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_one_at_a_time(run: RunDir) -> None:
     with run.locked():
         assert other.is_locked()
         run.check_lock()
-        with pytest.raises(RunBusyError, match="found that one works on"), other.locked():
+        with pytest.raises(RunBusyError, match="found that another process works on"), other.locked():
             pass
     assert not other.is_locked()
     with other.locked():
@@ -105,7 +105,7 @@ def test_a_file_removed_between_opening_and_locking_is_not_taken_for_the_lock(
         opened.append(name)
         return descriptor
 
-    monkeypatch.setattr("alto.runs.lock.os.open", open_and_lose)
+    monkeypatch.setattr("alto.base.files.os.open", open_and_lose)
     lock = LockFile(path)
     assert lock.acquire(5.0)
     assert len(opened) == 2
@@ -148,7 +148,7 @@ def test_who_may_only_read_sees_whether_somebody_works_on_the_run(run: RunDir, m
 
 HOLDER = """
 import sys
-from alto.runs.lock import scratch_folder
+from alto.base.files import scratch_folder
 with scratch_folder("alto-test-") as folder:
     print(folder, flush=True)
     sys.stdin.read()

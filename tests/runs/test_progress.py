@@ -5,7 +5,7 @@ from journals import entries
 
 from alto.records import Rung
 from alto.runs import RunHistory
-from alto.runs.pace import Pace
+from alto.runs.history import Pace
 from alto.runs.progress import expected_samples_left, next_stop, outlook, share_done
 
 

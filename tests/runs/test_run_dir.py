@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from alto.base import replace_file
 from alto.errors import RunError, RunExistsError
-from alto.runs import QueueDir, RunDir, queue_dir, replace_file, run_dir
+from alto.runs import QueueDir, RunDir, queue_dir, run_dir
 from alto.spec import Task, load_task
 
 TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)
@@ -50,7 +51,7 @@ def test_no_free_name_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("alto.runs.run_dir.time.strftime", lambda _: "now")
     for attempt in range(1000):
         os.mkdir(tmp_path / ("sums-now" if attempt == 0 else f"sums-now-{attempt}"))
-    with pytest.raises(RunExistsError, match=r"found sums-now and 999 others taken; clear"):
+    with pytest.raises(RunExistsError, match=r"found sums-now and 999 others taken; remove old runs from"):
         RunDir.create(tmp_path, TASK)
 
 

@@ -20,7 +20,7 @@ from alto.scheduler import (
     plan_residents,
 )
 from alto.spec import EarlyExit
-from alto.spec.rungs import places_at
+from alto.spec.early_exit import places_at
 
 RECORDINGS = Path(__file__).parents[2] / "benchmarks" / "recordings"
 PACE = Throughput(step_s=0.1, job_s=0.01, token_s=0.001, eval_token_s=0.0005, points=())

@@ -11,10 +11,10 @@ from schedules import nodes_of, tasks_of
 
 from alto.records import Gpu
 from alto.scheduler import RunningTask, SchedulingProblem, check_schedule
-from alto.scheduler.inter_task import balance
-from alto.scheduler.inter_task.balance import balanced_reservations
-from alto.scheduler.inter_task.outcome import schedule_from
-from alto.scheduler.inter_task.reservations import Reservation, place
+from alto.scheduler.inter_task import cp_sat
+from alto.scheduler.inter_task.cp_sat import balanced_reservations
+from alto.scheduler.inter_task.lists import Reservation, place
+from alto.scheduler.inter_task.problem import schedule_from
 
 
 def all_on_the_first_node(problem: SchedulingProblem) -> list[Reservation]:
@@ -57,14 +57,14 @@ def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return looks_s[-1]
 
     tries: list[float] = []
-    try_once = balance._try
+    try_once = cp_sat._try
 
     def tried(*args: Any) -> bool:
         tries.append(looks_s[-1])
         return try_once(*args)
 
-    monkeypatch.setattr(balance, "time", SimpleNamespace(monotonic=look))
-    monkeypatch.setattr(balance, "_try", tried)
+    monkeypatch.setattr(cp_sat, "time", SimpleNamespace(monotonic=look))
+    monkeypatch.setattr(cp_sat, "_try", tried)
     balanced(problem, bound=0.0, deadline=1.0)
     assert 100 < len(tries) <= 160
     assert max(tries) < 1.0

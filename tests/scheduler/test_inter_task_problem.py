@@ -49,7 +49,7 @@ def test_what_is_odd_is_solved(problem: SchedulingProblem, method: str) -> None:
         ({"pending": (task(duration_s=math.nan),)}, "expected a duration above 0 seconds"),
         ({"pending": (task(release_s=1e300),)}, "expected a release of 0 or more"),
         ({"running": (RunningTask(task="r", gpus=(), remaining_s=math.nan),)}, "expected to run for 0 to"),
-        ({"nodes": (*NODES, *NODES)}, "a name of its own for each node, found 'n' twice"),
+        ({"nodes": (*NODES, *NODES)}, "a unique name for each node, found 'n' twice"),
         ({"nodes": (Node(name="n", gpus=(1, 1)),)}, "expected each GPU once, found 1, 1"),
         ({"nodes": (Node(name="n", gpus=()),)}, "expected num_gpus from 1 to 0"),
     ],

@@ -25,7 +25,7 @@ from alto.scheduler import (
 )
 from alto.scheduler.inter_task.colocation import fits, member_of
 from alto.scheduler.inter_task.lists import list_reservations
-from alto.scheduler.inter_task.sharing_search import apart
+from alto.scheduler.inter_task.sharing import apart
 
 GPU = Gpu("n0", 0)
 

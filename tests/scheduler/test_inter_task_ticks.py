@@ -7,7 +7,7 @@ from hypothesis import given
 from schedules import nodes_of, problems, tasks_of
 
 from alto.scheduler import SchedulingProblem
-from alto.scheduler.inter_task.ticks import in_ticks
+from alto.scheduler.inter_task.problem import in_ticks
 
 
 @pytest.mark.parametrize(

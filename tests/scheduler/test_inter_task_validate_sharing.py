@@ -78,8 +78,8 @@ def test_a_valid_schedule_passes() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_("two", gpus=(G1,)), r"executor 'new': expected tasks of one GPU"),
-        (with_("joins", gpus=(G0,)), r"executor 'e': expected tasks of one GPU"),
+        (with_("two", gpus=(G1,)), r"executor 'new': expected tasks with the same GPU"),
+        (with_("joins", gpus=(G0,)), r"executor 'e': expected tasks with the same GPU"),
         (with_("two", start_s=2.0), r"executor 'new': expected tasks that start together, .* \[1.0, 2.0\]"),
         (with_("joins", start_s=20.0), r"executor 'e': expected tasks that join it before it ends, .* 20.0 s"),
         (with_("one", duration_s=9.0), r"'one': expected a duration of 10.0 s or more beside others, found 9.0"),
@@ -92,8 +92,8 @@ def test_a_valid_schedule_passes() -> None:
             r"GPU 0 of node 'n0': expected it free at 1.0 s for task '(one|two)'",
         ),
         (with_("two", executor="other"), r"GPU 0 of node 'n0': expected it free at 1.0 s for task"),
-        (with_("two", executor="e"), r"executor 'e': expected tasks of one (base|GPU)"),
-        (with_("joins", executor="new"), r"executor 'new': expected tasks of one base"),
+        (with_("two", executor="e"), r"executor 'e': expected tasks with the same (base|GPU)"),
+        (with_("joins", executor="new"), r"executor 'new': expected tasks with the same base"),
         # The running task has 20 s, and the one that joins it 4 s of own work.
         (
             with_("later", start_s=23.0),
@@ -112,15 +112,15 @@ def test_a_broken_schedule_is_refused(change: Change, message: str) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (asked("two", base="other"), r"executor 'new': expected tasks of one base"),
-        (asked("two", priority=1), r"executor 'new': expected tasks of one priority"),
-        (asked("two", tenant="a"), r"executor 'new': expected a tenant that has a quota alone, found , a"),
+        (asked("two", base="other"), r"executor 'new': expected tasks with the same base"),
+        (asked("two", priority=1), r"executor 'new': expected tasks with the same priority"),
+        (asked("two", tenant="a"), r"executor 'new': expected no other tenants beside .* with a quota, found , a"),
         (asked("two", sharing=None), r"executor 'new': expected tasks on one GPU that may share, found one and two"),
         (asked("two", capacity_bytes=13), r"executor 'new': expected tasks that need 13 bytes, found 14"),
         (asked("two", slot_bytes=3), r"executor 'new': expected tasks that need 20 bytes, found 22"),
-        (asked("joins", tenant=""), r"executor 'e': expected a tenant that has a quota alone"),
+        (asked("joins", tenant=""), r"executor 'e': expected no other tenants beside a tenant with a quota"),
         (runs(sharing=None), r"executor 'e': expected tasks on one GPU that may share"),
-        (runs(priority=3), r"executor 'e': expected tasks of one priority"),
+        (runs(priority=3), r"executor 'e': expected tasks with the same priority"),
         (runs(executor=""), r"GPU 1 of node 'n0': expected it free at 0.0 s for task"),
         (
             runs(remaining_s=0.0, sharing=sharing_of(0.0, base="r")),
@@ -158,7 +158,7 @@ def test_whoever_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: 
     ("change", "message"),
     [
         ({"base": ""}, "expected a base model in its sharing, found none"),
-        ({"step_s": 10.5}, "expected steps that take 0 to 10 seconds, its duration, found 10.5"),
+        ({"step_s": 10.5}, "expected steps that take 0 to 10 seconds (its duration), found 10.5"),
         ({"step_s": float("nan")}, "expected steps that take 0 to 10 seconds"),
         ({"num_slots": 0}, "expected num_slots of at least 1, found 0"),
         ({"slot_bytes": -1}, "expected slot_bytes of at least 0, found -1"),

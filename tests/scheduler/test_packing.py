@@ -107,13 +107,14 @@ def test_what_does_not_fit_is_refused_with_what_does(changes: dict[str, int], fi
         ({"step_tokens": (200,)}, "there is one job"),
         (
             {"step_tokens": (1200, 1500)},
-            "the smallest job alone has 1,200 tokens a step, and 1,000 already reach the device's best speed; a second "
-            "slot would only delay the first results",
+            "the smallest job alone has 1,200 tokens per step, and 1,000 already reach the device's best speed; a "
+            "second slot would only delay the first results",
         ),
         # 900 MiB are planned; 100 are the base's and 700 those of two slots, a token takes a tenth.
         (
             {"slot_bytes": 350 * MIB, "longest_row": 1500},
-            "beside two slots of 350.0 MiB, memory is left for micro-batches of 1,000 tokens, and 1,500 are needed",
+            "with two slots of 350.0 MiB, memory is left for micro-batches of 1,000 tokens, but 1,500 tokens "
+            "are needed",
         ),
     ],
 )

@@ -22,8 +22,7 @@ from alto.service.dashboard.new_task import FormTexts, request_of
 from alto.service.dashboard.rendering import local_path
 from alto.service.errors import ApiError
 from alto.service.openai.jobs import JobRequest
-from alto.service.store.events import add_event
-from alto.service.store.jobs import lock_job
+from alto.service.store.jobs import add_event, lock_job
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
 

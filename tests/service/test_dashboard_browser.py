@@ -155,7 +155,7 @@ def test_commands_that_no_executor_has_answered_are_shown_as_asked(
     task = running_task(patient)
     page = open_page(f"{patient.url}/tasks/{task}")
     page.get_by_role("button", name="Stop job-001").click()
-    until(page, "document.getElementById('answer').textContent.includes('carries it out')")
+    until(page, "document.getElementById('answer').textContent.includes('carries out')")
     assert page.locator('[data-job="job-001"] .asked').inner_text() == "stop asked for"
 
     page.get_by_role("button", name="Clone job-000").click()
@@ -168,7 +168,7 @@ def test_commands_that_no_executor_has_answered_are_shown_as_asked(
     dialog.get_by_label("learning_rate").fill("5e-3")
     dialog.get_by_label("warm").check()
     dialog.get_by_role("button", name="Clone", exact=True).click()
-    until(page, "document.querySelector('[data-job=\"job-000\"] .asked').textContent === 'clone asked for'")
+    until(page, "document.querySelector('[data-job=\"job-000\"] .asked').textContent === 'clone requested'")
     folder = patient.service.run_of(row_of(patient, task)) / "control"
     wait_for(lambda: len(list(folder.glob("*.command.json"))) == 2)
     sent = [json.loads(path.read_text()) for path in sorted(folder.glob("*.command.json"))]

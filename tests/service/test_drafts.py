@@ -12,15 +12,15 @@ import openai
 import pytest
 from services import ROWS, Served, served, wait_for
 
-from alto.engine.control_plane import UNKNOWN_DURATION_S
+from alto.engine.estimates import UNKNOWN_DURATION_S
 from alto.errors import DataError
 from alto.records import DataPreview
 from alto.runs import RunDir, load_run_task
-from alto.service import previews
+from alto.service import context
 from alto.service.access import create_key
-from alto.service.coordinator.durations import remember_duration
+from alto.service.context import Previews
+from alto.service.coordinator.coordinator import remember_duration
 from alto.service.errors import ApiError
-from alto.service.previews import Previews
 from alto.service.store.jobs import find_job
 from alto.spec import Task
 from benchmarks.service.plane import simulated_plane
@@ -174,13 +174,13 @@ def test_only_what_was_measured_is_shown_as_planned(site: Served) -> None:
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
     """The tasks whose rows were tokenised."""
     found = []
-    made = previews.preview_data
+    made = context.preview_data
 
     def noted(task: Task, *, num_rows: int) -> DataPreview:
         found.append(task)
         return made(task, num_rows=num_rows)
 
-    monkeypatch.setattr(previews, "preview_data", noted)
+    monkeypatch.setattr(context, "preview_data", noted)
     return found
 
 
@@ -226,7 +226,7 @@ def test_few_drafts_read_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None
         at_work[0] -= 1
         raise DataError("none")
 
-    monkeypatch.setattr(previews, "preview_data", slow)
+    monkeypatch.setattr(context, "preview_data", slow)
     shown = Previews()
     task = Task(model="alto-tiny", dataset="rows.jsonl", search_space={"learning_rate": [1e-4]})
     ends: list[Exception] = []

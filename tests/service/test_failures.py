@@ -22,8 +22,7 @@ from services import ROWS, Served, served, wait_for
 
 from alto.service.coordinator import coordinator as coordinating
 from alto.service.store import store as storing
-from alto.service.store.events import add_event
-from alto.service.store.jobs import find_job, lock_job
+from alto.service.store.jobs import add_event, find_job, lock_job
 from alto.service.store.tables import JobRow
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster

@@ -66,7 +66,7 @@ BAD = [
     *(({"type": kind}, f"expected 'string_check', found '{kind}'; write string_check, or")
       for kind in ("text_similarity", "python", "http", "score_model", "label_model", "multi", "endpoint")),
     ({"type": ["string_check"]}, "expected 'string_check'"),
-    *(({"scorer": kind, **more}, f"found '{kind}'; take one of these")
+    *(({"scorer": kind, **more}, f"found '{kind}'; use one of these")
       for kind, more in (("regex", {"pattern": "(a+)+$"}), ("python", {"function": "os:system"}),
                          ("http", {"url": "http://localhost:1/"}))),
     ({"scorer": "exact", "url": "http://localhost:1/"}, "found 'url'; remove it"),

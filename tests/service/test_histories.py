@@ -9,7 +9,7 @@ import pytest
 from services import served
 
 from alto.runs import read_history
-from alto.service import histories
+from alto.service import context
 from alto.service.access import Caller
 from alto.service.api.tasks import list_
 from alto.service.store.tables import JobRow
@@ -26,7 +26,7 @@ def folded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         found.append(run)
         return read_history(run)
 
-    monkeypatch.setattr(histories, "read_history", counted)
+    monkeypatch.setattr(context, "read_history", counted)
     return found
 
 
@@ -55,13 +55,13 @@ def test_a_page_of_many_tasks_folds_only_journals_that_have_changed(tmp_path, wr
 
 
 def test_the_history_that_was_used_least_lately_is_forgotten(tmp_path, write_run, small_run, folded, monkeypatch):
-    monkeypatch.setattr(histories, "_MOST_HISTORIES", 2)
+    monkeypatch.setattr(context, "_MOST_HISTORIES", 2)
     journal = (write_run(small_run) / "journal.jsonl").read_bytes()
     runs = [tmp_path / name for name in "abc"]
     for run in runs:
         run.mkdir()
         (run / "journal.jsonl").write_bytes(journal)
-    known = histories.Histories()
+    known = context.Histories()
     for number in (0, 1, 0, 2, 0):
         known.read(runs[number])
     assert folded == runs

@@ -108,8 +108,8 @@ def test_folders_of_runs_count_too(site: Site) -> None:
     ):
         error = refused(answer, 429)
         assert error["code"] == "storage_quota_exceeded"
-        assert f"found {len(ROWS)} of files, " in error["message"]
-        assert "wait for tasks to end, whose checkpoints are removed then" in error["message"]
+        assert f"found {len(ROWS)} bytes of files, " in error["message"]
+        assert "wait until tasks end and their checkpoints are removed" in error["message"]
     assert site.job("a").status_code == 200, "others are not limited"
 
 
@@ -168,7 +168,7 @@ def test_clones_that_wait_count_and_the_mailbox_is_bounded(tmp_path: Path) -> No
         assert [answer.status_code for answer in answers] == [200, 200, 400]
         error = refused(answers[2])
         assert error["code"] == "too_many_configurations"
-        assert error["message"].startswith("job: expected a task of fewer than 4 jobs, found one of 4")
+        assert error["message"].startswith("job: expected a task with fewer than 4 jobs, found 4 jobs")
         commands = [json.loads(each.read_bytes()) for each in tmp_path.glob("runs/*/*/control/*.command.json")]
         assert [command["changes"] for command in commands] == [{"num_train_epochs": 2}] * 2
         for _ in range(MOST_KEPT - 2):

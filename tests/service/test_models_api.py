@@ -23,14 +23,13 @@ from served_models import add_model, key_of
 from services import wait_for
 from transformers import AutoModelForCausalLM
 
-from alto.exporting import hub
-from alto.service.api import model_exports
-from alto.service.app import create_app
+from alto.exporting import winner
+from alto.service.api import models
 from alto.service.context import Service
-from alto.service.serve import opened_service
+from alto.service.serve import create_app, opened_service
 from alto.service.serving import Registrar
 from alto.service.settings import ServiceSettings, VllmSettings
-from alto.service.store.events import events_of
+from alto.service.store.jobs import events_of
 
 # What PEFT reads of a model that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -172,7 +171,7 @@ def test_what_is_wrong_with_an_adapter_is_an_event_without_paths(service: Servic
     assert client.post(f"/api/models/{name}/merged").status_code == 202
     wait_for(lambda: bool(messages_of(service, "a")))
     (message,) = messages_of(service, "a")
-    assert message.startswith("Expected that merged weights were written, found: ")
+    assert message.startswith("Expected merged weights to be written, found: ")
     assert str(service.settings.root) not in message
     assert client.get(f"/api/models/{name}/merged").status_code == 404
 
@@ -194,8 +193,8 @@ def test_an_adapter_is_uploaded_to_the_hub(pushing: Service, tmp_path: Path, mon
     api.create_repo.return_value = RepoUrl("https://huggingface.co/org/name")
     sent: list[set[str]] = []
     api.upload_folder.side_effect = lambda **call: sent.append({path.name for path in call["folder_path"].iterdir()})
-    monkeypatch.setattr(hub, "HfApi", lambda: api)
-    monkeypatch.setattr(hub, "get_token", lambda: "token of the service")
+    monkeypatch.setattr(winner, "HfApi", lambda: api)
+    monkeypatch.setattr(winner, "get_token", lambda: "token of the service")
     name = add_model(pushing, "a")
     put_adapter(pushing, "a", tmp_path)
     client = TestClient(create_app(pushing), base_url="http://localhost")
@@ -207,7 +206,7 @@ def test_an_adapter_is_uploaded_to_the_hub(pushing: Service, tmp_path: Path, mon
 
 
 def test_a_hub_that_refuses_is_an_event(pushing: Service, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "get_token", lambda: None)
+    monkeypatch.setattr(winner, "get_token", lambda: None)
     name = add_model(pushing, "a")
     client = TestClient(create_app(pushing), base_url="http://localhost")
     client.post(f"/api/models/{name}/push", json={"repository": "org/name"})
@@ -231,7 +230,7 @@ def test_exports_wait_for_each_other_up_to_a_limit(
         begun.set()
         may_end.wait()
 
-    monkeypatch.setattr(model_exports.Engine, "export", export)
+    monkeypatch.setattr(models.Engine, "export", export)
     first, *others = [add_model(service, f"j{number}") for number in range(18)]
     client.post(f"/api/models/{first}/merged")
     assert begun.wait(60)

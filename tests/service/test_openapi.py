@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from services import ROWS, Served, served
 
-from alto.service.app import create_app
+from alto.service.serve import create_app
 
 NUM_EXAMPLES = 15
 """Requests of each operation."""

@@ -11,7 +11,7 @@ import pytest
 from services import Served, served, wait_for
 
 from alto.runs import RunDir
-from alto.runs.trust import load_run_task
+from alto.runs.run_dir import load_run_task
 from alto.service.coordinator import coordinator as coordinating
 from alto.service.coordinator.run_folders import clear_ended_runs
 from alto.service.store.jobs import find_job

@@ -16,13 +16,12 @@ from served_models import add_model, row_of
 from services import wait_for
 
 from alto.errors import SpecError
-from alto.service.app import create_app
 from alto.service.context import Service
 from alto.service.files import Artefacts
-from alto.service.serve import opened_service
+from alto.service.serve import create_app, opened_service
 from alto.service.serving import Registrar, registering
 from alto.service.settings import ServiceSettings, VllmSettings
-from alto.service.store.events import events_of
+from alto.service.store.jobs import events_of
 
 _INTERVAL_S = 10.0
 
@@ -339,7 +338,7 @@ def test_models_of_another_base_are_left_out(service: Service, vllm: FakeVllm, t
     turns.after()
     row = row_of(service, name)
     assert (row.serving, vllm.loads()) == ("none", [])
-    assert "another base model than other" in str(row.serving_details)
+    assert "a different base model than other" in str(row.serving_details)
     before = len(vllm.asked)
     turns.after(1)
     assert len(vllm.asked) == before

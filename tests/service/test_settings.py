@@ -13,8 +13,8 @@ from alto.service.settings import load_settings
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prt: 1", "the file of settings has the unknown key 'prt'. Did you mean 'port'?"),
-        ("colour: red", "the file of settings has the unknown key 'colour'. Known keys are artefacts, cluster, "),
+        ("prt: 1", "the settings file has the unknown key 'prt'. Did you mean 'port'?"),
+        ("colour: red", "the settings file has the unknown key 'colour'. Known keys are artefacts, cluster, "),
         ("vllm: {urll: 'http://a', base_model: b}", "vllm has the unknown key 'urll'. Did you mean 'url'?"),
     ],
 )

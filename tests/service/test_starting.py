@@ -19,8 +19,7 @@ from typer.testing import CliRunner
 
 from alto.cli.app import app
 from alto.errors import ServiceError
-from alto.service.logs import configure_logs
-from alto.service.serve import listening, serve
+from alto.service.serve import configure_logs, listening, serve
 from alto.service.settings import ServiceSettings
 from alto.service.store.tables import LeaderRow
 

@@ -32,13 +32,21 @@ from alto.service.coordinator.projection import Projection
 from alto.service.errors import JobStateError, ReusedKeyError, TenantError, TooManyRequestsError, UnknownJobError
 from alto.service.ids import new_id, now
 from alto.service.store import Store
-from alto.service.store import replays as replays_module
+from alto.service.store import store as replays_module
 from alto.service.store import store as store_module
-from alto.service.store.events import add_event, events_of
-from alto.service.store.jobs import cancel_job, count_open, find_job, in_turns, lock_job, pause_job, resume_job
-from alto.service.store.paging import page_of
-from alto.service.store.replays import Refusals, RequestMark
-from alto.service.store.store import database_time
+from alto.service.store.jobs import (
+    add_event,
+    cancel_job,
+    count_open,
+    events_of,
+    find_job,
+    in_turns,
+    lock_job,
+    page_of,
+    pause_job,
+    resume_job,
+)
+from alto.service.store.store import Refusals, RequestMark, database_time
 from alto.service.store.tables import Base, JobRow, LeaderRow
 from alto.service.web.answers import api_error_of
 
@@ -289,7 +297,7 @@ def test_a_key_for_another_body_is_refused(store: Store) -> None:
         RequestMark(tenant="a", path="/x", body_hash="1", key="k").note(session, "job", "ftjob-1")
     with store.writing() as session:
         assert RequestMark(tenant="a", path="/x", body_hash="1", key="k").find(session) == "ftjob-1"
-        with pytest.raises(ReusedKeyError, match="used for another body"):
+        with pytest.raises(ReusedKeyError, match="used with a different body"):
             RequestMark(tenant="a", path="/x", body_hash="2", key="k").find(session)
 
 

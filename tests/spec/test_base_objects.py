@@ -11,7 +11,7 @@ import pytest
 
 from alto.errors import SpecError, UnsupportedError
 from alto.spec import Task, load_task
-from alto.spec.base_objects import BaseObjects, is_object_name
+from alto.spec.base_model import BaseObjects, is_object_name
 
 
 class Network:

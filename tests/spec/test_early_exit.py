@@ -7,8 +7,7 @@ import pytest
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError
 from alto.records import Rung
-from alto.spec.early_exit import EarlyExit
-from alto.spec.rungs import PRESETS, places_at
+from alto.spec.early_exit import PRESETS, EarlyExit, places_at
 
 
 @pytest.mark.parametrize(
@@ -193,7 +192,7 @@ def test_rungs_exclude_the_ratios(clashing) -> None:
         ({"min_kept": [3, 0]}, "min_kept should be a whole number >= 1"),
         ({"min_kept": True}, "min_kept should be a whole number >= 1"),
         ({"min_kept": [3, 2]}, r"min_kept should be one number, or one for each of rungs, found \[3, 2\]"),
-        ({"rungs": [(0.1, 0.5)], "min_kept": [3, 2]}, r"min_kept should be one number, or .* with 1 of them"),
+        ({"rungs": [(0.1, 0.5)], "min_kept": [3, 2]}, r"min_kept should be one number, or .* the number of rungs is 1"),
         (
             {"finish_from": 0.01},
             "finish_from: expected a share of the steps above the first rung's 0.01, found 0.01",

@@ -333,7 +333,7 @@ def test_zero_norm_means_no_clipping():
 def test_zero_noise_means_none_and_pairs_have_none():
     assert JobConfig(neftune_noise_alpha=0) == JobConfig()
     for name in ("dpo", "orpo"):
-        with pytest.raises(UnsupportedError, match=f"neftune_noise_alpha: expected none with method '{name}'"):
+        with pytest.raises(UnsupportedError, match=f"neftune_noise_alpha: expected no value with method '{name}'"):
             JobConfig.of(find_method(name), {"neftune_noise_alpha": 5.0})
 
 
@@ -478,11 +478,11 @@ def test_every_schedule_of_transformers_is_trained_or_refused_with_a_reason():
         ("cosine_with_min_lr", {"min_lr": 0, "min_lr_rate": 0.1}, "found min_lr and min_lr_rate"),
         ("warmup_stable_decay", {}, "should have num_decay_steps in lr_scheduler_kwargs"),
         ("polynomial", {"lr_end": 1.0}, "should end at a rate below learning_rate"),
-        ("cosine", {"cycles": 2}, r"^lr_scheduler_kwargs should have settings of schedules for keys .* found 'cycles'"),
-        ("cosine", {"num_cycles": 0}, "^lr_scheduler_kwargs should have for num_cycles a number > 0, found 0"),
-        ("cosine", {"num_cycles": "2"}, "should have for num_cycles a number > 0, found '2'"),
-        ("cosine", {"num_cycles": True}, "should have for num_cycles a number > 0, found True"),
-        ("warmup_stable_decay", {"num_decay_steps": 1.0}, "num_decay_steps a whole number >= 0"),
+        ("cosine", {"cycles": 2}, r"^lr_scheduler_kwargs should have settings of schedules as keys .* found 'cycles'"),
+        ("cosine", {"num_cycles": 0}, "^lr_scheduler_kwargs should have a number > 0 for num_cycles, found 0"),
+        ("cosine", {"num_cycles": "2"}, "should have a number > 0 for num_cycles, found '2'"),
+        ("cosine", {"num_cycles": True}, "should have a number > 0 for num_cycles, found True"),
+        ("warmup_stable_decay", {"num_decay_steps": 1.0}, "a whole number >= 0 for num_decay_steps"),
         ("warmup_stable_decay", {"num_decay_steps": 1, "decay_type": "sqrt"}, "'linear', 'cosine' or '1-sqrt'"),
         ("cosine", ["num_cycles"], "^lr_scheduler_kwargs should map settings of the schedule to values"),
     ],
@@ -537,7 +537,7 @@ def test_the_loss_of_routers_is_none_of_a_classification_head() -> None:
         assert [config.router_aux_loss_coef for config in values] == [0.0, 0.01, None]
     for name in ("classification", "regression"):
         assert JobConfig.of(find_method(name), {"router_aux_loss_coef": 0}).router_aux_loss_coef == 0.0
-        with pytest.raises(UnsupportedError, match=f"router_aux_loss_coef: expected none with method '{name}'"):
+        with pytest.raises(UnsupportedError, match=f"router_aux_loss_coef: expected no value with method '{name}'"):
             JobConfig.of(find_method(name), {"router_aux_loss_coef": 0.01})
     with pytest.raises(UnsupportedError, match="Write 'router_aux_loss_coef'"):
         JobConfig.of(find_method("sft"), {"output_router_logits": True})

@@ -69,7 +69,7 @@ def test_what_is_written_reads_back(write):
         ("name: 2024-13-45\n", SpecError, "should be valid YAML"),
         ("model: a\nmodel: b\n", SpecError, "the key 'model' is given twice.*line 2"),
         (BASE + "search_space:\n", SpecError, "search_space should map"),
-        (BASE + "1: 2\n", SpecError, "should have text for keys, found 1"),
+        (BASE + "1: 2\n", SpecError, "should have text as keys, found 1"),
         (BASE + "lerning_rate: 0.1\n", UnknownKeyError, "In .*task.yaml: .*'learning_rate'"),
         (BASE + "lr: 0.1\nlearning_rate: 0.1\n", ConflictingKeysError, "both 'lr' and 'learning_rate'"),
         (BASE + "use_qalora: true\n", UnsupportedError, "In .*task.yaml: .*'use_qalora'"),

@@ -8,7 +8,7 @@ import pytest
 
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.method import OWN_METHODS, find_method, learns_from_pairs
-from alto.spec.objectives import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
+from alto.spec.objective_settings import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
 
 
 def test_methods_of_alto() -> None:
@@ -48,7 +48,7 @@ def test_one_setting_is_judged_whatever_the_others_are() -> None:
     dpo.check_setting("label_smoothing", 0.1)
     dpo.check_setting("loss_type", "ipo")
     dpo.check_setting("beta", None)
-    with pytest.raises(SpecError, match=r"^beta \(penalty of leaving"):
+    with pytest.raises(SpecError, match=r"^beta \(strength of the penalty"):
         dpo.check_setting("beta", 0)
 
 
@@ -70,7 +70,7 @@ def test_an_entry_checks_what_it_says(changes: dict[str, object], found: str) ->
     [
         ("bayes", "a sweep of W&B searches. Write its parameters under 'search_space', and 'search: tpe'"),
         ("random", "and 'search: random'"),
-        ("grpo", "found 'grpo', which generates while it trains: ALTO does not"),
+        ("grpo", "found 'grpo', which generates text during training; ALTO does not"),
     ],
 )
 def test_what_other_programs_call_a_method_is_answered(name: str, match: str) -> None:

@@ -64,7 +64,7 @@ def test_a_method_of_a_package_has_scores_of_its_own() -> None:
             "Jobs differ in label_smoothing, ",
         ),
         (LOSS, {"lr": [1e-4, 2e-4]}, ""),
-        ("reward_margin", {"beta": [0.1, 0.2]}, "Jobs differ in beta, and with that in the scale of the reward margin"),
+        ("reward_margin", {"beta": [0.1, 0.2]}, "Jobs differ in beta, and therefore in the scale of the reward margin"),
         ("reward_margin", {"label_smoothing": [0.0, 0.2]}, ""),
         ("reward_accuracy", {"beta": [0.1, 0.2]}, ""),
     ],

@@ -42,7 +42,7 @@ def test_weights_are_searched_beside_other_keys() -> None:
 
 
 def test_equal_weights_are_refused_in_any_order_of_names() -> None:
-    with pytest.raises(SpecError, match="found job-000 and job-001 alike"):
+    with pytest.raises(SpecError, match="found that job-000 and job-001 are equal"):
         make(search_space={"mixture_weights": [{"maths": 1, "chat": 2}, {"chat": 2, "maths": 1}]})
 
 
@@ -82,14 +82,14 @@ def test_paths_of_sources_are_relative_to_the_file(tmp_path: Path) -> None:
         ([{"path": "a", "wieght": 1}], {}, "did you mean|Did you mean 'weight'"),
         ([{"path": "a", "weight": -1}], {}, r"In dataset\[0\]: weight .* >= 0"),
         ([{"path": "a", "weight": 0}], {}, "dataset should have a source with a weight above 0"),
-        ([{"path": "a/x.csv"}, {"path": "b/x.csv"}], {}, "should name every source differently, found 'x' twice"),
+        ([{"path": "a/x.csv"}, {"path": "b/x.csv"}], {}, "should give every source a different name, found 'x' twice"),
         (SOURCES, {"columns": {"prompt": "q"}}, "columns should be set in the entries of 'dataset'"),
         (SOURCES, {"mixture_weights": {"maths": 1}}, r"a weight for every source \(maths, chat\), found 'maths'"),
         (SOURCES, {"mixture_weights": {"maths": 1, "chatt": 1}}, "found 'maths', 'chatt'"),
-        (SOURCES, {"mixture_weights": {"maths": -1, "chat": 2}}, "finite weights from 0 on"),
+        (SOURCES, {"mixture_weights": {"maths": -1, "chat": 2}}, "finite weights >= 0"),
         (SOURCES, {"mixture_weights": 0.5}, "should map names of sources to weights, found 0.5"),
         (SOURCES, {"search_space": {"mixture_weights": {"maths": [1, 2], "chat": [1, 2]}}}, "make every job different"),
-        ("x.jsonl", {"mixture_weights": {"maths": 1}}, "where 'dataset' is a list of sources, found one dataset"),
+        ("x.jsonl", {"mixture_weights": {"maths": 1}}, "only if 'dataset' is a list of sources, found one dataset"),
     ],
 )
 def test_no_mixture(dataset: Any, keys: dict[str, Any], message: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from alto.spec.outside import is_number, read_bytes, read_json
+from alto.base.files import is_number, read_bytes, read_json
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec import JobConfig, Task
-from alto.spec.auto_space import auto_space, usual_learning_rate
+from alto.spec.expansion import auto_space, usual_learning_rate
 from alto.spec.method import find_method
 from alto.spec.search_space import MAX_JOBS, Sampled, SearchSpace
 
@@ -158,7 +158,7 @@ def test_varied_names_the_columns_worth_showing():
         ({"use_qalora": [True, False]}, UnsupportedError, r"search_space has the key 'use_qalora'"),
         ({"paired": 3}, SpecError, r"^search_space.paired\[0\] should map fields"),
         ({"paired": {}}, SpecError, r"found none"),
-        ({"paired": {"r": [1, 2], "lr": [1]}}, SpecError, r"equally many .* r with 2, learning_rate with 1"),
+        ({"paired": {"r": [1, 2], "lr": [1]}}, SpecError, r"the same number .* r with 2, learning_rate with 1"),
         ({"paired": {"r": [1, 2], "lr": 1}}, SpecError, r"Move a fixed value out of 'paired'"),
         ({"paired": {"r": [1, 0]}}, SpecError, r"^In search_space.paired\[0\].r\[1\]"),
         ({"paired": {"rnk": [8]}}, UnknownKeyError, r"^search_space.paired\[0\] has the unknown key"),
@@ -299,7 +299,7 @@ def test_mappings_may_vary_and_be_paired():
     [
         ({"rank_pattern": [{"q_proj": 0}]}, r"search_space\.rank_pattern\[0\]: rank_pattern should give 'q_proj'"),
         ({"rank_pattern": [{}, {}]}, "different values"),
-        ({"lr_scheduler_kwargs": {"min": 1, "max": 2}}, "should have settings of schedules for keys"),
+        ({"lr_scheduler_kwargs": {"min": 1, "max": 2}}, "should have settings of schedules as keys"),
     ],
 )
 def test_mappings_are_checked_one_by_one(space, message):

@@ -11,7 +11,7 @@ from alto.early_exit import policy_from
 from alto.early_exit.recording import Recording
 from alto.early_exit.replay import replay
 from alto.errors import SpecError
-from alto.spec import ArrivingTask, EarlyExit, Simulation, load_simulation, trace
+from alto.spec import ArrivingTask, EarlyExit, Simulation, load_simulation, simulation
 from alto.spec.simulation import MEASURED_EXIT_SHARES
 
 ROOT = Path(__file__).parents[2]
@@ -80,7 +80,7 @@ def test_a_trace_may_name_base_models(tmp_path: Path):
     ],
 )
 def test_a_trace_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str):
-    monkeypatch.setattr(trace, "MAX_TASKS", 2)
+    monkeypatch.setattr(simulation, "MAX_TASKS", 2)
     with pytest.raises(SpecError, match=message):
         load_simulation(written(tmp_path, text))
 

@@ -150,7 +150,7 @@ def test_unsafe_names(name):
         (
             {"optim_state_dtype": "bfloat16", "optim": "adamw_8bit"},
             SpecError,
-            r"^optim_state_dtype should be left out with optim 'adamw_8bit', whose state has a precision of its own, "
+            r"^optim_state_dtype should be left out with optim 'adamw_8bit', whose state has its own precision, "
             r"found 'bfloat16'. Remove it, or set optim: adamw_torch for every job.",
         ),
         (
@@ -223,7 +223,7 @@ def test_unsafe_names(name):
         ({"method": "dpo", "rl": "dpo"}, ConflictingKeysError, r"both 'method' and 'rl'"),
         ({"method": "dpo", "ref_model": "m"}, UnsupportedError, r"The reference of dpo is the frozen base"),
         ({"early_exit": 3}, SpecError, r"^early_exit should be true, false or a mapping"),
-        ({"early_exit": {1: 2}}, SpecError, r"^early_exit should have text for keys"),
+        ({"early_exit": {1: 2}}, SpecError, r"^early_exit should have text as keys"),
         ({"early_exit": {"polcy": "paper"}}, UnknownKeyError, r"early_exit.*'policy'"),
         ({"early_exit": {"tau_gap": -1}}, SpecError, r"early_exit\.tau_gap"),
         ({"policy": "paper"}, UnknownKeyError, r"expected under 'early_exit'"),
@@ -247,7 +247,7 @@ def test_unsafe_names(name):
         ({"columns": {"promt": "q"}}, SpecError, r"^columns should have roles.*'promt'; roles are messages, system"),
         ({"columns": {"prompt": 3}}, SpecError, r"^columns should map roles to names"),
         ({"columns": ["prompt"]}, SpecError, r"^columns should map roles to names"),
-        ({"columns": {"prompt": "q", "system": "q"}}, SpecError, r"^columns should give every role a column"),
+        ({"columns": {"prompt": "q", "system": "q"}}, SpecError, r"^columns should give every role a different column"),
     ],
 )
 def test_refused_where_it_is_built(changes, error, reason):
@@ -292,7 +292,7 @@ def test_fixed_fields_reach_every_job_and_warmup_ratio_is_the_schedules():
 
 
 def test_configurations_that_come_to_the_same_are_named():
-    with pytest.raises(SpecError, match=r"found job-001 and job-002 alike \(r=8, lora_alpha=r\)"):
+    with pytest.raises(SpecError, match=r"found that job-001 and job-002 are equal \(r=8, lora_alpha=r\)"):
         task(search_space={"paired": {"r": [4, 8, 8], "lora_alpha": [8, 8, "r"]}})
 
 
@@ -387,7 +387,7 @@ def test_settings_of_a_method_vary_like_any_other():
 
 
 def test_a_default_written_out_is_not_another_job():
-    with pytest.raises(SpecError, match=r"job-000 and job-001 alike"):
+    with pytest.raises(SpecError, match=r"job-000 and job-001 are equal"):
         preferring(search_space={"beta": [None, 0.1]})
 
 
@@ -426,7 +426,7 @@ def test_a_loss_of_several_forms_is_one_configuration():
 
 
 def test_own_methods_ask_no_packages(monkeypatch):
-    monkeypatch.setattr("alto.spec.registry.entry_points", lambda **_: pytest.fail("looked at every package"))
+    monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: pytest.fail("looked at every package"))
     assert [preferring().method, task().method] == ["dpo", "sft"]
 
 

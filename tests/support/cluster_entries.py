@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from alto import errors
+from alto.base import replace_file
 from alto.cluster import HostedRun
 from alto.errors import TaskInterruptedError
-from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events, replace_file
+from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events
 from alto.runs.events import decode
 
 IsInterrupted = Callable[[], bool]
@@ -62,7 +63,7 @@ def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     while not is_interrupted():
         time.sleep(0.01)
     tell(run_dir, "checkpoint", jobs={})
-    raise TaskInterruptedError("stopped as asked, with everything on disk")
+    raise TaskInterruptedError("stopped on request, with everything on disk")
 
 
 def loads(run_dir: str, is_interrupted: IsInterrupted) -> None:
@@ -141,7 +142,7 @@ def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
         if turn == 0 and rank == 0:
             tell(run_dir, "began", pids=[said(other)[1] for other in range(size)])
         if said("stop") and said("stop")[0] <= turn:
-            raise TaskInterruptedError("stopped as asked, with everything on disk")
+            raise TaskInterruptedError("stopped on request, with everything on disk")
 
 
 def last_rank_fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
@@ -194,7 +195,7 @@ def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
             while not (Path(run_dir) / "go").exists():
                 time.sleep(0.01)
             tell(run_dir, "checkpoint", jobs={})
-            raise TaskInterruptedError("stopped as asked")
+            raise TaskInterruptedError("stopped on request")
 
 
 def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
@@ -219,23 +220,23 @@ class Together:
         self.runs: dict[int, HostedRun] = {}
 
     def attach(self, run: HostedRun) -> None:
-        if (Path(run.run_dir) / "refused").exists():
+        if (Path(run.ticket.run_dir) / "refused").exists():
             raise errors.SpecError("refused before it began")
-        if (Path(run.run_dir) / "slow").exists():
-            (Path(run.run_dir) / "attaching").touch()
-            while not (Path(run.run_dir) / "go").exists():
+        if (Path(run.ticket.run_dir) / "slow").exists():
+            (Path(run.ticket.run_dir) / "attaching").touch()
+            while not (Path(run.ticket.run_dir) / "go").exists():
                 time.sleep(0.01)
         self.runs[run.number] = run
-        print(f"{Path(run.run_dir).name} is attached")
-        tell(run.run_dir, "began", pid=os.getpid(), tenant=run.tenant, num_runs=len(self.runs))
+        print(f"{Path(run.ticket.run_dir).name} is attached")
+        tell(run.ticket.run_dir, "began", pid=os.getpid(), tenant=run.ticket.tenant, num_runs=len(self.runs))
 
     def turn(self) -> dict[int, str | BaseException]:
         time.sleep(0.01)
         ended: dict[int, str | BaseException] = {}
         for number, run in list(self.runs.items()):
-            end = Path(run.run_dir) / "end"
+            end = Path(run.ticket.run_dir) / "end"
             if run.is_interrupted():
-                ended[number] = TaskInterruptedError("stopped as asked, with everything on disk")
+                ended[number] = TaskInterruptedError("stopped on request, with everything on disk")
             elif end.exists():
                 error = end.read_text(encoding="utf-8")
                 ended[number] = getattr(errors, error, RuntimeError)("as the test wants it") if error else "well done"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch
+from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, TaskTicket
 from alto.cluster.local import LocalCluster
 from alto.records import Gpu
 
@@ -57,21 +57,27 @@ class Started:
         num_ranks: int = 1,
         run_dir: Path | None = None,
         trust_remote_code: bool = False,
-        **launch: Any,
+        entry: str = "",
+        executor: str = "",
+        **ticket: Any,
     ) -> Path:
         """Start a task on GPUs by their place; returns the folder of its run."""
         own = tuple(self.gpus()[index] for index in gpus)
         run_dir = run_dir or self.run_dir(task)
         self.cluster.start(
             Launch(
-                task=task,
-                run_dir=str(run_dir),
-                entry=launch.pop("entry", self.entry),
+                ticket=TaskTicket(
+                    task=task,
+                    run_dir=str(run_dir),
+                    entry=entry or self.entry,
+                    num_gpus=len(own),
+                    is_parallel=num_ranks > 1,
+                    trust_remote_code=trust_remote_code,
+                    **ticket,
+                ),
                 gpus=own,
                 attempt=attempt,
-                num_ranks=num_ranks,
-                trust_remote_code=trust_remote_code,
-                **launch,
+                executor=executor,
             )
         )
         return run_dir

@@ -15,7 +15,7 @@ import triton
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from alto.kernels import DropoutKey, TokenSchedule, backend, choose_backend, triton_launch
+from alto.kernels import DropoutKey, TokenSchedule, backend, choose_backend, triton_config
 from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule, compile_kernels
 from alto.spec import JobConfig
 from benchmarks.kernels.stub_driver import StubDriver
@@ -38,14 +38,14 @@ def main(*, has_dropout: bool) -> None:
     optimizer = SlotAdamW(bank, ["adamw_torch"])
     progress = list(compile_kernels(bank, optimizer, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
     again = list(compile_kernels(bank, optimizer, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
-    num_launched, known = driver.num_launches, set(triton_launch._compiled)
+    num_launched, known = driver.num_launches, set(triton_config._compiled)
     for slot, shape in enumerate(SHAPES):
         bank.occupy(slot, shape)
     for lengths in ((70, 3), (5, 200)):
         take_step(bank, optimizer, TokenSchedule.build([1, 0], lengths, [2.0, 1.0]))
     if has_dropout:
         take_step(bank, optimizer, TokenSchedule.build([1, 0], (6, 7), [2.0, 1.0], [None, DropoutKey(0.1, 5, 9)]))
-    later = [f"{key[0].fn.__name__}{key[4:]}" for key in set(triton_launch._compiled) - known]
+    later = [f"{key[0].fn.__name__}{key[4:]}" for key in set(triton_config._compiled) - known]
     print(json.dumps({"progress": progress, "again": again, "num_launched": num_launched, "later": sorted(later)}))
 
 

@@ -12,7 +12,7 @@ from fake_cluster import NODE, Clock, FakeCluster
 from journals import event
 from tiny import make_task
 
-from alto.cluster import Controller, Submission, TaskRun
+from alto.cluster import Controller, Retrying, TaskTicket
 from alto.records import TaskEstimate
 from alto.runs import Journal, JournalEntry, QueueDir, QueueEntry, RunDir, read_events
 from alto.runs.events import QueueResumed
@@ -43,7 +43,11 @@ class Bench:
 
     @contextlib.contextmanager
     def controller(
-        self, *, done: Iterable[str] = (), is_interrupted: Callable[[], bool] = lambda: False
+        self,
+        *,
+        done: Iterable[str] = (),
+        is_interrupted: Callable[[], bool] = lambda: False,
+        retrying: Retrying | None = None,
     ) -> Iterator[Controller]:
         """A controller that has the tasks but those that are ``done``; it was not started."""
         queue = Queue((NODE,), SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
@@ -60,13 +64,14 @@ class Bench:
                 journal,
                 show=self.shown.append,
                 is_interrupted=is_interrupted,
+                retrying=retrying,
                 clock=self.clock,
             ) as controller:
-                controller.begin([Submission(run=self.run_of(e)) for e in self.entries if e.task not in set(done)])
+                controller.begin([self.ticket_of(e) for e in self.entries if e.task not in set(done)])
                 yield controller
 
-    def run_of(self, entry: QueueEntry) -> TaskRun:
-        return TaskRun(
+    def ticket_of(self, entry: QueueEntry) -> TaskTicket:
+        return TaskTicket(
             task=entry.task,
             run_dir=str(self.queue_dir.run_of(entry.task).root),
             entry="none:none",
@@ -82,11 +87,11 @@ class Bench:
         return Counter(launch.task for launch in self.cluster.launches)
 
 
-def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> TaskRun:
+def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> TaskTicket:
     """What is submitted to the queue beside its first tasks; its executor takes ``seconds``."""
     bench.cluster.seconds[name] = seconds
     run = RunDir(bench.queue_dir.root / "tasks" / name)
     run.begin(make_task(bench.queue_dir.root.parent, name=name))
-    return TaskRun(
+    return TaskTicket(
         task=name, run_dir=str(run.root), entry="none:none", **{"estimate": TaskEstimate(duration_s=seconds)} | changes
     )

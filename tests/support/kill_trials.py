@@ -33,7 +33,7 @@ from tiny import make_task, save_model
 import alto
 from alto.early_exit import audit
 from alto.executor import JobState, checkpoint, session
-from alto.executor.task_state import TaskState
+from alto.executor.slot_manager import TaskState
 from alto.runs import Action, Mailbox, RunDir, read_events
 from alto.runs import journal as journal_module
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from cluster_entries import tell
 
+from alto.base import replace_file
 from alto.executor import Ranks
-from alto.runs import replace_file
 
 
 def ranks_meet(run_dir: str, is_interrupted: Callable[[], bool]) -> None:

@@ -32,8 +32,7 @@ from alto.executor import (
     initial_states,
     stages,
 )
-from alto.executor.memory_errors import MemoryEvent
-from alto.executor.micro_batches import OnMemoryEvent
+from alto.executor.micro_batches import MemoryEvent, OnMemoryEvent
 from alto.lora import AdapterWeights, OptimizerState
 from alto.objectives import reference_sums
 from alto.spec import Task

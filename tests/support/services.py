@@ -16,13 +16,11 @@ import uvicorn
 
 from alto.engine.control_plane import ControlPlane, opened_control_plane
 from alto.engine.queue_setup import QueueSetup
-from alto.service.app import create_app
-from alto.service.context import Service
-from alto.service.control import control_folder
+from alto.service.context import Service, control_folder
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.coordinator import OpenPlane
 from alto.service.coordinator.leadership import LEASE_S, Leadership
-from alto.service.serve import opened_service
+from alto.service.serve import create_app, opened_service
 from alto.service.settings import ServiceSettings
 from alto.service.store.jobs import ENDED
 

@@ -13,8 +13,8 @@ import httpx2
 from services import ROWS, Served, served, wait_for
 
 from alto.service.access import create_key, revoke_key
-from alto.service.app import create_app
 from alto.service.ids import now
+from alto.service.serve import create_app
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
 

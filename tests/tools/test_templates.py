@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
-from alto.data.conversation import Message
+from alto.data.messages import Message
 from tools.templates import __main__ as templates
 from tools.templates.chat_templates import STYLES, make_tokenizer
 from tools.templates.conversations import MESSAGES

@@ -14,8 +14,8 @@ import pytest
 from journals import entry
 from observers import pass_time_for
 
-from alto.trackers.background import BackgroundTracker, tracking
 from alto.trackers.base import JobOutcome, Point, TrackedRun
+from alto.trackers.feed import BackgroundTracker, tracking
 
 Event = dict[str, Any]
 
@@ -182,7 +182,7 @@ def test_hanging_tracker_does_not_keep_the_process_alive(tmp_path: Path) -> None
 import threading
 from pathlib import Path
 from alto.runs.events import decode
-from alto.trackers.background import tracking
+from alto.trackers.feed import tracking
 
 class Hanging:
     def start(self, run):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from alto.trackers.stored_runs import StoredRuns
+from alto.trackers.base import StoredRuns
 
 
 def test_nothing_is_known_of_a_new_run(tmp_path: Path) -> None:

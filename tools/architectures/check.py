@@ -19,10 +19,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
 
 from alto.backbone import Backbone, load_backbone, resolve_model
-from alto.backbone.model_class import auto_class
+from alto.backbone.reading import auto_class
 from alto.data import EncodedDataset, TaskData
 from alto.errors import AltoError
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
 from alto.lora import (
     AdapterWeights,

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from alto.backbone.model_class import auto_class
+from alto.backbone.reading import auto_class
 
 __all__ = ["build_tiny", "model_types", "tiny_settings"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from alto.data.files import FILE_ENDINGS
 from alto.data.formats import _OPTIONAL, _PROMPTS, _REQUIRED
-from alto.data.presets import PRESETS
+from alto.data.source import PRESETS
 from tools.make_reference.markdown import code, codes, table
 
 __all__ = ["datasets_section"]

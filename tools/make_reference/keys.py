@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from alto.spec import Budget, EarlyExit, Search, SearchSpace
 from alto.spec.job_config import MAPPING_FIELDS
-from alto.spec.refit import Refit
+from alto.spec.task_checks import Refit
 from alto.spec.validation import SpecModel, _expected
 from tools.make_reference.markdown import as_yaml, capitalised, code, markdown, sentence, table
 

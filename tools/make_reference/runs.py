@@ -12,8 +12,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
-from alto.early_exit.nonfinite import judge_point
-from alto.early_exit.underperformance import select
+from alto.early_exit.patterns import judge_point
+from alto.early_exit.policy import select
 from alto.records import ExitDecision, ExitReason, LossPoint, Standing
 from alto.runs import queue_dir, run_dir
 from tools.make_reference.markdown import code, table

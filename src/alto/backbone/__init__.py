@@ -1,16 +1,14 @@
 """The frozen base model: loading, padding-free attention, chunked loss head."""
 
-from alto.backbone.backbone import Backbone
+from alto.backbone.backbone import Backbone, changed_embeddings, limits_of
 from alto.backbone.borrowing import borrowed
 from alto.backbone.classifier import check_classifier, classifier_of
-from alto.backbone.embeddings import changed_embeddings
 from alto.backbone.fingerprint import (
     base_differences,
     base_fingerprint,
     object_fingerprint,
     tokenizer_fingerprint,
 )
-from alto.backbone.limits import limits_of
 from alto.backbone.load import (
     SHIPPED_MODELS,
     load_backbone,
@@ -21,8 +19,8 @@ from alto.backbone.load import (
     resolve_model,
 )
 from alto.backbone.memory import device_name, is_out_of_memory, release_memory
-from alto.backbone.named_base import find_named_base
-from alto.backbone.plain_layers import dequantised
+from alto.backbone.named_base import build_skeleton, find_named_base
+from alto.backbone.quantised import dequantised
 from alto.backbone.router_loss import (
     check_router_loss,
     recorded_routers,
@@ -30,7 +28,6 @@ from alto.backbone.router_loss import (
     router_notes,
     router_sums,
 )
-from alto.backbone.skeleton import build_skeleton
 from alto.backbone.training_notes import config_notes
 
 __all__ = [

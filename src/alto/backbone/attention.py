@@ -1,11 +1,11 @@
 """Padding-free causal attention, plugged into unmodified Hugging Face models.
 
-Sequences are concatenated in one row of tokens; each attends only to itself. Registered under :data:`NAME` with
-``AttentionInterface``. The offsets of the sequences are set around the forward pass (:func:`attending`), as many models
-do not pass arguments down to their attention; the visible earlier tokens are set on each attention module
-(:class:`Pattern`), as many models define them only in their mask.
+Sequences are concatenated in one row of tokens; each attends only to itself. The attention is registered under
+:data:`NAME` with ``AttentionInterface``. The offsets of the sequences are set around the forward pass
+(:func:`attending`), because many models do not pass arguments down to their attention. The visible earlier tokens are
+set on each attention module (:class:`Pattern`), because many models define them only in their mask.
 
-Shapes: ``T`` tokens, ``H`` heads of queries, ``G`` of keys and values, ``D`` head size.
+Shapes: ``T`` tokens, ``H`` heads of queries, ``G`` heads of keys and values, ``D`` head size.
 """
 
 from __future__ import annotations
@@ -18,31 +18,74 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from alto.backbone.flash import find_kernel
-from alto.backbone.sdpa import sdpa_attention
 from alto.backbone.sequences import Sequences
 from alto.errors import UnsupportedModelError
 
-__all__ = [
-    "NAME",
-    "Pattern",
-    "attending",
-    "current_sequences",
-    "has_chunks",
-    "recompute",
-    "register",
-    "set_pattern",
-    "varlen_attention",
-]
+# Padding-free causal attention, one sequence at a time, with PyTorch's ``scaled_dot_product_attention``.
+#
+# It runs on every device. On a CPU it is the fastest known way. Forward and backward on one core for 16 rows of GSM8K,
+# 4000 tokens, 4 heads of size 32, took 33 ms; scattering to a padded batch took 127 ms, and block attention written
+# with library GEMMs 35 to 52 ms.
+
+
+def sdpa_attention(
+    q_THD: Tensor,
+    k_TGD: Tensor,
+    v_TGD: Tensor,
+    sequences: Sequences,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Compute :func:`alto.backbone.attention.varlen_attention` for any dtype and head size."""
+    grouped = q_THD.shape[1] != k_TGD.shape[1]
+    queries = q_THD.split(sequences.lengths)
+    keys, values = (sequences.with_prefixes(x_TGD).split(sequences.key_lengths) for x_TGD in (k_TGD, v_TGD))
+    outputs = []
+    for parts in zip(queries, keys, values, strict=True):
+        q, k, v = (part.transpose(0, 1)[None] for part in parts)
+        length, seen = q.shape[2], k.shape[2]
+        if softcap is not None:
+            output = _softcapped(q, k, v, _mask(length, seen, window or seen, q.device), scale, softcap)
+        else:
+            is_plain = length == seen and (window is None or seen <= window)
+            mask = None if is_plain else _mask(length, seen, window or seen, q.device)
+            output = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+            )
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
+    """Compute the attention of one sequence with capped scores, which PyTorch's attention does not support; the softmax
+    is at least float32, as in Gemma 2."""
+    share = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    scores = torch.tanh(scale * (q @ k.transpose(-1, -2)) / softcap) * softcap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    return weights.to(q.dtype) @ v
+
+
+def _mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask of the last ``length`` tokens (rows) over ``seen`` keys (columns): each token attends to itself
+    and to the ``window - 1`` tokens before it."""
+    position = torch.arange(seen, device=device)
+    distance = position[seen - length :, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
 
 NAME = "alto_varlen"
 
 _SUPPORTED_EXTRAS = {
     *("position_ids", "cache_position", "use_cache", "is_causal", "output_attentions", "layer_idx"),
-    "output_router_logits",  # of other layers
+    "output_router_logits",  # meant for other layers
 }
 
 _PATTERN = "alto_attention_pattern"
@@ -51,11 +94,11 @@ _SEQUENCES: ContextVar[Sequences] = ContextVar("sequences of the pass")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pattern:
-    """Which tokens of its own sequence a token sees: itself and all earlier ones, or fewer.
+    """The tokens that a token attends to: itself and all earlier tokens of its sequence, or only some of them.
 
     Attributes:
-        window: At most this many, itself included; None for all.
-        chunk: Only those of the same run of this many positions; None for all.
+        window: Largest number of tokens that a token attends to, itself included; None for all.
+        chunk: Length of the chunks of positions within which tokens attend; None for no chunks.
     """
 
     window: int | None = None
@@ -63,19 +106,19 @@ class Pattern:
 
 
 def set_pattern(module: nn.Module, pattern: Pattern) -> None:
-    """Set the pattern of ``module``, one of the model's attention modules; it overrides the arguments of its call."""
+    """Set the pattern of an attention module; it overrides the window that is passed when the module is called."""
     setattr(module, _PATTERN, pattern)
 
 
 def has_chunks(model: nn.Module) -> bool:
-    """Whether a layer of ``model`` attends only within runs of positions."""
+    """Return whether a layer of ``model`` attends only within chunks of positions."""
     patterns = (getattr(module, _PATTERN, None) for module in model.modules())
     return any(pattern is not None and pattern.chunk is not None for pattern in patterns)
 
 
 @contextmanager
 def attending(sequences: Sequences) -> Iterator[None]:
-    """Forward passes inside are over ``sequences``."""
+    """Run the enclosed forward passes over ``sequences``."""
     token = _SEQUENCES.set(sequences)
     try:
         yield
@@ -84,16 +127,16 @@ def attending(sequences: Sequences) -> Iterator[None]:
 
 
 def current_sequences() -> Sequences | None:
-    """The sequences of the forward pass in progress; None outside of one."""
+    """Return the sequences of the forward pass in progress; None outside of a forward pass."""
     return _SEQUENCES.get(None)
 
 
 def recompute(function: Callable[..., Any], *arguments: Any) -> Any:
-    """``function(*arguments)``, recomputed in the backward pass from its inputs, over the same sequences, even if
-    another forward pass has begun meanwhile.
+    """Return ``function(*arguments)``, and recompute it from its inputs in the backward pass.
 
-    States of random number generators are neither saved nor restored: the base is in evaluation mode, and masks and
-    noise of jobs are functions of their keys.
+    The recomputation uses the same sequences, even if another forward pass has begun meanwhile. The states of random
+    number generators are neither saved nor restored: the base model is in evaluation mode, and the masks and noise of
+    jobs are functions of their keys.
     """
     sequences = _SEQUENCES.get()
 
@@ -114,19 +157,19 @@ def varlen_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention within each of the sequences laid end to end.
+    """Compute causal attention within each of the concatenated sequences.
 
-    A FlashAttention kernel serves where one fits (see :func:`alto.backbone.flash.find_kernel`), otherwise PyTorch's
-    attention a sequence at a time.
+    Uses a FlashAttention kernel that supports the inputs (see :func:`alto.backbone.flash.find_kernel`), otherwise
+    PyTorch's attention, one sequence at a time.
 
     Args:
         q_THD: Queries ``[T, H, D]``.
         k_TGD: Keys ``[T, G, D]``; ``H`` is a multiple of ``G`` (grouped queries).
         v_TGD: Values ``[T, G, D]``.
-        sequences: Their lengths, which sum to ``T``, and prefixes.
+        sequences: The sequences; their lengths sum to ``T``.
         scale: Factor on the scores.
-        window: A token sees at most this many tokens back, itself included; None for all.
-        softcap: Scores are squeezed into ``±softcap`` by a tanh; None leaves them.
+        window: Largest number of tokens that a token attends to, itself included; None for all.
+        softcap: Bound of the scores, applied with a tanh; None for no bound.
 
     Returns:
         ``[T, H, D]``.
@@ -150,15 +193,15 @@ def _attention_forward(
     softcap: float | None = None,
     **extras: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls; arguments that would change the result are refused.
+    """Compute attention for transformers; refuse unsupported arguments that would change the result.
 
-    Queries, keys and values come as ``[1, heads, T, D]``, the result goes as ``[1, T, H, D]``.
+    Queries, keys and values have shape ``[1, heads, T, D]``, the result ``[1, T, H, D]``.
     """
     refused = sorted(name for name, value in extras.items() if value is not None and name not in _SUPPORTED_EXTRAS)
     if refused:
         raise UnsupportedModelError(
-            f"the model's attention asks for {', '.join(refused)}, which padding-free attention does not do yet; "
-            "expected plain causal attention (full or sliding window); use another base model"
+            f"expected plain causal attention (full or sliding window), found a model whose attention asks for "
+            f"{', '.join(refused)}, which padding-free attention does not support; use another base model"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     pattern: Pattern = getattr(module, _PATTERN, None) or Pattern(window=sliding_window)
@@ -173,8 +216,8 @@ def _attention_forward(
 def register() -> None:
     """Register :data:`NAME` with transformers. Idempotent.
 
-    Sequences are separated by their offsets, so there is no mask. No mask function is registered either: for an
-    attention that has one, transformers searches the position ids of every forward pass for packed sequences, which
-    synchronises host and device; for one that has none it builds no mask.
+    Sequences are separated by their offsets, so there is no mask. No mask function is registered either: if there is
+    one, transformers searches the position ids of every forward pass for packed sequences, which synchronises host and
+    device; without one, transformers builds no mask.
     """
     AttentionInterface.register(NAME, _attention_forward)

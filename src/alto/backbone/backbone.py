@@ -7,27 +7,79 @@ import os
 import shutil
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
 from alto.backbone.fused_layers import FusedLayers, Fusion
-from alto.backbone.limits import length_limit
 from alto.backbone.output_head import HeadTokens, OutputHead
-from alto.backbone.padded_rows import PaddedRows
 from alto.backbone.probe import check_losses, probe, refusing
-from alto.backbone.sequences import Sequences
+from alto.backbone.sequences import PaddedRows, Sequences
 from alto.backbone.sharding import forget_micro_batch, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
 from alto.kernels import layer_functions_on
+from alto.records import ModelLimits
 
-__all__ = ["Backbone"]
+
+class LengthLimit(NamedTuple):
+    """The length of the longest sequence whose result does not depend on the rest of the forward pass, in tokens, and
+    the reason why longer sequences do."""
+
+    num_tokens: int
+    why: str
+
+
+def length_limit(config: PreTrainedConfig) -> LengthLimit | None:
+    """Return the limit of the model that ``config`` describes; None if it has no limit."""
+    text = config.get_text_config()
+    limits = []
+    rope = getattr(text, "rope_parameters", None) or {}
+    rescales = "rescales the positions of a whole pass by its longest sequence"
+    for settings in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if settings.get("rope_type") == "longrope":
+            limits.append(LengthLimit(int(settings["original_max_position_embeddings"]), rescales))
+        elif settings.get("rope_type") == "dynamic":
+            limits.append(LengthLimit(int(text.max_position_embeddings), rescales))
+    if num_selected := getattr(text, "index_topk", None):
+        why = "attends to index_topk tokens, and its choice among equal scores depends on the padding of the pass"
+        limits.append(LengthLimit(int(num_selected), why))
+    return min(limits, default=None)
+
+
+def limits_of(config: PreTrainedConfig) -> ModelLimits:
+    """Return the limits of the model that ``config`` describes.
+
+    The number of positions is ``max_position_embeddings`` (transformers maps other names, such as ``n_positions``, to
+    it). OPT's table has two more rows, which are not positions. A model with rotary positions also runs on longer rows,
+    but was not trained on them, so the configured limit holds there too. YaRN multiplies the limit by its factor. The
+    number is None if the configuration has no limit: ALiBi, state space models.
+    """
+    text: Any = config.get_text_config()
+    said = getattr(text, "max_position_embeddings", None)
+    positions = said if isinstance(said, int) and said > 0 else None
+    if positions is not None:
+        positions = max(positions, _stretched(text))
+    padding = getattr(text, "pad_token_id", None)
+    return ModelLimits(
+        max_positions=positions,
+        vocab_size=getattr(text, "vocab_size", None),
+        pad_token_id=padding if isinstance(padding, int) else None,
+    )
+
+
+def _stretched(config: Any) -> int:
+    rope = getattr(config, "rope_parameters", None) or {}
+    if not isinstance(rope, dict) or rope.get("rope_type") != "yarn":
+        return 0
+    return int((rope.get("original_max_position_embeddings") or 0) * (rope.get("factor") or 0))
+
 
 _COMPILED = "torch_compile fuses the parts of a layer itself"
 _NO_TRITON = "the backend of the kernels is not Triton"
@@ -36,26 +88,25 @@ _NO_TRITON = "the backend of the kernels is not Triton"
 class Backbone:
     """A frozen Hugging Face causal LM with a forward pass over sequences of many jobs.
 
-    Sequences are packed: laid end to end, without padding. A model whose layers take no borders of sequences
-    (recurrences, an attention of its own) computes a padded row per sequence.
+    Sequences are packed: concatenated without padding. A model whose layers cannot take the boundaries of sequences
+    (recurrences, custom attention) computes one padded row per sequence.
 
     The constructor compares the forward pass with the model's own on a few rows (:mod:`alto.backbone.probe`), so that a
-    model with an unusual forward is refused instead of trained wrongly.
+    model with an unusual forward pass is refused instead of trained wrongly.
 
     Attributes:
         model: The model; its parameters never require grad. Modules may be wrapped in place (LoRA injection).
-        tokenizer: Its tokenizer.
-        path: What ``from_pretrained`` takes for it.
-        max_length: Longest sequence that every forward pass computes alike, whatever else is in it; None without such
-            a limit.
-        is_compiled: Whether its layers are compiled.
-        is_padded: Whether it computes a padded row per sequence; its packed forward pass differed from its own.
-        why_padded: What differed; empty where it is packed.
+        path: The argument of ``from_pretrained`` for the model.
+        max_length: Length of the longest sequence whose result does not depend on the rest of the forward pass, in
+            tokens; None without such a limit.
+        is_padded: Whether the model computes one padded row per sequence, because its packed forward pass failed the
+            comparison.
+        why_padded: The reason why sequences are padded; empty if they are packed.
         is_checkpointed: Whether each layer's activations are recomputed in the backward pass.
 
     Raises:
-        UnsupportedModelError: The forward pass differs from the model's own, packed and padded; or the model does not
-            let its layers be recomputed, or has an unusual output head.
+        UnsupportedModelError: The forward pass differs from the model's own, both packed and padded; or the model does
+            not support recomputing its layers; or it has an unusual output head.
     """
 
     def __init__(
@@ -98,8 +149,8 @@ class Backbone:
 
     @property
     def shares_beginnings(self) -> bool:
-        """Whether sequences with the same beginning can share it: a packed pass computes it once. A model that attends
-        in chunks cannot."""
+        """Whether a forward pass can compute the common beginning of several sequences once. False for padded rows and
+        for models that attend in chunks."""
         return not self.is_padded and not self._has_chunks
 
     @property
@@ -112,12 +163,12 @@ class Backbone:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its parameters and buffers on this device; of a sharded model, of this rank's parts."""
+        """Bytes of the parameters and buffers on this device; for a sharded model, the bytes of this rank's parts."""
         return held_bytes(self.model)
 
     @property
     def fusion(self) -> Fusion:
-        """Which parts are fused kernels, and why others are not."""
+        """The parts that run as fused kernels, and why others do not."""
         return self._fused.fusion
 
     def hidden_states(
@@ -127,14 +178,14 @@ class Backbone:
         sequence_lengths: Sequence[int],
         sequence_prefixes: Sequence[int] | None = None,
     ) -> Tensor:
-        """Hidden states ``[T, H]``, as they enter the output head, of sequences laid end to end.
+        """Return the hidden states ``[T, H]`` of concatenated sequences, as they enter the output head.
 
         Args:
             input_ids_T: Token ids.
-            position_ids_T: Positions, starting at 0 for every sequence, or behind its prefix.
-            sequence_lengths: Tokens of each sequence, summing to ``T``.
-            sequence_prefixes: Number of tokens at the beginning of the latest sequence without a prefix that are the
-                prefix of each; None without prefixes.
+            position_ids_T: Positions; they start at 0 in every sequence, or after its prefix.
+            sequence_lengths: Number of tokens of each sequence; they sum to ``T``.
+            sequence_prefixes: Number of tokens that each sequence takes as its prefix from the beginning of the latest
+                sequence without a prefix; None without prefixes.
 
         Raises:
             UnsupportedModelError: See :meth:`check_length`.
@@ -152,20 +203,22 @@ class Backbone:
 
     @property
     def rows_in_pass(self) -> Callable[[], PaddedRows | None] | None:
-        """Gives the padded rows of the forward pass in progress, and None outside of one; None where sequences are
-        packed.
+        """A function that returns the padded rows of the forward pass in progress, or None outside of a forward pass.
+        The property is None if sequences are packed.
 
-        Modules of the model keep it, so it does not refer to the backbone: that is freed when it is dropped.
+        Modules of the model keep this function. It holds no reference to the backbone, so that the backbone can be
+        freed.
         """
         return partial(_rows_in_pass, self.device) if self.is_padded else None
 
     def current_rows(self) -> PaddedRows | None:
-        """The padded rows of the forward pass in progress; None outside of one, and where sequences are packed."""
+        """Return the padded rows of the forward pass in progress; None outside of one or if sequences are packed."""
         rows = self.rows_in_pass
         return None if rows is None else rows()
 
     def _padded_hidden_states(self, input_ids_T: Tensor, sequences: Sequences) -> Tensor:
-        """Hidden states ``[T, H]``; positions are those that the model itself gives to rows padded on the right."""
+        """Return hidden states ``[T, H]``; the model itself assigns positions to the rows, which are padded on the
+        right."""
         rows = sequences.padded(self.device)
         padding = getattr(self.model.config.get_text_config(), "pad_token_id", None)
         hidden_SLH = self._head.hidden_states(
@@ -174,10 +227,10 @@ class Backbone:
         return rows.collect(hidden_SLH.flatten(0, 1))
 
     def _replace_attention(self) -> None:
-        """Give the model the attention that its rows need.
+        """Set the attention implementation that packed or padded sequences need.
 
         Raises:
-            UnsupportedModelError: Sequences are packed, and its attention cannot be replaced.
+            UnsupportedModelError: Sequences are packed, and the model's attention cannot be replaced.
         """
         if self.is_padded:
             self.model.set_attn_implementation(self._own_attention)
@@ -191,7 +244,7 @@ class Backbone:
             )
 
     def _fuse(self, *, is_compiled: bool) -> None:
-        """Let fused kernels take the place of modules, where their losses are the model's own."""
+        """Use fused kernels; drop all of them if they fail or change the model's losses."""
         functions = layer_functions_on(self.device)
         if functions is None:
             self._fused.drop(_NO_TRITON)
@@ -213,11 +266,11 @@ class Backbone:
         check_losses(self, self._head)
 
     def sample_kernels(self) -> None:
-        """Launch once, on a few tokens, every fused kernel that a step of training launches."""
+        """Launch every fused kernel of a training step once, on a few tokens."""
         self._fused.sample(self.dtype, self.device)
 
     def run_once(self) -> None:
-        """A forward pass of one token, for hooks on its modules."""
+        """Run a forward pass over one token, so that hooks on modules are called."""
         self._run(num_tokens=1)
 
     @torch.no_grad()
@@ -229,9 +282,9 @@ class Backbone:
     def checkpoint_layers(self) -> None:
         """Enable gradient checkpointing: recompute every layer's activations in the backward pass.
 
-        The layers are set one by one: the name of the model's own switch differs between versions, and it would also
-            need the gradient of the embeddings. They recompute only in training mode: the mode is set on the layer
-            itself, and is off while the layer computes, so that no dropout of the base is active.
+        The layers are set one by one, because the name of the model's own switch differs between versions, and that
+        switch would also need a gradient of the embeddings. Layers recompute only in training mode, so this mode is set
+        on each layer itself. It is off while the layer computes, so that no dropout of the base model is active.
 
         Raises:
             UnsupportedModelError: The model is not built of layers that have this switch.
@@ -244,8 +297,8 @@ class Backbone:
 
     @contextlib.contextmanager
     def own_attention(self) -> Iterator[None]:
-        """The model with its original attention, without fused kernels, gradient checkpointing and compilation, as
-        generation with a cache of keys and values needs it."""
+        """Use the model's original attention inside the context, without fused kernels, gradient checkpointing and
+        compilation. Generation with a cache of keys and values needs this."""
         recomputed = [layer for layer in self.model.modules() if layer.training]
         try:
             self.model.eval().set_attn_implementation(self._own_attention)
@@ -257,10 +310,10 @@ class Backbone:
                 layer.training = True
 
     def check_length(self, num_tokens: int) -> None:
-        """Check that a sequence of ``num_tokens`` is computed alike in every forward pass.
+        """Check that the result of a sequence of ``num_tokens`` does not depend on the rest of the forward pass.
 
         Raises:
-            UnsupportedModelError: It would not.
+            UnsupportedModelError: The sequence is longer than :attr:`max_length`.
         """
         if self._limit is not None and num_tokens > self._limit.num_tokens:
             raise UnsupportedModelError(
@@ -270,23 +323,24 @@ class Backbone:
 
     @torch.no_grad()
     def own_router_loss(self, input_ids_1L: Tensor) -> Any:
-        """The load-balancing loss of the model's own forward pass over one row; None where it returns none."""
+        """Return the load-balancing loss of the model's own forward pass over one row; None if it returns none."""
         output, _ = self._head.own_output(input_ids=input_ids_1L, output_router_logits=True)
         forget_micro_batch(self.model)
         return getattr(output, "aux_loss", None)
 
     def logits(self, hidden_SH: Tensor) -> Tensor:
-        """Logits ``[S, V]`` of hidden states that enter the output head; in a forward pass with adapters, of all its
-        tokens."""
+        """Return the logits ``[S, V]`` of hidden states that enter the output head. In a forward pass with adapters on
+        the head, ``hidden_SH`` must hold all tokens of the pass."""
         return self._head.logits(hidden_SH)
 
     def token_losses(self, hidden_SH: Tensor, targets_S: Tensor, tokens: HeadTokens | None = None) -> Tensor:
-        """Cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, nats.
+        """Return the cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, in nats.
 
         Args:
             hidden_SH: Hidden states that enter the output head.
             targets_S: Target token ids.
-            tokens: Whose they are, which decides the adapters on the head; None only where no adapter is on it.
+            tokens: The jobs of the tokens, which decide the adapters on the head; None only if the head has no
+                adapters.
         """
         return self._head.token_losses(hidden_SH, targets_S, tokens)
 
@@ -297,11 +351,11 @@ def _rows_in_pass(device: torch.device) -> PaddedRows | None:
 
 
 def _compile_layers(model: PreTrainedModel) -> None:
-    """Compile the parts of a layer before and behind its attention, which is not compiled.
+    """Compile the parts of each layer before and after its attention; the attention is not compiled.
 
-    Fewer launches: norms, rotations, activations and sums become one kernel each. Linear layers with adapters are calls
-    in what is compiled, unless jobs train biases or magnitudes of theirs. All layers share what is compiled, and any
-    number of tokens.
+    This saves launches: norms, rotations, activations and sums become one kernel each. Linear layers with adapters are
+    calls inside the compiled code, unless jobs train their biases or magnitudes. All layers and any number of tokens
+    share the compiled code.
     """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++")), None)
     if compiler is None:
@@ -314,7 +368,7 @@ def _compile_layers(model: PreTrainedModel) -> None:
 
 
 def _recomputed(layer: weakref.ref[nn.Module], function: Callable[..., Any], *args: Any) -> Any:
-    """``function``, the forward pass of ``layer``, in evaluation mode; computed again in the backward pass."""
+    """Run ``function``, the forward pass of ``layer``, in evaluation mode; recompute it in the backward pass."""
 
     def evaluated(*args: Any) -> Any:
         module = layer()
@@ -329,7 +383,7 @@ def _recomputed(layer: weakref.ref[nn.Module], function: Callable[..., Any], *ar
 
 
 def _layers(model: PreTrainedModel, key: str) -> list[Any]:
-    """The repeated layers of ``model``; ``key`` is the setting that needs them, for the message."""
+    """Return the repeated layers of ``model``; ``key`` is the setting that needs them, for the error message."""
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UnsupportedModelError(
@@ -337,3 +391,28 @@ def _layers(model: PreTrainedModel, key: str) -> list[Any]:
             "without any; remove the key"
         )
     return layers
+
+
+@contextmanager
+def changed_embeddings(backbone: Backbone, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Apply ``change`` to the output of the embedding layer in forward passes inside the context.
+
+    If the model processes this output further, for example by a factor, it does so after the change, as with the hook
+    of transformers' NEFTune.
+
+    Args:
+        backbone: The base model.
+        change: Takes and returns ``[T, H]``, with the tokens in the order of the batch.
+    """
+
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> Tensor:
+        rows, embedded_PH = backbone.current_rows(), output.flatten(0, -2)
+        if rows is None:
+            return change(embedded_PH).view_as(output)
+        return rows.spread(change(rows.collect(embedded_PH))).view_as(output)
+
+    handle = backbone.model.get_input_embeddings().register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,8 +1,8 @@
-"""A base model that a user gives as an object: what is refused, and that it is afterwards as it was.
+"""Checks a base model that the user passes as an object, and restores it after training.
 
-Training wraps modules, replaces the attention, sets patterns and flags on modules, and freezes parameters. All of that
-is in the attributes of modules, of their configurations and of parameters, which are noted before and put back after.
-The numbers themselves are never changed.
+Training wraps modules, replaces the attention, sets patterns and flags on modules, and freezes parameters. All of these
+changes are in the attributes of modules, of their configurations and of parameters. The attributes are saved before
+training and restored after it. The weights themselves are never changed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from alto.backbone.memory import release_memory
 from alto.backbone.sharding import is_sharded
 from alto.errors import ModelError, RunBusyError, UnsupportedError
-from alto.spec.base_objects import BaseObjects
-
-__all__ = ["borrowed"]
+from alto.spec import BaseObjects
 
 _IN_USE = "_alto_in_use"
 
@@ -30,17 +28,19 @@ _NAME_IT = "or name the model by its id or its folder, which ALTO loads itself"
 
 @contextlib.contextmanager
 def borrowed(objects: BaseObjects, device: torch.device) -> Iterator[None]:
-    """The model may be changed inside: its modules, their attributes and configurations, and which parameters require
-    gradients. All of these are as before when the block is left, also by an error. The tokenizer is not changed.
+    """Allow changes of the model inside the context, and undo them when it ends, also after an error.
+
+    Modules, their attributes and configurations, and ``requires_grad`` of parameters are restored. The tokenizer is not
+    changed.
 
     Args:
-        objects: The model, without adapters of any kind.
-        device: Where the task is trained.
+        objects: The model, without adapters of any kind, and its tokenizer.
+        device: The device of the training.
 
     Raises:
-        ModelError: It is no model of transformers, or has another tokenizer.
-        UnsupportedError: It is on another device, quantised, sharded, or has adapters of PEFT.
-        RunBusyError: Another task of this process trains on it.
+        ModelError: The model is not one of transformers, or the tokenizer does not fit it.
+        UnsupportedError: The model is on another device, quantised, sharded, or has adapters of PEFT.
+        RunBusyError: Another task of this process trains on the model.
     """
     model = objects.model
     _check(objects, device)
@@ -64,13 +64,13 @@ def borrowed(objects: BaseObjects, device: torch.device) -> Iterator[None]:
 
 
 def _noted(module: nn.Module) -> dict[str, tuple[Any, Any]]:
-    """The attributes of ``module``, and what is in those that are mappings: its submodules, parameters and hooks."""
+    """Return the attributes of ``module``, and a copy of each one that is a mapping: submodules, parameters, hooks."""
     return {name: (value, dict(value) if isinstance(value, dict) else None) for name, value in vars(module).items()}
 
 
 def _put_back(module: nn.Module, noted: dict[str, tuple[Any, Any]]) -> None:
     for value, entries in noted.values():
-        if entries is not None:  # the same mapping, as handles of hooks refer to it
+        if entries is not None:  # keep the mapping itself: handles of hooks refer to it
             value.clear()
             value.update(entries)
     vars(module).clear()
@@ -78,7 +78,7 @@ def _put_back(module: nn.Module, noted: dict[str, tuple[Any, Any]]) -> None:
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
-    """All configurations of ``model`` and of its parts, each once."""
+    """Return all configurations of ``model`` and of its parts, each once."""
     found: dict[int, Any] = {}
     names = ("config", "generation_config")
     waiting: list[Any] = [vars(module).get(name) for module in model.modules() for name in names]
@@ -106,8 +106,8 @@ def _check(objects: BaseObjects, device: torch.device) -> None:
         )
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ModelError(
-            f"tokenizer: expected a tokenizer of transformers, found {type(tokenizer).__name__}; give it itself (of a "
-            "processor, processor.tokenizer)"
+            f"tokenizer: expected a tokenizer of transformers, found {type(tokenizer).__name__}; give the tokenizer "
+            "itself (of a processor: processor.tokenizer)"
         )
     if vars(model).get(_IN_USE):
         raise RunBusyError(f"model: expected that no other task trains on {name}, found one; wait until it has ended")
@@ -139,7 +139,7 @@ def _check_weights(model: PreTrainedModel, name: str, device: torch.device) -> N
             f"activations; load it without device_map, {_NAME_IT}"
         )
     places = sorted({str(tensor.device) for tensor in (*model.parameters(), *model.buffers())})
-    wanted = torch.empty(0, device=device).device  # cuda is the current GPU
+    wanted = torch.empty(0, device=device).device  # "cuda" becomes the current GPU
     if places != [str(wanted)]:
         raise UnsupportedError(
             f"model: expected all weights on {wanted}, where this engine trains, found {name} on "
@@ -152,6 +152,6 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: Any, name: str) -> None
     num_rows, num_tokens = getattr(embeddings, "num_embeddings", None), len(tokenizer)
     if num_rows is not None and num_tokens > num_rows:
         raise ModelError(
-            f"tokenizer: expected the {num_rows} tokens at most that {name} has rows for, found {num_tokens}; give "
-            "the model's own tokenizer, or make place for these with model.resize_token_embeddings(len(tokenizer))"
+            f"tokenizer: expected at most the {num_rows} tokens that {name} has rows for, found {num_tokens}; give "
+            "the model's own tokenizer, or add rows with model.resize_token_embeddings(len(tokenizer))"
         )

@@ -1,5 +1,5 @@
-"""Transformers' sequence classification around the body of a causal LM, and the check that it computes what is trained
-here."""
+"""Builds transformers' sequence classification model around the body of a causal LM, and checks that it computes the
+same logits as training here."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from alto.records import LabelSet
 if TYPE_CHECKING:
     from alto.backbone.backbone import Backbone
 
-__all__ = ["check_classifier", "classifier_of"]
-
 _LENGTHS = (23, 9)
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Of the logits, in norm."""
+"""Largest relative difference of the logits, in norm."""
 
 
 def classifier_of(model: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
-    """Transformers' ``...ForSequenceClassification`` of ``model``, whose body it shares; its head has zeros.
+    """Return transformers' ``...ForSequenceClassification`` on the body of ``model``, with a head of zeros.
 
     Raises:
-        UnsupportedModelError: Transformers has none for the model, or one whose head is not a linear module ``score``
-            without a bias on the body of this model.
+        UnsupportedModelError: Transformers has no such class for the model; or its body differs; or its head is not a
+            linear module ``score`` without a bias.
     """
     config = copy.deepcopy(model.config)
     config.update(labels.to_config())
@@ -39,13 +37,13 @@ def classifier_of(model: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
         raise _unsupported(model, "transformers to have a sequence classification model of it", "none") from None
     prefix = classifier.base_model_prefix
     if type(getattr(classifier, prefix, None)) is not type(getattr(model, prefix, model)):
-        raise _unsupported(model, f"{type(classifier).__name__} to have the same body", "another one")
+        raise _unsupported(model, f"{type(classifier).__name__} to have the same body", "a different one")
     head = getattr(classifier, "score", None)
     if not isinstance(head, nn.Linear) or head.bias is not None:
         raise _unsupported(model, f"{type(classifier).__name__} to have a linear head score without bias", f"{head}")
     classifier.score = nn.Linear(head.in_features, head.out_features, bias=False, device=model.device).to(model.dtype)
     nn.init.zeros_(classifier.score.weight)
-    classifier.eval()  # before it has the body, whose layers are in training mode where they are recomputed
+    classifier.eval()  # before it gets the body: recomputed layers of the body must stay in training mode
     setattr(classifier, prefix, getattr(model, prefix))
     found: PreTrainedModel = classifier.requires_grad_(False)
     return found
@@ -53,10 +51,10 @@ def classifier_of(model: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
 
 @torch.no_grad()
 def check_classifier(backbone: Backbone, labels: LabelSet) -> None:
-    """Check that the logits of transformers' model are those of a head on the hidden state of a row's last token.
+    """Check that the logits of transformers' model equal those of a head on the hidden state of a row's last token.
 
     Raises:
-        UnsupportedModelError: They differ; or see :func:`classifier_of`.
+        UnsupportedModelError: The logits differ; or see :func:`classifier_of`.
     """
     classifier: Any = classifier_of(backbone.model, labels)
     generator = torch.Generator().manual_seed(0)
@@ -79,7 +77,7 @@ def check_classifier(backbone: Backbone, labels: LabelSet) -> None:
 
 
 def _random_ids(backbone: Backbone, length: int, generator: torch.Generator) -> Tensor:
-    """Token ids without the padding token, which transformers' model would not read."""
+    """Return random token ids without the padding token, which transformers' model would skip."""
     config = backbone.model.config.get_text_config()
     ids = torch.randint(0, int(config.vocab_size) - 1, (length,), generator=generator)
     padding = config.pad_token_id

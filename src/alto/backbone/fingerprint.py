@@ -1,7 +1,7 @@
-"""The fingerprint of a base model: a few digests by which a run recognises the model that it began with.
+"""The fingerprint of a base model: a few digests by which a run recognises the model that it started with.
 
-Two folders with the same weights, configuration and code are one model, for any path, split of the weights over files,
-and time of writing.
+Two folders with the same weights, configuration and code have equal fingerprints. Their paths, the split of the weights
+over files and the modification times do not matter.
 """
 
 from __future__ import annotations
@@ -25,18 +25,9 @@ from alto.backbone.load import resolve_model
 from alto.backbone.reading import reading
 from alto.spec import BaseModelSpec
 
-__all__ = [
-    "base_differences",
-    "base_fingerprint",
-    "named_tensors",
-    "object_fingerprint",
-    "tokenizer_fingerprint",
-    "weight_files",
-]
-
 WHOLE_BYTES = 64 * 1024
-"""Tensors up to this size are digested whole; larger ones in `NUM_WINDOWS` windows of `WINDOW_BYTES`, the first at
-their beginning, the last at their end."""
+"""Tensors up to this size are digested whole. Larger tensors are digested in ``NUM_WINDOWS`` windows of
+``WINDOW_BYTES``, the first at the beginning, the last at the end."""
 
 WINDOW_BYTES = 4096
 NUM_WINDOWS = 4
@@ -48,7 +39,7 @@ _NO_PART_OF_IT = ("_name_or_path", "transformers_version", "_commit_hash")
 _TOKENIZER_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "additional_chat_templates/*.jinja")
 
 _TOP_BYTES = 8
-"""The size of the header of a safetensors file, in front of it."""
+"""Bytes at the start of a safetensors file that hold the length of its header."""
 
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -63,20 +54,20 @@ _FILE_DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""Types of numbers as safetensors names them."""
+"""Names of dtypes in safetensors files."""
 
 
 def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
-    """The fingerprint of a base model that can be loaded, in plain values: JSON keeps it as it is.
+    """Return the fingerprint of a base model as plain values that JSON preserves.
 
-    ``weights`` is a digest of every tensor's name, type, shape and sampled numbers, ``config`` of ``config.json``,
-    ``code`` of the Python files beside it where they are what is run; ``commit`` is the hub's. ``files`` has the size
-    and the modification time (nanoseconds) of each file of weights, for information only. Of a model that is an object
-    it is what :func:`object_fingerprint` gave before anything was trained on it.
+    ``weights`` is a digest of every tensor's name, dtype, shape and sampled numbers, ``config`` a digest of
+    ``config.json``, and ``code`` a digest of the Python files beside it if they are executed. ``commit`` is the hub's
+    commit. ``files`` holds the size and the modification time (nanoseconds) of each weight file, for information only.
+    For a model given as an object, this is the result of :func:`object_fingerprint` before training.
 
     Raises:
         ModelNotFoundError: A file cannot be read.
-        ModelError: A file has another format than its name says.
+        ModelError: The format of a file differs from its name.
     """
     if spec.objects is not None and not spec.is_loadable:
         assert spec.objects.fingerprint is not None, "alto.engine finds it"
@@ -89,8 +80,8 @@ def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(spec: BaseModelSpec) -> str | None:
-    """A digest of the files that a base model's tokenizer and chat templates may be read from: all text beside the
-    weights. None where there are none.
+    """Return a digest of all text files beside the weights; the tokenizer and chat templates are read from these. None
+    if there are no such files.
 
     Raises:
         ModelNotFoundError: A file cannot be read.
@@ -114,11 +105,9 @@ def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> d
 
 
 def object_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
-    """The fingerprint of a model in memory: the one that it has when it is saved with ``save_pretrained``, where that
-    keeps the names of its weights.
+    """Return the fingerprint of a model in memory, without adapters.
 
-    Args:
-        model: Without adapters.
+    It equals the fingerprint of the folder that ``save_pretrained`` writes, if that keeps the names of the weights.
     """
     config = json.loads(model.config.to_json_string())
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
@@ -132,7 +121,7 @@ def object_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The weights of a model by their names, each once: tied ones under the first of their names."""
+    """Return the weights of a model by name; tied weights occur once, under the first of their names."""
     found: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
     for name, tensor in model.state_dict().items():
         place = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
@@ -141,7 +130,7 @@ def named_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _in_memory(name: str, tensor: Tensor) -> bytes:
-    """The digest of a tensor, as :func:`_safetensors` gives it for one in a file."""
+    """Return the digest of a tensor in memory; :func:`_safetensors` computes the same digest for a tensor in a file."""
     digest = hashlib.sha256(f"{name} {_FILE_DTYPES.get(tensor.dtype, tensor.dtype)} {list(tensor.shape)}".encode())
     numbers = tensor.detach().contiguous().view(-1).view(torch.uint8)
     for offset, size in _windows(tensor.nbytes):
@@ -150,7 +139,7 @@ def _in_memory(name: str, tensor: Tensor) -> bytes:
 
 
 def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """The differences of the second model from the first, as text; empty where they are equal."""
+    """Describe the differences between two fingerprints; empty if the models are equal."""
     differences = []
     if expected["weights"] != found["weights"]:
         sizes = {name: size for name, (size, _) in expected["files"].items()}
@@ -161,18 +150,18 @@ def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> l
         ]
         differences.append("other weights" + (f": {', '.join(changed[:3])}" if changed else ""))
     if expected["config"] != found["config"]:
-        differences.append("another config.json")
-    # Of one commit the hub's cache may hold more files than before, and none that is another one.
+        differences.append("a different config.json")
+    # For the same commit, the hub's cache may hold more files than before, but no changed file.
     is_one_commit = expected["commit"] is not None and expected["commit"] == found["commit"]
     if expected["code"] != found["code"] and not is_one_commit:
-        differences.append("another Python code beside its config.json")
+        differences.append("different Python code beside its config.json")
     if differences and expected["commit"] != found["commit"]:
         differences.append(f"revision {found['commit']} instead of {expected['commit']}")
     return differences
 
 
 def _folder(model: str) -> Path:
-    """The folder of its files: for a hub id, that of its revision in the cache."""
+    """Return the folder of the model's files; for a hub id, the folder of its revision in the cache."""
     path = resolve_model(model)
     if Path(path).is_dir():
         return Path(path)
@@ -186,7 +175,7 @@ def _commit(folder: Path) -> str | None:
 
 
 def weight_files(folder: Path, *, use_safetensors: bool = True) -> list[Path]:
-    """The files that are read, as transformers chooses them."""
+    """Return the weight files that transformers would read."""
     single, index = (
         (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME) if use_safetensors else (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
     )
@@ -208,7 +197,7 @@ def _config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 def _brings_code(folder: Path) -> bool:
-    """Whether the model or its tokenizer names classes of its own, in Python files beside it."""
+    """Return whether the model or its tokenizer uses classes that are defined in Python files beside it."""
     for name in ("config.json", "tokenizer_config.json"):
         path = folder / name
         if path.is_file() and "auto_map" in json.loads(path.read_text("utf-8")):
@@ -221,7 +210,7 @@ def _code(folder: Path) -> list[bytes]:
 
 
 def _tensors(file: Path) -> Iterator[bytes]:
-    """A digest of every tensor, which identifies it."""
+    """Yield bytes that identify each tensor of a weight file."""
     with file.open("rb") as opened:
         if file.suffix == ".safetensors":
             yield from _safetensors(opened)
@@ -232,7 +221,7 @@ def _tensors(file: Path) -> Iterator[bytes]:
 
 
 def _archive(file: BinaryIO) -> Iterator[bytes]:
-    """An archive holds a checksum of every tensor in its directory."""
+    """Yield name, size and checksum of every entry; the directory of a zip archive holds them."""
     try:
         entries = zipfile.ZipFile(file).infolist()
     except zipfile.BadZipFile as error:
@@ -245,7 +234,7 @@ def _safetensors(file: BinaryIO) -> Iterator[bytes]:
     num_bytes = os.fstat(file.fileno()).st_size
     top = file.read(_TOP_BYTES)
     if _LFS_POINTER.startswith(top) and file.read(len(_LFS_POINTER) - len(top)) == _LFS_POINTER[len(top) :]:
-        raise ValueError(f"{file.name} is a pointer of Git LFS, not the file itself: git lfs pull downloads that")
+        raise ValueError(f"{file.name} is a pointer of Git LFS, not the file itself: git lfs pull downloads the file")
     length = int.from_bytes(top, "little")
     if len(top) < _TOP_BYTES or length > num_bytes - _TOP_BYTES:
         raise ValueError(f"{file.name} ends after {num_bytes:,} bytes, within its header")
@@ -265,7 +254,7 @@ def _safetensors(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _windows(num_bytes: int) -> list[tuple[int, int]]:
-    """Where a tensor is read, and how many bytes there."""
+    """Return the offset and the size in bytes of every part of a tensor that is digested."""
     if num_bytes <= WHOLE_BYTES:
         return [(0, num_bytes)]
     last = num_bytes - WINDOW_BYTES
@@ -273,7 +262,7 @@ def _windows(num_bytes: int) -> list[tuple[int, int]]:
 
 
 def _digest(pieces: list[bytes]) -> str | None:
-    """Of all pieces in their order; None where there are none."""
+    """Return a digest of all pieces in their order; None if there are no pieces."""
     if not pieces:
         return None
     digest = hashlib.sha256()

@@ -1,16 +1,17 @@
-"""Padding-free causal attention in one launch, on the FlashAttention 2 kernels of a GPU.
+"""Padding-free causal attention in one launch, with FlashAttention 2 kernels on a GPU.
 
-They come with PyTorch (``torch.nn.attention.varlen``) and with the package ``flash-attn``, which can also cap scores.
+The kernels come with PyTorch (``torch.nn.attention.varlen``) and with the package ``flash-attn``, which can also cap
+scores.
 
-Every query and key is read from its own sequence alone, and tokens past a sequence's end are cleared, so a NaN stays
-in its sequence. FlashAttention 3 and 4 do not hold that (they load whole blocks, and zero weight times the NaN of the
-sequence behind is NaN), so they are not used. Where a sequence has fewer queries than keys, because what comes before
-it is shared, its last query sees all keys: so it is in version 2.1 and later.
+Every query and key is read only from its own sequence, and tokens past a sequence's end are cleared, so a NaN stays in
+its sequence. FlashAttention 3 and 4 do not guarantee this (they load whole blocks, and a weight of zero times a NaN of
+the next sequence is NaN), so they are not used. If a sequence has fewer queries than keys because its prefix is shared,
+its last query attends to all keys, as in version 2.1 and later.
 
-Determinism: the backward pass runs in deterministic mode, as it would otherwise sum the gradient of the queries by
-    atomics. Where a forward pass has fewer sequences times heads than the GPU has multiprocessors, that gradient is
-    summed in parts, whose number depends on that product; and a window counts as one only where a sequence is longer.
-    So the same batch gives the same bits, and the same sequences among others give the same numbers up to rounding.
+Determinism: the backward pass runs in deterministic mode; otherwise it would sum the gradient of the queries with
+atomics. If a forward pass has fewer sequences times heads than the GPU has multiprocessors, this gradient is summed in
+parts, and the number of parts depends on that product. A window is applied only if a sequence is longer than it. So the
+same batch gives the same bits, and the same sequences in another batch give the same numbers up to rounding.
 """
 
 from __future__ import annotations
@@ -29,15 +30,13 @@ from transformers.utils.import_utils import is_flash_attn_2_available
 
 from alto.backbone.sequences import Sequences
 
-__all__ = ["FlashKernel", "find_kernel", "flash_attn_kernel", "installed_kernels", "torch_kernel"]
-
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_SIZE, _HEAD_SIZE_MULTIPLE = 256, 8
 _MIN_CAPABILITY = (8, 0)
 
 
 class Attend(Protocol):
-    """See :func:`alto.backbone.attention.varlen_attention`."""
+    """The signature of an attention kernel; see :func:`alto.backbone.attention.varlen_attention`."""
 
     def __call__(
         self,
@@ -54,10 +53,10 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashKernel:
-    """One library's attention.
+    """The attention kernel of one library.
 
     Attributes:
-        can_cap: Whether it supports a ``softcap``; otherwise that must be None.
+        can_cap: Whether the kernel supports ``softcap``; otherwise ``softcap`` must be None.
     """
 
     attend: Attend
@@ -65,13 +64,7 @@ class FlashKernel:
 
 
 def find_kernel(q_THD: Tensor, v_TGD: Tensor, *, softcap: float | None) -> FlashKernel | None:
-    """The kernel for such operands, ``flash-attn`` first; None where there is none.
-
-    Args:
-        q_THD: Queries.
-        v_TGD: Values.
-        softcap: Cap of the scores; None without one.
-    """
+    """Return a kernel that supports these queries and values, preferably that of ``flash-attn``; None without one."""
     head_size = q_THD.shape[-1]
     if (
         q_THD.device.type != "cuda"
@@ -87,7 +80,7 @@ def find_kernel(q_THD: Tensor, v_TGD: Tensor, *, softcap: float | None) -> Flash
 
 @cache
 def installed_kernels() -> tuple[FlashKernel, ...]:
-    """The available kernels, the better one first."""
+    """Return the available kernels, the preferred kernel first."""
     kernels = []
     if is_flash_attn_2_available():
         from flash_attn import flash_attn_varlen_func
@@ -98,7 +91,7 @@ def installed_kernels() -> tuple[FlashKernel, ...]:
 
 
 def flash_attn_kernel(function: Callable[..., Any]) -> FlashKernel:
-    """Of ``flash_attn.flash_attn_varlen_func``."""
+    """Return the kernel of ``flash_attn.flash_attn_varlen_func``."""
 
     def attend(
         q_THD: Tensor,
@@ -130,10 +123,10 @@ def flash_attn_kernel(function: Callable[..., Any]) -> FlashKernel:
 
 
 def torch_kernel(forward: Callable[..., Any], backward: Callable[..., Any]) -> FlashKernel:
-    """Of ``torch.nn.attention.varlen.varlen_attn`` and the op behind its backward pass.
+    """Return the kernel of ``torch.nn.attention.varlen.varlen_attn`` and the op behind its backward pass.
 
-    Some options were added later: before ``enable_gqa`` grouped queries needed no option, before ``num_splits`` the
-        keys of a sequence were never split among blocks.
+    Options that this version of PyTorch does not have are left out: before ``enable_gqa``, grouped queries needed no
+    option; before ``num_splits``, the keys of a sequence were never split among blocks.
     """
     known = inspect.signature(forward).parameters
     options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in known}
@@ -160,10 +153,10 @@ def torch_kernel(forward: Callable[..., Any], backward: Callable[..., Any]) -> F
 
 
 class _TorchVarlen(torch.autograd.Function):
-    """PyTorch's attention with a backward pass of our own call.
+    """PyTorch's attention; the op of its backward pass is called here, in deterministic mode.
 
-    Its own is deterministic only in PyTorch's global deterministic mode, which is not suitable for training: cuBLAS
-    then needs an environment variable, and other ops raise errors.
+    PyTorch's own backward pass is deterministic only in its global deterministic mode, which is not suitable for
+    training: cuBLAS then needs an environment variable, and other ops raise errors.
     """
 
     @staticmethod
@@ -212,7 +205,7 @@ class _TorchVarlen(torch.autograd.Function):
 
 @contextmanager
 def _deterministic_algorithms() -> Iterator[None]:
-    """Deterministic mode without its filling of new memory with NaN."""
+    """Enable PyTorch's deterministic mode, but without filling new memory with NaN."""
     filling: Any = torch.utils.deterministic
     mode, fill = torch.get_deterministic_debug_mode(), filling.fill_uninitialized_memory
     torch.set_deterministic_debug_mode("error")
@@ -225,5 +218,5 @@ def _deterministic_algorithms() -> Iterator[None]:
 
 
 def _window_size(window: int | None) -> tuple[int, int]:
-    """How many tokens each token sees before and behind itself; -1 for all."""
+    """Return how many tokens before and after itself a token attends to; -1 for all."""
     return (-1 if window is None else window - 1, 0)

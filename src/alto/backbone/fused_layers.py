@@ -1,7 +1,7 @@
-"""Modules of the frozen base that compute as fused Triton kernels, where Triton is the backend.
+"""Runs modules of the frozen base model as fused Triton kernels, if Triton is the backend.
 
-A module is recognised by its structure, and its class is tried on random numbers: what a kernel takes the place of gave
-the same numbers. Whatever is not recognised stays as it is, and :class:`FusedLayers` says so.
+A module is recognised by its structure. Then its class is run on random numbers: a kernel replaces an operation only if
+it gives the same numbers. All other modules stay as they are, and :class:`FusedLayers` reports why.
 """
 
 from __future__ import annotations
@@ -17,33 +17,40 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from alto.backbone.fused_forward import FusedForward
-from alto.backbone.fused_loss import sample_losses, why_no_kernel
-from alto.backbone.fused_mlps import FusedMlp, linear_names, why_unfused
-from alto.backbone.fused_norms import FusedNorm, fused_norm, norm_signature
-from alto.backbone.fused_rotary import FusedRotary, fused_rotation, rotating_function
+from alto.backbone.fused_modules import (
+    FusedForward,
+    FusedMlp,
+    FusedNorm,
+    FusedRotary,
+    fused_norm,
+    fused_rotation,
+    linear_names,
+    norm_signature,
+    rotating_function,
+    sample_losses,
+    why_no_kernel,
+    why_unfused,
+)
 from alto.backbone.output_head import OutputHead
-
-__all__ = ["FusedLayers", "Fusion"]
 
 _LOSS = "cross_entropy"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fusion:
-    """Which parts of a base model are fused kernels.
+    """The parts of a base model that run as fused kernels.
 
     Attributes:
-        counts: Number of modules, by operation.
-        kept: Why others compute as their classes do: by class, under ``cross_entropy`` for the losses, ``layers`` for
-            all layers, or ``all`` for everything.
+        counts: Number of fused modules, by operation.
+        kept: Reasons why other parts are not fused, by name of the class; under ``cross_entropy`` for the losses,
+            ``layers`` for all layers, or ``all`` for everything.
     """
 
     counts: Mapping[str, int] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
 
     def described(self) -> dict[str, Any]:
-        """As the journal has it."""
+        """Return the form that the journal records."""
         return {**self.counts, "kept": dict(self.kept)}
 
 
@@ -56,14 +63,14 @@ class FusedLayers:
         self._kept: dict[str, str] = {}
 
     def use_in_layers(self, model: PreTrainedModel, functions: ModuleType) -> None:
-        """Find the modules of ``model`` that :mod:`alto.kernels.layer_functions` computes, and let it."""
+        """Run those modules of ``model`` as fused kernels that :mod:`alto.kernels.layer_functions` supports."""
         self._find_norms(model, functions)
         self._find_mlps(model, functions)
         self._find_rotations(model, functions)
         self._use()
 
     def use_in_head(self, head: OutputHead, functions: ModuleType) -> None:
-        """Let the kernel compute the losses of ``head``, if it can; it was observed."""
+        """Let the kernel compute the losses of ``head`` if it can; ``head`` has been observed before."""
         why_not = why_no_kernel(head, functions)
         if why_not:
             self._kept[_LOSS] = why_not
@@ -71,7 +78,7 @@ class FusedLayers:
             head.kernel, self._head = functions.cross_entropy, head
 
     def keep_layers(self, why: str) -> None:
-        """The layers stay as they are: what the journal says."""
+        """Record in the journal why the layers stay as they are."""
         self._kept["layers"] = why
 
     @property
@@ -86,7 +93,7 @@ class FusedLayers:
             module.forward = forward
 
     def drop(self, why: str) -> None:
-        """Use none of them any more."""
+        """Stop using any fused kernel, and record why."""
         self._remove()
         if self._head is not None:
             self._head.kernel = None
@@ -95,7 +102,8 @@ class FusedLayers:
         self._forwards = []
 
     def drop_unused(self) -> None:
-        """After a forward pass of the model over two tokens, drop those that could not compute in it."""
+        """Drop the kernels that could not be used in the trial forward pass of the model over two tokens, which was
+        just run."""
         left = []
         for module, forward in self._forwards:
             if forward.why_not:
@@ -107,7 +115,7 @@ class FusedLayers:
         self._forwards = left
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch once, on a few tokens, every kernel that a step of training launches; arguments as of
+        """Launch every kernel of a training step once, on a few tokens; for the arguments see
         :meth:`FusedForward.sample`."""
         different = {forward.signature: forward for _, forward in self._forwards}
         with torch.enable_grad():
@@ -118,7 +126,7 @@ class FusedLayers:
 
     @contextmanager
     def unused(self) -> Iterator[None]:
-        """The modules compute as their classes do."""
+        """Use the forward passes of the modules' classes inside the context."""
         self._remove()
         try:
             yield
@@ -173,5 +181,5 @@ class FusedLayers:
 
 
 def _own_forwards(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose forward pass is that of their class."""
+    """Iterate over the modules that use the forward pass of their class."""
     return (module for module in model.modules() if "forward" not in vars(module))

@@ -1,4 +1,4 @@
-"""Finding and loading the frozen base model."""
+"""Finds and loads the frozen base model."""
 
 from __future__ import annotations
 
@@ -17,24 +17,11 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrained
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
 from alto.backbone.backbone import Backbone
-from alto.backbone.model_class import auto_class, check_is_causal
 from alto.backbone.quantised import bitsandbytes_config, unpack_on_use
-from alto.backbone.reading import has_pickle_weights, reading
+from alto.backbone.reading import auto_class, check_is_causal, has_pickle_weights, reading
 from alto.backbone.sharded_load import load_sharded
 from alto.errors import ModelError, ModelNotFoundError, UnsupportedError
-from alto.spec import BaseModelSpec
-from alto.spec.base_model import LOAD_IN_4BIT
-from alto.spec.base_objects import is_object_name
-
-__all__ = [
-    "SHIPPED_MODELS",
-    "load_backbone",
-    "load_config",
-    "load_network",
-    "load_tokenizer",
-    "loading_class",
-    "resolve_model",
-]
+from alto.spec import LOAD_IN_4BIT, BaseModelSpec, is_object_name
 
 SHIPPED_MODELS = ("alto-tiny",)
 
@@ -45,22 +32,22 @@ _INSTRUCTIONS = {
     "bfloat16": ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"),
     "float16": ("avx512_fp16", "amx_fp16", "fp16_arith"),
 }
-"""Instructions of x86 and ARM CPUs for products in half precision, as ``torch.cpu.get_capabilities`` names them."""
+"""Names in ``torch.cpu.get_capabilities`` of the x86 and ARM instructions for products in half precision."""
 
 _EXTENSIONS = {"bfloat16": "AVX512-BF16, AMX or ARM's BF16", "float16": "AVX512-FP16, AMX-FP16 or ARM's FP16"}
 
 _COPY_AGAIN = "copy or download the model again"
 _NAME_AS_MODEL = (
-    "copy or download the model again; or, where it loads with 'num_gpus: 1', write it with the names that "
+    "copy or download the model again; or, if it loads with 'num_gpus: 1', write it with the names that "
     "transformers gives its weights (save_pretrained with save_original_format=False)"
 )
 
 
 def resolve_model(model: str) -> str:
-    """The argument of ``from_pretrained`` for ``model``: a shipped model's folder, a local folder, or a hub id.
+    """Return the argument of ``from_pretrained`` for ``model``: a shipped model's folder, a local folder, or a hub id.
 
     Raises:
-        ModelNotFoundError: It is nearly a shipped model's name, or the name of a model that was given as an object.
+        ModelNotFoundError: ``model`` resembles a shipped model's name, or names a model that was given as an object.
     """
     if is_object_name(model):
         raise ModelNotFoundError(
@@ -89,21 +76,21 @@ def load_backbone(
     """Load a causal LM and its tokenizer, freeze it, and make its forward pass padding-free.
 
     Args:
-        spec: Which base model, and in what precision. One that is an object is changed: see
+        spec: The base model and its precision. A model given as an object is changed: see
             :func:`alto.backbone.borrowed`.
-        device: Device of its weights.
-        mesh: The ranks to shard it over: each keeps a part, and all run the same number of forward passes. None keeps
-            it whole.
-        gradient_checkpointing: Recompute each layer's activations in the backward pass.
+        device: Device of the weights.
+        mesh: Ranks over which the model is sharded. Each rank keeps a part, and all must run the same number of forward
+            passes. None keeps the model whole.
+        gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
 
     Raises:
         ModelNotFoundError: There is no model of that name, or a file is missing.
-        ModelError: It is not a complete causal LM with a tokenizer, comes with code that ``trust_remote_code`` does not
-            allow, or has no weights of the kind that ``use_safetensors`` selects.
-        UnsupportedModelError: The padding-free pass would differ from the model's own forward pass.
+        ModelError: The model is not a complete causal LM with a tokenizer, comes with code that ``trust_remote_code``
+            does not allow, or has no weights of the kind that ``use_safetensors`` selects.
+        UnsupportedModelError: The forward pass would differ from the model's own.
         UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, a model that is
-            quantised by other means, or a CPU without instructions for the half precision asked for. With ``mesh``:
-            ``torch_compile``, pickle files, a model quantised on disk.
+            quantised by other means, or a CPU without instructions for the requested half precision. With ``mesh``:
+            ``torch_compile``, pickle files, or a model quantised on disk.
     """
     if spec.torch_compile and mesh is not None:
         raise UnsupportedError(
@@ -122,10 +109,11 @@ def load_backbone(
 
 
 def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
-    """Refuse half precision on a CPU that has no instructions for it: every product is then many times slower.
+    """Check that a CPU has instructions for the half precision of the base model: products are many times slower
+    without.
 
     Raises:
-        UnsupportedError: The base model would compute in such a precision.
+        UnsupportedError: The CPU has no such instructions.
     """
     dtype = spec.dtype if spec.objects is None else spec.objects.dtype
     place = device.type if spec.objects is None else spec.objects.model.device.type
@@ -143,7 +131,7 @@ def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
 
 
 def load_tokenizer(spec: BaseModelSpec) -> Any:
-    """The tokenizer of a base model; no weights are read. Raises as :func:`load_backbone` does."""
+    """Load the tokenizer of a base model without reading weights; raise the same errors as :func:`load_backbone`."""
     tokenizer = copy.deepcopy(spec.objects.tokenizer) if spec.objects is not None else _read_tokenizer(spec)
     if spec.chat_template is not None:
         _check_template(spec.chat_template)
@@ -160,7 +148,7 @@ def _read_tokenizer(spec: BaseModelSpec) -> Any:
         with reading(spec.id, path, what, remedy):
             return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
     except ModelError as error:
-        # Some tokenizers have files of other names, so that only a failure shows that there is none.
+        # Some tokenizers have files of other names, so only a failure shows that there is no tokenizer.
         if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
             raise type(error)(f"model: expected {what} in {spec.id!r}, found no such file; {remedy}") from error
         raise
@@ -172,12 +160,13 @@ def _check_template(text: str) -> None:
     except TemplateError as error:
         line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ModelError(
-            f"chat_template: expected a Jinja template, found a text that is none ({error}{line}); correct it"
+            f"chat_template: expected a Jinja template, found a text that is not valid ({error}{line}); correct it"
         ) from None
 
 
 def _check_offsets(model: str, tokenizer: Any) -> None:
-    """Check that a tokenizer reports where in the text its tokens begin: this identifies the tokens of replies."""
+    """Check that a tokenizer with a chat template reports where in the text its tokens begin: this identifies the
+    tokens of replies."""
     if getattr(tokenizer, "chat_template", None) and not getattr(tokenizer, "is_fast", False):
         raise ModelError(
             f"model: expected a tokenizer of {model!r} that reports where tokens begin in a text (tokenizer.json), "
@@ -187,10 +176,10 @@ def _check_offsets(model: str, tokenizer: Any) -> None:
 
 
 def loading_class(spec: BaseModelSpec) -> str:
-    """Name of transformers' class that loads a base model.
+    """Return the name of transformers' class that loads a base model.
 
     Raises:
-        ModelNotFoundError, ModelError: As :func:`load_config`.
+        ModelNotFoundError, ModelError: See :func:`load_config`.
     """
     name: str = auto_class(load_config(spec)).__name__
     return name
@@ -199,7 +188,7 @@ def loading_class(spec: BaseModelSpec) -> str:
 def load_network(
     spec: BaseModelSpec, *, device: torch.device | str = "cpu", mesh: DeviceMesh | None = None
 ) -> PreTrainedModel:
-    """The model itself on ``device``, with its own forward pass; ``spec``, ``mesh`` and errors as in
+    """Load the model itself on ``device``, with its own forward pass; for ``spec``, ``mesh`` and errors see
     :func:`load_backbone`."""
     if spec.objects is not None:
         assert mesh is None, "the engine refuses several GPUs"
@@ -242,12 +231,10 @@ def load_network(
             if spec.use_safetensors and has_pickle_weights(path):
                 remedy = "convert it to safetensors"
                 if mesh is None:
-                    remedy += (
-                        ", or set 'use_safetensors: false': transformers then reads tensors of it and nothing else"
-                    )
+                    remedy += ", or set 'use_safetensors: false': transformers then reads only its tensors"
                 raise ModelError(
-                    f"model: expected {what} in {model!r}, found pytorch_model.bin alone, a pickle, which may run code "
-                    f"where a program reads all of it; {remedy}"
+                    f"model: expected {what} in {model!r}, found only pytorch_model.bin, a pickle, which may run code "
+                    f"when a program reads all of it; {remedy}"
                 ) from error
             raise
     network, report = loaded
@@ -278,7 +265,7 @@ def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
 
 
 def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
-    """The configuration of a base model. Raises as :func:`load_backbone` does."""
+    """Load the configuration of a base model; raise the same errors as :func:`load_backbone`."""
     if spec.objects is not None:
         own: PreTrainedConfig = spec.objects.model.config
         check_is_causal(spec.id, own)
@@ -301,10 +288,10 @@ def load_config(spec: BaseModelSpec) -> PreTrainedConfig:
 
 
 def _check_is_no_adapter(model: str, folder: Path) -> None:
-    """Refuse the folder of an adapter, or of a run that has one, with the keys that say what is meant.
+    """Check that a folder is neither an adapter nor a run with an adapter; the error suggests the keys to write.
 
     Raises:
-        ModelError: There is an adapter.
+        ModelError: The folder holds an adapter.
     """
     found = next((path for path in (folder, folder / "best") if (path / "adapter_config.json").is_file()), None)
     if found is None:
@@ -322,7 +309,7 @@ def _check_is_no_adapter(model: str, folder: Path) -> None:
 
 
 def _check_complete(model: str, report: Mapping[str, Any], remedy: str) -> None:
-    """Refuse missing weights and weights of another shape: transformers would fill them with random numbers."""
+    """Check that no weight is missing or has another shape: transformers would fill it with random numbers."""
     wrong = [f"no {name}" for name in sorted(report["missing_keys"])]
     wrong += [
         f"{name} as {tuple(found)} instead of {tuple(expected)}"

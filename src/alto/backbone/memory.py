@@ -6,8 +6,6 @@ import gc
 
 import torch
 
-__all__ = ["device_name", "is_out_of_memory", "release_memory"]
-
 _MESSAGES = (
     "DefaultCPUAllocator: can't allocate memory",  # PyTorch on a CPU
     "DefaultCPUAllocator: not enough memory",  # the same on Windows
@@ -18,18 +16,18 @@ _MESSAGES = (
     "CUDA error: out of memory",
     "CUDA driver error: out of memory",
 )
-"""Messages of a ``RuntimeError`` by which libraries without an own error type report it."""
+"""Messages of a ``RuntimeError`` with which libraries report it if they have no error type for it."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` means that the device, or the machine, has no memory left."""
+    """Return whether ``error`` means that the device, or the machine, has no memory left."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of device: ``cpu``, or the model of a GPU."""
+    """Return the kind of device: ``cpu``, or the model of a GPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

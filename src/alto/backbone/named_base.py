@@ -1,9 +1,9 @@
-"""Whether a model that is given as an object is the one that its name loads.
+"""Checks whether a model that is given as an object equals the model that its name loads.
 
-Then a run on it is one on the name: any process can resume it, and PEFT and vLLM load its adapter. What is compared is
-what decides the forward pass and the tokens: the class and the classes of all modules, their plain attributes, the
-configuration, every number of every weight, and the tokenizer. Only files on this machine are read, nothing is
-downloaded.
+If so, a run on the object counts as a run on the name: any process can resume it, and PEFT and vLLM load its adapter.
+The comparison covers everything that decides the forward pass and the tokens: the classes of the model and its modules,
+their plain attributes, the configuration, every number of every weight, and the tokenizer. Only files on this machine
+are read; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -20,34 +20,50 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from alto.backbone.fingerprint import named_tensors, weight_files
-from alto.backbone.load import load_config, load_tokenizer, resolve_model
-from alto.backbone.skeleton import build_skeleton
+from alto.backbone.load import load_config, load_network, load_tokenizer, resolve_model
+from alto.backbone.reading import auto_class, reading
+from alto.backbone.sharded_load import parameters_on_meta
 from alto.errors import ModelError
-from alto.spec import BaseModelSpec
-from alto.spec.base_objects import BaseObjects
+from alto.spec import BaseModelSpec, BaseObjects
 
-__all__ = ["NamedBase", "find_named_base"]
+
+def build_skeleton(spec: BaseModelSpec) -> PreTrainedModel:
+    """Build the modules of a base model; weights are not read and take no memory. Return a model given as an object
+    itself.
+
+    Raises:
+        ModelNotFoundError: There is no model of that name, or its configuration is missing.
+        ModelError: Its configuration is not that of a causal LM, or needs ``trust_remote_code``.
+    """
+    if spec.objects is not None:
+        return load_network(spec)
+    config, path = load_config(spec), resolve_model(spec.id)
+    what = "config.json of a causal language model"
+    with reading(spec.id, path, what, "use a base model that transformers supports"), parameters_on_meta():
+        network: PreTrainedModel = auto_class(config).from_config(config, trust_remote_code=spec.trust_remote_code)
+    return network.requires_grad_(False)
+
 
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 
 _OF_THE_FILE = {"transformers_version", "architectures", "dtype", "torch_dtype"}
-"""Keys of a configuration that say where it is from, and the precision, which is compared by itself."""
+"""Configuration keys for the origin of the model, and for the precision, which is compared separately."""
 
 _OF_USE = {"use_cache", "output_attentions", "output_hidden_states", "return_dict", "pad_token_id"}
-"""Keys that no number of a training step depends on."""
+"""Configuration keys that do not change the results of a training step."""
 
 _FLAGS = ("training", "gradient_checkpointing", "name_or_path")
-"""Attributes of modules that training sets itself, and where the model is from."""
+"""Attributes of modules that training sets itself, and the origin of the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedBase:
-    """What loads the same base model.
+    """The settings that load the same base model.
 
     Attributes:
         model: A folder, or a hub id.
         dtype: Precision of the weights.
-        chat_template: That of the object, where the named tokenizer has another one; else None.
+        chat_template: The object's chat template if that of the named tokenizer differs; else None.
     """
 
     model: str
@@ -56,10 +72,11 @@ class NamedBase:
 
 
 def find_named_base(objects: BaseObjects) -> NamedBase | None:
-    """What loads the same model and tokenizer as ``objects``; None where nothing does, or where it cannot be shown.
+    """Return the settings that load the same model and tokenizer as ``objects``; None if there are none, or if equality
+    cannot be shown.
 
     Args:
-        objects: The model without adapters; none of its hooks or attributes may be those of training.
+        objects: The model without adapters, before training has set hooks or attributes on it, and its tokenizer.
     """
     model: PreTrainedModel = objects.model
     name = model.name_or_path
@@ -73,7 +90,7 @@ def find_named_base(objects: BaseObjects) -> NamedBase | None:
         if folder is None or not _is_same_network(model, BaseModelSpec(id=str(folder))):
             return None
         tokenizer = load_tokenizer(BaseModelSpec(id=str(folder)))
-    except ModelError:  # what it names is none of this model
+    except ModelError:  # the name loads no model of this kind
         return None
     if not _are_same_tokens(objects.tokenizer, tokenizer) or not _are_same_weights(model, folder):
         return None
@@ -89,13 +106,13 @@ def find_named_base(objects: BaseObjects) -> NamedBase | None:
 
 
 def _folder(name: str) -> Path | None:
-    """The folder of its files on this machine."""
+    """Return the folder of the model's files on this machine; None if there is none."""
     path = resolve_model(name)
     if Path(path).is_dir():
         return Path(path)
     try:
         config = cached_file(path, "config.json", local_files_only=True)
-    except (OSError, ValueError):  # a name of another kind, or one that was never downloaded
+    except (OSError, ValueError):  # not a hub id, or never downloaded
         return None
     return None if config is None else Path(config).parent
 
@@ -118,7 +135,7 @@ def _plain_config(config: PreTrainedConfig) -> str:
 
 
 def _without(value: Any) -> Any:
-    """``value`` without keys that decide nothing, at any depth: configurations hold others."""
+    """Return ``value`` without irrelevant keys, at any depth: configurations contain other configurations."""
     if not isinstance(value, dict):
         return value
     left_out = _OF_THE_FILE | _OF_USE
@@ -126,7 +143,8 @@ def _without(value: Any) -> Any:
 
 
 def _is_same_module(module: nn.Module, other: nn.Module) -> bool:
-    """The same class with the same numbers and texts as attributes, and nothing of its own in its forward pass."""
+    """Return whether both modules have the same class and equal plain attributes, and ``module`` has neither hooks nor
+    a ``forward`` of its own."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if type(module) is not type(other) or "forward" in vars(module) or any(hooks):
         return False
@@ -142,7 +160,7 @@ def _plain_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _are_same_tokens(tokenizer: Any, named: Any) -> bool:
-    """Whether both make the same tokens of any text, and end it alike; that of padding decides nothing."""
+    """Return whether both tokenizers encode and end any text alike; the padding token does not matter."""
     if not (hasattr(tokenizer, "backend_tokenizer") and hasattr(named, "backend_tokenizer")):
         return False
     ends = ("bos_token_id", "eos_token_id")
@@ -157,11 +175,11 @@ def _are_same_tokens(tokenizer: Any, named: Any) -> bool:
 
 @torch.no_grad()
 def _are_same_weights(model: PreTrainedModel, folder: Path) -> bool:
-    """Whether the files hold every weight of ``model``, number by number, in its precision."""
+    """Return whether the files hold every weight of ``model``, exactly equal after conversion to its precision."""
     left: dict[str, Tensor] = named_tensors(model)
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  # it is no mapping
+            for name in opened.keys():  # noqa: SIM118  # not a mapping
                 own = left.get(name)
                 if own is None:  # a tied weight, or one that the class does not have
                     continue

@@ -1,7 +1,8 @@
-"""Linear layers of the base with weights in 4 or 8 bits, as bitsandbytes packs them."""
+"""Linear layers of the base model with weights in 4 or 8 bits, packed by bitsandbytes."""
 
 from __future__ import annotations
 
+import copy
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,11 +12,9 @@ from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from alto.backbone.reading import auto_class
 from alto.errors import ModelError, UnsupportedError
-from alto.spec import BaseModelSpec, Quantisation
-from alto.spec.base_model import LOAD_IN_4BIT, QUANTISATION_KEYS, quantisation_keys, quantisation_of
-
-__all__ = ["QuantisedLinear", "bitsandbytes_config", "plan_packing", "unpack_on_use"]
+from alto.spec import LOAD_IN_4BIT, QUANTISATION_KEYS, BaseModelSpec, Quantisation, quantisation_keys, quantisation_of
 
 _PACKAGES = ("bitsandbytes", "accelerate")  # transformers loads bitsandbytes through accelerate
 
@@ -25,15 +24,15 @@ class QuantisedLinear(nn.Linear):
 
     The weight is dequantised in the forward pass and again in the backward pass, and freed after each.
     Activations are not rounded: bitsandbytes' own 8-bit product rounds them on some devices, and treats a whole column
-    differently when one token in it is large, so that the tokens of one job would change another's.
+    differently if one token in it is large, so that the tokens of one job would change those of another.
 
     ``packed`` is the weight in bitsandbytes' format: bytes of two numbers each, or ``[N, K]`` int8. The quantisation
-    state is small and never sharded, also where ``packed`` is.
+    state is small and never sharded, even if ``packed`` is.
 
     Args:
-        layer: A ``Linear4bit`` or ``Linear8bitLt`` on its final device; or one on the meta device, whose weight
-            :meth:`pack` makes later.
-        dtype: Of the base.
+        layer: A ``Linear4bit`` or ``Linear8bitLt`` on its final device; or on the meta device, if :meth:`pack` makes
+            its weight later.
+        dtype: Dtype of the base model.
     """
 
     packed: nn.Parameter
@@ -60,9 +59,9 @@ class QuantisedLinear(nn.Linear):
         self.packed = nn.Parameter(packed, requires_grad=False)
 
     def pack(self, weight_NK: Tensor, device: torch.device) -> Tensor:
-        """Pack a weight in the dtype of the base on the CPU: the whole ``packed``, on ``device``.
+        """Pack a weight, given on the CPU in the dtype of the base model; return the whole packed weight on ``device``.
 
-        Its quantisation state is kept; the caller copies this rank's part of the result into ``packed``.
+        The quantisation state is kept; the caller copies this rank's part of the result into ``packed``.
         """
         kind, settings = self._packing
         made = kind(weight_NK, requires_grad=False, **settings).to(device)
@@ -77,8 +76,8 @@ class QuantisedLinear(nn.Linear):
             self.register_buffer("scale_N1", packed.SCB[:, None] * (1.0 / 127.0), persistent=False)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # of a plain layer it is a parameter
-        """``[N, K]`` in the dtype of the base, dequantised at each call."""
+    def weight(self) -> Tensor:  # type: ignore[override]  # a parameter in plain layers
+        """The weight ``[N, K]`` in the dtype of the base model, dequantised at each access."""
         if not self._is_4bit:
             return self.packed.to(self.dtype).mul_(self.scale_N1)
         from bitsandbytes.functional import dequantize_4bit
@@ -104,11 +103,11 @@ class _Product(torch.autograd.Function):
 
 
 def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAndBytesConfig | None:
-    """How to quantise the linear layers of a base model while it is read; None where quantisation is not requested, or
-    where they are quantised on disk.
+    """Return how to quantise the linear layers of a base model while it is read; None if quantisation is not requested,
+    or if they are quantised on disk.
 
     Args:
-        config: The model's own configuration, which has its quantisation on disk.
+        config: The model's own configuration, which describes its quantisation on disk.
 
     Raises:
         ModelError: The model is quantised on disk in another way than requested.
@@ -131,14 +130,14 @@ def bitsandbytes_config(spec: BaseModelSpec, config: PreTrainedConfig) -> BitsAn
         )
     if wanted not in ("none", on_disk):
         raise ModelError(
-            f"model: expected an unquantised model to load in {_bits(wanted)} bits, found that {spec.id!r} lies on "
-            f"disk in {_bits(on_disk)} bits; remove {key!r}, or use the unquantised model"
+            f"model: expected an unquantised model to load in {_bits(wanted)} bits, found that {spec.id!r} is stored "
+            f"on disk in {_bits(on_disk)} bits; remove {key!r}, or use the unquantised model"
         )
     return None
 
 
 def unpack_on_use(network: PreTrainedModel) -> None:
-    """Replace the layers of bitsandbytes in ``network`` by :class:`QuantisedLinear`, on the same memory."""
+    """Replace the layers of bitsandbytes in ``network`` by :class:`QuantisedLinear`, without copying weights."""
     from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
 
     packed = [
@@ -149,8 +148,8 @@ def unpack_on_use(network: PreTrainedModel) -> None:
 
 
 def plan_packing(network: PreTrainedModel, quantisation: BitsAndBytesConfig) -> None:
-    """Replace the layers of ``network``, all on the meta device, that bitsandbytes would quantise by
-    :class:`QuantisedLinear` whose weights are still to be packed."""
+    """Replace the layers that bitsandbytes would quantise by :class:`QuantisedLinear`, whose weights are packed later.
+    All layers of ``network`` are on the meta device."""
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 
     kept = get_keys_to_not_convert(network)
@@ -176,3 +175,28 @@ def _quantisation_on_disk(model: str, config: PreTrainedConfig) -> Quantisation:
 
 def _bits(quantisation: Quantisation) -> str:
     return quantisation.removesuffix("bit")
+
+
+def dequantised(network: PreTrainedModel, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return a model of the same class with plain linear layers, in the dtype of ``network``; its logits are equal, and
+    it can be saved. If nothing is quantised, return ``network`` itself.
+
+    Args:
+        network: A result of :func:`alto.backbone.load_network`.
+        trust_remote_code: Whether to allow the Python code that comes with the model.
+    """
+    layers = {name: module for name, module in network.named_modules() if isinstance(module, QuantisedLinear)}
+    if not layers:
+        return network
+    config = copy.deepcopy(network.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    plain: Any = auto_class(config).from_config(config, dtype=network.dtype, trust_remote_code=trust_remote_code)
+    packed = {f"{name}.packed" for name in layers}
+    weights: dict[str, Tensor] = {name: value for name, value in network.state_dict().items() if name not in packed}
+    with torch.no_grad():
+        weights |= {f"{name}.weight": layer.weight for name, layer in layers.items()}
+    plain.load_state_dict(weights)
+    plain.generation_config = network.generation_config
+    model: PreTrainedModel = plain.to(network.device).eval().requires_grad_(False)
+    return model

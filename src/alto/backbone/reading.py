@@ -1,4 +1,4 @@
-"""Translates errors of reading a model into ALTO's: file, expectation, remedy."""
+"""Translates the errors of reading a model into ALTO's errors, which name the file, the expectation and a remedy."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ import pickle
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import has_file
 
 from alto.errors import ModelError, ModelNotFoundError
 
-__all__ = ["has_pickle_weights", "reading"]
-
 _MAX_REASON_CHARS = 240
 
 _NOT_READABLE = (
-    ValueError,  # invalid JSON among them
+    ValueError,  # includes invalid JSON
     KeyError,
     TypeError,
     AttributeError,
@@ -40,14 +47,14 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
     """Translate the errors of ``from_pretrained``.
 
     Args:
-        model: As the user wrote it.
+        model: Name of the model, as the user wrote it.
         path: The argument of ``from_pretrained``.
-        what: What is read, and from which files.
-        remedy: What to do where it exists and cannot be used.
+        what: The thing that is read, and its files, for the message.
+        remedy: Advice for a model that exists but cannot be used.
 
     Raises:
         ModelNotFoundError: A file, or everything under that name, is missing.
-        ModelError: It exists and cannot be used.
+        ModelError: The model exists but cannot be used.
     """
     is_local = Path(path).is_dir()
     try:
@@ -67,8 +74,8 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
     except _NOT_READABLE as error:
         if "trust_remote_code" in str(error):
             raise ModelError(
-                f"model: expected {what} that transformers itself can read, found that {model!r} brings Python code of "
-                f"its own; that code would run with all your rights: read it, then set 'trust_remote_code: true', or "
+                f"model: expected {what} that transformers itself can read, found that {model!r} brings its own "
+                f"Python code, which would run with all your rights; read it, then set 'trust_remote_code: true', or "
                 f"use another base model"
             ) from error
         raise ModelError(
@@ -77,13 +84,13 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
 
 
 def has_pickle_weights(path: str) -> bool:
-    """Whether there are weights in PyTorch's own format, a pickle."""
+    """Return whether there are weights in PyTorch's own format, a pickle."""
     return any(has_file(path, name) for name in (WEIGHTS_NAME, WEIGHTS_INDEX_NAME))
 
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide transformers' progress bar for local models, which are read quickly. Downloads show it."""
+    """Hide transformers' progress bar; local models are read quickly."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
@@ -95,3 +102,32 @@ def _no_progress_bar() -> Iterator[None]:
 
 def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {textwrap.shorten(str(error), _MAX_REASON_CHARS)}"
+
+
+_NAMES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()}
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """Return transformers' factory for the model that ``config`` describes: the factory of causal language models, or,
+    for a model that also reads images and has no class for text alone, that of vision-language models. The latter are
+    tuned on rows of text."""
+    is_visual = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForImageTextToText if is_visual else AutoModelForCausalLM
+
+
+def check_is_causal(model: str, config: PreTrainedConfig) -> None:
+    """Refuse a classifier or an encoder: transformers would load its body and add a new language-model head.
+
+    Args:
+        model: Name of the model, for messages.
+        config: Its configuration.
+
+    Raises:
+        ModelError: The model is a classifier or an encoder.
+    """
+    for name in config.architectures or ():
+        if hasattr(transformers, name) and name not in _NAMES:
+            raise ModelError(
+                f"model: expected config.json of {model!r} to name the architecture of a causal language model, found "
+                f"{name}; use a base model that generates text"
+            )

@@ -1,8 +1,8 @@
-"""The load-balancing loss of a mixture's routers: ``E · Σ_e f_e · P_e`` over some tokens.
+"""The load-balancing loss of the routers in a mixture of experts: ``E · Σ_e f_e · P_e`` over some tokens.
 
-``f_e`` is how often expert ``e`` is among those that a token chooses, ``P_e`` its mean probability, both over the
-tokens of all layers with a router. Only ``P`` has a gradient. Source: ``load_balancing_loss_func`` of transformers 5,
-after Switch Transformers (https://huggingface.co/papers/2101.03961), equations 4 to 6.
+``f_e`` is how often a token chooses expert ``e``, ``P_e`` the expert's mean probability, both over the tokens of all
+layers with a router. Only ``P`` has a gradient. Source: ``load_balancing_loss_func`` of transformers 5, after Switch
+Transformers (https://huggingface.co/papers/2101.03961), equations 4 to 6.
 
 Shapes: ``T`` tokens, ``U`` runs of them, ``E`` experts.
 """
@@ -22,13 +22,11 @@ from alto.backbone.backbone import Backbone
 from alto.backbone.probe import refusing
 from alto.backbone.sharding import find_body
 from alto.errors import UnsupportedModelError
-from alto.spec.method import find_method
-
-__all__ = ["check_router_loss", "recorded_routers", "router_coefficient", "router_notes", "router_sums"]
+from alto.spec import find_method
 
 _KEY = "router_aux_loss_coef"
 _BY_SWITCH = ("cpo", "orpo")
-"""Methods whose trainers in TRL add the loss only where the model's configuration has output_router_logits true."""
+"""Methods whose trainers in TRL add the loss only if ``output_router_logits`` is true in the model's configuration."""
 
 _NUM_TOKENS = 23
 _SAME = 1e-4
@@ -36,16 +34,16 @@ _SAME = 1e-4
 
 
 def router_coefficient(model: PreTrainedModel, given: float | None, method: str) -> float:
-    """The factor of the load-balancing loss in the loss of a job; 0 where it is not added.
+    """Return the factor of the load-balancing loss in the loss of a job; 0 if the loss is not added.
 
     Args:
         model: The base model, with or without weights.
-        given: The job's ``router_aux_loss_coef``; None is what TRL 1.16 does: the model's own factor with methods that
-            learn from the losses of tokens (with ``orpo`` and ``cpo`` where its ``output_router_logits`` is true).
+        given: The job's ``router_aux_loss_coef``. None behaves as TRL 1.16: the model's own factor with methods that
+            learn from the losses of tokens (with ``orpo`` and ``cpo`` only if its ``output_router_logits`` is true).
         method: The task's method.
 
     Raises:
-        UnsupportedModelError: ``given`` is above 0, and the model is no mixture of experts with such a loss.
+        UnsupportedModelError: ``given`` is not 0, but the model is not a mixture of experts with such a loss.
     """
     has_loss = _has_loss(model)
     if given and not has_loss:
@@ -60,7 +58,8 @@ def router_coefficient(model: PreTrainedModel, given: float | None, method: str)
 
 
 def router_notes(model: PreTrainedModel, given: Sequence[float | None], method: str) -> tuple[str, ...]:
-    """A notice where jobs that do not set the loss themselves train with it, or without one that the model has.
+    """Return a notice if the model has a factor for this loss and some jobs do not set their own; it says whether these
+    jobs train with the loss.
 
     Args:
         model: The base model, with or without weights.
@@ -90,13 +89,13 @@ def router_notes(model: PreTrainedModel, given: Sequence[float | None], method: 
 
 @contextmanager
 def recorded_routers(backbone: Backbone) -> Iterator[list[Tensor]]:
-    """While the context lasts, the list holds what the routers gave in the last forward pass: logits ``[T, E]`` of
-    every layer that has one, tokens in the order of the batch.
+    """Yield a list that holds the router logits of the last forward pass inside the context: ``[T, E]`` for every layer
+    with a router, with the tokens in the order of the batch.
 
-    They are what the model itself returns with ``output_router_logits``.
+    The model itself returns these logits with ``output_router_logits``.
 
     Raises:
-        UnsupportedModelError: A forward pass returns none.
+        UnsupportedModelError: A forward pass returns no router logits.
     """
     found: list[Tensor] = []
 
@@ -123,15 +122,15 @@ def recorded_routers(backbone: Backbone) -> Iterator[list[Tensor]]:
 def router_sums(
     backbone: Backbone, routers: Sequence[Tensor], lengths: Sequence[int], weights_T: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """How often each expert is chosen in every run of tokens, and the sum of its probabilities, over all layers.
+    """Return how often each expert is chosen in every run of tokens, and the sum of its probabilities, over all layers.
 
-    Each run is summed by itself, in an order that depends only on its length, so its bits depend on no other run.
+    Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run.
 
     Args:
         backbone: The base model.
         routers: Logits ``[T, E]`` of every layer, from :func:`recorded_routers`.
-        lengths: Tokens of every run, in order; they sum to ``T``.
-        weights_T: How many times each token counts, float64; None for once.
+        lengths: Number of tokens of every run, in order; they sum to ``T``.
+        weights_T: Weight of each token, float64; None for 1.
 
     Returns:
         Two tensors ``[U, E]``, float64; only the second has a gradient.
@@ -154,7 +153,7 @@ def check_router_loss(backbone: Backbone) -> None:
     """Compare the loss with the model's own on a few tokens.
 
     Raises:
-        UnsupportedModelError: The model's own loss is another, or it has none.
+        UnsupportedModelError: The model's own loss differs, or the model returns none.
     """
     model = backbone.model
     num_tokens = min(_NUM_TOKENS, int(model.config.get_text_config().vocab_size), backbone.max_length or _NUM_TOKENS)
@@ -172,7 +171,7 @@ def check_router_loss(backbone: Backbone) -> None:
 
 
 class _RunSums(torch.autograd.Function):
-    """Sums ``[U, E]`` of runs of tokens, of which nothing is kept for the backward pass but the run of each token."""
+    """Sums ``[U, E]`` over runs of tokens; the backward pass needs only the run and the weight of each token."""
 
     @staticmethod
     def forward(ctx: Any, values_TE: Tensor, lengths_U: Tensor, weights_T: Tensor | None, run_T: Tensor) -> Tensor:
@@ -194,14 +193,14 @@ def _run_sums(values_TE: Tensor, lengths_U: Tensor, weights_T: Tensor | None) ->
 
 
 def _has_loss(model: PreTrainedModel) -> bool:
-    """Whether the model has routers and can return their logits, and its code computes the loss of them."""
+    """Return whether the model has routers, can return their logits, and has code that computes their loss."""
     is_switched = hasattr(model.config.get_text_config(), "output_router_logits")
     has_function = hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
     return is_switched and has_function and _has_routers(model)
 
 
 def _has_routers(model: PreTrainedModel) -> bool:
-    """Whether a layer of the model is one of those whose logits transformers records; some configurations have none."""
+    """Return whether the model has a layer whose router logits transformers records; some configurations have none."""
     recorders: list[Any] = []
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -218,7 +217,7 @@ def _own_coefficient(text: PreTrainedConfig) -> float:
 
 
 def _num_chosen(model: PreTrainedModel) -> int:
-    """Experts that a token chooses."""
+    """Return the number of experts that a token chooses."""
     own = getattr(model, "num_experts_per_tok", None)
     return int(model.config.get_text_config().num_experts_per_tok if own is None else own)
 

@@ -9,23 +9,84 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.backbone.padded_rows import PaddedRows
 from alto.errors import UnsupportedModelError
 
-__all__ = ["Sequences"]
+# Sequences as padded rows of one length, for models whose layers need this layout.
+#
+# Attention takes the boundaries of sequences in a concatenated row as an argument. A recurrence, a convolution or
+# custom attention does not. Such a model computes one row per sequence, padded on the right, as Hugging Face's trainers
+# do. Adapters and losses are still computed only for tokens (:mod:`alto.lora.linear`).
+#
+# Shapes: ``T`` tokens, ``S`` sequences, ``L`` positions of the longest, ``P = S · L`` positions.
+
+
+class PaddedRows:
+    """The place of every token in rows of one length.
+
+    Args:
+        lengths: Number of tokens of each sequence.
+        prefixes: Length of each sequence's prefix; see :class:`alto.backbone.sequences.Sequences`. The tokens of the
+            prefix are repeated in the sequence's row.
+        device: Device of the rows.
+
+    Attributes:
+        shape: ``(S, L)``.
+    """
+
+    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int], device: torch.device) -> None:
+        num_tokens = sum(lengths)
+        self.shape = len(lengths), max(map(sum, zip(prefixes, lengths, strict=True)))
+        token_SL = torch.full(self.shape, num_tokens)  # the index after the last token means padding
+        place_T = torch.empty(num_tokens, dtype=torch.long)
+        first = provider = 0
+        for row, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
+            provider = provider if prefix else first
+            token_SL[row, :prefix] = torch.arange(provider, provider + prefix)
+            token_SL[row, prefix : prefix + length] = torch.arange(first, first + length)
+            place_T[first : first + length] = torch.arange(prefix, prefix + length) + row * self.shape[1]
+            first += length
+        self._token_P, self._place_T, self.mask_SL = (
+            _send(numbers, device) for numbers in (token_SL.flatten(), place_T, (token_SL < num_tokens).long())
+        )
+
+    @property
+    def num_positions(self) -> int:
+        """Number of positions ``P``, with padding."""
+        return self.shape[0] * self.shape[1]
+
+    def spread(self, x_TN: Tensor) -> Tensor:
+        """Copy ``[T, N]`` to ``[P, N]``: zeros at padding, tokens of a prefix in every row that uses it.
+
+        The gradient of a token in the prefix of a pair is a sum of two numbers, which has the same bits in any order.
+        """
+        return torch.cat([x_TN, x_TN.new_zeros(1, x_TN.shape[1])]).index_select(0, self._token_P)
+
+    def spread_ids(self, ids_T: Tensor, padding: int) -> Tensor:
+        """Copy token ids ``[T]`` to ``[S, L]``."""
+        return torch.cat([ids_T, ids_T.new_full((1,), padding)]).index_select(0, self._token_P).view(self.shape)
+
+    def collect(self, x_PN: Tensor) -> Tensor:
+        """Select the tokens ``[T, N]`` from ``[P, N]``."""
+        return x_PN.index_select(0, self._place_T)
+
+
+def _send(numbers: Tensor, device: torch.device) -> Tensor:
+    """Copy to ``device`` without host-device synchronisation."""
+    pinned = numbers.pin_memory() if device.type == "cuda" else numbers
+    return pinned.to(device, non_blocking=True)
 
 
 class Sequences:
-    """Concatenated sequences; made once per forward pass and read by every layer.
+    """Concatenated sequences; created once per forward pass and read by every layer.
 
     Args:
-        lengths: Tokens of each sequence.
-        prefixes: Number of tokens at the beginning of the latest sequence without a prefix that are the prefix of each,
-            as if they were its own: two replies to one prompt are a sequence of the prompt and the first reply, and a
-            sequence of the second reply with that prompt as its prefix. None where no sequence has any.
+        lengths: Number of tokens of each sequence.
+        prefixes: Length of each sequence's prefix, 0 without one. The prefix is the beginning of the latest sequence
+            without a prefix. For example, two replies to one prompt are a sequence of the prompt and the first reply,
+            and a sequence of the second reply with the prompt as its prefix. None if no sequence has a prefix.
 
     Attributes:
-        key_lengths: Tokens that the last token of each sequence sees: its prefix and itself.
+        key_lengths: Length of each sequence with its prefix.
         longest: The largest of ``lengths``.
         longest_key: The largest of ``key_lengths``.
     """
@@ -48,21 +109,21 @@ class Sequences:
         self._padded: dict[torch.device, PaddedRows] = {}
 
     def padded(self, device: torch.device) -> PaddedRows:
-        """The same sequences as rows of one length."""
+        """Return the same sequences as padded rows of one length."""
         if device not in self._padded:
             self._padded[device] = PaddedRows(self.lengths, self._prefixes or [0] * len(self.lengths), device)
         return self._padded[device]
 
     def in_chunks(self, size: int) -> Sequences:
-        """The same tokens, each sequence cut into runs of ``size`` positions.
+        """Return the same tokens, with each sequence cut into chunks of ``size`` positions.
 
         Raises:
-            UnsupportedModelError: A sequence has a prefix, whose last run would be shared.
+            UnsupportedModelError: A sequence has a prefix; it would share the last chunk of the prefix.
         """
         if self._prefixes is not None:
             raise UnsupportedModelError(
-                f"expected attention over whole sequences where pairs share their prompt, found a model that attends "
-                f"in chunks of {size} tokens; use another base model, or a method without pairs"
+                f"expected attention over whole sequences for pairs that share their prompt, found a model that "
+                f"attends in chunks of {size} tokens; use another base model, or a method without pairs"
             )
         if size not in self._in_chunks:
             lengths = (min(size, length - start) for length in self.lengths for start in range(0, length, size))
@@ -70,17 +131,17 @@ class Sequences:
         return self._in_chunks[size]
 
     def offsets(self, device: torch.device) -> Tensor:
-        """First token of each sequence and the end of the last, int32 on ``device``."""
+        """Return the first token of each sequence and the end of the last, int32 on ``device``."""
         return self._send("offsets", device, torch.int32)
 
     def key_offsets(self, device: torch.device) -> Tensor:
-        """The same for the result of :meth:`with_prefixes`."""
+        """Return the offsets of the sequences in the result of :meth:`with_prefixes`, int32 on ``device``."""
         return self._send("offsets" if self._prefixes is None else "key_offsets", device, torch.int32)
 
     def with_prefixes(self, x_TGD: Tensor) -> Tensor:
-        """Keys or values with those of each sequence's prefix before its own; unchanged without prefixes.
+        """Return keys or values, with those of each sequence's prefix before its own; unchanged without prefixes.
 
-        Those of a prefix get the gradients of all its sequences, summed in their order.
+        A token of a prefix gets the sum of the gradients of all sequences that use it, in their order.
         """
         if self._prefixes is None:
             return x_TGD
@@ -88,7 +149,7 @@ class Sequences:
         return found
 
     def prefix_gradients(self, grad_KGD: Tensor) -> Tensor:
-        """The gradient of the argument of :meth:`with_prefixes` from that of its result."""
+        """Compute the gradient of the argument of :meth:`with_prefixes` from the gradient of its result."""
         device = grad_KGD.device
         lent_P, copies_PC, own_T = (self._send(name, device, torch.int64) for name in ("lent", "copies", "own_keys"))
         grad_TGD = grad_KGD.index_select(0, own_T)
@@ -98,7 +159,8 @@ class Sequences:
         return grad_TGD
 
     def _send(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Made and copied at the first use, from pinned memory, without host-device synchronisation."""
+        """Return the tensor ``name``; it is built and copied at the first use, from pinned memory, without host-device
+        synchronisation."""
         if (name, device) not in self._sent:
             numbers = torch.as_tensor(getattr(self, f"_{name}")(), dtype=dtype)
             pinned = numbers.pin_memory() if device.type == "cuda" else numbers
@@ -112,7 +174,7 @@ class Sequences:
         return list(accumulate(self.key_lengths, initial=0))
 
     def _key_tokens(self) -> Tensor:
-        """The token at every place of the result of :meth:`with_prefixes`."""
+        """Return the index of the token at every place of the result of :meth:`with_prefixes`."""
         ranges = [
             torch.arange(first, first + count)
             for provider, prefix, start, length in self._parts()
@@ -121,17 +183,19 @@ class Sequences:
         return torch.cat(ranges)
 
     def _own_keys(self) -> Tensor:
-        """The place of every token among the keys of its own sequence."""
+        """Return the place of every token in the result of :meth:`with_prefixes`, among the keys of its own
+        sequence."""
         keys = zip(self._parts(), self._key_offsets(), strict=False)
         return torch.cat([torch.arange(key + prefix, key + prefix + length) for (_, prefix, _, length), key in keys])
 
     def _lent(self) -> Tensor:
-        """Tokens that are in the prefix of a sequence, ``[P]``."""
+        """Return the indices of the tokens that are in the prefix of a sequence, ``[P]``."""
         lent = self._borrowers().items()
         return torch.cat([torch.arange(provider, provider + max(prefixes)) for provider, (prefixes, _) in lent])
 
     def _copies(self) -> Tensor:
-        """The places of each of these in prefixes, ``[P, C]``; the place behind all where it has fewer than another."""
+        """Return the places of the tokens of :meth:`_lent` as parts of prefixes, ``[P, C]``; rows with fewer places are
+        filled with the index after the last place."""
         behind, borrowers = sum(self.key_lengths), list(self._borrowers().values())
         most = max(len(prefixes) for prefixes, _ in borrowers)
         found = [torch.full((max(prefixes), most), behind) for prefixes, _ in borrowers]
@@ -141,7 +205,8 @@ class Sequences:
         return torch.cat(found)
 
     def _borrowers(self) -> dict[int, tuple[list[int], list[int]]]:
-        """By first token of a sequence that lends its beginning: the lengths of the prefixes, and where they begin."""
+        """Map the first token of each sequence that provides prefixes to their lengths and to the places where they
+        begin."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for (provider, prefix, _, _), key in zip(self._parts(), self._key_offsets(), strict=False):
             if prefix:
@@ -151,7 +216,7 @@ class Sequences:
         return found
 
     def _parts(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield for every sequence the start and the length of its prefix, and its own start and length."""
+        """Yield, for every sequence, the start and the length of its prefix, and its own start and length."""
         assert self._prefixes is not None
         provider = 0
         for prefix, length, start in zip(self._prefixes, self.lengths, self._offsets(), strict=False):
@@ -160,8 +225,8 @@ class Sequences:
 
 
 class _WithPrefixes(torch.autograd.Function):
-    """:meth:`Sequences.with_prefixes`, whose gradient has the same bits in every run: that of PyTorch's own selection
-    is summed in any order on a GPU."""
+    """:meth:`Sequences.with_prefixes` with a gradient that has the same bits in every run; on a GPU, PyTorch's
+    ``index_select`` sums it in any order."""
 
     @staticmethod
     def forward(ctx: Any, x_TGD: Tensor, sequences: Sequences) -> Tensor:

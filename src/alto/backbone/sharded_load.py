@@ -1,4 +1,4 @@
-"""Loads a base model in shards: every rank reads its own slices of the files, and none holds the whole model."""
+"""Loads a base model in shards: every rank reads its own slices of the files, and no rank holds the whole model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from alto.backbone.model_class import auto_class
 from alto.backbone.quantised import QuantisedLinear, plan_packing
+from alto.backbone.reading import auto_class
 from alto.backbone.sharding import find_roots, shard
-
-__all__ = ["load_sharded", "parameters_on_meta"]
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -34,22 +32,21 @@ def load_sharded(
     quantisation: BitsAndBytesConfig | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
-    """The model of ``config`` with this rank's part of the safetensors weights at ``path``, and a report of missing
-    weights.
+    """Load the model of ``config`` with this rank's part of the safetensors weights at ``path``.
 
-    All ranks call this together. The files must name weights as the model does.
+    All ranks call this together. The files must use the model's names of weights.
 
     Args:
-        path: Folder of the model.
+        path: Folder or hub id of the model.
         config: Configuration of the model.
         dtype: Precision of the model; None for that of the files.
         device: Device of this rank.
         mesh: The ranks.
-        quantisation: How to quantise the linear layers, a weight at a time.
-        trust_remote_code: Run Python code that comes with the model.
+        quantisation: How to quantise the linear layers, one weight at a time.
+        trust_remote_code: Whether to run Python code that comes with the model.
 
     Returns:
-        The model; and ``missing_keys`` and ``mismatched_keys`` as transformers reports them.
+        The model; and ``missing_keys`` and ``mismatched_keys`` in transformers' format.
 
     Raises:
         OSError: There are no safetensors files.
@@ -89,12 +86,13 @@ class _Files:
         return first.dtype
 
     def find(self, names: Iterable[str], prefix: str) -> str | None:
-        """The name of a weight in the files: its own, or that without the prefix of the model's body."""
+        """Return the name of a weight in the files: its own name, or the name without the prefix of the model's
+        body."""
         keys = (key for name in names for key in (name, name.removeprefix(f"{prefix}.")))
         return next((key for key in keys if key in self._file_of), None)
 
     def part(self, key: str) -> Any:
-        """A handle of the weight, from which slices can be read."""
+        """Return a handle of the weight, from which slices can be read."""
         return self._file_of[key].get_slice(key)
 
     def __enter__(self) -> _Files:
@@ -117,7 +115,7 @@ def _weight_files(path: str) -> list[str]:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Modules that are built inside get parameters without memory; their buffers are real."""
+    """Build modules inside the context with parameters that take no memory; their buffers are real."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -133,7 +131,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def _give_memory(network: nn.Module, device: torch.device) -> None:
-    """Memory for this rank's parts of the parameters; buffers keep their numbers."""
+    """Allocate memory for this rank's parts of the parameters; buffers keep their values."""
     buffers = {name: buffer.clone() for name, buffer in network.named_buffers()}
     network.to_empty(device=device)
     for name, buffer in network.named_buffers():
@@ -163,7 +161,8 @@ def _fill(network: PreTrainedModel, files: _Files, mesh: DeviceMesh, device: tor
 
 
 def _wanted(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor, QuantisedLinear | None]]:
-    """The required weights: names of each, its destination, and the layer that packs it first."""
+    """Yield the required weights: the names of each, its destination, and the layer that packs it before it is copied,
+    or None."""
     stored = network.state_dict(keep_vars=True)
     names: dict[int, list[str]] = defaultdict(list)
     for name, tensor in stored.items():
@@ -176,7 +175,7 @@ def _wanted(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor, Quant
 
 
 def _rows_of_rank(source: Any, num_rows: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows, as FSDP splits them: equal numbers for each, the last ranks may have fewer."""
+    """Return this rank's rows, split as FSDP splits them: equal numbers per rank, fewer for the last ranks."""
     per_rank = -(-num_rows // mesh.size())
     first = min(mesh.get_local_rank() * per_rank, num_rows)
     rows: Tensor = source[first : min(first + per_rank, num_rows)]

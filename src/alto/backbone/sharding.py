@@ -1,8 +1,8 @@
 """A frozen base model whose parameters are sharded over ranks and gathered layer by layer.
 
-Every rank keeps a part of every parameter (FSDP2's ``fully_shard``) and gathers a layer for its forward pass and again
-for its backward pass, the next one already under way. Nothing is reduced: a frozen base has no gradients. So every rank
-must run the same forward and backward passes, each on its own tokens.
+Every rank keeps a part of every parameter (FSDP2's ``fully_shard``). It gathers a layer for its forward pass and again
+for its backward pass, and prefetches the next layer meanwhile. Nothing is reduced, because a frozen base model has no
+gradients. Every rank must run the same forward and backward passes, each on its own tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from transformers.utils import output_capturing
 
 from alto.errors import UnsupportedModelError
 
-__all__ = ["find_body", "find_roots", "forget_micro_batch", "held_bytes", "is_sharded", "shard"]
-
 
 def find_body(model: PreTrainedModel) -> Any:
-    """The part of a causal LM that gives the final hidden states; the model itself where it has no such part."""
+    """Return the part of a causal LM that returns the final hidden states; the model itself if it has no such part."""
     body = model.base_model
     if body is model:  # in some classes the name differs from ``base_model_prefix``
         body = getattr(model, "model", model)
@@ -35,8 +33,9 @@ def find_body(model: PreTrainedModel) -> Any:
 def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Shard ``model`` in place: keep this rank's part of every parameter. Parameters may be on the meta device.
 
-    A layer is gathered as a whole, and so are the embeddings and the output head, each only while it is used: a layer
-    for its forward pass and again for its backward pass, the next one meanwhile; the other two have no backward pass.
+    Each layer, the embeddings and the output head are gathered as a whole, and only while they are used: a layer for
+    its forward pass and again for its backward pass, while the next layer is prefetched. The embeddings and the output
+    head have no backward pass.
 
     Raises:
         UnsupportedModelError: The model is not built of layers.
@@ -54,7 +53,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for part in (*layers, embeddings, *(() if is_tied else (head,))):
         fully_shard(part, mesh=mesh, reshard_after_forward=True)
     body: Any = fully_shard(find_body(model), mesh=mesh)
-    # By the class, which is a new one now, transformers knows what a model can return beside its hidden states.
+    # FSDP has changed the class of the body; transformers looks up by class which extra outputs a model can return.
     output_capturing._CAN_RECORD_REGISTRY[body] = getattr(body, "_can_record_outputs", None)
     body._set_unshard_async_op(True)  # else a layer's bytes would be in memory twice until the next one is gathered
     embeddings.set_unshard_in_backward(False)
@@ -67,8 +66,11 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def find_roots(model: PreTrainedModel) -> None:
-    """Initialise FSDP once the parameters have values: body and output head are its root modules. Modules gathered by
-    hand (:class:`alto.backbone.output_head.OutputHead`) must be initialised before. All ranks call it together."""
+    """Initialise FSDP after the parameters have values; body and output head are its root modules.
+
+    Modules that are gathered by hand (:class:`alto.backbone.output_head.OutputHead`) must be initialised before that.
+    All ranks call this together.
+    """
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     hidden = find_body(model)(input_ids=token, use_cache=False).last_hidden_state
     head: Any = model.get_output_embeddings()
@@ -77,8 +79,8 @@ def find_roots(model: PreTrainedModel) -> None:
 
 
 def forget_micro_batch(model: PreTrainedModel) -> None:
-    """Clean up after a forward pass without a backward pass: FSDP would keep references to its layers until there is
-    one.
+    """Clean up after a forward pass without a backward pass; otherwise FSDP keeps references to its layers until the
+    next backward pass.
 
     PyTorch before 2.13 cannot drop them; it keeps a few references per forward pass until the next training step.
     """
@@ -88,11 +90,11 @@ def forget_micro_batch(model: PreTrainedModel) -> None:
 
 
 def held_bytes(model: nn.Module) -> int:
-    """Bytes of the parameters and buffers of ``model`` on this rank between forward passes."""
+    """Return the bytes of the parameters and buffers of ``model`` on this rank between forward passes."""
     kept = {id(value): value for value in (*model.state_dict(keep_vars=True).values(), *model.buffers())}
     return sum((value.to_local() if isinstance(value, DTensor) else value).nbytes for value in kept.values())
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP gathers and frees the parameters of ``module`` itself."""
+    """Return whether FSDP gathers and frees the parameters of ``module`` itself."""
     return isinstance(module, FSDPModule)

@@ -1,7 +1,7 @@
-"""Notices about settings of a model's configuration that are not applied when jobs train.
+"""Notices about settings in a model's configuration that are not applied in training.
 
-The frozen base computes as in evaluation while jobs train: random masks over a batch of many jobs would make a job
-depend on its neighbours.
+The frozen base model computes as in evaluation while jobs train: with random masks over a batch of many jobs, a job
+would depend on the other jobs in the batch.
 """
 
 from __future__ import annotations
@@ -12,27 +12,25 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-__all__ = ["config_notes"]
-
 _RANDOM = re.compile(r"drop|jitter")
 _ELSEWHERE = re.compile(r"^(classifier|summary|cls|encoder)")
-"""Of heads and encoders, which a causal language model does not run."""
+"""Keys of heads and encoders, which a causal language model does not run."""
 
 
 def config_notes(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Notices about dropout and jitter of the base."""
+    """Return notices about dropout and jitter of the base model."""
     text = config.get_text_config(decoder=True)
     applied = [f"{name} {value:g}" for name, value in _numbers(text.to_dict()) if value > 0]
     if not applied:
         return ()
     return (
         f"{', '.join(applied)} of the base model: not applied; it computes as in evaluation while jobs train, so "
-        "that none depends on its neighbours (TRL's trainers apply it: they train with model.train()).",
+        "that no job depends on others (TRL's trainers apply it: they train with model.train()).",
     )
 
 
 def _numbers(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Probabilities of dropout and widths of jitter, with those of nested settings."""
+    """Yield the probabilities of dropout and the widths of jitter, also from nested settings."""
     for key, value in config.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""All commands, and their common parts: the version, the exit code, the report of an error."""
+"""The command-line app: all commands, the version, exit codes, and the report of errors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,11 @@ from typing import Annotated
 import typer
 
 from alto.cli import (
-    compare,
+    control,
     evaluate,
     export,
-    importing,
-    job,
     listing,
     plan,
-    preview,
-    prune,
-    queue,
-    refit,
-    report,
-    resume,
     run,
     serve,
     show,
@@ -30,8 +22,6 @@ from alto.cli import (
 )
 from alto.cli.output import print_error
 from alto.errors import AltoError
-
-__all__ = ["app", "main"]
 
 app = typer.Typer(
     name="alto",
@@ -42,23 +32,23 @@ app = typer.Typer(
 _FIRST, _RUNS, _QUEUES, _SERVICE = "A task", "Runs and their adapters", "Many tasks", "A service"
 
 app.command(rich_help_panel=_FIRST)(tune.tune)
-app.command(rich_help_panel=_FIRST)(preview.preview)
+app.command(rich_help_panel=_FIRST)(plan.preview)
 app.command(rich_help_panel=_FIRST)(plan.plan)
-app.command("import", rich_help_panel=_FIRST)(importing.import_tasks)
+app.command("import", rich_help_panel=_FIRST)(plan.import_tasks)
 app.command(rich_help_panel=_RUNS)(show.show)
 app.command("list", rich_help_panel=_RUNS)(listing.list_)
-app.command(rich_help_panel=_RUNS)(resume.resume)
-app.command(rich_help_panel=_RUNS)(refit.refit)
-app.add_typer(job.app, rich_help_panel=_RUNS)
-app.command(rich_help_panel=_RUNS)(report.report)
-app.command(rich_help_panel=_RUNS)(compare.compare)
+app.command(rich_help_panel=_RUNS)(tune.resume)
+app.command(rich_help_panel=_RUNS)(tune.refit)
+app.add_typer(control.app, rich_help_panel=_RUNS)
+app.command(rich_help_panel=_RUNS)(show.report)
+app.command(rich_help_panel=_RUNS)(show.compare)
 app.command("eval", rich_help_panel=_RUNS)(evaluate.evaluate)
 app.command(rich_help_panel=_RUNS)(export.export)
-app.command(rich_help_panel=_RUNS)(prune.prune)
+app.command(rich_help_panel=_RUNS)(listing.prune)
 app.command(rich_help_panel=_QUEUES)(run.run)
-app.command(rich_help_panel=_QUEUES)(queue.submit)
-app.command(rich_help_panel=_QUEUES)(queue.cancel)
-app.command(rich_help_panel=_QUEUES)(queue.drain)
+app.command(rich_help_panel=_QUEUES)(control.submit)
+app.command(rich_help_panel=_QUEUES)(control.cancel)
+app.command(rich_help_panel=_QUEUES)(control.drain)
 app.command(rich_help_panel=_QUEUES)(simulate.simulate)
 app.command(rich_help_panel=_SERVICE)(serve.serve)
 app.add_typer(serve.keys, rich_help_panel=_SERVICE)
@@ -82,13 +72,13 @@ def _root(
 
 
 def main() -> None:
-    """Entry point: exit code 0 for success, 1 for an error ALTO names, 2 for wrong usage."""
+    """Run the command line; exit with 0 for success, 1 for an error of ALTO, 2 for wrong usage."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal whose encoding has no star shows a question mark.
+            # A terminal whose encoding lacks a character shows a question mark.
             stream.reconfigure(errors="replace")
     try:
-        app(prog_name="alto")  # also for python -m alto
+        app(prog_name="alto")  # the same name for python -m alto
     except AltoError as error:
         print_error(error)
         sys.exit(1)

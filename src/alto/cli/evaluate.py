@@ -16,17 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from alto.cli.completion import complete_run
-from alto.cli.options import TrustRemoteCode
+from alto.cli.options import TrustRemoteCode, complete_run, reachable, run_to_evaluate
 from alto.cli.output import print_json
-from alto.cli.paths import reachable, run_to_evaluate
 from alto.errors import RunWriteError
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, GenerationBackend, Metric, Prediction
 
-__all__ = ["evaluate"]
-
 _MAX_LABELS = 12
-"""Most labels whose confusions fit into a table; those of more are in the JSON alone."""
+"""Maximum number of labels for which the table shows a confusion matrix; with more, only the JSON has it."""
 
 
 def _all_reachable(paths: list[Path] | None) -> list[Path] | None:
@@ -40,7 +36,7 @@ def evaluate(
         list[Path] | None,
         typer.Argument(
             metavar="RUN|ADAPTER...",
-            help="Run directory, by default the latest in ./runs; or folders of LoRA adapters, measured at once.",
+            help="Run directory, by default the latest in ./runs; or folders of LoRA adapters, measured together.",
             callback=_all_reachable,
             autocompletion=complete_run,
         ),
@@ -51,35 +47,48 @@ def evaluate(
     ] = None,
     all_jobs: Annotated[bool, typer.Option("--all-jobs", help="Evaluate all jobs of the run.")] = False,
     dataset: Annotated[
-        str | None, typer.Option("--dataset", help="File or name of the rows; of a run by default its held-out rows.")
+        str | None,
+        typer.Option("--dataset", help="File or name of the dataset; for a run, by default its held-out rows."),
     ] = None,
     metric: Annotated[
         str,
         typer.Option(
             "--metric",
-            help="auto (what rows and run allow), loss, preference, or a scorer of answers: exact, contains, numeric, "
-            "exact_match, tool_call, multiple_choice, '{scorer: json, keys: [total]}', '{scorer: regex, pattern: …}'.",
+            help="auto (what the rows and the run allow), loss, preference, or a scorer of answers: exact, contains, "
+            "numeric, exact_match, tool_call, multiple_choice, '{scorer: json, keys: [total]}', '{scorer: regex, "
+            "pattern: …}'.",
         ),
     ] = "auto",
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Answers generated at a time, of all adapters.")] = 64,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="Tokens of the longest answer.")] = 512,
-    limit: Annotated[int | None, typer.Option("--limit", help="Use this many rows, from the first.")] = None,
-    base: Annotated[str | None, typer.Option("--base", help="Base model, if not the one the adapters name.")] = None,
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", help="Number of answers generated at a time, for all adapters together.")
+    ] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", help="Maximum number of tokens in an answer.")
+    ] = 512,
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Number of rows to use, from the first; by default all.")
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option("--base", help="Base model, if it is not the one that the adapters name.")
+    ] = None,
     baseline: Annotated[bool, typer.Option("--baseline", help="Measure the base model alone as well.")] = False,
-    backend: Annotated[GenerationBackend, typer.Option("--backend", help="What generates the answers.")] = "alto",
+    backend: Annotated[
+        GenerationBackend, typer.Option("--backend", help="Backend that generates the answers.")
+    ] = "alto",
     trust_remote_code: TrustRemoteCode = False,
     save_predictions: Annotated[
         Path | None,
         typer.Option(
             "--save-predictions",
             metavar="FILE",
-            help="Generate an answer to every row, by the base model too, and write them there (a JSON line a row).",
+            help="Generate an answer to every row, also with the base model, and write them to FILE (one JSON line "
+            "per row).",
             callback=reachable,
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
 ) -> None:
-    """Measure adapters on rows they were not trained on; the numbers go to the metrics.json of each."""
+    """Measure adapters on rows they were not trained on; the scores are written to the metrics.json of each."""
     what = _metric(metric)
     if save_predictions is not None:
         _check_file(save_predictions)
@@ -124,7 +133,7 @@ def evaluate(
 
 
 def _metric(text: str) -> Any:
-    """A word, or the settings of a scorer, which YAML writes between braces."""
+    """Return the name of a metric, or the settings of a scorer, which are written as a YAML mapping in braces."""
     if text in get_args(Metric):
         return text
     with contextlib.suppress(yaml.YAMLError):
@@ -139,14 +148,14 @@ def _metric(text: str) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    """Check that predictions can be saved, before they are made."""
+    """Check that predictions can be saved, before any are made."""
     if not path.parent.is_dir() or path.is_dir():
         raise typer.BadParameter(f"expected a file in a folder that exists, found {str(path)!r}; make the folder first")
 
 
 @contextlib.contextmanager
 def _progress(console: Console, *, silent: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar for each thing measured on a terminal, nothing elsewhere."""
+    """Yield a function that shows a progress bar for each measurement; None if that is not wanted or no terminal."""
     if silent or not console.is_terminal:
         yield None
         return
@@ -163,7 +172,7 @@ def _progress(console: Console, *, silent: bool) -> Iterator[Callable[[str, int,
 
 
 def _write(path: Path, predictions: Sequence[Prediction]) -> None:
-    """Write a line for every row, with the answers of all weights."""
+    """Write one line per row, with the answers of all adapters and the base model."""
     rows: dict[int, dict[str, Any]] = {}
     for one in predictions:
         line = rows.setdefault(
@@ -176,13 +185,13 @@ def _write(path: Path, predictions: Sequence[Prediction]) -> None:
         )
     except OSError as error:
         raise RunWriteError(
-            f"save-predictions: expected a file that can be written, found that {path} cannot ({error.strerror}); "
-            "choose another; the numbers are in metrics.json"
+            f"save-predictions: expected a file that can be written, found that {path} cannot be written "
+            f"({error.strerror}); choose a different file; the numbers are in metrics.json"
         ) from error
 
 
 def _score(prediction: Prediction) -> dict[str, Any]:
-    """What a scorer found; nothing where none was named."""
+    """Return the scorer's result; empty if there is no scorer."""
     if prediction.score is None:
         return {}
     extracted = {} if prediction.correct is None else {"extracted": prediction.extracted}
@@ -190,7 +199,7 @@ def _score(prediction: Prediction) -> dict[str, Any]:
 
 
 def _table(result: EvaluationResult) -> Table:
-    """A row for every adapter, the base model's first; a column for what was measured."""
+    """Return a table with a row for each adapter, after the base model's, and a column for each measured number."""
     baseline = [] if result.baseline is None else [("base", result.baseline)]
     evaluations = [*baseline, *((found.name, found.evaluation) for found in result.adapters)]
     columns = [(title, show) for title, show in _COLUMNS if any(show(found) for _, found in evaluations)]
@@ -200,13 +209,13 @@ def _table(result: EvaluationResult) -> Table:
     for title, _ in columns:
         table.add_column(scorer if title == "score" else title, justify="right")
     for name, found in evaluations:
-        # Text, not markup: a file's name may hold brackets.
+        # Text, not markup, because a file's name may have brackets.
         table.add_row(Text(name), *(show(found) or "–" for _, show in columns))
     return table
 
 
 def _print_labels(console: Console, adapter: AdapterEvaluation, *, is_named: bool) -> None:
-    """Print what a classifier gets wrong: how often it predicts which label, and how well it finds each."""
+    """Print a classifier's F1 of each label, and how often it predicts which label for it."""
     found = adapter.evaluation
     if found.label_f1 is None:
         return

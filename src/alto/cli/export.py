@@ -10,13 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from alto.cli.completion import complete_run
-from alto.cli.options import AsJson, TrustRemoteCode
+from alto.cli.options import AsJson, TrustRemoteCode, complete_run, reachable
 from alto.cli.output import print_json
-from alto.cli.paths import reachable
 from alto.records import ExportResult, ForeignTool, GgufType
-
-__all__ = ["export"]
 
 _HOLDS = {
     "adapter": "adapter",
@@ -38,7 +34,8 @@ def export(
         ),
     ],
     to: Annotated[
-        Path, typer.Option("--to", metavar="DIR", help="Folder to write: absent, or empty.", callback=reachable)
+        Path,
+        typer.Option("--to", metavar="DIR", help="Folder to write; it must be absent or empty.", callback=reachable),
     ],
     merged: Annotated[
         bool, typer.Option("--merged", help="Write the base model with the adapter merged, in safetensors.")
@@ -48,7 +45,10 @@ def export(
         typer.Option("--gguf", help="Write the merged model as one GGUF file with matrices in f16 or q8_0."),
     ] = None,
     per_expert: Annotated[
-        bool, typer.Option("--per-expert", help="Write an adapter on experts with every expert by itself, for vLLM.")
+        bool,
+        typer.Option(
+            "--per-expert", help="Write an adapter on experts with separate matrices for every expert, for vLLM."
+        ),
     ] = False,
     config: Annotated[
         ForeignTool | None,
@@ -57,12 +57,16 @@ def export(
     push_to_hub: Annotated[
         str | None,
         typer.Option(
-            "--push-to-hub", metavar="REPO", help="Upload the folder to this repository, private where it is new."
+            "--push-to-hub", metavar="REPO", help="Upload the folder to this repository; a new repository is private."
         ),
     ] = None,
     job: Annotated[str | None, typer.Option("--job", help="Export this job of the run instead of its best.")] = None,
     base: Annotated[
-        str | None, typer.Option("--base", help="Base model, if not the one that is named; the files name it then.")
+        str | None,
+        typer.Option(
+            "--base",
+            help="Base model, if it is not the one that the adapter names; the written files then name this one.",
+        ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -89,7 +93,7 @@ def export(
 
 
 def _show(result: ExportResult) -> None:
-    """Print where it is, whether it is right, and the command for it; nothing is wrapped, to be copied."""
+    """Print the folder, how far a merged model differs, and the command to use it; unwrapped, to be copied."""
     compared = ""
     if result.difference is not None:
         compared = f" (logits differ from the adapter's by {result.difference:.1e}, relative)"

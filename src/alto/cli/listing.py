@@ -10,23 +10,27 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from alto.cli.completion import RUNS, complete_queue
+from alto.base import resume_command
+from alto.cli.options import RUNS, AsJson, complete_queue, complete_run, reachable
 from alto.cli.output import print_interrupted, print_json
-from alto.cli.paths import reachable
-from alto.errors import RunNotFoundError
+from alto.errors import RunBusyError, RunError, RunNotFoundError
 from alto.runs import (
+    Mailbox,
     QueueDir,
     QueueMailbox,
     QueueProgress,
+    RunDir,
+    RunHistory,
     RunStatus,
     RunSummary,
     TaskHistory,
     find_runs,
-    resume_command,
+    kept_jobs,
+    read_history,
+    remove_states,
     summarise,
 )
-
-__all__ = ["list_"]
+from alto.spec import Keep
 
 
 def list_(
@@ -44,7 +48,7 @@ def list_(
         typer.Option(
             "--output-dir",
             "-o",
-            help="Folder of run directories, which are listed; ./runs if it is not given.",
+            help="Folder of the run directories to list; by default ./runs.",
             callback=reachable,
         ),
     ] = None,
@@ -60,14 +64,15 @@ def list_(
 
 
 def _list_runs(folder: Path | None, *, as_json: bool) -> None:
-    """Print the runs and queues in ``folder``, in ``runs`` where it is None.
+    """Print the runs and queues in ``folder``, or in ``runs`` if it is None.
 
     Raises:
-        RunNotFoundError: The folder is named, and there is none.
+        RunNotFoundError: ``folder`` does not exist.
     """
     if folder is not None and not folder.is_dir():
         raise RunNotFoundError(
-            f"--output-dir: expected a folder of runs, found none at {folder}; name the one that the runs were made in"
+            f"--output-dir: expected a folder of runs, found none at {folder}; name the folder that the runs were "
+            "made in"
         )
     root = RUNS if folder is None else folder
     runs, now = [summarise(path) for path in find_runs(root)], time.time()
@@ -104,7 +109,7 @@ def _list_tasks(queue: Path, *, as_json: bool) -> None:
     """Print the tasks of the queue and their progress.
 
     Raises:
-        RunNotFoundError: It is the folder of no queue.
+        RunNotFoundError: ``queue`` is not the folder of a queue.
         RunError: The queue's journal is damaged.
     """
     if not QueueDir.exists(queue) and find_runs(queue):
@@ -150,3 +155,79 @@ def _task_facts(progress: QueueProgress, task: TaskHistory) -> dict[str, object]
         "failure": task.failure or None,
         "unreadable": progress.unreadable.get(task.task),
     }
+
+
+def _reachable(paths: list[Path]) -> list[Path]:
+    for path in paths:
+        reachable(path)
+    return paths
+
+
+def prune(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN...",
+            help="Folders of finished runs, or of queues, whose runs are all pruned.",
+            callback=_reachable,
+            autocompletion=complete_run,
+        ),
+    ],
+    keep: Annotated[
+        Keep,
+        typer.Option("--keep", help="Which jobs keep their best adapters; the task's key keep has the same values."),
+    ] = "finalists",
+    as_json: AsJson = False,
+) -> None:
+    """Remove adapters and states of jobs that finished runs no longer need; best/, journal and report stay."""
+    dirs = [run for root in runs for run in _runs_in(root)]
+    # Check all runs first, so that nothing is removed if one of them is refused.
+    histories = [_finished(run) for run in dirs]
+    facts: list[dict[str, Any]] = []
+    for run, history in zip(dirs, histories, strict=True):
+        with run.locked():
+            freed = remove_states(run, history, keep)
+        kept = sorted(job for job in kept_jobs(history, keep) if run.job(job, "best").is_dir())
+        facts.append({"dir": str(run.root), "kept": kept, "freed_bytes": freed})
+        if not as_json:
+            typer.echo(f"{run.root}: freed {freed:,} bytes, kept the best adapters of {', '.join(kept) or 'no job'}")
+    total = sum(int(fact["freed_bytes"]) for fact in facts)
+    if as_json:
+        print_json({"runs": facts, "freed_bytes": total})
+    elif len(facts) > 1:
+        typer.echo(f"freed {total:,} bytes in all")
+
+
+def _runs_in(root: Path) -> list[RunDir]:
+    """Return the run in ``root``, or the runs of a queue's tasks that have started.
+
+    Raises:
+        RunNotFoundError: ``root`` is neither a run nor a queue.
+    """
+    if not QueueDir.exists(root):
+        return [RunDir.open(root)]
+    queue = QueueDir.open(root)
+    entries, _ = queue.read()
+    return [run for entry in entries if (run := queue.run_of(entry.task)).journal_file.is_file()]
+
+
+def _finished(run: RunDir) -> RunHistory:
+    """Return the history of a finished run, after checking that no process or waiting command needs it.
+
+    Raises:
+        RunBusyError: A process works on it.
+        RunError: It is not finished, or a waiting command adds jobs to it, or its journal is damaged.
+    """
+    if run.is_locked():
+        raise RunBusyError(
+            f"expected a run that no process works on, found that a process works on {run.root}; prune it when it has "
+            "ended"
+        )
+    history = read_history(run.root)
+    if history.result is None or Mailbox(run).extends_run:
+        found = "an interrupted run" if history.result is None else "a run to which a command adds jobs"
+        raise RunError(
+            f"expected a finished run, found {found} in {run.root}; finish it with: {resume_command(run.root)}, or "
+            "remove its folder if you need nothing of it"
+        )
+    return history

@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from alto.cli.interrupt import catching_signals
 from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
-from alto.cli.output import print_error, print_json, print_notices, print_stop, queue_progress, result_facts
+from alto.cli.output import (
+    catching_signals,
+    print_error,
+    print_json,
+    print_notices,
+    print_stop,
+    queue_progress,
+    result_facts,
+)
 from alto.errors import SpecError, TaskInterruptedError
 from alto.runs import QueueDir, QueueProgress
 from alto.spec import load_task
@@ -20,15 +27,14 @@ if TYPE_CHECKING:
     from alto.engine import Engine
     from alto.results import TaskResult
 
-__all__ = ["run", "work_on_queue"]
-
 
 def run(
     files: Annotated[
         list[Path] | None, typer.Argument(help="Task files (YAML); none is needed with --wait-for-tasks.")
     ] = None,
     total_gpus: Annotated[
-        int | None, typer.Option("--total-gpus", min=1, help="GPUs to use; CPU slots where there are none.")
+        int | None,
+        typer.Option("--total-gpus", min=1, help="Number of GPUs to use; of CPU slots if there are no GPUs."),
     ] = None,
     cluster: Annotated[
         str,
@@ -39,32 +45,33 @@ def run(
         str, typer.Option("--method", help="Method of scheduling: cp-sat, milp, lpt, sjf, fifo.")
     ] = "cp-sat",
     quotas: Annotated[
-        list[str] | None, typer.Option("--quota", metavar="TENANT=GPUS", help="Most GPUs of a tenant at a time.")
+        list[str] | None,
+        typer.Option("--quota", metavar="TENANT=GPUS", help="Maximum number of GPUs that a tenant uses at a time."),
     ] = None,
     share_executor: Annotated[
         bool,
         typer.Option(
             "--share-executor/--no-share-executor",
-            help="Whether tasks on one base model may be trained in one process, where all are done sooner.",
+            help="Whether tasks on one base model may be trained in one process, if all are done sooner that way.",
         ),
     ] = True,
     wait_for_tasks: Annotated[
         bool,
         typer.Option(
             "--wait-for-tasks",
-            help="Keep running when all tasks have ended, for those of alto submit; end it with alto drain.",
+            help="Keep running when all tasks have ended, to accept tasks of alto submit; end it with alto drain.",
         ),
     ] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Allow the Python code of base models to tasks of alto submit, too."),
+        typer.Option("--trust-remote-code", help="Allow the Python code of base models for tasks of alto submit too."),
     ] = False,
     output_dir: OutputDir = Path("runs"),
     overrides: Overrides = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run the tasks in FILES side by side so that all are done soonest, and keep the best adapter of each."""
+    """Run the tasks in FILES side by side so that all finish as early as possible; keep the best adapter of each."""
     if not files and not wait_for_tasks:
         raise typer.BadParameter("expected task files, or --wait-for-tasks", param_hint="FILES")
     tasks = [load_task(file, overrides or ()) for file in files or ()]
@@ -106,14 +113,14 @@ def work_on_queue(
     queue: Path | None = None,
     **settings: object,
 ) -> None:
-    """Let an engine work on a queue, and show it.
+    """Run a queue with an engine, and show it.
 
     Args:
         work: Works on the queue; returns its folder and results.
-        progress: Of the queue, which may have begun before; it is updated.
-        as_json, quiet: What is printed at the end, instead of the table.
+        progress: Progress of the queue, which may have started before; it is updated.
+        as_json, quiet: Print the results as JSON, or only the adapters' folders, instead of the table.
         queue: The queue that is resumed; None for a new one.
-        settings: Of the engine.
+        settings: Settings of the engine.
     """
     from alto.engine import Engine
     from alto.export import queue_summary

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from alto.service.store import Store
     from alto.service.store.tables import KeyRow
 
-__all__ = ["keys", "serve"]
-
 keys = typer.Typer(name="keys", help="Keys of a service's users.", no_args_is_help=True)
 
 SettingsFile = Annotated[
@@ -36,18 +34,20 @@ _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600}
 
 def serve(
     settings: SettingsFile = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; beyond this machine it needs keys.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; one that other machines reach needs keys.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free port.")] = None,
     data_dir: DataDir = None,
     database: Database = None,
     model: Annotated[
         list[str] | None, typer.Option("--model", metavar="NAME=MODEL", help="Offer a base model; repeatable.")
     ] = None,
     hub_models: Annotated[bool | None, typer.Option(help="Let requests name any model of the hub.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="What tasks run on, as of alto run.")] = None,
-    total_gpus: Annotated[int | None, typer.Option(help="GPUs, or CPU slots, to use at most.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="What tasks run on, as with alto run.")] = None,
+    total_gpus: Annotated[int | None, typer.Option(help="Maximum number of GPUs, or of CPU slots, to use.")] = None,
 ) -> None:
-    """Tune for many users: OpenAI's fine-tuning API, an API of ALTO's own, and a dashboard."""
+    """Serve tuning to many users: OpenAI's fine-tuning API, ALTO's own API, and a dashboard."""
     with _service_installed():
         from alto.service.serve import serve as run
         from alto.service.settings import load_settings
@@ -67,25 +67,37 @@ def serve(
 
 @keys.command("create")
 def create(
-    tenant: Annotated[str, typer.Argument(help="Whose files, tasks and models the key opens; made if it is new.")],
+    tenant: Annotated[
+        str, typer.Argument(help="Tenant whose files, tasks and models the key opens; created if it is new.")
+    ],
     name: Annotated[str | None, typer.Option(help="What the key is for.")] = None,
     scopes: Annotated[str, typer.Option(help="read, write and chat, separated by commas.")] = "read,write,chat",
     expires: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Such as 30m, 12h or 90d; never if absent.")
+        str | None,
+        typer.Option(
+            metavar="DURATION", help="Time until the key expires, such as 30m, 12h or 90d; by default it never does."
+        ),
     ] = None,
-    max_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the tenant at a time.")] = None,
-    max_tasks: Annotated[int | None, typer.Option(min=1, help="Open tasks of the tenant.")] = None,
-    max_bytes: Annotated[int | None, typer.Option(min=1, help="Bytes of the tenant's files and runs.")] = None,
-    requests_per_s: Annotated[float | None, typer.Option(min=0.001, help="Requests of the tenant a second.")] = None,
+    max_gpus: Annotated[
+        int | None, typer.Option(min=1, help="Maximum number of GPUs that the tenant uses at a time.")
+    ] = None,
+    max_tasks: Annotated[int | None, typer.Option(min=1, help="Maximum number of open tasks of the tenant.")] = None,
+    max_bytes: Annotated[
+        int | None, typer.Option(min=1, help="Maximum size of the tenant's files and runs, in bytes.")
+    ] = None,
+    requests_per_s: Annotated[
+        float | None, typer.Option(min=0.001, help="Maximum number of requests of the tenant per second.")
+    ] = None,
     share_executors: Annotated[
-        bool | None, typer.Option(help="Train the tenant's tasks beside those of others that allow it too.")
+        bool | None,
+        typer.Option(help="Train the tenant's tasks together with tasks of other tenants that allow it too."),
     ] = None,
     settings: SettingsFile = None,
     data_dir: DataDir = None,
     database: Database = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Make a key and print its secret, which is not kept; limits are set for its tenant."""
+    """Make a key and print its secret, which is not stored; the limits apply to its tenant."""
     from alto.service.access import create_key, create_tenant
 
     limits = {
@@ -108,7 +120,7 @@ def create(
 
 @keys.command("list")
 def list_(
-    tenant: Annotated[str | None, typer.Option(help="Of this tenant alone.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="List only the keys of this tenant.")] = None,
     settings: SettingsFile = None,
     data_dir: DataDir = None,
     database: Database = None,
@@ -136,12 +148,12 @@ def revoke(
     data_dir: DataDir = None,
     database: Database = None,
 ) -> None:
-    """Let a key count no more, from its next request on."""
+    """Revoke a key; its next request is refused."""
     from alto.service.access import revoke_key
 
     with _opened(settings, data_dir, database) as store, store.writing() as session:
         row = revoke_key(session, key)
-    typer.echo(f"{row.id} of {row.tenant} counts no more.")
+    typer.echo(f"{row.id} of {row.tenant} was revoked.")
 
 
 @contextmanager
@@ -157,7 +169,7 @@ def _service_installed() -> Iterator[None]:
 
 @contextmanager
 def _opened(settings: str | None, data_dir: str | None, database: str | None) -> Iterator[Store]:
-    """The database of a service, migrated."""
+    """Yield the database of a service, after migrating it."""
     with _service_installed():
         from alto.service.database import opened_store
         from alto.service.settings import load_settings

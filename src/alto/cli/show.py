@@ -11,21 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from alto.cli.options import AnyRun, Run, reachable, run_to_show
 from alto.cli.output import print_interrupted, print_json
-from alto.cli.paths import AnyRun, run_to_show
-from alto.runs import (
-    QueueDir,
-    QueueProgress,
-    RunDir,
-    RunHistory,
-    RunStatus,
-    TaskStage,
-    gpus_to_json,
-    read_history,
-)
+from alto.runs import QueueDir, QueueProgress, RunDir, RunHistory, RunStatus, TaskStage, gpus_to_json, read_history
 from alto.runs.progress import outlook, share_done
-
-__all__ = ["show"]
 
 
 def show(
@@ -55,7 +44,7 @@ def show(
 
 
 def _show_run(console: Console, run_dir: RunDir, *, as_json: bool) -> bool:
-    """Show a run once; returns whether a process works on it."""
+    """Show a run once; return whether a process works on it."""
     from alto.export import final_summary
 
     is_live, now = run_dir.is_locked(), time.time()
@@ -120,7 +109,7 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool, now: fl
 
 
 def _outlook(history: RunHistory | None, *, is_live: bool, now: float) -> dict[str, float | None]:
-    """Remaining seconds and tokens per second of a run that a process works on; null elsewhere."""
+    """Return remaining seconds and tokens per second of a run that a process works on; None for any other run."""
     if history is None or not is_live:
         return {"remaining_s": None, "tokens_per_s": None}
     found = outlook(history, now)
@@ -186,3 +175,61 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
             for job in history.jobs.values()
         ],
     }
+
+
+def compare(
+    run: Run,
+    other: Annotated[Path, typer.Argument(help="Run directory to compare it with.", callback=reachable)],
+    html: Annotated[
+        Path | None,
+        typer.Option("--html", metavar="FILE", help="Write the comparison as a page too.", callback=reachable),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the comparison as JSON and nothing else.")] = False,
+) -> None:
+    """Show what RUN and OTHER were trained on, how good their best adapters are, and which settings differ."""
+    from alto.results import load_run
+
+    compared = load_run(run).compare(other)
+    path = None if html is None else compared.write_html(html)
+    if as_json:
+        print_json(dataclasses.asdict(compared))
+        return
+    console = Console()
+    console.print(compared)
+    if path is not None:
+        console.print(f"page: {path}", soft_wrap=True, highlight=False, markup=False)
+
+
+def report(
+    run: AnyRun = None,
+    gpu_hour_price: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-hour-price",
+            metavar="PRICE",
+            min=0,
+            help="Price of an hour of the device, to show what the run cost and saved; by default "
+            "$ALTO_GPU_HOUR_PRICE, or the price of the task's budget.",
+        ),
+    ] = None,
+) -> None:
+    """Show the jobs of RUN, or the tasks of a queue, and write its report.html again."""
+    from alto.export import final_summary, queue_summary, write_queue_report, write_report
+    from alto.runs import QueueDir, QueueProgress, RunDir, read_history
+
+    console = Console()
+    root = run_to_show(run, "report")
+    is_live = RunDir(root).is_locked()
+    if QueueDir.exists(root):
+        path = write_queue_report(root, price=gpu_hour_price)
+        progress = QueueProgress.read(root)
+        console.print(queue_summary(progress, root, is_live=is_live))
+        status, label = progress.queue.status(is_live=is_live), "report:   "
+    else:
+        history = read_history(root)
+        path = write_report(root, price=gpu_hour_price)
+        console.print(final_summary(history, root, max_rows=None, is_live=is_live))
+        status, label = history.status(is_live=is_live), "report:  "
+    if status is RunStatus.INTERRUPTED:
+        print_interrupted(console, root)
+    console.print(f"{label}{path}", soft_wrap=True, highlight=False, markup=False)

@@ -16,13 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from alto.cli.completion import complete_simulation_key
+from alto.cli.options import complete_simulation_key
 from alto.cli.output import print_json
 from alto.errors import SpecError
 from alto.records import SimulationOutcome
 from alto.spec import Simulation, load_simulation
-
-__all__ = ["simulate"]
 
 _LEGEND = (
     "makespan: hours until all tasks have ended; mean, p99: hours from a task's\n"
@@ -45,12 +43,16 @@ def simulate(
         typer.Option("--method", help="Method of scheduling: cp-sat, milp, lpt, sjf, fifo; by default several."),
     ] = None,
     finish_within: Annotated[
-        str | None, typer.Option("--finish-within", help="Find the fewest nodes that end in this time, such as 24h.")
+        str | None,
+        typer.Option(
+            "--finish-within",
+            help="Find the smallest number of nodes on which all tasks end in this time, such as 24h.",
+        ),
     ] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a Gantt picture of the best outcome.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
-    """Simulate how long the tasks that FILE describes take on a cluster, by every method of scheduling."""
+    """Simulate how long the tasks that FILE describes take on a cluster, with each scheduling method."""
     simulation = load_simulation(file, overrides or ())
     from alto.scheduler.simulate import nodes_of, smallest_cluster
     from alto.scheduler.simulate import simulate as run
@@ -108,7 +110,7 @@ def simulate(
 
 @contextlib.contextmanager
 def _progress(*, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows the progress of the simulations, on stderr if that is a terminal; nothing elsewhere."""
+    """Yield a function that shows the progress of the simulations on stderr; it does nothing if that is no terminal."""
     console = Console(stderr=True)
     if silent or not console.is_terminal:
         yield lambda what, done, total: None
@@ -124,7 +126,7 @@ def _progress(*, silent: bool) -> Iterator[Callable[[str, int, int], None]]:
 
 
 def _usual_methods(simulation: Simulation) -> list[str]:
-    """The methods where the user names none; without OR-tools, a notice on stderr says that ``cp-sat`` is left out."""
+    """Return the methods if the user names none; if ``cp-sat`` is left out without OR-tools, say so on stderr."""
     from alto.scheduler.simulate import MAX_SOLVED
 
     num_tasks = simulation.num_tasks if simulation.trace is None else len(simulation.trace)
@@ -132,7 +134,7 @@ def _usual_methods(simulation: Simulation) -> list[str]:
     if num_tasks > MAX_SOLVED:
         return methods
     if find_spec("ortools") is None:
-        typer.echo('note: cp-sat is left out, it needs ortools: pip install "alto-lora[scheduler]"', err=True)
+        typer.echo('note: cp-sat is left out because it needs ortools: pip install "alto-lora[scheduler]"', err=True)
         return methods
     return [*methods, "cp-sat"]
 
@@ -150,7 +152,7 @@ def _facts(outcome: SimulationOutcome) -> dict[str, object]:
 
 
 def _table(outcomes: list[SimulationOutcome]) -> Table:
-    """Narrow enough for a terminal of 80 columns; times in hours."""
+    """Return a table of the outcomes that fits a terminal of 80 columns; times in hours."""
     from alto.export.wording import format_share
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
@@ -169,6 +171,6 @@ def _table(outcomes: list[SimulationOutcome]) -> Table:
 
 
 def _notes(outcomes: list[SimulationOutcome]) -> list[str]:
-    """The methods whose plans were partly made by another method."""
+    """Return notes on the methods whose plans were partly made by another method."""
     helped = {found.method: found.planner for found in outcomes if found.planner != found.method}
-    return [f"{method}: planned by {planner} where many tasks wait or run" for method, planner in helped.items()]
+    return [f"{method}: planned by {planner} if many tasks wait or run" for method, planner in helped.items()]

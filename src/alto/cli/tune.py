@@ -9,17 +9,26 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from alto.cli.interrupt import catching_signals
-from alto.cli.options import AsJson, OutputDir, Overrides, Quiet, Strategy
-from alto.cli.output import print_error, print_json, print_notices, print_stop, progress, result_facts
+from alto.cli.options import (
+    AsJson,
+    InterruptedRun,
+    OutputDir,
+    Overrides,
+    Quiet,
+    Run,
+    Strategy,
+    TrustRemoteCode,
+    interrupted_run,
+)
+from alto.cli.output import catching_signals, print_error, print_json, print_notices, print_stop, progress, result_facts
+from alto.cli.run import work_on_queue
 from alto.errors import TaskInterruptedError
+from alto.runs import QueueDir, QueueProgress
 from alto.spec import load_task
 
 if TYPE_CHECKING:
     from alto.engine import Engine
     from alto.results import TaskResult
-
-__all__ = ["train", "tune"]
 
 
 def tune(
@@ -29,7 +38,10 @@ def tune(
     overrides: Overrides = None,
     packing_from: Annotated[
         Path | None,
-        typer.Option(help="A run directory of the same task: pack jobs as it did, for results equal to the last bit."),
+        typer.Option(
+            help="Run directory of the same task: pack jobs as that run did, for results that are equal to the last "
+            "bit."
+        ),
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
@@ -54,12 +66,12 @@ def train(
     quiet: bool,
     run: Path | None = None,
 ) -> None:
-    """Let an engine work on one task, and show it.
+    """Run one task with an engine, and show it.
 
     Args:
         work: Trains the task on an engine.
-        strategy, output_dir: As the engine takes them.
-        as_json, quiet: What is printed at the end, instead of the table.
+        strategy, output_dir: See :class:`alto.Engine`.
+        as_json, quiet: Print the result as JSON, or only the adapter's folder, instead of the table.
         run: The run that is resumed; None for a new one.
     """
     from alto.engine import Engine
@@ -95,3 +107,83 @@ def train(
             report = Path(result.run_dir) / "report.html"
             console.print(f"report:  {report}", soft_wrap=True, highlight=False, markup=False)
     print_notices([result])
+
+
+def refit(
+    run: Run,
+    output_dir: Annotated[
+        Path | None,
+        typer.Option(
+            "--output-dir",
+            "-o",
+            help="Folder in which the run directory is made; by default the one that contains RUN.",
+        ),
+    ] = None,
+    strategy: Strategy = "adapter_parallel",
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train the winner of the finished RUN again on all its rows, including the validation set, in a new run.
+
+    The refit uses the winner's settings and seed, and trains up to the step of its best checkpoint. Nothing is
+    validated.
+    """
+    train(
+        lambda engine: engine.refit(run, to=output_dir, trust_remote_code=trust_remote_code),
+        strategy=strategy,
+        output_dir=run.parent,
+        as_json=as_json,
+        quiet=quiet,
+    )
+
+
+def resume(
+    run: InterruptedRun = None,
+    num_gpus: Annotated[
+        int | None, typer.Option("--num-gpus", min=1, help="Number of GPUs from now on; not for a queue.")
+    ] = None,
+    strategy: Strategy = "adapter_parallel",
+    cluster: Annotated[
+        str,
+        typer.Option(
+            "--cluster",
+            help="For a queue that began on a Ray cluster at an address, or on a package's cluster: the same value "
+            "again.",
+        ),
+    ] = "local",
+    wait_for_tasks: Annotated[
+        bool,
+        typer.Option("--wait-for-tasks", help="For a queue: keep running when all tasks have ended, until alto drain."),
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Resume an interrupted RUN or queue from its last checkpoint; by default the latest interrupted one in ./runs.
+
+    A queue keeps the strategy that it started with.
+    """
+    root = interrupted_run(run)
+    if QueueDir.exists(root):
+        work_on_queue(
+            lambda engine: (
+                root,
+                engine.resume_queue(root, trust_remote_code=trust_remote_code, keep_open=wait_for_tasks),
+            ),
+            QueueProgress.before_resume(root),
+            as_json=as_json,
+            quiet=quiet,
+            queue=root,
+            output_dir=root.parent,
+            cluster=cluster,
+        )
+    else:
+        train(
+            lambda engine: engine.resume(root, num_gpus=num_gpus, trust_remote_code=trust_remote_code),
+            strategy=strategy,
+            output_dir=root.parent,
+            as_json=as_json,
+            quiet=quiet,
+            run=root,
+        )

@@ -1,4 +1,4 @@
-"""Runs tasks: a controller owns the GPUs and drives the queue, a cluster launches executors here or on Ray."""
+"""Runs tasks: a controller owns the GPUs and drives the queue; a cluster launches executors here or on Ray."""
 
 from alto.cluster.attempt import Ending
 from alto.cluster.base import (
@@ -10,14 +10,16 @@ from alto.cluster.base import (
     GpuGone,
     Launch,
     Outcome,
+    TaskTicket,
+    check_launch,
 )
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller
+from alto.cluster.dispatcher import ControllerStatus, Retrying, TaskStatus
 from alto.cluster.entry import Host, HostedRun, error_class, run_entry
-from alto.cluster.launches import check_launch
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
+from alto.cluster.local import num_cores
 from alto.cluster.solver import GuardedSolver
-from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
 
 __all__ = [
     "Cluster",
@@ -36,12 +38,13 @@ __all__ = [
     "LiveQueue",
     "Outcome",
     "QueueIntake",
-    "Submission",
-    "TaskRun",
+    "Retrying",
     "TaskStatus",
+    "TaskTicket",
     "answer_past_ends",
     "check_launch",
     "error_class",
+    "num_cores",
     "open_cluster",
     "past_ends",
     "run_entry",

@@ -3,11 +3,11 @@
 ::
 
     logs/attempt-<n>/
-        stdout.log, stderr.log    what it and its libraries print
-        rank-<k>.log              what its ranks beside the first print
+        stdout.log, stderr.log    output of the executor and its libraries
+        rank-<k>.log              output of each rank after the first
         heartbeat                 touched while it works; exists once it holds the run's lock
-        ended.json                how it ended; a process that was killed leaves none
-        ended-rank-<k>.json       how a rank beside the first ended, where that ended the executor
+        ended.json                how it ended; missing if the process was killed
+        ended-rank-<k>.json       how a rank after the first ended, if that ended the executor
 """
 
 from __future__ import annotations
@@ -16,16 +16,13 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from alto.base import read_json, replace_file, writing
 from alto.cluster.base import Outcome
 from alto.errors import DiskFullError
-from alto.runs import replace_file, writing
-from alto.spec.outside import read_json
-
-__all__ = ["AttemptDir", "Ending", "exit_code_of", "unwritten_ending"]
 
 _UNWRITTEN = {Outcome.FINISHED: 80, Outcome.INTERRUPTED: 81, Outcome.FAILED: 82, Outcome.LOST: 83}
 _DISK_FULL = 84
-"""Exit codes of an executor that could not write down how it ended. No interpreter and no shell ends with these."""
+"""Exit codes of an executor that could not write how it ended. No interpreter or shell uses these codes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,9 +30,8 @@ class Ending:
     """How an executor ended.
 
     Attributes:
-        outcome: Kind of the end.
-        reason: A sentence; where it finished, notices for the user, usually empty.
-        error: Class of the error, empty where there was none.
+        reason: A sentence; if it finished, notices for the user, usually empty.
+        error: Class of the error; empty if there was none.
     """
 
     outcome: Outcome
@@ -44,19 +40,17 @@ class Ending:
 
 
 def exit_code_of(ending: Ending, *, is_written: bool) -> int:
-    """Exit code of an executor's process; it encodes the end where ``ended.json`` could not be written."""
+    """Return the exit code of an executor's process; it encodes the end if ``ended.json`` could not be written."""
     if is_written:
         return int(ending.outcome not in (Outcome.FINISHED, Outcome.INTERRUPTED))
     return _DISK_FULL if ending.error == DiskFullError.__name__ else _UNWRITTEN[ending.outcome]
 
 
 def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Ending | None:
-    """The end that the exit code of an executor, or of one of its ranks, encodes; None where it encodes none.
+    """Return the end that the exit code of an executor, or of one of its ranks, encodes; None if it encodes none.
 
     Args:
-        exit_code: Exit code of the process.
         attempt: The attempt, for messages.
-        rank: Rank of the process.
     """
     unwritten = f"could not write down how it ended: the disk of {attempt.run_dir} is full or cannot be written"
     if exit_code == _DISK_FULL:
@@ -69,7 +63,7 @@ def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Endi
 
 
 class AttemptDir:
-    """The folder of one attempt at a run; no two attempts share one, even with equal numbers."""
+    """The folder of one attempt at a run; no two attempts share a folder, even with equal numbers."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -79,16 +73,16 @@ class AttemptDir:
 
     @classmethod
     def create(cls, run_dir: Path, attempt: int) -> AttemptDir:
-        """A new folder in ``run_dir``.
+        """Make a new folder in ``run_dir``.
 
         Raises:
-            RunWriteError: It cannot be made.
+            RunWriteError: The folder cannot be made.
         """
         logs = run_dir / "logs"
         with writing(run_dir, logs):
             logs.mkdir(exist_ok=True)
             root, again = logs / f"attempt-{attempt}", 1
-            # A restarted controller may count from the same number.
+            # A restarted controller may count from the same number again.
             while root.exists():
                 again += 1
                 root = logs / f"attempt-{attempt}-{again}"
@@ -100,11 +94,11 @@ class AttemptDir:
         return self.root.parents[1]
 
     def rank_log(self, rank: int) -> Path:
-        """What a rank beside the first prints."""
+        """Return the path of the log of a rank after the first."""
         return self.root / f"rank-{rank}.log"
 
     def last_words(self, rank: int = 0) -> str:
-        """The last line of a rank's log; empty where there is none."""
+        """Return the last line of a rank's log; empty if there is none."""
         log = self.rank_log(rank) if rank else self.stderr
         try:
             lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -119,7 +113,7 @@ class AttemptDir:
             replace_file(file, json.dumps(asdict(ending)) + "\n")
 
     def ending(self, rank: int = 0) -> Ending | None:
-        """How it ended, as written; None where nothing was written, or nothing valid."""
+        """Return how it ended, as written; None if nothing valid was written."""
         try:
             said = read_json(self._ended(rank))
             return Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")

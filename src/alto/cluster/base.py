@@ -1,49 +1,107 @@
-"""What a cluster does for the queue: start executors, watch them, end them."""
+"""The interface of a cluster to the queue: it starts, watches and ends executors."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from alto.records import Gpu, Node
+from alto.records import Gpu, Node, TaskEstimate
 from alto.runs import JournalEntry
+from alto.scheduler import TaskDemand
 
-__all__ = ["Cluster", "ClusterEvent", "EntryWritten", "ExecutorEnded", "GpuCame", "GpuGone", "Launch", "Outcome"]
+ONE_SECOND = TaskEstimate(duration_s=1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """A run to be worked on, by an executor that is started for it or works on others already.
+class TaskTicket:
+    """A queued task, from its submission to the process that works on it.
 
     Attributes:
-        task: Unique within the queue.
-        run_dir: Folder of the run, made already and seen by every node; an earlier attempt in it is resumed.
-        entry: What the executor does, ``module:function``: it is called with the run directory and a function that
-            returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs at once.
-        gpus: Its own for as long as it runs, or its executor's.
-        attempt: Number of the attempt, from 1.
-        num_ranks: Number of its processes, each on its share of the GPUs; a single process has all of them.
-        trust_remote_code: Whether the user allows code of the base model, where the task sets this key too.
-        executor: Launches with the same one, which is not empty, share a process, with the same GPUs; empty: none.
-        base: Launches with the same one, which is not empty, need the same base model: an idle process that holds it
-            is preferred.
-        tenant: Who submitted the task.
-        priority: Of the task.
+        task: Name of the task, unique in the queue.
+        run_dir: Folder of the run; it exists, and on a cluster every node sees it at this path. An earlier attempt in
+            it is resumed.
+        entry: ``module:name`` of the executor's work: a function that is called with the run directory and a function
+            that returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs.
+        num_gpus: Number of GPUs that it runs on.
+        is_parallel: Whether an executor has one process (rank) for each of its GPUs, or else one process for all.
+        estimate: Expected duration, and data for sharing an executor.
+        base: Key of the base model; tasks with equal, non-empty keys can be trained by one process.
+        tenant: Tenant whose quota it counts against.
+        priority: Higher goes first.
+        trust_remote_code: Whether the user allows code of the base model if the task sets this key too.
     """
 
     task: str
     run_dir: str
     entry: str
-    gpus: tuple[Gpu, ...]
-    attempt: int
-    num_ranks: int = 1
-    trust_remote_code: bool = False
-    executor: str = ""
+    num_gpus: int = 1
+    is_parallel: bool = False
+    estimate: TaskEstimate = ONE_SECOND
     base: str = ""
     tenant: str = ""
     priority: int = 0
+    trust_remote_code: bool = False
+
+    def demand(self, release_s: float) -> TaskDemand:
+        """Return the scheduler's request for the task; ``release_s`` is on the queue's clock."""
+        return TaskDemand(
+            task=self.task,
+            num_gpus=self.num_gpus,
+            duration_s=self.estimate.duration_s,
+            sharing=self.estimate.sharing,
+            release_s=release_s,
+            priority=self.priority,
+            tenant=self.tenant,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A run for an executor: one that is started for it, or one that already works on other runs.
+
+    Attributes:
+        ticket: The task; its fields that a cluster needs are properties here too.
+        gpus: The GPUs of the run while it runs; shared with the other runs of its executor.
+        attempt: Number of the attempt, from 1.
+        executor: Launches with equal, non-empty values share a process on the same GPUs.
+    """
+
+    ticket: TaskTicket
+    gpus: tuple[Gpu, ...]
+    attempt: int
+    executor: str = ""
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        return self.ticket.task
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of the run."""
+        return self.ticket.run_dir
+
+    @property
+    def entry(self) -> str:
+        """The executor's work; see :class:`TaskTicket`."""
+        return self.ticket.entry
+
+    @property
+    def base(self) -> str:
+        """Key of the base model. An idle process that holds the same base model is preferred."""
+        return self.ticket.base
+
+    @property
+    def trust_remote_code(self) -> bool:
+        """Whether the user allows code of the base model."""
+        return self.ticket.trust_remote_code
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes, each on its share of the GPUs; a single process has all of them."""
+        return len(self.gpus) if self.ticket.is_parallel else 1
 
 
 class Outcome(StrEnum):
@@ -53,20 +111,14 @@ class Outcome(StrEnum):
     INTERRUPTED = "interrupted"
     """Stopped on request, with everything on disk."""
     FAILED = "failed"
-    """With an error that the next attempt would meet again."""
+    """Ended with an error that would recur in the next attempt."""
     LOST = "lost"
-    """Killed, hung, or gone with its node; what it had saved can be resumed."""
+    """Killed, hung, or gone with its node; its saved state can be resumed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryWritten:
-    """An entry that the executor of a task has written into the journal of its run.
-
-    Attributes:
-        task: Name of the task.
-        attempt: Number of the attempt.
-        entry: The journal entry.
-    """
+    """A journal entry of a run, written by the task's executor."""
 
     task: str
     attempt: int
@@ -75,15 +127,14 @@ class EntryWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorEnded:
-    """Nothing of this attempt runs any more; or its watcher died alone, and it saves and ends by itself: until then it
-    holds the lock of its run, which keeps the next attempt waiting.
+    """The end of an attempt: none of its processes runs any more.
+
+    One exception: its watcher died alone. The executor then saves and ends by itself, and until then it holds the lock
+    of its run, so that the next attempt waits.
 
     Attributes:
-        task: Name of the task.
-        attempt: Number of the attempt.
-        outcome: Kind of the end.
-        reason: A sentence for the user; where it finished, warnings beside the result.
-        error: Class of the error that it ended with; empty where there was none, or it is unknown.
+        reason: A sentence for the user; if it finished, warnings beside the result.
+        error: Class of the error that ended it; empty if there was none, or it is unknown.
     """
 
     task: str
@@ -115,27 +166,52 @@ class Cluster(Protocol):
 
     @property
     def nodes(self) -> Sequence[Node]:
-        """The machines as they are now."""
+        """The machines, as of now."""
 
     @property
     def has_gpus(self) -> bool:
-        """False where CPU slots stand for GPUs."""
+        """False if CPU slots take the place of GPUs."""
 
     def start(self, launch: Launch) -> None:
-        """Start an executor; :meth:`poll` reports its events, also where it cannot be started.
+        """Start an executor; :meth:`poll` reports its events, including a failure to start.
 
         Raises:
-            ValueError: The task runs already, or a GPU is taken or is not in this cluster.
+            ValueError: The task already runs, or a GPU is taken or is not in this cluster.
         """
 
     def stop(self, task: str) -> None:
         """Let a running executor save and end; it ends as ``interrupted``. Returns at once.
 
-        Where it has ended meanwhile, nothing happens.
+        Nothing happens if it has already ended.
         """
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What has happened since the last call, oldest first; waits up to ``timeout_s`` where nothing has."""
+        """Return the events since the last call, oldest first; wait up to ``timeout_s`` if there are none."""
 
     def close(self) -> None:
-        """Kill what still runs. No process is left when this returns. Idempotent."""
+        """Kill running executors. No process is left when this returns. Idempotent."""
+
+
+def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch]) -> None:
+    """Raise ValueError if the task already runs, or a GPU of the launch is taken or is not on one of ``nodes``.
+
+    Args:
+        running: Launches of running executors.
+    """
+    taken: set[Gpu] = set()
+    for other in running:
+        if other.task == launch.task:
+            raise ValueError(f"task {launch.task!r}: expected a task that does not run, found that it runs")
+        if launch.executor and other.executor == launch.executor:
+            if other.gpus != launch.gpus or other.base != launch.base or launch.num_ranks > 1:
+                raise ValueError(
+                    f"task {launch.task!r}: expected the GPUs and the base model of {launch.executor!r}, which it "
+                    f"shares, {list(other.gpus)} and {other.base!r}, found {list(launch.gpus)} and {launch.base!r}"
+                )
+            continue
+        taken.update(other.gpus)
+    free = {Gpu(node.name, index) for node in nodes for index in node.gpus} - taken
+    if not launch.gpus or len(set(launch.gpus)) != len(launch.gpus) or not set(launch.gpus) <= free:
+        raise ValueError(
+            f"task {launch.task!r}: expected GPUs among the free ones, {sorted(free)}, found {list(launch.gpus)}"
+        )

@@ -1,4 +1,4 @@
-"""The control plane: owns the GPUs of a cluster and everything that runs on them, on a thread of its own."""
+"""The control plane: owns the GPUs of a cluster and everything that runs on them, on its own thread."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from alto.cluster.base import Cluster
-from alto.cluster.dispatcher import Dispatcher
-from alto.cluster.submission import ControllerStatus, Submission, TaskRun
+from alto.cluster.base import Cluster, TaskTicket
+from alto.cluster.dispatcher import ControllerStatus, Dispatcher, Retrying
 from alto.errors import QueueCommandError, TaskInterruptedError
 from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
 from alto.scheduler.queue import Queue
 
-__all__ = ["POLL_S", "Controller", "interruption"]
-
 POLL_S = 0.25
-"""Longest wait for the cluster in one turn; commands and interruptions are handled between two turns."""
+"""Longest wait for the cluster in one turn. Commands and interruptions are handled between turns."""
 
 T = TypeVar("T")
 
 
 class Controller:
-    """Runs tasks on a cluster while they come and go.
+    """Runs tasks on a cluster; tasks can be added and cancelled at any time.
 
-    :meth:`start` begins a thread that drives the cluster; every other method may be called from any thread. Where it
-    was not started, each method works on the thread that calls it, and waiting calls :meth:`turn`, so that a test needs
+    :meth:`start` starts a thread that drives the cluster; every other method may be called from any thread. If it was
+    not started, each method works on the caller's thread, and methods that wait call :meth:`turn`, so that a test needs
     no thread and no real clock. Use it as a context manager, or :meth:`close` it.
 
     Args:
         cluster: Used by this controller only, until it is closed; the caller that opened it closes it.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
-        journal: Of what happens to the tasks.
-        show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`; has to return at once.
-        is_interrupted: Called in every turn; once it returns true, what runs saves and ends, as after :meth:`drain`.
+        journal: Records the events of the tasks.
+        show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`; must return at once.
+        is_interrupted: Called in every turn; once it returns true, running executors save and end, as after
+            :meth:`drain`.
+        retrying: Rules for starting a task again after its executor has ended.
         clock: In seconds; never runs backwards.
     """
 
@@ -50,13 +49,14 @@ class Controller:
         *,
         show: Observer = lambda entry: None,
         is_interrupted: Callable[[], bool] = lambda: False,
+        retrying: Retrying | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._journal = journal
         self._is_interrupted = is_interrupted
         self._clock = clock
-        self._dispatcher = Dispatcher(cluster, queue, journal, show=show, clock=clock)
+        self._dispatcher = Dispatcher(cluster, queue, journal, show=show, retrying=retrying, clock=clock)
         self._hooks: list[Callable[[], None]] = []
         self._calls: deque[_Call] = deque()
         self._changed = threading.Condition()
@@ -74,26 +74,26 @@ class Controller:
         self._thread = threading.Thread(target=self._work, name="alto-controller", daemon=True)
         self._thread.start()
 
-    def begin(self, submissions: Sequence[Submission]) -> None:
-        """Add tasks that the journal has already, in one plan; before :meth:`start`.
+    def begin(self, tickets: Sequence[TaskTicket]) -> None:
+        """Add tasks that the journal already has, in one plan; must be called before :meth:`start`.
 
         Raises:
             SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
-        self._dispatcher.begin(submissions)
+        self._dispatcher.begin(tickets)
 
     def on_turn(self, hook: Callable[[], None]) -> None:
-        """Call ``hook`` in every turn, on the thread of the controller; before :meth:`start`."""
+        """Call ``hook`` in every turn, on the controller's thread; must be called before :meth:`start`."""
         self._hooks.append(hook)
 
     def drain(self) -> None:
         """Let running executors save and end, start no others, and wait until none runs.
 
         Raises:
-            RunWriteError, RunBusyError, ClusterLostError: What ended the controller before.
+            RunWriteError, RunBusyError, ClusterLostError: The controller had already ended with this error.
         """
         if not self._dispatcher.is_drained:
-            with contextlib.suppress(_EndedError):  # another caller has drained or closed it meanwhile
+            with contextlib.suppress(_EndedError):  # another caller has meanwhile drained or closed it
                 self.begin_drain()
         while not self._dispatcher.is_drained:
             num_turns = self._num_turns
@@ -102,15 +102,15 @@ class Controller:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended: it was closed or drained, or failed."""
+        """Whether the controller was closed or drained, or failed."""
         return self._has_ended
 
     def begin_drain(self) -> None:
-        """Let running executors save and end, and start no others; returns at once."""
+        """Let running executors save and end, and start no others; return at once."""
         self._call(self._dispatcher.drain)
 
     def pause(self) -> None:
-        """Wait for another turn, or the end of the controller."""
+        """Wait for the next turn, or the end of the controller."""
         self._pause(self._num_turns)
 
     def close(self) -> None:
@@ -129,36 +129,33 @@ class Controller:
 
     # -- tasks and commands ----------------------------------------------------------------------------------------
 
-    def submit(self, run: TaskRun, *, tenant: str = "", priority: int = 0, command: str = "") -> str:
-        """Have a run executed as soon as it is its turn.
+    def submit(self, ticket: TaskTicket, *, command: str = "") -> str:
+        """Add a task to the queue.
 
         Args:
-            run: The run on disk, and its demand.
-            tenant: Whose quota it counts against.
-            priority: Higher goes first.
+            ticket: The task.
             command: Id of the command that submits it, for the journal.
 
         Returns:
-            The task's id here: its name.
+            The task's id in this controller: its name.
 
         Raises:
             SpecError: The name is taken, or the cluster can never provide its GPUs.
             QueueCommandError: The controller starts no more tasks.
         """
-        submission = Submission(run=run, tenant=tenant, priority=priority)
-        self._call(lambda: self._dispatcher.submit(submission, command))
-        return run.task
+        self._call(lambda: self._dispatcher.submit(ticket, command))
+        return ticket.task
 
-    def check(self, submission: Submission) -> None:
-        """Check that :meth:`submit` would accept a run; raises the same errors."""
-        self._call(lambda: self._dispatcher.check(submission))
+    def check(self, ticket: TaskTicket) -> None:
+        """Check that :meth:`submit` would accept a task; raises the same errors."""
+        self._call(lambda: self._dispatcher.check(ticket))
 
     def check_open(self, task: str) -> None:
         """Check that :meth:`cancel` would accept a task; raises the same errors."""
         self._call(lambda: self._dispatcher.check_cancel(task))
 
     def cancel(self, task: str, *, command: str = "") -> None:
-        """Cancel a task: remove it from the queue, or let its executor save and end; returns at once.
+        """Cancel a task: remove it from the queue, or let its executor save and end; return at once.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended; or the controller starts no more tasks.
@@ -166,10 +163,10 @@ class Controller:
         self._call(lambda: self._dispatcher.cancel(task, command))
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of tasks that wait, with one new plan; those that run, or have ended, stay.
+        """Change the priorities of waiting tasks, with one new plan; running and ended tasks stay the same.
 
         Args:
-            priorities: By the names of the tasks.
+            priorities: New priorities by task name.
 
         Raises:
             SpecError: There is no such task.
@@ -193,25 +190,25 @@ class Controller:
             task: Name of the task.
             action: Stop, resume or clone.
             job: Id of the job.
-            changes: A clone's settings that differ from the job's, canonical keys.
-            warm: A clone starts from the job's best adapter.
+            changes: Settings of a clone that differ from the job's, under canonical keys.
+            warm: Whether a clone starts from the job's best adapter.
             timeout_s: Longest wait for the executor's answer.
 
         Returns:
-            The answer; None if there was none in time. The command stays until an executor of the task answers it.
+            The answer; None if it did not come in time. The command stays until an executor of the task answers it.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
             RunWriteError: The run's folder cannot be written.
         """
-        run = self._call(lambda: self._dispatcher.run_of(task))
-        mailbox = Mailbox(RunDir(Path(run.run_dir)))
+        ticket = self._call(lambda: self._dispatcher.ticket_of(task))
+        mailbox = Mailbox(RunDir(Path(ticket.run_dir)))
         command = mailbox.send(action, job, changes=changes, warm=warm)
         sleep = time.sleep if self._thread is not None else lambda _: self.turn()
         return mailbox.wait_for_answer(command, timeout_s, sleep=sleep)
 
     def status(self) -> ControllerStatus:
-        """Everything as it is now; once it has ended, as it was then."""
+        """Return the current status of all tasks; after the controller has ended, the last status."""
         try:
             return self._call(self._dispatcher.status)
         except Exception:
@@ -220,12 +217,12 @@ class Controller:
             return self._dispatcher.status()
 
     def events(self, since: int = 0, *, follow: bool = True) -> Iterator[JournalEntry]:
-        """The entries of the journal, in order and each once.
+        """Yield the entries of the journal in order, each once.
 
         Args:
             since: Sequence number of the first entry. A reader that stopped after entry n continues with n + 1, here or
                 with another controller of the same journal.
-            follow: Wait for new entries until the controller has ended; else stop after the last entry.
+            follow: Wait for new entries until the controller has ended; otherwise stop after the last entry.
         """
         tail = JournalTail(self._journal.path)
         while True:
@@ -236,17 +233,17 @@ class Controller:
             self._pause(num_turns)
 
     def wait(self, *tasks: str, timeout_s: float | None = None) -> bool:
-        """Wait until all of ``tasks`` have ended, or every task where none is named.
+        """Wait until all of ``tasks`` have ended; without names, until every task has ended.
 
         Args:
-            timeout_s: On the controller's clock; None waits for ever.
+            timeout_s: On the controller's clock; None waits forever.
 
         Returns:
-            Whether they have; False after the timeout.
+            True once they have ended; False after the timeout.
 
         Raises:
             TaskInterruptedError: The controller was drained before the named tasks had ended.
-            RunWriteError, RunBusyError, ClusterLostError: What ended the controller.
+            RunWriteError, RunBusyError, ClusterLostError: The controller ended with this error.
         """
         until_s = None if timeout_s is None else self._clock() + timeout_s
         while True:
@@ -263,7 +260,7 @@ class Controller:
             self._pause(num_turns)
 
     def call(self, work: Callable[[], T]) -> T:
-        """Run ``work`` between two turns, when nothing else changes the state; returns or raises what it does.
+        """Run ``work`` between two turns, when nothing else changes the state; return its result or raise its error.
 
         Raises:
             QueueCommandError: The controller has ended.
@@ -290,7 +287,7 @@ class Controller:
         try:
             while not (self._is_closing or self._dispatcher.is_drained):
                 self.turn()
-        except BaseException as found:  # raised in the threads that wait for tasks
+        except BaseException as found:  # raised again in the threads that wait for tasks
             error = found
         self._end(error)
 
@@ -320,7 +317,7 @@ class Controller:
         return call.future.result() if self._thread is not None else work()
 
     def _pause(self, num_turns: int) -> None:
-        """Wait for more than ``num_turns`` turns, or the end of the controller."""
+        """Wait until the number of turns is no longer ``num_turns``, or the controller has ended."""
         if self._thread is None:
             self.turn()
             return
@@ -336,15 +333,15 @@ class Controller:
 
 
 def interruption(status: ControllerStatus) -> TaskInterruptedError:
-    """The error for callers that wait for tasks of a controller that was drained before their end."""
+    """Return the error for callers that wait for tasks of a controller that was drained before the tasks ended."""
     return TaskInterruptedError(
-        f"stopped as asked, with {len(status.open_tasks)} of {len(status.tasks)} tasks still to finish and everything "
-        "on disk"
+        f"stopped on request, with {len(status.open_tasks)} of {len(status.tasks)} tasks still to finish and "
+        "everything on disk"
     )
 
 
 class _EndedError(QueueCommandError):
-    """Signal that the controller has ended without an error."""
+    """Raised when the controller has ended without an error."""
 
 
 class _Call:

@@ -1,28 +1,30 @@
-"""Carries out a queue's actions on a cluster, reports the cluster's events to the queue, and journals both. It has no
-thread of its own."""
+"""Carries out a queue's actions on a cluster, reports the cluster's events to the queue, and journals both. Has no
+thread of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
-from alto.cluster.running_attempt import RunningAttempt
-from alto.cluster.submission import ControllerStatus, Submission, TaskRun, TaskStatus
-from alto.errors import QueueCommandError
-from alto.records import MAX_DURATION_S
-from alto.runs import (
-    NOT_FOLDABLE,
-    Journal,
-    JournalEntry,
-    Observer,
-    RunDir,
-    has_result,
-    history_before,
+from alto.base import is_number
+from alto.cluster.base import (
+    Cluster,
+    ClusterEvent,
+    EntryWritten,
+    ExecutorEnded,
+    GpuCame,
+    GpuGone,
+    Launch,
+    Outcome,
+    TaskTicket,
 )
+from alto.errors import QueueCommandError
+from alto.records import MAX_DURATION_S, Gpu, Node
+from alto.runs import NOT_FOLDABLE, Journal, JournalEntry, Observer, RunDir, RunHistory, has_result, history_before
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
 from alto.runs.progress import remaining_duration_s, share_done
@@ -48,9 +50,85 @@ from alto.scheduler.queue import (
     TaskState,
     Woken,
 )
-from alto.spec.outside import is_number
 
-__all__ = ["Dispatcher"]
+
+@dataclass(slots=True, kw_only=True)
+class RunningAttempt:
+    """A running executor and its measured speed.
+
+    Attributes:
+        far: Progress of the run on disk when the executor was started.
+        start_s: Seconds from the launch until it began to train.
+        began_at: Time when it began to train; None before.
+    """
+
+    launch: Launch
+    expected_s: float
+    launched_at: float
+    far: tuple[float, ...] = ()
+    start_s: float = 0.0
+    history: RunHistory = field(default_factory=RunHistory)
+    began_at: float | None = None
+    share_before: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStatus:
+    """The current status of one task.
+
+    Attributes:
+        task: Name of the task.
+        state: State in the queue.
+        tenant: Tenant whose quota it counts against.
+        priority: Higher goes first.
+        num_gpus: Number of GPUs that it needs.
+        gpus: Its GPUs while it runs; otherwise empty.
+        attempt: Number of executors that were started for it.
+        expected_s: Estimated seconds of the task, or of its next attempt, from start to end.
+        share_done: Share of its expected training samples that it has trained, in [0, 1], as last reported.
+        num_failures: Number of executors in a row that ended with a failure that counts.
+        reason: Reason of its latest failure.
+        ended: End of its latest executor; None if none has ended.
+    """
+
+    task: str
+    state: TaskState
+    tenant: str
+    priority: int
+    num_gpus: int
+    gpus: tuple[Gpu, ...]
+    attempt: int
+    expected_s: float
+    share_done: float
+    num_failures: int
+    reason: str
+    ended: ExecutorEnded | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the task is finished, failed or stopped for good."""
+        return self.state in (TaskState.FINISHED, TaskState.FAILED, TaskState.STOPPED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerStatus:
+    """The current status of a controller.
+
+    Attributes:
+        nodes: The machines and their GPUs.
+        tasks: All submitted tasks by name, in order of submission.
+        is_draining: Whether running executors were asked to save and end, and no others are started.
+    """
+
+    nodes: tuple[Node, ...]
+    tasks: Mapping[str, TaskStatus]
+    is_draining: bool = False
+
+    @property
+    def open_tasks(self) -> tuple[str, ...]:
+        """Names of the tasks that have not ended."""
+        return tuple(name for name, task in self.tasks.items() if not task.has_ended)
+
 
 _STANDS = (
     journaled.JobEvaluated,
@@ -61,27 +139,55 @@ _STANDS = (
 """Events that report a run's progress."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Retrying:
+    """Rules for starting a task again after its executor has ended.
+
+    Attributes:
+        interrupted: Whether an executor that ended as ``interrupted`` without a request of this controller is started
+            again.
+        how_far: Returns the progress of a run on disk as numbers that only grow. A lost executor that has increased one
+            of them resets the count of failures in a row. With None, no executor resets it.
+    """
+
+    interrupted: bool = True
+    how_far: Callable[[RunDir], tuple[float, ...]] | None = None
+
+    def progress(self, ticket: TaskTicket) -> tuple[float, ...]:
+        """Return the progress of a task's run; empty if it is not asked for."""
+        return () if self.how_far is None else self.how_far(RunDir(Path(ticket.run_dir)))
+
+
 class Dispatcher:
-    """The tasks of one controller, from their submission to their ends. Used by one thread at a time.
+    """Handles the tasks of one controller from submission to end. Used by one thread at a time.
 
     Args:
         cluster: Starts and watches executors.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
-        journal: Of what happens to the tasks.
-        show: Shown every entry of the journals of the tasks' runs, in a `TaskRelayed`.
+        journal: Records the events of the tasks.
+        show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`.
+        retrying: Rules for starting a task again; None starts interrupted executors again.
         clock: In seconds; never runs backwards.
     """
 
     def __init__(
-        self, cluster: Cluster, queue: Queue, journal: Journal, *, show: Observer, clock: Callable[[], float]
+        self,
+        cluster: Cluster,
+        queue: Queue,
+        journal: Journal,
+        *,
+        show: Observer,
+        retrying: Retrying | None,
+        clock: Callable[[], float],
     ) -> None:
         self._cluster = cluster
         self._queue = queue
         self._journal = journal
         self._show = show
+        self._retrying = retrying or Retrying()
         self._clock = clock
         self._began_at = clock()
-        self._runs: dict[str, TaskRun] = {}
+        self._tickets: dict[str, TaskTicket] = {}
         self._running: dict[str, RunningAttempt] = {}
         self._ended: dict[str, ExecutorEnded] = {}
         self._is_draining = False
@@ -90,50 +196,49 @@ class Dispatcher:
 
     # -- commands --------------------------------------------------------------------------------------------------
 
-    def begin(self, submissions: Sequence[Submission]) -> None:
-        """Add tasks that the journal has already, in one plan.
+    def begin(self, tickets: Sequence[TaskTicket]) -> None:
+        """Add tasks that the journal already has, in one plan.
 
         Raises:
             SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
-        self._take_in(submissions, lambda: None)
+        self._take_in(tickets, lambda: None)
 
-    def submit(self, submission: Submission, command: str = "") -> None:
+    def submit(self, ticket: TaskTicket, command: str = "") -> None:
         """Add a new task and journal it; ``command`` is the id of the command that submits it.
 
         Raises:
-            SpecError: As of :meth:`begin`.
+            SpecError: See :meth:`begin`.
             QueueCommandError: The queue is being drained.
         """
-        self.check(submission)
-        run = submission.run
-        news = journaled.TaskSubmitted(
-            task=run.task,
-            num_gpus=run.num_gpus,
-            duration_s=run.estimate.duration_s,
-            priority=submission.priority,
-            tenant=submission.tenant,
+        self.check(ticket)
+        submitted = journaled.TaskSubmitted(
+            task=ticket.task,
+            num_gpus=ticket.num_gpus,
+            duration_s=ticket.estimate.duration_s,
+            priority=ticket.priority,
+            tenant=ticket.tenant,
             command=command,
         )
-        self._take_in([submission], lambda: self._journal.append(news))
+        self._take_in([ticket], lambda: self._journal.append(submitted))
 
-    def check(self, submission: Submission) -> None:
+    def check(self, ticket: TaskTicket) -> None:
         """Check that a task can be submitted; errors as in :meth:`submit`."""
         self._check_open()
         now_s = self._now_s()
-        self._queue.check(Submitted(time_s=now_s, demand=submission.demand(now_s)))
+        self._queue.check(Submitted(time_s=now_s, demand=ticket.demand(now_s)))
 
-    def run_of(self, task: str) -> TaskRun:
-        """The run of a task that has not ended.
+    def ticket_of(self, task: str) -> TaskTicket:
+        """Return the ticket of a task that has not ended.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
         """
         self._check_known(task)
-        return self._runs[task]
+        return self._tickets[task]
 
     def cancel(self, task: str, command: str = "") -> TaskState:
-        """Cancel a task: remove it from the queue, or let its executor save and end; returns its new state.
+        """Cancel a task: remove it from the queue, or let its executor save and end; return its new state.
 
         Raises:
             QueueCommandError: There is no such task, or it has ended.
@@ -148,10 +253,10 @@ class Dispatcher:
         return found.state
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of tasks that wait; the others stay as they are.
+        """Change the priorities of waiting tasks; other tasks stay the same.
 
         Raises:
-            QueueCommandError: It starts no more tasks.
+            QueueCommandError: The queue is being drained.
         """
         self._check_open()
         now_s = self._now_s()
@@ -179,11 +284,11 @@ class Dispatcher:
 
     @property
     def is_drained(self) -> bool:
-        """Whether all executors have saved and ended after a drain, and this is journalled."""
+        """Whether all executors have saved and ended after a drain, and the journal records it."""
         return self._is_drained
 
     def status(self) -> ControllerStatus:
-        """Everything as it is now."""
+        """Return the current status."""
         return ControllerStatus(
             nodes=tuple(self._cluster.nodes),
             tasks=MappingProxyType({name: self._status_of(task) for name, task in self._queue.tasks.items()}),
@@ -191,7 +296,7 @@ class Dispatcher:
         )
 
     def turn(self, most_s: float) -> None:
-        """Handle the cluster's events; waits up to ``most_s`` for one.
+        """Handle the cluster's events; wait up to ``most_s`` for one.
 
         Raises:
             RunWriteError, RunBusyError: The journal cannot be written.
@@ -201,7 +306,7 @@ class Dispatcher:
             raise self._broken_by
         wake_s = None if self._is_draining else self._queue.next_wake_s
         wait_s = most_s if wake_s is None else min(most_s, max(0.0, wake_s - self._now_s()))
-        # All at once, so that nothing is started on a GPU whose loss is further down in the list.
+        # Apply all events at once, so that nothing is started on a GPU whose loss is reported by a later event.
         news = [found for event in self._cluster.poll(wait_s) if (found := self._handle(event)) is not None]
         if self._is_draining:  # not reported to the queue, so that it starts no other executors
             self._end_drain()
@@ -214,7 +319,7 @@ class Dispatcher:
     # -- from the cluster to the queue -----------------------------------------------------------------------------
 
     def _handle(self, event: ClusterEvent) -> QueueEvent | None:
-        """Journal ``event``; returns the queue's event for it."""
+        """Journal ``event``; return the queue's event for it."""
         match event:
             case EntryWritten():
                 return self._handle_entry(event)
@@ -264,7 +369,7 @@ class Dispatcher:
         return None
 
     def _expected_s(self, attempt: RunningAttempt, elapsed_s: float) -> float:
-        """Estimated seconds of an attempt from the beginning of its training; beside others as the queue expects it."""
+        """Return the estimated seconds of an attempt's training; in a shared executor, the queue's estimate."""
         task = attempt.launch.task
         executor = attempt.launch.executor
         if not any(
@@ -278,9 +383,9 @@ class Dispatcher:
         if attempt is None or attempt.launch.attempt != ended.attempt:
             return None
         del self._running[ended.task]
-        run = self._runs[ended.task]
-        if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(run.run_dir))):
-            # A task that has its result is finished, even if its executor failed afterwards.
+        ticket = self._tickets[ended.task]
+        if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(ticket.run_dir))):
+            # A task that has its result is finished, even if its executor fails afterwards.
             reason = f"Ended after its result was complete: {ended.reason}"
             ended = replace(ended, outcome=Outcome.FINISHED, reason=reason)
         self._ended[ended.task] = ended
@@ -297,9 +402,9 @@ class Dispatcher:
             attempt=ended.attempt,
             reason=ended.reason,
             is_retryable=ended.outcome is Outcome.LOST
-            or (ended.outcome is Outcome.INTERRUPTED and run.retry_interrupted),
+            or (ended.outcome is Outcome.INTERRUPTED and self._retrying.interrupted),
             remaining_s=max(attempt.expected_s * (1.0 - share_done(attempt.history)), 1.0),
-            came_further=run.how_far is not None and _is_beyond(run.how_far(), attempt.far),
+            came_further=_is_beyond(self._retrying.progress(ticket), attempt.far),
         )
 
     def _end_drain(self) -> None:
@@ -310,19 +415,17 @@ class Dispatcher:
 
     # -- from the queue to the cluster -----------------------------------------------------------------------------
 
-    def _take_in(self, submissions: Sequence[Submission], journal: Callable[[], object]) -> None:
+    def _take_in(self, tickets: Sequence[TaskTicket], journal: Callable[[], object]) -> None:
         now_s = self._now_s()
-        actions = self._queue.apply(
-            *(Submitted(time_s=now_s, demand=submission.demand(now_s)) for submission in submissions)
-        )
+        actions = self._queue.apply(*(Submitted(time_s=now_s, demand=ticket.demand(now_s)) for ticket in tickets))
         with self._breaking():
             journal()
-            self._runs.update({submission.run.task: submission.run for submission in submissions})
+            self._tickets.update({ticket.task: ticket for ticket in tickets})
             self._do_all(actions)
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """An error inside leaves queue, journal and cluster inconsistent, so the dispatcher cannot continue."""
+        """Mark the dispatcher as broken after an error inside, which leaves queue, journal and cluster inconsistent."""
         try:
             yield
         except Exception as error:
@@ -355,38 +458,26 @@ class Dispatcher:
                 self._journal.append(journaled.TaskGivenUp(task=task, reason=reason))
 
     def _start(self, action: StartTask) -> None:
-        run = self._runs[action.task]
         self._journal.append(
             journaled.ExecutorStarted(
                 task=action.task, attempt=action.attempt, gpus=tuple(action.gpus), executor=action.executor
             )
         )
         demand = self._queue.tasks[action.task].demand
-        launch = Launch(
-            task=action.task,
-            run_dir=run.run_dir,
-            entry=run.entry,
-            gpus=action.gpus,
-            attempt=action.attempt,
-            num_ranks=len(action.gpus) if run.is_parallel else 1,
-            trust_remote_code=run.trust_remote_code,
-            executor=action.executor,
-            base=run.base,
-            tenant=demand.tenant,
-            priority=demand.priority,
-        )
+        ticket = replace(self._tickets[action.task], priority=demand.priority)
+        launch = Launch(ticket=ticket, gpus=action.gpus, attempt=action.attempt, executor=action.executor)
         self._running[action.task] = RunningAttempt(
             launch=launch,
             expected_s=demand.duration_s,
             launched_at=self._clock(),
-            far=run.how_far() if run.how_far is not None else (),
+            far=self._retrying.progress(ticket),
         )
         self._cluster.start(launch)
 
     def _check_known(self, task: str) -> None:
         found = self._queue.tasks.get(task)
         if found is None or found.has_ended:
-            what = "which is none of its tasks" if found is None else f"which is {found.state.value}"
+            what = "which is not in the queue" if found is None else f"which is {found.state.value}"
             raise QueueCommandError(f"expected a task of this queue that waits or runs, found {task!r}, {what}")
 
     def _check_open(self) -> None:
@@ -398,7 +489,7 @@ class Dispatcher:
     def _status_of(self, task: QueuedTask) -> TaskStatus:
         attempt, ended = self._running.get(task.name), self._ended.get(task.name)
         state = task.state
-        if self._is_draining and attempt is None and task.has_gpus:  # its end was not reported to the queue
+        if self._is_draining and attempt is None and task.has_gpus:  # the queue does not know that it ended
             state = _state_after_drain(state, ended)
         return TaskStatus(
             task=task.name,
@@ -432,7 +523,7 @@ def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskSta
 
 
 def _is_valid(offer: journaled.GpusOffered) -> bool:
-    """Whether an offer has at least one GPU, and durations within bounds."""
+    """Return whether an offer has at least one GPU, and durations within bounds."""
     seconds = (offer.duration_s, offer.data_parallel_duration_s)
     return offer.num_gpus >= 1 and all(is_number(found, least=0, most=MAX_DURATION_S) for found in seconds)
 

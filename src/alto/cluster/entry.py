@@ -1,4 +1,4 @@
-"""What an executor's process calls, and how that ended."""
+"""Runs the entry of an executor's process, and records how that ended."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from alto import errors
+from alto.base import is_disk_full
 from alto.cluster.attempt import Ending
-from alto.cluster.base import Outcome
+from alto.cluster.base import Outcome, TaskTicket
 from alto.errors import (
     AltoError,
     DeviceMemoryError,
@@ -22,25 +23,9 @@ from alto.errors import (
     RunWriteError,
     TaskInterruptedError,
 )
-from alto.runs import is_disk_full
-
-__all__ = [
-    "TRUST_VARIABLE",
-    "Entry",
-    "Host",
-    "HostedRun",
-    "ending_by",
-    "ending_of",
-    "error_class",
-    "load_entry",
-    "notices_of",
-    "run_entry",
-    "trusts_remote_code",
-    "work_alone",
-]
 
 TRUST_VARIABLE = "ALTO_TRUST_REMOTE_CODE"
-"""``1`` in the environment of a process whose user allows code of base models."""
+"""Environment variable; ``1`` in a process whose user allows code of base models."""
 
 Entry: TypeAlias = Callable[[str, Callable[[], bool]], "str | None"]
 """Works on the run in a folder; calls the given function regularly to check whether to stop; returns notices for the
@@ -49,42 +34,36 @@ user."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedRun:
-    """A run that a host is to work on.
+    """A run for a host to work on.
 
     Attributes:
         number: Unique in the process.
-        run_dir: Folder of the run.
-        is_interrupted: Whether it has to stop; each call is a sign of life.
-        tenant: Who submitted the task.
-        priority: Of the task.
-        trust_remote_code: Whether the user allows code of the base model, where the task sets this key too.
+        ticket: The task.
+        is_interrupted: Returns whether to stop; each call is a sign of life.
     """
 
     number: int
-    run_dir: str
+    ticket: TaskTicket
     is_interrupted: Callable[[], bool]
-    tenant: str = ""
-    priority: int = 0
-    trust_remote_code: bool = False
 
 
 class Host(Protocol):
-    """Works on several runs in one process, in turns. A class that a launch names as its entry is called without
-    arguments to make one."""
+    """Works on several runs in one process, in turns. If a launch names a class as its entry, the class is called
+    without arguments to make a host."""
 
     def attach(self, run: HostedRun) -> None:
-        """Begin or resume a run beside the others; what it raises ends that run alone."""
+        """Start or resume a run beside the others; an error raised here ends that run only."""
 
     def turn(self) -> Mapping[int, str | BaseException]:
         """Work on all runs for a moment.
 
         Returns:
-            The runs that have ended, by number: notices for the user, or the error that ended it.
+            The runs that have ended, by number, each with notices for the user or the error that ended it.
         """
 
     @property
     def is_usable(self) -> bool:
-        """Whether it can work on another run; where not, its process ends after the runs that it has."""
+        """Whether it can work on further runs; if not, its process ends after its current runs."""
 
 
 _TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionError)
@@ -92,73 +71,71 @@ _TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionErro
 
 
 def load_entry(name: str) -> Entry | type[Host]:
-    """The function or class called ``module:name``."""
+    """Return the function or class called ``module:name``."""
     module, _, attribute = name.partition(":")
     entry: Entry | type[Host] = getattr(importlib.import_module(module), attribute)
     return entry
 
 
 def error_class(name: str) -> type[AltoError] | None:
-    """ALTO's error class of that name; None for any other name."""
+    """Return ALTO's error class of that name; None for any other name."""
     found = getattr(errors, name, None) if name else None
     return found if isinstance(found, type) and issubclass(found, AltoError) else None
 
 
 def run_entry(entry: str, run_dir: str, is_interrupted: Callable[[], bool]) -> Ending:
-    """Do what a :class:`alto.cluster.Launch` asks for, in a process of its own; how that ended. What went wrong is
-    printed.
+    """Do the work of a :class:`alto.cluster.Launch`; return how it ended, and print an error's traceback.
 
     Args:
-        entry, run_dir: Of the launch.
-        is_interrupted: Whether to save and end; asked between steps.
+        entry, run_dir: See :class:`alto.cluster.Launch`.
+        is_interrupted: Returns whether to save and end; called between steps.
     """
     return ending_of(lambda: work_alone(load_entry(entry), run_dir, is_interrupted))
 
 
 def work_alone(entry: Entry | type[Host], run_dir: str, is_interrupted: Callable[[], bool]) -> str | None:
-    """Work on one run to its end; returns notices for the user, or raises the error that ended it."""
+    """Work on one run to its end; return notices for the user, or raise the error that ended it."""
     if not isinstance(entry, type):
         return entry(run_dir, is_interrupted)
     host = entry()
-    host.attach(
-        HostedRun(number=0, run_dir=run_dir, is_interrupted=is_interrupted, trust_remote_code=trusts_remote_code())
-    )
+    ticket = TaskTicket(task=run_dir, run_dir=run_dir, entry=entry.__name__, trust_remote_code=trusts_remote_code())
+    host.attach(HostedRun(number=0, ticket=ticket, is_interrupted=is_interrupted))
     while not (ended := host.turn()):
         pass
     return notices_of(ended[0])
 
 
 def notices_of(ended: str | BaseException) -> str:
-    """The notices of a run that has ended in :meth:`Host.turn`; raises the error that ended it."""
+    """Return the notices of a run that has ended in :meth:`Host.turn`, or raise the error that ended it."""
     if isinstance(ended, BaseException):
         raise ended
     return ended
 
 
 def trusts_remote_code() -> bool:
-    """Whether the user who started this process allows code that comes with the base model."""
+    """Return whether the user who started this process allows code of base models."""
     return os.environ.get(TRUST_VARIABLE) == "1"
 
 
 def ending_of(work: Callable[[], str | None]) -> Ending:
-    """Run ``work`` and return how it ended; an error is printed."""
+    """Run ``work`` and return how it ended; print an error's traceback."""
     try:
         notice = work()
     except (TaskInterruptedError, KeyboardInterrupt) as error:
         return Ending(
             outcome=Outcome.INTERRUPTED,
-            reason=str(error) or "stopped as asked before it began",
+            reason=str(error) or "stopped on request before it began",
             error=type(error).__name__,
         )
     except BaseException as error:
-        with contextlib.suppress(OSError):  # the log may lie on the disk that is full
+        with contextlib.suppress(OSError):  # the log may be on the full disk
             traceback.print_exc()
         return ending_by(error)
     return Ending(outcome=Outcome.FINISHED, reason=notice or "")
 
 
 def ending_by(error: BaseException) -> Ending:
-    """How ``error`` ends an executor."""
+    """Return how an executor ends that raises ``error``."""
     reason = str(error) if isinstance(error, AltoError) else f"{type(error).__name__}: {error}"
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and is_disk_full(error)):
         return Ending(outcome=Outcome.FAILED, reason=reason, error=DiskFullError.__name__)

@@ -1,36 +1,110 @@
-"""One process on this machine that works on runs, one after the other or several at once, as its cluster sees it."""
+"""One process on this machine that works on runs, one after the other or several at once, as seen by its cluster."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from alto.cluster.attempt import AttemptDir, Ending, unwritten_ending
 from alto.cluster.base import Launch, Outcome
 from alto.cluster.orders import EndReport, Orders
-from alto.cluster.process_group import ProcessGroup
+from alto.cluster.processes import kill_session
 from alto.cluster.rendezvous import FOLDER, Rendezvous
 from alto.cluster.zygote import Zygote
 
-__all__ = ["ExecutorProcess", "ProcessShape"]
+
+class ProcessGroup:
+    """A separate session for a Python module; all processes started in it belong to it too.
+
+    Args:
+        zygote: Forks the first process.
+        module: Module whose ``main()`` is run. `HELD_SIGNALS` are blocked until it unblocks them.
+        args: Command-line arguments.
+        env: Added to this process's environment.
+        uses: See :meth:`Zygote.fork`.
+
+    Raises:
+        OSError: The zygote cannot be started.
+    """
+
+    def __init__(
+        self, zygote: Zygote, module: str, args: Sequence[str], *, env: Mapping[str, str], uses: Sequence[str]
+    ) -> None:
+        self._zygote = zygote
+        self._first = zygote.fork(module, args, {**os.environ, **env}, uses=uses)
+        self._is_to_stop = False
+        self._is_to_die = False
+        self._is_reaping = False
+        self._has_ended = False
+
+    def has_ended(self) -> bool:
+        """Return whether none of its processes lives; if the first has died, kill the others."""
+        if self._has_ended:
+            return True
+        self._zygote.poll()
+        if not self._first.has_exited:
+            self._signal()
+            return False
+        # Until it is reaped, it keeps its process id, so that no other session can have the same id.
+        if self._first.pid is not None and not kill_session(self._first.pid):
+            return False
+        if not self._is_reaping:
+            self._is_reaping = True
+            self._zygote.reap(self._first)
+        self._has_ended = self._first.is_reaped
+        return self._has_ended
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the first process, negative for a signal; None if unknown."""
+        assert self._has_ended, "it runs"
+        return self._first.exit_code
+
+    @property
+    def why_not_started(self) -> str:
+        """Why it could not be started; empty if it was."""
+        return self._first.reason
+
+    def ask_to_stop(self) -> None:
+        """Send SIGTERM to the first process only, once it is forked; until it has saved, it needs the others."""
+        self._is_to_stop = True
+        self._signal()
+
+    def kill(self) -> None:
+        """Send SIGKILL to all processes, once they are forked; :meth:`has_ended` returns whether they are gone."""
+        self._is_to_die = True
+        self._signal()
+
+    def _signal(self) -> None:
+        if self._first.pid is None or self._has_ended:
+            return
+        if self._is_to_die:
+            kill_session(self._first.pid)
+        elif self._is_to_stop:
+            self._is_to_stop = False
+            with contextlib.suppress(ProcessLookupError):  # its zygote has died and no longer reserves its process id
+                os.kill(self._first.pid, signal.SIGTERM)
+
 
 _WORKER = "alto.cluster.worker"
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where PyTorch looks for them; the first is its name for all devices, the others are older."""
+"""Environment variables that PyTorch reads; the first covers all devices, the others are older names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessShape:
-    """What a process has, all its life; runs that need the same can have one after the other.
+    """The resources of a process, fixed for its lifetime. A process can be reused for runs that need the same shape.
 
     Attributes:
-        devices: Its GPUs, as CUDA names them; none where slots of the CPU stand for GPUs.
-        num_threads: Of the CPU, for all of its ranks.
+        devices: Its GPUs, under their names in CUDA; empty if CPU slots take the place of GPUs.
+        num_threads: Number of CPU threads for all of its ranks together.
         num_ranks: Number of its processes.
+        memory_share: Share of the machine's memory that they may plan with, where slots of the CPU stand for GPUs.
         folder: Its working directory.
         variables: Environment of the process that starts it.
     """
@@ -38,11 +112,12 @@ class ProcessShape:
     devices: tuple[str, ...]
     num_threads: int
     num_ranks: int = 1
+    memory_share: float = 1.0
     folder: str = field(default_factory=os.getcwd)
     variables: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
 
     def environment(self) -> dict[str, str]:
-        """Variables of its first process, which shares the cores with its other ranks."""
+        """Return environment variables of its first process, which shares the cores with the other ranks."""
         num_threads = max(1, self.num_threads // self.num_ranks)
         return {
             "RANK": "0",
@@ -52,6 +127,7 @@ class ProcessShape:
             "CUDA_VISIBLE_DEVICES": ",".join(self.devices),
             "OMP_NUM_THREADS": str(num_threads),
             "MKL_NUM_THREADS": str(num_threads),
+            "ALTO_MEMORY_SHARE": str(self.memory_share),
             **(_allocator() if self.devices else {}),
         }
 
@@ -61,30 +137,29 @@ class Occupant(Protocol):
 
     @property
     def launch(self) -> Launch:
-        """What is done for it."""
+        """The run and its work."""
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has written into its journal."""
+        """Whether the run's executor has written into its journal."""
 
 
 class ExecutorProcess:
-    """A process of a shape, with what it starts.
+    """A process of a given shape, with all processes that it starts.
 
     Args:
-        zygote: Forks it.
-        shape: What it has.
-        entry: Of the first launch; the zygote imports its module, for the processes that it forks later too.
-        grace_s: For saving, once this process has died.
+        zygote: Forks the process.
+        entry: Entry of the first launch; the zygote imports its module, also for later processes.
+        grace_s: Seconds that it has to save after this process has died.
 
     Attributes:
-        shape: What it has.
-        executors: Of the runs that it works on.
-        base: Base model of the latest launch that named one; it may be loaded still.
+        shape: Its resources.
+        executors: The runs that it works on.
+        base: Base model of the latest launch that named one; the process may still hold it.
         is_reusable: Whether it can work on another run.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The process cannot be started.
     """
 
     def __init__(self, zygote: Zygote, shape: ProcessShape, entry: str, *, grace_s: float) -> None:
@@ -109,23 +184,23 @@ class ExecutorProcess:
         )
 
     def work(self, launch: Launch, attempt: AttemptDir) -> int:
-        """Order it to work on the run of ``launch``; returns the number of the order.
+        """Order it to work on the run of ``launch``; return the number of the order.
 
         Raises:
             OSError: The order cannot be written.
         """
         self.base = launch.base or self.base
-        return self._orders.work(launch, attempt)
+        return self._orders.work(launch.ticket, attempt)
 
     def ended(self, number: int) -> EndReport | None:
-        """How it has reported the end of the attempt of an order; None where it has not."""
+        """Return its report on the end of an order's attempt; None if there is none yet."""
         report = self._orders.ended(number)
         if report is not None and not report.is_reusable:
             self.is_reusable = False
         return report
 
     def ask_to_stop(self, number: int) -> None:
-        """Let the attempt of an order save and end; the whole process, where it works on no other."""
+        """Let the attempt of an order save and end; the whole process if it works on nothing else."""
         if len(self.executors) > 1:
             self._orders.stop(number)
         else:
@@ -133,14 +208,14 @@ class ExecutorProcess:
             self._group.ask_to_stop()
 
     def kill(self, reason: str = "") -> bool:
-        """Kill it; returns whether it is gone."""
+        """Kill it; return whether it is gone."""
         self.is_reusable = False
         self._killed_because = self._killed_because or reason
         self._group.kill()
         return self.has_ended()
 
     def has_ended(self) -> bool:
-        """Whether no process of it is left."""
+        """Return whether none of its processes is left."""
         if not self._has_ended and self._group.has_ended():
             self._has_ended, self._was_shared, self.is_reusable = True, len(self.executors) > 1, False
             if self._rendezvous is not None:
@@ -149,35 +224,35 @@ class ExecutorProcess:
 
     @property
     def is_being_killed(self) -> bool:
-        """Whether it was killed for a reason, and is not gone yet."""
+        """Whether it was killed for a reason."""
         return bool(self._killed_because)
 
     @property
     def has_begun(self) -> bool:
-        """Whether all its executors have written into their journals: no model or data is loaded."""
+        """Whether all its runs have written into their journals, so that no model or data is being loaded."""
         return all(executor.has_begun for executor in self.executors)
 
     def unreported_ending(self, attempt: AttemptDir) -> Ending:
-        """How an attempt has ended that it did not report, where it has ended itself."""
+        """Return how an attempt ended that left no report, after the process has ended."""
         code = self._group.exit_code
         said = unwritten_ending(code, attempt) if code is not None and not self._was_shared else None
         return said or Ending(outcome=Outcome.LOST, reason=self._killed_because or self._why_it_is_gone(attempt))
 
     def close(self) -> None:
-        """Remove its folder of orders, once it has ended."""
+        """Remove its folder of orders after it has ended."""
         self._orders.remove()
 
     def _why_it_is_gone(self, attempt: AttemptDir) -> str:
         code = self._group.exit_code
         if code is None:
-            return self._group.why_not_started or "its process is gone, with the one that had started it"
+            return self._group.why_not_started or "its process ended, together with the process that had started it"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         where = "" if self._was_shared else f"; see {attempt.stderr}"
         return f"its process {how} and reported no reason{where}"
 
 
 def _allocator() -> dict[str, str]:
-    """Settings of PyTorch's CUDA allocator, read at its first use; the user's own settings are kept.
+    """Return settings of PyTorch's CUDA allocator, which it reads at its first use; none if the user has set some.
 
     Micro-batches differ in length; only with expandable segments can fragmented free memory serve a longer one.
     """

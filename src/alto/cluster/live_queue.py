@@ -1,7 +1,7 @@
-"""A queue on disk while a controller works on it: tasks are submitted and cancelled by this process and by others.
+"""A queue on disk while a controller works on it; this process and others submit and cancel tasks.
 
 ``queue.yaml`` is the source of truth: a task is submitted or cancelled once that file is written. If a controller dies
-after that, the restarted one completes the journal and answers open commands; each command takes effect once.
+after that, the restarted controller completes the journal and answers open commands; each command takes effect once.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from alto.cluster.base import TaskTicket
 from alto.cluster.controller import Controller, interruption
-from alto.cluster.submission import Submission, TaskRun
 from alto.errors import AltoError, QueueCommandError, RunBusyError, RunWriteError, UntrustedCodeError
 from alto.records import TaskEstimate
 from alto.runs import (
@@ -26,21 +26,19 @@ from alto.runs import (
 from alto.runs import events as journaled
 from alto.spec import Task, build_task
 
-__all__ = ["LiveQueue", "QueueIntake", "answer_past_ends", "past_ends", "unique_name"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueIntake:
-    """How a task becomes a run of a queue.
+    """Functions and settings that turn a task into a run of a queue.
 
     Attributes:
-        entry: What its executors do, as of :class:`alto.cluster.Launch`.
-        is_parallel: As of :class:`alto.cluster.TaskRun`.
-        check: Raises an error for a submitted task that is not valid.
-        estimate: Returns what a submitted task is expected to take.
-        base_of: Returns the base model of a task, as of :class:`alto.cluster.Launch`.
-        trusted: Tasks of the queue that may run the Python code that comes with their base model.
-        trusts_commands: Whether tasks that other processes submit may.
+        entry: Entry of its executors; see :class:`alto.cluster.TaskTicket`.
+        is_parallel: See :class:`alto.cluster.TaskTicket`.
+        check: Raises an error for an invalid task.
+        estimate: Returns the estimate of a submitted task.
+        base_of: Returns the key of a task's base model; see :class:`alto.cluster.TaskTicket`.
+        trusted: Tasks of the queue that may run the Python code of their base models.
+        trusts_commands: Whether tasks that other processes submit may do so too.
     """
 
     entry: str
@@ -53,13 +51,13 @@ class QueueIntake:
 
 
 class LiveQueue:
-    """The tasks of ``queue_dir``, run by ``controller``. It waits for further tasks until :meth:`finish`.
+    """Runs the tasks of ``queue_dir`` with ``controller``, and waits for further tasks until :meth:`finish`.
 
     Args:
         queue_dir: Locked by this process.
-        controller: Not started yet; nothing was submitted to it.
-        journal: The queue's and the controller's.
-        intake: How a task becomes a run.
+        controller: Not started yet, and nothing was submitted to it.
+        journal: Journal of the queue and the controller.
+        intake: Turns a task into a run.
     """
 
     def __init__(
@@ -80,32 +78,32 @@ class LiveQueue:
         controller.on_turn(self._carry_out_commands)
 
     def begin(self, done: Iterable[str]) -> None:
-        """Submit the tasks of the folder but those that are ``done`` or cancelled; before the controller starts."""
+        """Submit the folder's tasks that are not ``done`` or cancelled; must be called before the controller starts."""
         finished = set(done)
         self._cancel_what_waits(finished)
         entries, _ = self._queue_dir.read()
         self._journal_what_is_missing(entries)
         self._controller.begin(
-            [self._submission(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
+            [self._ticket(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
         )
 
     def submit(self, task: Task, *, tenant: str, priority: int) -> str:
-        """Submit a task; once this has returned, the submission is durable.
+        """Submit a task; the submission is durable when this returns.
 
         Args:
-            task: With absolute paths.
-            tenant: Whose quota it counts against.
+            task: A task with absolute paths.
+            tenant: Tenant whose quota it counts against.
             priority: Higher goes first.
 
         Returns:
             Its name in the queue.
 
         Raises:
-            AltoError: What is wrong with the task.
+            AltoError: The task has an error.
             QueueCommandError: The queue accepts no more tasks.
         """
-        command = _Submit(task=task, tenant=tenant, priority=priority, estimate=self._intake.estimate(task))
-        return self._controller.call(lambda: self._submit(command, trusts=task.needs_trust))
+        task, estimate = task.replace(tenant=tenant, priority=priority), self._intake.estimate(task)
+        return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
 
     def cancel(self, task: str) -> None:
         """Cancel a task: remove it from the queue, or let its executor save and end.
@@ -116,22 +114,22 @@ class LiveQueue:
         self._controller.call(lambda: self._cancel(task))
 
     def finish(self) -> None:
-        """Wait for no further tasks: once all have ended, so does the queue."""
+        """Accept no further tasks: once all tasks have ended, the queue ends."""
         self._keeps_open = False
 
     def wait(self) -> None:
-        """Wait until the queue has completed: every task has ended, and it waits for no others.
+        """Wait until the queue has completed: every task has ended, and it accepts no others.
 
         Raises:
-            TaskInterruptedError: The queue was drained before; all running tasks have saved and ended.
-            RunWriteError, RunBusyError, ClusterLostError: What ended its controller.
+            TaskInterruptedError: The queue was drained; all running tasks have saved and ended.
+            RunWriteError, RunBusyError, ClusterLostError: The controller ended with this error.
         """
         while True:
             self._controller.wait()
             try:
                 if self._controller.call(self._complete):
                     return
-            except QueueCommandError:  # it has ended
+            except QueueCommandError:  # the controller has ended
                 raise interruption(self._controller.status()) from None
             self._controller.pause()
 
@@ -151,16 +149,16 @@ class LiveQueue:
         for command in self._mailbox.pending():
             try:
                 answer = Answer(done=True, message=self._carry_out(command))
-            except RunBusyError:  # the queue has failed; it answers the command when it is resumed
+            except RunBusyError:  # the queue has failed; it will answer the command when it is resumed
                 raise
             except AltoError as error:
                 if isinstance(error, RunWriteError) and self._is_noted(command):
-                    raise  # the queue's folder has what its journal lacks
+                    raise  # the queue's folder has an entry that its journal lacks
                 answer = Answer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
 
     def _is_noted(self, command: QueueCommand) -> bool:
-        """Whether the effect of a command is in the queue's folder."""
+        """Return whether the queue's folder shows the effect of a command."""
         entries, _ = self._queue_dir.read()
         return any(
             entry.command == command.id or (entry.is_cancelled and entry.task == command.task) for entry in entries
@@ -185,7 +183,7 @@ class LiveQueue:
     def _submit_once(self, command: QueueCommand) -> str:
         entries, _ = self._queue_dir.read()
         before = next((entry.task for entry in entries if entry.command == command.id), None)
-        if before is not None:  # the answer was lost
+        if before is not None:  # already submitted, but the answer was lost
             return before
         task, estimate = self._read(command)
         if task.needs_trust and not self._intake.trusts_commands:
@@ -196,58 +194,50 @@ class LiveQueue:
                 f"{what}: expected a task {which}, or a queue that "
                 "allows it, found neither; start the queue with: alto run --wait-for-tasks --trust-remote-code"
             )
-        asked = _Submit(
-            task=task,
-            tenant=command.tenant,
-            priority=command.priority,
-            estimate=estimate,
-            command=command.id,
-        )
-        return self._submit(asked, trusts=self._intake.trusts_commands)
+        task = task.replace(tenant=command.tenant, priority=command.priority)
+        return self._submit(task, estimate, command=command.id, trusts=self._intake.trusts_commands)
 
     def _read(self, command: QueueCommand) -> tuple[Task, TaskEstimate]:
-        """The task that a command submits, and what it is expected to take.
+        """Return the task that a command submits, and its estimate.
 
         Raises:
-            AltoError: What is wrong with the task, or with the files that it names.
+            AltoError: The task, or a file that it names, has an error.
         """
         try:
             task = build_task(command.values)
             return task, self._intake.estimate(task)
         except AltoError:
             raise
-        except Exception as error:  # a broken link, a folder without permission: the other tasks continue
+        except Exception as error:  # such as a broken link or a folder without permission; other tasks must go on
             raise QueueCommandError(
                 f"expected a task whose model and data can be read by the process that works on the queue, found "
                 f"{type(error).__name__}: {error}; correct it, then submit it again"
             ) from error
 
-    def _submit(self, asked: _Submit, *, trusts: bool) -> str:
+    def _submit(self, task: Task, estimate: TaskEstimate, *, command: str = "", trusts: bool) -> str:
         if self._has_completed:
-            raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start another")
+            raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start a new one")
         if not self._takes_tasks:
             raise QueueCommandError(
                 "expected a queue that takes tasks, found one that accepts no more and ends with its last task "
-                "(alto drain --when-done); start another"
+                "(alto drain --when-done); start a new one"
             )
-        self._intake.check(asked.task)
+        self._intake.check(task)
         entries, _ = self._queue_dir.read()
         entry = QueueEntry(
-            task=unique_name(asked.task.name, {entry.task for entry in entries}),
-            num_gpus=asked.task.num_gpus,
-            duration_s=asked.estimate.duration_s,
-            priority=asked.priority,
-            tenant=asked.tenant,
-            command=asked.command,
-            base=self._intake.base_of(asked.task),
-            sharing=asked.estimate.sharing,
+            task=unique_name(task.name, {entry.task for entry in entries}),
+            num_gpus=task.num_gpus,
+            duration_s=estimate.duration_s,
+            priority=task.priority,
+            tenant=task.tenant,
+            command=command,
+            base=self._intake.base_of(task),
+            sharing=estimate.sharing,
         )
-        submission = self._submission(entry, trusts=trusts)
-        self._controller.check(submission)
-        self._queue_dir.add(entry, asked.task.replace(tenant=asked.tenant, priority=asked.priority))
-        return self._controller.submit(
-            submission.run, tenant=entry.tenant, priority=entry.priority, command=entry.command
-        )
+        ticket = self._ticket(entry, trusts=trusts)
+        self._controller.check(ticket)
+        self._queue_dir.add(entry, task)
+        return self._controller.submit(ticket, command=command)
 
     def _cancel_once(self, command: QueueCommand) -> str:
         entries, _ = self._queue_dir.read()
@@ -260,29 +250,30 @@ class LiveQueue:
         self._queue_dir.cancel(task)
         self._controller.cancel(task, command=command)
 
-    def _submission(self, entry: QueueEntry, *, trusts: bool = False) -> Submission:
-        run = TaskRun(
+    def _ticket(self, entry: QueueEntry, *, trusts: bool = False) -> TaskTicket:
+        return TaskTicket(
             task=entry.task,
             run_dir=str(self._queue_dir.run_of(entry.task).root),
             entry=self._intake.entry,
             num_gpus=entry.num_gpus,
+            is_parallel=self._intake.is_parallel,
             estimate=entry.estimate,
             base=entry.base,
-            is_parallel=self._intake.is_parallel,
+            tenant=entry.tenant,
+            priority=entry.priority,
             trust_remote_code=trusts or entry.task in self._intake.trusted,
         )
-        return Submission(run=run, tenant=entry.tenant, priority=entry.priority)
 
     def _cancel_what_waits(self, finished: Collection[str]) -> None:
-        """Record cancellations that were sent while no process worked on the queue: those tasks are not started, and
-        one that cannot run any more does not block the others. The commands are answered in the first turn."""
+        """Record cancellations that were sent while no process worked on the queue, so that these tasks are not started
+        and cannot block the others if they cannot run any more. The first turn answers the commands."""
         asked = {command.task for command in self._mailbox.pending() if command.action is QueueAction.CANCEL}
         for entry in self._queue_dir.read()[0] if asked else ():
             if entry.task in asked and entry.task not in finished and not entry.is_cancelled:
                 self._queue_dir.cancel(entry.task)
 
     def _journal_what_is_missing(self, entries: Sequence[QueueEntry]) -> None:
-        """Journal what only ``queue.yaml`` has: a controller died between the two writes."""
+        """Journal entries that only ``queue.yaml`` has because a controller died between the two writes."""
         submitted, cancelled = set[str](), set[str]()
         for event in (entry.event for entry in self._journal.past):
             if isinstance(event, journaled.QueueStarted):
@@ -291,7 +282,7 @@ class LiveQueue:
                 submitted.add(event.task)
             elif isinstance(event, journaled.TaskCancelled):
                 cancelled.add(event.task)
-        is_new = not self._journal.past  # then its first event, which is written already, has all tasks
+        is_new = not self._journal.past  # then its first event, already written, has all tasks
         for entry in entries:
             if entry.task not in submitted and not is_new:
                 self._journal.append(
@@ -308,32 +299,21 @@ class LiveQueue:
                 self._journal.append(journaled.TaskCancelled(task=entry.task))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Submit:
-    """A task to be added; ``command`` is the id of the command that submits it, empty where this process does."""
-
-    task: Task
-    tenant: str
-    priority: int
-    estimate: TaskEstimate
-    command: str = ""
-
-
 def unique_name(name: str, taken: Collection[str]) -> str:
-    """``name``, with a number where it is taken."""
+    """Return ``name``, with a number added if it is taken."""
     numbered = (f"{name}-{number}" for number in itertools.count(2))
     return name if name not in taken else next(found for found in numbered if found not in taken)
 
 
 def past_ends(queue_dir: QueueDir) -> list[str]:
-    """Ids of pending commands that end the queue. Read before this process takes the queue's lock: they were meant for
-    an earlier process."""
+    """Return ids of pending commands that end the queue. Call it before this process takes the queue's lock: commands
+    sent before that were meant for an earlier process."""
     pending = QueueMailbox(queue_dir.run).pending()
     return [command.id for command in pending if command.action in (QueueAction.FINISH, QueueAction.DRAIN)]
 
 
 def answer_past_ends(queue_dir: QueueDir, commands: Collection[str]) -> None:
-    """Answer those of :func:`past_ends` that have no answer yet; this process holds the lock of ``queue_dir``."""
+    """Answer those of ``commands``, from :func:`past_ends`, that are still pending; needs the lock of ``queue_dir``."""
     mailbox = QueueMailbox(queue_dir.run)
     for command in mailbox.pending():
         if command.id in commands:

@@ -1,4 +1,4 @@
-"""The GPUs of this machine, or slots of its CPU, and the processes that work on them."""
+"""The GPUs or CPU slots of this machine, and the processes that work on them."""
 
 from __future__ import annotations
 
@@ -8,38 +8,100 @@ from pathlib import Path
 
 import torch
 
-from alto.cluster.base import ClusterEvent, Launch
-from alto.cluster.device_locks import DeviceLocks
+from alto.base import LockFile, cache_home, write_error
+from alto.cluster.base import ClusterEvent, Launch, check_launch
 from alto.cluster.executor_process import ProcessShape
-from alto.cluster.launches import check_launch
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.machine import Machine
-from alto.errors import SpecError, UnsupportedError
+from alto.errors import DeviceBusyError, SpecError, UnsupportedError
 from alto.records import Node
 
-__all__ = ["LocalCluster"]
+# Locks of this machine's GPUs between the processes of this user, with one lock file per GPU.
+#
+# The kernel releases a lock when its process ends, in any way. CPU slots have no locks: they are shares of cores, which
+# several processes may use at a time.
+
+TIMEOUT_S = 1.0
+"""Retry time for a lock: a process that only tests whether it is free holds it for an instant."""
+
+
+class DeviceLocks:
+    """Locks of GPUs, held until :meth:`release`.
+
+    Args:
+        names: UUIDs of the GPUs, which are the same in every process.
+        folder: Folder of the lock files; None takes ``locks/`` in ALTO's cache (``$ALTO_CACHE``).
+
+    Raises:
+        DeviceBusyError: Another process holds one of the GPUs; this one then holds none.
+        RunWriteError: A lock file cannot be written.
+    """
+
+    def __init__(self, names: Sequence[str], folder: Path | None = None) -> None:
+        self._folder = folder if folder is not None else cache_home() / "locks"
+        self._held: list[LockFile] = []
+        try:
+            for name in sorted(names):  # in the same order in every process, to avoid deadlock
+                self._acquire(name)
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Release the locks. Idempotent."""
+        while self._held:
+            self._held.pop().release()
+
+    def _acquire(self, name: str) -> None:
+        path = self._folder / f"gpu-{name}.lock"
+        lock = LockFile(path)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            if not lock.acquire(TIMEOUT_S):
+                raise DeviceBusyError(
+                    f"expected GPU {name} to be free, found that process {_holder(path)} of this machine uses it for "
+                    "its own tasks; wait until it has ended, end it, or name other GPUs in CUDA_VISIBLE_DEVICES"
+                )
+            self._held.append(lock)
+            lock.write(f"{os.getpid()}\n")
+        except DeviceBusyError:
+            raise
+        except OSError as error:
+            remedy = "set ALTO_CACHE to a folder on this machine that can be written"
+            raise write_error(path, error, remedy) from error
+
+
+def _holder(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip() or "(unknown id)"
+    except OSError:
+        return "(unknown id)"
+
 
 NODE = "local"
 
 
 class LocalCluster:
-    """Executors on this machine: processes on GPUs of their own, each for one task or for several that share it.
+    """Executors on this machine: processes with their own GPUs, each for one task or for several that share it.
 
-    On a machine without GPUs, slots of its CPU stand for them: a task that has n of m slots sees no CUDA and takes
-    n/m of the cores, at least one. On GPUs, tasks share the cores in the same way.
+    On a machine without GPUs, CPU slots take their place: a task that has n of m slots sees no CUDA device and uses n/m
+    of the cores, at least one, and plans with n/m of the memory. With GPUs, tasks share the cores in the same way.
 
-    A process whose tasks have ended is kept for a while: its base model is loaded. It ends when others need its GPUs.
+    A process whose tasks have ended is kept for a while because its base model is loaded. It ends when others need its
+    GPUs.
 
-    Its GPUs are locked until it is closed, so that no other controller of this user takes them; CPU slots are not.
+    The GPUs are locked until the cluster is closed, so that no other controller of this user takes them. CPU slots are
+    not locked.
 
     Args:
-        total_gpus: How many GPUs to use, the first ones; None uses all. On a machine without, how many slots its CPU
-            has; None makes it one.
-        heartbeat_timeout_s: An executor that has written into its journal and then shows no sign of life for so long is
-            killed and ends as ``lost``. Signs are journal lines, and checks of its training loop whether to stop.
+        total_gpus: Number of GPUs to use, starting with the first; None uses all. On a machine without GPUs, the number
+            of its CPU slots; None means one.
+        heartbeat_timeout_s: An executor that has written into its journal and then shows no sign of life for this long
+            is killed and ends as ``lost``. Signs of life are journal lines, and checks of its training loop whether to
+            stop.
         start_timeout_s: The same before its first journal line, while it loads the model and reads the data.
-        drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after so long.
-        idle_timeout_s: A process without a task ends after so long.
+        drain_timeout_s: An executor that was asked to stop, or whose controller has died, is killed after this long.
+        idle_timeout_s: A process without a task is ended after this long.
 
     Raises:
         DeviceBusyError: Another controller uses one of the GPUs; the message names the GPU and the process.
@@ -58,7 +120,7 @@ class LocalCluster:
     ) -> None:
         if not Path("/proc/self/stat").exists():
             raise UnsupportedError(
-                "cluster: 'local' keeps account of its processes as Linux lists them, found a machine without /proc; "
+                "cluster: expected Linux for 'local', which finds its processes in /proc, found a machine without it; "
                 "run one task at a time with: alto tune"
             )
         timeouts = Timeouts(heartbeat_s=heartbeat_timeout_s, start_s=start_timeout_s, drain_s=drain_timeout_s)
@@ -75,37 +137,39 @@ class LocalCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """False where slots of the CPU stand for GPUs."""
+        """False if CPU slots take the place of GPUs."""
         return bool(self._devices)
 
     def start(self, launch: Launch) -> None:
-        """Have a process work on a run: the one of its executor, an idle one that fits, or a new one."""
+        """Let a process work on a run: the process of its executor, an idle process that fits, or a new one."""
         check_launch(launch, self.nodes, self._machine.launches)
         self._machine.start(launch, self._shape(launch))
 
     def stop(self, task: str) -> None:
-        """Let a running executor save and end; it is killed if that takes too long."""
+        """Let a running executor save and end; kill it if that takes too long."""
         self._machine.stop(task)
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What has happened since the last call, oldest first of every task."""
+        """Return the events since the last call, in order for each task."""
         return self._machine.poll(timeout_s)
 
     def close(self) -> None:
-        """Kill what still runs, then release the GPUs."""
+        """Kill running executors, then release the GPUs."""
         self._machine.close()
         self._locks.release()
 
     def _shape(self, launch: Launch) -> ProcessShape:
+        num_gpus, num_all = len(launch.gpus), len(self._node.gpus)
         return ProcessShape(
             devices=tuple(self._devices[gpu.index] for gpu in launch.gpus) if self._devices else (),
-            num_threads=max(1, _num_cores() * len(launch.gpus) // len(self._node.gpus)),
+            num_threads=max(1, num_cores() * num_gpus // num_all),
             num_ranks=launch.num_ranks,
+            memory_share=1.0 if self._devices else num_gpus / num_all,
         )
 
 
 def _visible_devices() -> tuple[str, ...]:
-    """The GPUs that this process may use, as CUDA names them: indices or UUIDs."""
+    """Return the GPUs that this process may use, under their names in CUDA: indices or UUIDs."""
     count = torch.cuda.device_count()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in chosen.split(",")] if chosen is not None else [str(i) for i in range(count)]
@@ -113,9 +177,10 @@ def _visible_devices() -> tuple[str, ...]:
 
 
 def _lock_name(index: int, name: str) -> str:
-    """What the GPU with this number, called ``name`` in CUDA_VISIBLE_DEVICES, is called in every process.
+    """Return a name of GPU ``index`` that is the same in every process: its UUID.
 
-    A part of a GPU (MIG) has a UUID of its own there, which CUDA does not report."""
+    A MIG instance has its own UUID in CUDA_VISIBLE_DEVICES (``name``), which CUDA does not report.
+    """
     return name if name.startswith("MIG-") else f"{torch.cuda.get_device_properties(index).uuid}"
 
 
@@ -127,8 +192,8 @@ def _num_gpus(asked: int | None, found: int) -> int:
     return asked or found or 1
 
 
-def _num_cores() -> int:
-    """Cores that this process may use; no more than ``OMP_NUM_THREADS`` says, where the user has set it."""
+def num_cores() -> int:
+    """Return the number of cores that this process may use, at most ``OMP_NUM_THREADS`` if the user has set it."""
     found = len(os.sched_getaffinity(0))
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are of nested regions
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
     return min(found, int(asked)) if asked.isdecimal() and int(asked) > 0 else found

@@ -1,5 +1,4 @@
-"""One run that an executor on this machine works on: what it writes into its journal, whether it still works, and how
-it ended."""
+"""One run that an executor on this machine works on: its new journal entries, its signs of life, and its end."""
 
 from __future__ import annotations
 
@@ -16,17 +15,15 @@ from alto.errors import RunError
 from alto.runs import JournalEntry, JournalTail, RunDir
 from alto.runs.events import MeasuringBegun
 
-__all__ = ["LocalExecutor", "Timeouts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
     """Timeouts of an executor, in seconds.
 
     Attributes:
-        heartbeat_s: Without a sign of life, once it has written into its journal.
-        start_s: Without a sign of life, before: models are loaded and data read in that time.
-        drain_s: From being asked to stop until it has saved and ended.
+        heartbeat_s: Longest time without a sign of life once it has written into its journal.
+        start_s: Longest time without a sign of life before that, while it loads models and reads data.
+        drain_s: Longest time for saving and ending after it was asked to stop.
     """
 
     heartbeat_s: float
@@ -35,20 +32,18 @@ class Timeouts:
 
 
 class LocalExecutor:
-    """A process that works on the run of ``launch``, and maybe on others.
+    """Watches a process that works on the run of ``launch``, and maybe on others.
 
     Args:
-        launch: The run, and what is done for it.
-        process: Works on it from now on.
-        timeouts: Timeouts, in seconds.
+        process: Works on the run from now on.
 
     Attributes:
-        launch: The run.
-        has_begun: Whether it has written into its journal, but that its task is being measured.
-        process: Works on it.
+        launch: The run and its work.
+        has_begun: Whether it has written into its journal anything but measurement progress.
+        process: Works on the run.
 
     Raises:
-        OSError: It cannot begin. (`RunWriteError` is one.)
+        OSError: The attempt's folder or the order cannot be written (`RunWriteError` is an OSError).
     """
 
     def __init__(self, launch: Launch, process: ExecutorProcess, timeouts: Timeouts) -> None:
@@ -68,13 +63,13 @@ class LocalExecutor:
         process.executors.append(self)
 
     def move(self, find: Callable[[], ExecutorProcess]) -> None:
-        """Have another process work on the run, where :attr:`was_ignored`; once.
+        """Move the run to another process if its own :attr:`was_ignored`; possible once.
 
         Args:
-            find: Returns that process.
+            find: Returns the other process.
 
         Raises:
-            OSError: It cannot; the end of the run is reported then.
+            OSError: The run cannot be moved; its end is reported then.
         """
         self._can_move = False
         process = find()
@@ -86,7 +81,7 @@ class LocalExecutor:
 
     @property
     def was_ignored(self) -> bool:
-        """Whether its process, which had worked on other runs before, has ended without having begun this one."""
+        """Whether its process, after working on other runs, has ended without starting this one."""
         return (
             self._can_move
             and self._number > 1
@@ -98,13 +93,13 @@ class LocalExecutor:
         )
 
     def watch(self) -> list[ClusterEvent]:
-        """The new events; the last event of an executor is :class:`ExecutorEnded`."""
-        ending = self._find_ending()  # first: everything that was written before is read below
+        """Return the new events; the last event of an executor is :class:`ExecutorEnded`."""
+        ending = self._find_ending()  # first: everything written before the end is read below
         entries = self._read_journal()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
-            entries = []  # by the previous holder of the lock
-        # While its task is measured, it gives no other sign of life, as while a model is loaded.
+            entries = []  # written by the previous holder of the lock
+        # While its task is measured, it gives no other sign of life, just as while a model is loaded.
         self.has_begun = self.has_begun or any(not isinstance(entry.event, MeasuringBegun) for entry in entries)
         if ending is None:
             self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not entries)
@@ -125,7 +120,7 @@ class LocalExecutor:
         return [*events, ended]
 
     def ask_to_stop(self) -> None:
-        """Let it save and end; it is killed if it does not."""
+        """Let it save and end; kill it if it does not end in time."""
         self._drains_until = min(self._drains_until, time.monotonic() + self._timeouts.drain_s)
         try:
             self.process.ask_to_stop(self._number)
@@ -133,7 +128,8 @@ class LocalExecutor:
             self.process.kill(f"could not be asked to stop: {error}")
 
     def _find_ending(self) -> Ending | None:
-        """How it has ended: by its report, where its process continues; else once no process of it is left."""
+        """Return how it ended: from its report if its process continues; otherwise only once none of its processes is
+        left."""
         report = self.process.ended(self._number)
         if report is not None and report.is_reusable:
             return report.ending
@@ -145,12 +141,12 @@ class LocalExecutor:
         return report.ending if report is not None else self.process.unreported_ending(self._attempt)
 
     def _skip_past(self) -> None:
-        """Skip what earlier attempts have written; the executor itself checks whether that is damaged."""
+        """Skip the entries of earlier attempts; the executor itself checks whether they are damaged."""
         with contextlib.suppress(RunError, OSError):
             self._tail.read()
 
     def _read_journal(self) -> list[JournalEntry]:
-        """The new journal entries; an executor whose journal cannot be read is killed, and started again."""
+        """Return the new journal entries; kill an executor whose journal cannot be read, so that it is restarted."""
         try:
             return self._tail.read()
         except RunError as error:
@@ -166,10 +162,10 @@ class LocalExecutor:
             return None
 
     def _kill_if_overdue(self, *, is_silent: bool) -> None:
-        # Where a model is loaded for one run, the others of the process wait.
+        # While the process loads a model for one run, its other runs wait.
         limit_s = self._timeouts.heartbeat_s if self.process.has_begun else self._timeouts.start_s
         now = time.monotonic()
-        # While this process was itself stopped, it could not see any sign of life.
+        # Time in which this process itself was stopped counts little: it could not see any sign of life.
         elapsed_s = min(now - self._watched_at, limit_s / 2)
         self._watched_at = now
         self._silence_s = self._silence_s + elapsed_s if is_silent else 0.0

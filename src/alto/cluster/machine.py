@@ -1,4 +1,4 @@
-"""The executors on this machine: started, watched and ended."""
+"""Starts, watches and ends the executors on this machine."""
 
 from __future__ import annotations
 
@@ -8,21 +8,100 @@ from functools import partial
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
 from alto.cluster.entry import ending_by
-from alto.cluster.executor_process import ProcessShape
+from alto.cluster.executor_process import ExecutorProcess, ProcessShape
 from alto.cluster.local_executor import LocalExecutor, Timeouts
-from alto.cluster.process_pool import ProcessPool
+from alto.cluster.zygote import Zygote
+from alto.records import Gpu
 
-__all__ = ["Machine"]
+POOL_INTERVAL_S = 0.01
+
+
+class ProcessPool:
+    """Processes that work on runs, and idle ones that can be reused.
+
+    Args:
+        drain_timeout_s: Seconds that processes have to save after this process has died.
+        idle_timeout_s: Seconds after which an idle process is ended.
+    """
+
+    def __init__(self, *, drain_timeout_s: float, idle_timeout_s: float) -> None:
+        self._drain_timeout_s = drain_timeout_s
+        self._idle_timeout_s = idle_timeout_s
+        self._gpus: dict[ExecutorProcess, tuple[Gpu, ...]] = {}
+        self._idle_since: dict[ExecutorProcess, float] = {}
+
+    def find(self, launch: Launch, shape: ProcessShape) -> ExecutorProcess:
+        """Return the process for a run; end idle processes that hold its GPUs and cannot work on it.
+
+        Args:
+            launch: The run; its GPUs are free, or belong to its executor.
+            shape: Resources that the process must have.
+
+        Raises:
+            OSError: The process cannot be started, or the executor's process is ending.
+        """
+        process = self._of_executor(launch) or self._idle(launch, shape)
+        for other in [other for other in self._gpus if other is not process and not other.executors]:
+            if not set(launch.gpus).isdisjoint(self._gpus[other]):
+                self._end(other)
+        process = process or ExecutorProcess(Zygote.shared(), shape, launch.entry, grace_s=self._drain_timeout_s)
+        self._gpus[process] = launch.gpus
+        self._idle_since.pop(process, None)
+        return process
+
+    def end_idle(self) -> None:
+        """End the processes that have been idle for too long, and those that cannot be reused."""
+        now = time.monotonic()
+        for process in [process for process in self._gpus if not process.executors]:
+            since = self._idle_since.setdefault(process, now)
+            if not process.is_reusable or process.has_ended() or now - since > self._idle_timeout_s:
+                self._end(process)
+
+    def close(self) -> None:
+        """Kill all processes; none is left when this returns."""
+        for process in self._gpus:
+            process.kill()
+        for process in list(self._gpus):
+            self._end(process)
+
+    def _of_executor(self, launch: Launch) -> ExecutorProcess | None:
+        """Return the process that works on other runs of the same executor."""
+        for process in self._gpus if launch.executor else ():
+            of_it = any(found.launch.executor == launch.executor for found in process.executors)
+            if of_it and not process.has_ended():
+                if not process.is_reusable:
+                    raise OSError(f"expected {launch.executor} to take a further task, found that it ends")
+                return process
+        return None
+
+    def _idle(self, launch: Launch, shape: ProcessShape) -> ExecutorProcess | None:
+        """Return an idle process that holds the base model of a run. CPU slots are alike, so its slots may differ."""
+        if launch.num_ranks > 1 or launch.trust_remote_code:
+            return None
+        for process in self._gpus:
+            is_ready = process.is_reusable and not process.executors and not process.has_ended()
+            if is_ready and process.shape == shape and process.base == launch.base:
+                return process
+        return None
+
+    def _end(self, process: ExecutorProcess) -> None:
+        """Kill a process, and wait until nothing of it is left, because its memory is needed."""
+        while not process.kill():
+            time.sleep(POOL_INTERVAL_S)
+        process.close()
+        del self._gpus[process]
+        self._idle_since.pop(process, None)
+
 
 WATCH_INTERVAL_S = 0.05
 
 
 class Machine:
-    """Runs that are worked on here, each by a process of its own or together with others.
+    """Runs in progress on this machine, each in its own process or together with others.
 
     Args:
         timeouts: Timeouts of executors, in seconds.
-        idle_timeout_s: A process without a run is ended after so long.
+        idle_timeout_s: Seconds after which a process without a run is ended.
     """
 
     def __init__(self, timeouts: Timeouts, *, idle_timeout_s: float) -> None:
@@ -37,11 +116,11 @@ class Machine:
         return [executor.launch for executor, _ in self._executors.values()]
 
     def start(self, launch: Launch, shape: ProcessShape) -> None:
-        """Have a process work on a run: the one of its executor, an idle one that fits, or a new one.
+        """Let a process work on a run: the process of its executor, an idle process that fits, or a new one.
 
         Args:
-            launch: The run; where no process can work on it, the next :meth:`poll` reports its end.
-            shape: What the process needs to have.
+            launch: The run; if no process can work on it, the next :meth:`poll` reports its end.
+            shape: Resources that the process must have.
         """
         try:
             self._executors[launch.task] = LocalExecutor(launch, self._pool.find(launch, shape), self._timeouts), shape
@@ -58,16 +137,16 @@ class Machine:
             )
 
     def stop(self, task: str) -> None:
-        """Let a run be saved and end; it is killed if that takes too long."""
+        """Let a run save and end; kill its process if that takes too long."""
         if task in self._executors:
             self._executors[task][0].ask_to_stop()
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What has happened since the last call, oldest first of every task; waits up to ``timeout_s`` for it."""
+        """Return the events since the last call, in order for each task; wait up to ``timeout_s`` for some."""
         gives_up_at = time.monotonic() + timeout_s
         while True:
             self._watch()
-            # Of a process that has ended since, all runs end in one answer: none of them can be joined any more.
+            # If a process has meanwhile ended, report the end of all its runs together, as no run can join it any more.
             while self._events and any(executor.process.has_ended() for executor, _ in self._executors.values()):
                 self._watch()
             self._pool.end_idle()
@@ -80,13 +159,13 @@ class Machine:
         for task, (executor, shape) in list(self._executors.items()):
             new = executor.watch()
             if executor.was_ignored:
-                with contextlib.suppress(OSError):  # then its end is reported
+                with contextlib.suppress(OSError):  # the next watch reports its end
                     executor.move(partial(self._pool.find, executor.launch, shape))
             self._events += new
             if new and isinstance(new[-1], ExecutorEnded):
                 del self._executors[task]
 
     def close(self) -> None:
-        """Kill what still runs; no process is left when this returns. Idempotent."""
+        """Kill running executors; no process is left when this returns. Idempotent."""
         self._pool.close()
         self._executors = {}

@@ -1,11 +1,11 @@
-"""What a cluster orders one of its processes to do, and what that process reports: files in a private folder.
+"""Orders of a cluster to one of its processes, and reports of that process: files in a private folder.
 
 ::
 
     <folder>/
-        order-000001.json    what to do; removed once it is read
+        order-000001.json    an order; removed once it is read
         ended-000001.json    how the attempt of that order ended
-        output.log           what the process prints while it works on several runs, or on none
+        output.log           output of the process while it works on several runs, or on none
 """
 
 from __future__ import annotations
@@ -19,34 +19,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from alto.cluster.attempt import AttemptDir, Ending
-from alto.cluster.base import Launch, Outcome
-from alto.spec.outside import read_json
+from pydantic import TypeAdapter
 
-__all__ = ["EndReport", "Orders", "StopOrder", "WorkOrder"]
+from alto.base import read_json
+from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster.base import Outcome, TaskTicket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkOrder:
-    """Work on a run, beside those that the process works on already.
+    """An order to work on a run, beside the runs that the process already works on.
 
     Attributes:
-        number: Of the order, unique in its process.
+        number: Number of the order, unique in its process.
         attempt_dir: Folder of the attempt, in the run directory.
-        entry: As of :class:`alto.cluster.Launch`.
-        task: Name of the task.
-        tenant: Who submitted the task.
-        priority: Of the task.
-        trust_remote_code: As of :class:`alto.cluster.Launch`.
+        ticket: The task.
     """
 
     number: int
     attempt_dir: str
-    entry: str
-    task: str
-    tenant: str
-    priority: int
-    trust_remote_code: bool
+    ticket: TaskTicket
 
     @property
     def attempt(self) -> AttemptDir:
@@ -56,11 +48,11 @@ class WorkOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopOrder:
-    """Let the attempt of an order save and end; the others continue.
+    """An order to let the attempt of another order save and end; other attempts continue.
 
     Attributes:
-        number: Of this order.
-        stopped: Number of the other one.
+        number: Number of this order.
+        stopped: Number of the other order.
     """
 
     number: int
@@ -68,7 +60,7 @@ class StopOrder:
 
 
 Order = WorkOrder | StopOrder
-_KINDS: dict[str, type[WorkOrder] | type[StopOrder]] = {kind.__name__: kind for kind in (WorkOrder, StopOrder)}
+_KINDS = {kind.__name__: TypeAdapter(kind) for kind in (WorkOrder, StopOrder)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,8 +68,7 @@ class EndReport:
     """How an attempt ended.
 
     Attributes:
-        ending: Its end.
-        is_reusable: Whether its process can work on another run after this.
+        is_reusable: Whether the process can work on another run afterwards.
     """
 
     ending: Ending
@@ -94,10 +85,10 @@ class Orders:
 
     @classmethod
     def create(cls) -> Self:
-        """A new folder, removed with this object at the latest.
+        """Make a new folder, which is removed with this object at the latest.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: The folder cannot be made.
         """
         orders = cls(Path(tempfile.mkdtemp(prefix="alto-executor-")))  # mode 0700
         weakref.finalize(orders, shutil.rmtree, orders.root, ignore_errors=True)
@@ -105,32 +96,24 @@ class Orders:
 
     # -- the cluster's side ----------------------------------------------------------------------------------------
 
-    def work(self, launch: Launch, attempt: AttemptDir) -> int:
-        """Order to work on the run of ``launch``; returns the number of the order.
+    def work(self, ticket: TaskTicket, attempt: AttemptDir) -> int:
+        """Order to work on a task; return the number of the order.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The order cannot be written.
         """
         self._num_given += 1
-        order = WorkOrder(
-            number=self._num_given,
-            attempt_dir=str(attempt.root),
-            entry=launch.entry,
-            task=launch.task,
-            tenant=launch.tenant,
-            priority=launch.priority,
-            trust_remote_code=launch.trust_remote_code,
-        )
+        order = WorkOrder(number=self._num_given, attempt_dir=str(attempt.root), ticket=ticket)
         self._give(order)
         return order.number
 
     def stop(self, number: int) -> None:
-        """Order to end the attempt of order ``number``; errors as of :meth:`work`."""
+        """Order to end the attempt of order ``number``; errors as in :meth:`work`."""
         self._num_given += 1
         self._give(StopOrder(number=self._num_given, stopped=number))
 
     def ended(self, number: int) -> EndReport | None:
-        """The report of the attempt of order ``number``; None where there is none yet."""
+        """Return the report on the attempt of order ``number``; None if there is none yet."""
         try:
             said = read_json(self._ended(number))
             ending = Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
@@ -139,7 +122,7 @@ class Orders:
             return None
 
     def remove(self) -> None:
-        """Remove the folder, once its process has ended."""
+        """Remove the folder after its process has ended."""
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _give(self, order: Order) -> None:
@@ -148,16 +131,16 @@ class Orders:
     # -- the side of the process -----------------------------------------------------------------------------------
 
     def new(self) -> list[Order]:
-        """The orders since the last call, oldest first."""
+        """Return the orders since the last call, oldest first."""
         found: list[Order] = []
         for path in sorted(self.root.glob("order-*.json")):
             ((kind, fields),) = json.loads(path.read_bytes()).items()
-            found.append(_KINDS[kind](**fields))
+            found.append(_KINDS[kind].validate_python(fields))
             path.unlink()
         return found
 
     def report(self, number: int, report: EndReport) -> bool:
-        """Report the end of an attempt; returns whether it could be written."""
+        """Report the end of an attempt; return whether the report could be written."""
         with contextlib.suppress(OSError):
             self._write(self._ended(number), asdict(report.ending) | {"is_reusable": report.is_reusable})
             return True
@@ -167,7 +150,7 @@ class Orders:
         return self.root / f"ended-{number:06}.json"
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        """Write a file at once: its reader never finds a part of it. It need not survive a crash of the machine."""
+        """Write a file atomically, so that no reader sees a part of it. It need not survive a crash of the machine."""
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps(content), encoding="utf-8")
         fresh.replace(path)

@@ -7,26 +7,24 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["HELD_SIGNALS", "kill_session", "session_members"]
-
 HELD_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that ask a process to end. They are blocked in a new executor until its handlers are installed, so that a
-signal before that still stops it."""
+"""Signals that ask a process to end. They are blocked in a new executor until its handlers are installed, so that an
+early signal still stops it."""
 
 _DEAD = ("Z", "X")
 
 
 def session_members(leader: int) -> list[int]:
-    """Living processes of the session that ``leader`` began, whether or not it lives itself."""
+    """Return the living processes of the session that ``leader`` started; the leader itself may be dead."""
     pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
     return [pid for pid in pids if _is_alive_in(leader, pid)]
 
 
 def kill_session(leader: int, *, spare: int | None = None) -> bool:
-    """Send SIGKILL to every process of a session but ``spare``.
+    """Send SIGKILL to every process of a session except ``spare``.
 
     Returns:
-        Whether none was left. A killed process takes a moment to die, and may just have started another one.
+        Whether none was left. A killed process takes a moment to die, and may have just started another one.
     """
     others = [pid for pid in session_members(leader) if pid != spare]
     for pid in others:
@@ -40,6 +38,6 @@ def _is_alive_in(session: int, pid: int) -> bool:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    # The name before the last bracket may hold anything; after it come state, parent, process group, session.
+    # The name before the last bracket may hold any text; after it come state, parent, process group, session.
     state, _, _, found, *_ = stat.rpartition(")")[2].split()
     return state not in _DEAD and int(found) == session

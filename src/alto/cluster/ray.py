@@ -1,5 +1,6 @@
-"""Executors on a Ray cluster: a placement group and an actor each, for one task or for several that share it. The only
-module that uses Ray's interface."""
+"""Executors on a Ray cluster: each has a placement group and an actor, for one task or for several that share it. This
+is the only module that uses Ray's interface.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +10,89 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alto.cluster.base import ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
-from alto.cluster.launches import check_launch
+from alto.cluster.base import ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, check_launch
 from alto.cluster.local_executor import Timeouts
-from alto.cluster.ray_nodes import RayNodes, slot_resource
+from alto.cluster.ray_starter import Starter
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
-from alto.records import Node
+from alto.records import Gpu, Node
+
+Table = Sequence[Mapping[str, Any]]
+"""The return type of ``ray.nodes()``."""
+
+
+def slot_resource(table: Table) -> str:
+    """Return the resource that a slot of this cluster is: ``GPU``, or ``CPU`` if no node has a GPU."""
+    return "GPU" if any(_num_slots(row, "GPU") for row in table) else "CPU"
+
+
+class RayNodes:
+    """The nodes of a Ray cluster that are used.
+
+    Ray numbers the GPUs of a node itself when it assigns them; the GPU numbers here only count slots.
+
+    Args:
+        resource: Returned by :func:`slot_resource`.
+        total_gpus: Maximum number of slots to use; None for all.
+    """
+
+    def __init__(self, resource: str, total_gpus: int | None) -> None:
+        self._resource = resource
+        self._total_gpus = total_gpus
+        self._nodes: dict[str, Node] = {}
+        self._num_slots: dict[str, int] = {}
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self._nodes.values())
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(len(node.gpus) for node in self.nodes)
+
+    def id_of(self, name: str) -> str | None:
+        """Return Ray's id of the node ``name``; None if the cluster does not have it."""
+        return next((ray_id for ray_id, node in self._nodes.items() if node.name == name), None)
+
+    def num_slots(self, name: str) -> int:
+        """Return the number of all slots of a node, including those not used here."""
+        return self._num_slots[name]
+
+    def update(self, table: Table) -> list[GpuGone | GpuCame]:
+        """Update the nodes from Ray's node table; return the changes, losses first."""
+        slots = {row["NodeID"]: _num_slots(row, self._resource) for row in table}
+        gone = [ray_id for ray_id in self._nodes if not slots.get(ray_id)]
+        lost = [gpu for ray_id in gone for gpu in _gpus(self._nodes.pop(ray_id))]
+        came: list[Gpu] = []
+        for row in table:
+            if row["NodeID"] in self._nodes:
+                continue
+            num_slots = slots[row["NodeID"]]
+            if self._total_gpus is not None:
+                num_slots = min(num_slots, self._total_gpus - self.num_gpus)
+            if num_slots:
+                node = Node(name=_name(row), gpus=tuple(range(num_slots)))
+                self._nodes[row["NodeID"]] = node
+                self._num_slots[node.name] = slots[row["NodeID"]]
+                came += _gpus(node)
+        return [*(GpuGone(gpu=gpu) for gpu in lost), *(GpuCame(gpu=gpu) for gpu in came)]
+
+
+def _num_slots(row: Mapping[str, Any], resource: str) -> int:
+    return int(row["Resources"].get(resource, 0)) if row["Alive"] else 0
+
+
+def _name(row: Mapping[str, Any]) -> str:
+    # Several nodes may share a host, and Ray gives a node that comes back a new id.
+    return f"{row['NodeManagerHostname']}-{row['NodeID'][:8]}"
+
+
+def _gpus(node: Node) -> list[Gpu]:
+    return [Gpu(node.name, index) for index in node.gpus]
+
 
 try:
     import ray
@@ -28,41 +102,39 @@ try:
 except ImportError:
     raise UnsupportedError('a Ray cluster needs the package ray, found none; pip install "alto-lora[ray]"') from None
 
-from alto.cluster.ray_starter import Starter
-
-__all__ = ["RayCluster"]
 
 OLDEST = (2, 50)
 
 TICK_S = 1.0
-"""How often nodes are listed, and how long an actor waits for an event before it answers without one."""
+"""Interval at which nodes are listed, and the longest wait of an actor for an event before it answers without one."""
 
 NODE_VERDICT_S = 5.0
-"""How long after an actor's death Ray may report the death of its node; only then is the executor reported as lost, so
-that it is not started on that node again."""
+"""Time for Ray to report the death of an actor's node after the actor's death. Only then is the executor reported as
+lost, so that it is not started on that node again."""
 
 HEAD_TIMEOUT_S = 30.0
-"""How long the head may be unreachable, as during a restart. Ray itself would end this process after a minute."""
+"""Longest time that the head may be unreachable, as in a restart. Ray itself would end this process after a minute."""
 
 CLOSE_TIMEOUT_S = 30.0
-"""How long actors may take to end their executors before they are killed themselves."""
+"""Time for actors to end their executors before the actors themselves are killed."""
 
 
 IDLE_TIMEOUT_S = 60.0
-"""How long an actor without a task is kept, for a task that needs the base model that its process holds."""
+"""Time for which an actor without a task is kept, for a task that needs the base model in its process."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Actor:
-    """An actor on its GPUs, and the open request to it; None where a new request has to be sent.
+    """An actor on its GPUs.
 
     Attributes:
         first: The launch that it was made for.
-        launches: What it works on, by task.
-        is_reusable: Whether it can be given other tasks once it has none.
-        died_because: Empty while it lives.
-        watched_at: Time of its last check; after it has died, the time when that was found.
-        idle_since: When its last task ended.
+        launches: The runs that it works on, by task.
+        is_reusable: Whether it can get other tasks when it has none.
+        idle_since: Time when its last task ended.
+        reply: The open request to it; None if a new request must be sent.
+        watched_at: Time of its last check; after its death, the time when that was found.
+        died_because: Why it died; empty while it lives.
     """
 
     first: Launch
@@ -80,23 +152,23 @@ class _Actor:
 
 
 class RayCluster:
-    """Runs executors on the nodes of a Ray cluster that exists already, and leaves it running.
+    """Runs executors on the nodes of an existing Ray cluster, and leaves the cluster running.
 
-    Where no node has a GPU, CPU slots stand for GPUs: a slot is one CPU of Ray's. The numbers of GPUs only count here;
-    which ones an executor gets Ray decides when it sets ``CUDA_VISIBLE_DEVICES``. An executor is on the first node of
-    its launch; where the launch has more nodes, which one of several ranks must not, their GPUs are reserved with it.
-    Every node needs ALTO, the same version, and sees the folders of runs at the same path.
+    If no node has a GPU, CPU slots take their place: a slot is one CPU of Ray. The GPU numbers here only count slots;
+    Ray decides which GPUs an executor gets when it sets ``CUDA_VISIBLE_DEVICES``. An executor runs on the first node of
+    its launch; GPUs of further nodes are reserved with it, but an executor of several ranks must not have any.
+    Every node needs the same version of ALTO and must see the folders of runs at the same path.
 
-    When an actor dies though its node lives, its executor saves and ends by itself; until then the lock of the run
-    keeps another attempt waiting.
+    If an actor dies but its node lives, its executor saves and ends by itself; until then the lock of the run keeps
+    another attempt waiting.
 
     Args:
-        address: ``ray://HOST:PORT``, or ``auto`` for the cluster this process is connected to, ``RAY_ADDRESS`` names,
-            or this machine belongs to.
-        total_gpus: How many GPUs to use at most; None for all there are.
-        heartbeat_timeout_s, start_timeout_s, drain_timeout_s: As of `LocalCluster`; an actor that is silent for
-            ``heartbeat_timeout_s`` is hung too.
-        placement_timeout_s: How long Ray may take to give a launch its GPUs (others may hold them) and an actor.
+        address: ``ray://HOST:PORT``; or ``auto`` for the cluster that this process is connected to, that
+            ``RAY_ADDRESS`` names, or that this machine belongs to.
+        total_gpus: Maximum number of GPUs to use; None for all.
+        heartbeat_timeout_s, start_timeout_s, drain_timeout_s: See `LocalCluster`; an actor that is silent for
+            ``heartbeat_timeout_s`` also counts as hung.
+        placement_timeout_s: Longest time for Ray to give a launch its GPUs (others may hold them) and an actor.
 
     Raises:
         SpecError: There is no Ray cluster at that address, or it has fewer GPUs.
@@ -141,14 +213,14 @@ class RayCluster:
 
     @property
     def has_gpus(self) -> bool:
-        """False where CPU slots stand for GPUs."""
+        """Whether slots are GPUs; false if CPU slots take their place."""
         return self._resource == "GPU"
 
     def start(self, launch: Launch) -> None:
-        """As `Cluster.start`; returns before Ray has placed it.
+        """Start an executor, as `Cluster.start` does; return before Ray has placed it.
 
         Raises:
-            ValueError: The task runs already, or a GPU is taken or is not in this cluster.
+            ValueError: The task already runs, or a GPU is taken or is not in this cluster.
             ClusterLostError: The connection to Ray is lost.
         """
         check_launch(launch, self.nodes, [found for actor in self._actors for found in actor.launches.values()])
@@ -166,14 +238,14 @@ class RayCluster:
                 actor.watched_at = time.monotonic()
 
     def _of_executor(self, launch: Launch) -> _Actor | None:
-        """The actor that works on other tasks of the same executor."""
+        """Return the actor that works on other tasks of the same executor."""
         for actor in self._actors if launch.executor else ():
             if any(other.executor == launch.executor for other in actor.launches.values()):
                 return actor
         return None
 
     def _idle(self, launch: Launch) -> _Actor | None:
-        """An actor without a task on the same GPUs, whose process holds the base model of ``launch``."""
+        """Return an actor without a task on the same GPUs whose process holds the base model of ``launch``."""
         for actor in self._actors if launch.num_ranks == 1 and not launch.trust_remote_code else ():
             is_ready = actor.is_reusable and not actor.launches and not actor.died_because
             if is_ready and actor.first.gpus == launch.gpus and actor.first.base == launch.base:
@@ -215,14 +287,14 @@ class RayCluster:
         return found
 
     def stop(self, task: str) -> None:
-        """As `Cluster.stop`; raises `ClusterLostError` where the connection to Ray is lost."""
+        """Let an executor save and end; raise `ClusterLostError` if the connection to Ray is lost."""
         for actor in self._actors:
             if task in actor.launches:
                 with self._connected():
                     actor.actor.stop.remote(task)
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """As `Cluster.poll`; raises `ClusterLostError` where the connection to Ray is lost."""
+        """Return events, as `Cluster.poll` does; raise `ClusterLostError` if the connection to Ray is lost."""
         gives_up_at = time.monotonic() + timeout_s
         while True:
             with self._connected():
@@ -235,9 +307,9 @@ class RayCluster:
                 self._wait(min(left_s, TICK_S))
 
     def close(self) -> None:
-        """As `Cluster.close`; of Ray, only this process's connection ends.
+        """Kill running executors and end this process's connection to Ray; the Ray cluster itself keeps running.
 
-        Where that was lost before, Ray ends the actors by itself and their executors save and end.
+        If the connection was already lost, Ray ends the actors, and their executors save and end by themselves.
         """
         if self._is_lost or not ray.is_initialized():
             return
@@ -250,7 +322,7 @@ class RayCluster:
             ray.shutdown()
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait until an actor has answered, at most for ``timeout_s``."""
+        """Wait until an actor has answered, at most ``timeout_s``."""
         replies = [actor.reply for actor in self._actors if actor.reply is not None]
         if replies:
             ray.wait(replies, timeout=timeout_s)
@@ -261,25 +333,21 @@ class RayCluster:
 
     @contextlib.contextmanager
     def _connected(self) -> Iterator[None]:
-        """Translates a lost connection to Ray inside the block.
-
-        Raises:
-            ClusterLostError: There is none any more.
-        """
+        """Raise ClusterLostError if the connection to Ray is lost inside the block."""
         try:
-            if not ray.is_initialized():  # or Ray would begin a cluster of its own, here
+            if not ray.is_initialized():  # otherwise Ray would start its own cluster here
                 raise ConnectionError("this process was disconnected")
             yield
         except (ConnectionError, RaySystemError, RpcError) as error:
             self._is_lost = True
             raise ClusterLostError(
                 f"expected the Ray cluster to answer, found the connection lost ({_first_line(error)}); executors "
-                "that still run save and end by themselves. Check that the cluster is up (ray status), then continue "
+                "that still run save their work and end. Check that the cluster is up (ray status), then continue "
                 "with: alto resume runs/queue-<id>"
             ) from error
 
     def _is_head_there(self) -> bool:
-        """Whether the head is reachable: while it is not, Ray's own calls do not return."""
+        """Return whether the head is reachable; while it is not, Ray's own calls do not return."""
         if self._head is None:
             return True
         try:
@@ -287,7 +355,7 @@ class RayCluster:
         except OSError as error:
             if time.monotonic() > self._head_seen_at + HEAD_TIMEOUT_S:
                 raise ConnectionError(
-                    f"no head at {self._head[0]}:{self._head[1]} for {HEAD_TIMEOUT_S:.0f} s"
+                    f"the head at {self._head[0]}:{self._head[1]} did not answer for {HEAD_TIMEOUT_S:.0f} s"
                 ) from error
             return False
         self._head_seen_at = time.monotonic()
@@ -306,7 +374,7 @@ class RayCluster:
             try:
                 events = ray.get(actor.reply)
             except ActorUnavailableError:
-                # The connection broke. Either it comes back, or Ray finds out that the actor or its node is dead.
+                # The connection broke. Either it recovers, or Ray finds out that the actor or its node is dead.
                 actor.reply = None
                 yield from self._check_silence(actor)
                 return
@@ -332,7 +400,7 @@ class RayCluster:
 
     def _check_silence(self, actor: _Actor) -> Iterator[ExecutorEnded]:
         now = time.monotonic()
-        # While this process was itself stopped or busy, it could not see any sign of life.
+        # Time in which this process itself was stopped or busy counts little: it could not see any sign of life.
         actor.silence_s += min(now - actor.watched_at, 2 * TICK_S)
         actor.watched_at = now
         if actor.is_placed and actor.silence_s > self._timeouts.heartbeat_s:
@@ -340,19 +408,19 @@ class RayCluster:
             yield from self._end(actor, Outcome.LOST, reason)
         elif not actor.is_placed and actor.silence_s > self._placement_timeout_s:
             reason = (
-                f"Ray did not start it within {self._placement_timeout_s:.0f} s; others may hold its "
+                f"Ray did not start it within {self._placement_timeout_s:.0f} s; other programs may hold its "
                 f"{self._resource}s, see: ray status"
             )
             yield from self._end(actor, Outcome.LOST, reason)
 
     def _end(self, actor: _Actor, outcome: Outcome, reason: str) -> Iterator[ExecutorEnded]:
-        """Report the end of all that an actor works on."""
+        """Release an actor, and report the end of everything that it works on."""
         self._release(actor)
         for launch in actor.launches.values():
             yield ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)
 
     def _end_idle(self) -> None:
-        """Release actors without a task that cannot be given others, or have waited for one for long."""
+        """Release actors without a task that cannot get others, or have waited too long for one."""
         for actor in [actor for actor in self._actors if not actor.launches]:
             is_of_use = actor.is_reusable and bool(actor.first.base) and not actor.died_because
             if not is_of_use or time.monotonic() > actor.idle_since + IDLE_TIMEOUT_S:
@@ -374,14 +442,14 @@ class RayCluster:
         return changes
 
     def _lose_stranded(self) -> Iterator[ExecutorEnded]:
-        """Executors that had a GPU on a node that is gone."""
+        """Report the end of executors that had a GPU on a node that is gone."""
         for actor in list(self._actors):
             gone = sorted({gpu.node for gpu in actor.first.gpus if self._nodes.id_of(gpu.node) is None})
             if gone:
                 yield from self._end(actor, Outcome.LOST, f"{', '.join(gone)} left the cluster")
 
     def _lose_dead(self) -> Iterator[ExecutorEnded]:
-        """Executors whose actor died a while ago, on a node that lives."""
+        """Report the end of executors whose actor died a while ago on a node that lives."""
         for actor in list(self._actors):
             if actor.died_because and time.monotonic() > actor.watched_at + NODE_VERDICT_S:
                 yield from self._end(actor, Outcome.LOST, actor.died_because)
@@ -396,7 +464,7 @@ def _check_version(version: str) -> None:
 
 
 def _connect(address: str) -> bool:
-    """Connect to a cluster; returns whether the connection is this call's own."""
+    """Connect to a cluster; return whether this call made the connection."""
     if address == "auto" and ray.is_initialized():
         return False
     before = signal.getsignal(signal.SIGTERM)
@@ -408,14 +476,15 @@ def _connect(address: str) -> bool:
             "start one with: ray start --head, or give its address as ray://HOST:10001"
         ) from error
     finally:
-        # Ray's own would end this process where it is; what runs is to be drained.
+        # Ray's handler would end this process at once, but running executors must be drained.
         if signal.getsignal(signal.SIGTERM) is not before:
             signal.signal(signal.SIGTERM, before)
     return True
 
 
 def _head() -> tuple[str, int] | None:
-    """Address of the head; None where this process connects through a client server, which reports the head's end."""
+    """Return the address of the head; None if this process connects through a client server, which reports the head's
+    end."""
     if ray.util.client.ray.is_connected():
         return None
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
@@ -425,8 +494,8 @@ def _head() -> tuple[str, int] | None:
 def _why_it_cannot_start(launch: Launch, error: ActorDiedError) -> str:
     cause = str(error).strip().splitlines()[-1].strip()
     return (
-        f"expected ALTO on every node, the same version, found that {launch.gpus[0].node} cannot start it ({cause}); "
-        'pip install "alto-lora[ray]" there, into the environment of its Ray'
+        f"expected the same version of ALTO on every node, found that {launch.gpus[0].node} cannot start it ({cause}); "
+        'pip install "alto-lora[ray]" there, into the Python environment of Ray'
     )
 
 

@@ -1,4 +1,4 @@
-"""What runs on a node of a Ray cluster: executors, started and watched as on a machine of its own."""
+"""The actor that starts and watches executors on a node of a Ray cluster, as on a single machine."""
 
 from __future__ import annotations
 
@@ -10,34 +10,32 @@ from alto.cluster.executor_process import ProcessShape
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.machine import Machine
 
-__all__ = ["Starter"]
-
 
 class Starter:
-    """Starts executors on the GPUs that Ray gave to this actor; they outlive this process only to save.
+    """Starts executors on the GPUs that Ray gave to this actor. If this process dies, they live on only to save.
 
     Args:
-        has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names those; otherwise slots of the CPU stand for GPUs.
-        core_share: How much of this machine's cores their threads may take, in (0, 1].
+        has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names the actor's GPUs; otherwise CPU slots take their place.
+        core_share: Share of this machine's cores that the executors' threads may use, in (0, 1].
         timeouts: Timeouts of an executor, in seconds.
     """
 
     def __init__(self, *, has_gpus: bool, core_share: float, timeouts: Timeouts) -> None:
         self._has_gpus = has_gpus
         self._core_share = core_share
-        self._machine = Machine(timeouts, idle_timeout_s=float("inf"))  # this process ends before
+        self._machine = Machine(timeouts, idle_timeout_s=float("inf"))  # this actor is ended when it is idle
         self._events: list[ClusterEvent] = []
         self._num_forgotten = 0
 
     def start(self, launch: Launch) -> None:
-        """Start an executor, or give another run to one; which GPUs the launch names does not matter: Ray has
-        chosen."""
+        """Start an executor, or give a running executor another run. The GPUs named in the launch are ignored, because
+        Ray has chosen them."""
         if launch.num_ranks > 1 and len({gpu.node for gpu in launch.gpus}) > 1:
             self._events.append(
                 _ended(
                     launch,
                     Outcome.LOST,
-                    f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found none that large "
+                    f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found no such machine "
                     "any more; add a node, or lower num_gpus",
                 )
             )
@@ -56,13 +54,14 @@ class Starter:
             devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if self._has_gpus else (),
             num_threads=max(1, round(len(os.sched_getaffinity(0)) * self._core_share)),
             num_ranks=launch.num_ranks,
+            memory_share=1.0 if self._has_gpus else self._core_share,
         )
         self._machine.start(launch, shape)
 
     def poll(self, num_heard: int, timeout_s: float) -> list[ClusterEvent]:
-        """All events after the first ``num_heard``; waits up to ``timeout_s`` where there are none.
+        """Return all events after the first ``num_heard``; wait up to ``timeout_s`` if there are none.
 
-        A lost answer is repeated: only events that the next request counts as received are removed.
+        Events are removed only when the next request counts them as received, so a lost answer is repeated.
         """
         del self._events[: num_heard - self._num_forgotten]
         self._num_forgotten = num_heard
@@ -70,11 +69,11 @@ class Starter:
         return list(self._events)
 
     def stop(self, task: str) -> None:
-        """Let a run be saved and end; it is killed if it does not."""
+        """Let a run save and end; kill its executor if it does not end in time."""
         self._machine.stop(task)
 
     def close(self) -> None:
-        """Kill the executors; no process of them is left when this returns."""
+        """Kill the executors; none of their processes is left when this returns."""
         self._machine.close()
 
 

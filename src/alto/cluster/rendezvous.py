@@ -1,4 +1,4 @@
-"""Where the ranks of an executor find each other."""
+"""The folder in which the ranks of an executor find each other."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 
-__all__ = ["FOLDER", "Rendezvous", "remove_rendezvous"]
-
 FOLDER = "ALTO_RENDEZVOUS"
-"""The variable that names the folder; :meth:`alto.executor.Ranks.join` reads it."""
+"""Environment variable that names the folder; :meth:`alto.executor.Ranks.join` reads it."""
 
 LOOPBACK = "lo"
-"""As Linux calls it in every network namespace. All ranks of an executor are on one machine."""
+"""Name of the loopback interface in every Linux network namespace. All ranks of an executor are on one machine."""
 
 
 class Rendezvous:
     """A folder that only this user can enter, for the store in which ranks exchange addresses and a secret.
 
-    A store on a port would answer every process that reaches it. The process that watches an executor makes the folder;
+    A store on a port would answer any process that can reach it. The process that watches an executor makes the folder;
     either side removes it when the executor has ended.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be made.
     """
 
     def __init__(self) -> None:
@@ -47,6 +45,6 @@ class Rendezvous:
 
 
 def remove_rendezvous() -> None:
-    """Remove the folder of the executor that this process is the first rank of."""
+    """Remove the folder of the executor whose first rank this process is."""
     if os.environ.get(FOLDER):
         shutil.rmtree(os.environ[FOLDER], ignore_errors=True)

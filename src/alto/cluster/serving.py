@@ -1,4 +1,4 @@
-"""Works on the runs that a cluster orders this process to: one after the other, or several at once."""
+"""Works on the runs that the cluster orders this process to work on: one after the other, or several at once."""
 
 from __future__ import annotations
 
@@ -12,33 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from alto.base import writing
 from alto.cluster.attempt import AttemptDir, Ending, exit_code_of
 from alto.cluster.base import Outcome
 from alto.cluster.entry import TRUST_VARIABLE, Entry, Host, HostedRun, ending_of, load_entry, notices_of
 from alto.cluster.orders import EndReport, Orders, WorkOrder
 from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunBusyError, RunWriteError
-from alto.runs import RunDir, writing
-
-__all__ = [
-    "IDLE_INTERVAL_S",
-    "LOCK_TIMEOUT_S",
-    "Heartbeat",
-    "Server",
-    "StopRequest",
-    "redirect_output",
-    "run_is_busy",
-]
+from alto.runs import RunDir
 
 LOCK_TIMEOUT_S = 60.0
-"""The run may be held for a while by an executor whose controller was killed."""
+"""Longest wait for a run's lock: an executor whose controller was killed may still hold it for a while."""
 
 BEAT_INTERVAL_S = 0.5
 IDLE_INTERVAL_S = 0.02
 
 
 class StopRequest:
-    """Whether this process was asked to stop, by a signal."""
+    """Records whether a signal has asked this process to stop."""
 
     def __init__(self) -> None:
         self.is_set = False
@@ -58,7 +49,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
-        """Let a signal raise `KeyboardInterrupt` inside, until :meth:`check` is first called: nothing can be lost."""
+        """Let a signal raise `KeyboardInterrupt` inside until :meth:`check` is first called: no work can be lost."""
         self._interrupts = True
         try:
             if self.is_set:
@@ -68,7 +59,7 @@ class StopRequest:
             self._interrupts = False
 
     def check(self) -> bool:
-        """Whether it was; from now on a signal raises nothing."""
+        """Return whether a signal has come; from now on signals raise nothing."""
         self._interrupts = False
         return self.is_set
 
@@ -80,7 +71,7 @@ class StopRequest:
 
 
 class Heartbeat:
-    """Whether one attempt has to stop. Each check is also its sign of life."""
+    """Checks whether one attempt must stop. Each check is also its sign of life."""
 
     def __init__(self, attempt: AttemptDir, request: StopRequest) -> None:
         self.is_stopping = False
@@ -89,7 +80,7 @@ class Heartbeat:
         self._beats_at = 0.0
 
     def is_interrupted(self) -> bool:
-        """Touch the heartbeat, and return whether the attempt has to stop."""
+        """Touch the heartbeat, and return whether the attempt must stop."""
         self.beat()
         return self._request.check() or self.is_stopping
 
@@ -111,9 +102,9 @@ class _Attempt:
     """An attempt at a run that this process works on.
 
     Attributes:
-        entry: What its order names.
-        host: Works on it; None while it waits for the run's lock.
-        waits_until: When it has waited too long for the lock.
+        entry: The function or class that the order names.
+        host: Works on the run; None while the attempt waits for the run's lock.
+        waits_until: Time at which waiting for the lock is given up.
     """
 
     order: WorkOrder
@@ -128,12 +119,12 @@ class _Attempt:
 
 
 class Server:
-    """Carries out orders until it was asked to stop, or an error has left this process in doubt; then what it works on
-    saves and ends.
+    """Carries out orders until this process is asked to stop, or an unknown error makes it unsafe to reuse. It then
+    starts no other runs, and ends after its current runs.
 
     Args:
         orders: The folder of this process.
-        request: Whether it was asked to stop.
+        request: Records whether this process was asked to stop.
     """
 
     def __init__(self, orders: Orders, request: StopRequest) -> None:
@@ -145,7 +136,7 @@ class Server:
         self._exit_code = 0
 
     def serve(self) -> int:
-        """Returns the exit code for this process."""
+        """Carry out orders; return the exit code of this process."""
         self._direct_output()
         while True:
             if self._is_reusable or self._request.is_set:
@@ -170,7 +161,7 @@ class Server:
     def _take(self, order: WorkOrder) -> None:
         loaded: list[Entry | type[Host]] = []
         with _output_to(order.attempt):
-            ending = ending_of(lambda: loaded.append(load_entry(order.entry)))
+            ending = ending_of(lambda: loaded.append(load_entry(order.ticket.entry)))
         if not loaded:
             self._report(order, ending)
             return
@@ -183,7 +174,7 @@ class Server:
         self._direct_output()
 
     def _begin_waiting(self) -> None:
-        """Begin the attempts whose runs no other process works on."""
+        """Start the attempts whose runs no other process works on."""
         for attempt in [attempt for attempt in self._attempts.values() if attempt.host is None]:
             if self._request.is_set or attempt.heartbeat.is_stopping:
                 self._end(attempt, KeyboardInterrupt())
@@ -193,19 +184,19 @@ class Server:
                 self._end(attempt, run_is_busy(attempt.dir))
 
     def _begin(self, attempt: _Attempt) -> None:
-        """Hand a run to its host, or do the whole work of an entry that is a function."""
-        # Where others are trained, a signal must not interrupt a change that concerns them too.
+        """Hand a run to its host, or do all the work if its entry is a function."""
+        # While other runs are trained, a signal must not interrupt a change that concerns them too.
         is_alone = len(self._attempts) == 1
         notices: str | None = None
         try:
             with self._request.interrupting() if is_alone else contextlib.nullcontext(), _output_to(attempt.dir):
                 attempt.heartbeat.beat()
                 if isinstance(attempt.entry, type):
-                    attempt.host = self._hosts.get(attempt.order.entry) or attempt.entry()
-                    self._hosts[attempt.order.entry] = attempt.host
+                    name = attempt.order.ticket.entry
+                    attempt.host = self._hosts.setdefault(name, self._hosts.get(name) or attempt.entry())
                     attempt.host.attach(_hosted(attempt))
                     return
-                self._is_reusable = False  # it may leave anything behind
+                self._is_reusable = False  # a function may leave anything behind
                 notices = _call(attempt.entry, attempt)
         except BaseException as error:
             self._end(attempt, error)
@@ -221,15 +212,15 @@ class Server:
             self._is_reusable = self._is_reusable and host.is_usable
 
     def _end(self, attempt: _Attempt, ended: str | BaseException) -> None:
-        """Report the end of an attempt: notices, or the error that ended it."""
+        """Report the end of an attempt; ``ended`` is its notices, or the error that ended it."""
         del self._attempts[attempt.order.number]
         with _output_to(attempt.dir):
             ending = ending_of(lambda: notices_of(ended))
         self._report(attempt.order, ending)
 
     def _report(self, order: WorkOrder, ending: Ending) -> None:
-        # An error that is not known may have left anything behind.
-        is_clean = ending.outcome is not Outcome.LOST and not order.trust_remote_code
+        # An unknown error may have left anything behind.
+        is_clean = ending.outcome is not Outcome.LOST and not order.ticket.trust_remote_code
         self._is_reusable = self._is_reusable and is_clean and not self._request.is_set
         with contextlib.suppress(RunWriteError):
             order.attempt.write_ending(ending)
@@ -240,9 +231,9 @@ class Server:
         self._direct_output()
 
     def _direct_output(self) -> None:
-        """What is printed goes to the log of an attempt that is alone: no run has the output of another."""
+        """Print to the log of the attempt if there is only one, so that no run's log has the output of another."""
         alone = next(iter(self._attempts.values())).dir if len(self._attempts) == 1 else None
-        with contextlib.suppress(RunWriteError, OSError):  # then it stays where it was
+        with contextlib.suppress(RunWriteError, OSError):  # output then stays where it was
             if alone is not None:
                 redirect_output(alone)
             else:
@@ -250,7 +241,7 @@ class Server:
 
 
 def redirect_output(attempt: AttemptDir) -> None:
-    """Print into the logs of an attempt from now on, also what processes print that this one starts.
+    """Print to the logs of an attempt from now on, also from processes started by this one.
 
     Raises:
         RunWriteError: The run's disk cannot be written.
@@ -261,7 +252,7 @@ def redirect_output(attempt: AttemptDir) -> None:
 
 @contextlib.contextmanager
 def _output_to(attempt: AttemptDir) -> Iterator[None]:
-    """What is printed inside goes to the logs of an attempt."""
+    """Print to the logs of an attempt from now on."""
     with contextlib.suppress(RunWriteError):
         redirect_output(attempt)
     yield
@@ -278,24 +269,17 @@ def _redirect(stdout: Path, stderr: Path) -> None:
 
 def _hosted(attempt: _Attempt) -> HostedRun:
     order = attempt.order
-    return HostedRun(
-        number=order.number,
-        run_dir=str(attempt.dir.run_dir),
-        is_interrupted=attempt.heartbeat.is_interrupted,
-        tenant=order.tenant,
-        priority=order.priority,
-        trust_remote_code=order.trust_remote_code,
-    )
+    return HostedRun(number=order.number, ticket=order.ticket, is_interrupted=attempt.heartbeat.is_interrupted)
 
 
 def _call(entry: Entry, attempt: _Attempt) -> str | None:
-    os.environ[TRUST_VARIABLE] = str(int(attempt.order.trust_remote_code))
+    os.environ[TRUST_VARIABLE] = str(int(attempt.order.ticket.trust_remote_code))
     return entry(str(attempt.dir.run_dir), attempt.heartbeat.is_interrupted)
 
 
 def run_is_busy(attempt: AttemptDir) -> RunBusyError:
-    """The error where another process does not release the run of an attempt."""
+    """Return the error for an attempt whose run another process does not release."""
     return RunBusyError(
         f"expected a run that no other process works on, found that one still works on {attempt.run_dir} after "
-        f"{LOCK_TIMEOUT_S:.0f} s; end it, then resume the run"
+        f"{LOCK_TIMEOUT_S:.0f} s; end that process, then resume the run"
     )

@@ -1,43 +1,82 @@
-"""Makes schedules in a process of its own, so that a crash or hang of the solver affects nothing else.
+"""Makes schedules in a separate process, so that a crash or hang of the solver affects nothing else.
 
-``python -m alto.cluster.solver``: calls of :func:`schedule_tasks` on stdin, the outcome of each on stdout, as JSON,
-until stdin ends. Loading the solver takes a second or more, so the process is kept: a queue makes many plans.
+``python -m alto.cluster.solver`` reads calls of :func:`schedule_tasks` from stdin and writes their results to stdout,
+as JSON, until stdin ends. Loading the solver takes a second or more, so the process is kept for the queue's many plans.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Self
+from typing import Self, TypeVar
+
+from pydantic import TypeAdapter
 
 from alto.cluster.entry import error_class
-from alto.cluster.solver_messages import ANSWERS, CALLS, Answer, Call, decoded, encoded
 from alto.errors import AltoError, UnsupportedError
 from alto.records import Schedule
 from alto.scheduler import LIST_METHODS, SchedulingProblem, schedule_tasks
 
-__all__ = ["GuardedSolver"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The arguments of :func:`alto.scheduler.schedule_tasks`."""
+
+    problem: SchedulingProblem
+    method: str
+    time_limit_s: float
+    hint: Schedule | None
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The schedule; or class and message of the ALTO error that was raised.
+
+    Attributes:
+        schedule: None after an error.
+        error: Class of the error; empty if there is none.
+    """
+
+    schedule: Schedule | None = None
+    error: str = ""
+    message: str = ""
+
+
+CALLS, ANSWERS = TypeAdapter(Call), TypeAdapter(Answer)
+
+
+def encoded(codec: TypeAdapter[T], value: T) -> bytes:
+    return json.dumps(codec.dump_python(value)).encode()
+
+
+def decoded(codec: TypeAdapter[T], text: bytes) -> T:
+    return codec.validate_python(json.loads(text))
+
 
 FALLBACK = "lpt"
 
 _PATIENCE = 0.01
-"""Time for the solver, as a share of the lower bound of the makespan: a better schedule rarely saves more than that."""
+"""Time limit of the solver as a share of the makespan's lower bound; a better schedule rarely saves more than that."""
 _LEAST_PATIENCE_S = 0.2
 
 
 class GuardedSolver:
-    """Schedules by ``method``; where that fails, by list scheduling, with a notice in the schedule.
+    """Schedules by ``method``; if that fails, by list scheduling, with a notice in the schedule.
 
     A process that crashed or was killed is replaced at the next call.
 
     Args:
-        time_limit_s: Longest time of the solver; less where all tasks are short.
+        time_limit_s: Longest time of the solver; less if all tasks are short.
         gap: See :func:`alto.scheduler.schedule_tasks`.
-        grace_s: Time beyond ``time_limit_s``, for starting it and all else, before it counts as hung.
+        grace_s: Time beyond the limit, for starting the process and everything else, before it counts as hung.
     """
 
     def __init__(self, method: str, *, time_limit_s: float, gap: float = 0.0, grace_s: float = 30.0) -> None:
@@ -48,10 +87,10 @@ class GuardedSolver:
         self._process: _Process | None = None
 
     def __call__(self, problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
-        """A schedule of the waiting tasks of ``problem``.
+        """Return a schedule of the waiting tasks of ``problem``.
 
         Args:
-            hint: The schedule so far.
+            hint: The current schedule.
 
         Raises:
             SpecError: The method is unknown.
@@ -75,7 +114,7 @@ class GuardedSolver:
             self._process = None
             return self._fallback(problem, f"the solver's process ended with code {code}")
         except BaseException:
-            self.close()  # or its answer would be read as that of the next call
+            self.close()  # otherwise its answer would be read as the answer to the next call
             raise
         failure = error_class(answer.error)
         if failure is UnsupportedError:
@@ -86,7 +125,7 @@ class GuardedSolver:
         return answer.schedule
 
     def close(self) -> None:
-        """End its process; a call after that begins another."""
+        """End the solver's process; a later call starts another."""
         if self._process is not None:
             self._process.kill()
             self._process = None
@@ -102,13 +141,13 @@ class GuardedSolver:
 
 
 def _least_makespan_s(problem: SchedulingProblem) -> float:
-    """Lower bound of the waiting tasks' makespan: their GPU seconds divided by the number of GPUs."""
+    """Return a lower bound of the waiting tasks' makespan: their GPU seconds divided by the number of GPUs."""
     work = sum(task.num_gpus * task.duration_s for task in problem.pending)
     return work / max(1, sum(len(node.gpus) for node in problem.nodes))
 
 
 class _Process:
-    """The solver's process, in a session of its own, so that signals to this process do not reach it."""
+    """The solver's process, in its own session, so that signals to this process do not reach it."""
 
     def __init__(self) -> None:
         self._popen = subprocess.Popen(
@@ -126,7 +165,12 @@ class _Process:
         self._popen.stdout.close()
 
     def ask(self, call: Call, *, timeout_s: float) -> Answer:
-        """The result of ``call``; raises TimeoutError, or EOFError or OSError where the process is gone."""
+        """Return the answer to ``call``.
+
+        Raises:
+            TimeoutError: There is no answer in time.
+            EOFError, OSError: The process is gone.
+        """
         self._calls.send_bytes(encoded(CALLS, call))
         if not self._outcomes.poll(timeout_s):
             raise TimeoutError
@@ -137,7 +181,7 @@ class _Process:
         self.end()
 
     def end(self) -> int:
-        """Reap a process that has ended or is about to; returns its exit code."""
+        """Reap a process that has ended or is about to; return its exit code."""
         self._calls.close()
         self._outcomes.close()
         return self._popen.wait()
@@ -145,7 +189,7 @@ class _Process:
 
 def _serve() -> None:
     calls, outcomes = Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False)
-    os.dup2(2, 1)  # other output does not mix with an answer
+    os.dup2(2, 1)  # keeps other output out of the answers
     with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             outcomes.send_bytes(encoded(ANSWERS, _answer(decoded(CALLS, calls.recv_bytes()))))

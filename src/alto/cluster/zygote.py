@@ -1,8 +1,8 @@
-"""A process that has imported what executors need and forks them, so that none waits for its own imports.
+"""A process that has imported the modules that executors need, and forks executors so that they need not import them.
 
-:class:`Zygote` is used by the cluster. ``python -m alto.cluster.zygote`` is the process: it answers requests on a
-socket until the socket is closed, and ends. It imports what the requests name, which is the same for all executors of a
-queue. It never touches a GPU, because a process that is forked from one that has cannot use it.
+The cluster uses :class:`Zygote`. ``python -m alto.cluster.zygote`` is the process: it answers requests on a socket
+until the socket is closed, and ends. It imports the modules that requests name, which are the same for all executors of
+a queue. It never touches a GPU, because a process forked from one that has cannot use it.
 
 Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "uses": [...], "args": [...], "env": {...},
 "cwd": ..., "limits": {...}}`` and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id,
@@ -34,8 +34,6 @@ from typing import Any, ClassVar
 
 from alto.cluster.processes import HELD_SIGNALS
 
-__all__ = ["ForkedProcess", "Zygote"]
-
 READ_BY_IMPORTS = (
     "PYTHON",
     "HF_",
@@ -47,24 +45,26 @@ READ_BY_IMPORTS = (
     "OPENBLAS_",
     "MKL_",
 )
-"""How the names of environment variables begin that libraries may read when they are imported."""
+"""Prefixes of environment variables that libraries may read when they are imported."""
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-"""A process that forks has no other threads, whose locks its children would inherit. They set numbers of their own."""
+"""A process that forks must have no other threads, whose locks its children would inherit. Children set their own
+numbers of threads."""
 
 PARENT_INTERVAL_S = 0.2
-"""How often the zygote looks whether its parent lives, whose end of the socket another process may hold too."""
+"""Interval at which the zygote checks that its parent lives: the socket stays open if another process also holds the
+parent's end."""
 
 
 class ForkedProcess:
-    """A process that a zygote was asked to fork, in a session of its own.
+    """A process that a zygote was asked to fork, in its own session.
 
     Attributes:
-        pid: None until it was forked.
-        has_exited: Whether it has ended, or could not be forked, or was lost with its zygote.
-        is_reaped: Whether nothing is left of it.
-        exit_code: Negative for a signal; None where it is unknown.
-        reason: Why it could not be forked; empty where it was.
+        pid: None until it is forked.
+        has_exited: Whether it has ended, could not be forked, or was lost with its zygote.
+        is_reaped: Whether nothing of it is left, not even its process id.
+        exit_code: Negative for a signal; None if unknown.
+        reason: Why it could not be forked; empty if it was.
     """
 
     def __init__(self, number: int) -> None:
@@ -77,20 +77,20 @@ class ForkedProcess:
         self._pidfd: int | None = None
 
     def forked(self, pid: int) -> None:
-        """It runs."""
+        """Record that it runs."""
         self.pid = pid
-        with contextlib.suppress(OSError):  # it is gone, or this kernel has none
+        with contextlib.suppress(OSError):  # it is gone, or this kernel has no pidfd
             self._pidfd = os.pidfd_open(pid)
 
     def exited(self, code: int | None, reason: str = "") -> None:
-        """It has ended."""
+        """Record that it has ended."""
         self.has_exited, self.exit_code, self.reason = True, code, reason
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
 
     def look_for_its_end(self) -> None:
-        """Find out by itself whether it runs, where no zygote is left to report it."""
+        """Check whether it still runs, when no zygote is left to report its end."""
         if self._pidfd is None:
             if not Path(f"/proc/{self.pid}").exists():
                 self.exited(None)
@@ -102,8 +102,9 @@ class ForkedProcess:
 
 
 class Zygote:
-    """Forks processes from one that has imported everything. Its process starts with the first fork, and ends with this
-    one. Use :meth:`shared`; any thread may.
+    """Forks processes from one that has imported everything they need.
+
+    The zygote's process starts with the first fork, and ends with this one. Use :meth:`shared`, from any thread.
     """
 
     _shared: ClassVar[Zygote | None] = None
@@ -120,13 +121,13 @@ class Zygote:
 
     @classmethod
     def shared(cls) -> Zygote:
-        """The one of this process; another one where variables that imports read have changed since it was made.
+        """Return the zygote of this process; a new one if environment variables that imports read have changed.
 
-        What the one before has forked is still watched through it.
+        Processes forked by an earlier zygote are still watched through it.
         """
         with cls._sharing:
             found = cls._shared
-            is_ours = found is not None and found._owner == os.getpid()  # a process that was forked has another
+            is_ours = found is not None and found._owner == os.getpid()  # a forked process needs its own
             if found is None or not is_ours or found._environment != _environment_of_imports():
                 cls._shared = found = cls()
             return found
@@ -134,14 +135,14 @@ class Zygote:
     def fork(
         self, module: str, args: Sequence[str], env: Mapping[str, str], *, uses: Sequence[str] = ()
     ) -> ForkedProcess:
-        """Run ``main()`` of ``module`` in a new process; returns at once.
+        """Run ``main()`` of ``module`` in a new process; return at once.
 
         Args:
-            module: As by ``python -m``.
-            args: ``sys.argv`` behind the program's name; the zygote adds ``--parent`` and its process.
-            env: Its whole environment.
-            uses: Modules that the zygote imports before, where it has not yet; they start no threads. One that cannot
-                be imported is left to the new process.
+            module: Module name, as for ``python -m``.
+            args: ``sys.argv`` after the program's name; the zygote appends ``--parent`` and its process id.
+            env: The complete environment of the process.
+            uses: Modules that the zygote imports first if it has not yet; they must start no threads. Import errors are
+                left to the new process.
 
         Raises:
             OSError: The zygote itself cannot be started.
@@ -163,7 +164,7 @@ class Zygote:
             return forked
 
     def poll(self) -> None:
-        """Take in what the zygote has reported."""
+        """Process the messages that the zygote has sent."""
         with self._lock:
             if self._server is not None:
                 for message in self._server.channel.receive():
@@ -176,15 +177,15 @@ class Zygote:
                     self._orphans.remove(forked)
 
     def reap(self, forked: ForkedProcess) -> None:
-        """Give back the process id of a process that has exited; :meth:`poll` notes when that is done."""
+        """Release the process id of a process that has exited; :meth:`poll` notes when that is done."""
         with self._lock:
             if forked.number in self._running:
                 self._send({"reap": forked.number})
             else:
-                forked.is_reaped = True  # it was never there, or its zygote has died
+                forked.is_reaped = True  # it was never forked, or its zygote has died
 
     def close(self) -> None:
-        """End the zygote's process; what it has forked finds out that its parent has gone."""
+        """End the zygote's process; its children notice that their parent is gone."""
         with self._lock:
             if self._server is not None:
                 self._server.close()
@@ -228,14 +229,14 @@ class Zygote:
 
 
 class _Started:
-    """A process of a zygote, as its parent has it.
+    """The process of a zygote, as seen by its parent.
 
     Raises:
-        OSError: It cannot be started.
+        OSError: The process cannot be started.
     """
 
     def __init__(self) -> None:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process lives
         ours, theirs = socket.socketpair()
         self.channel = _Channel(ours)
         with theirs:
@@ -247,7 +248,7 @@ class _Started:
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
-                    start_new_session=True,  # the terminal's ctrl-C is the controller's
+                    start_new_session=True,  # only the controller handles ctrl-C of the terminal
                 )
             except OSError:
                 self.channel.close()
@@ -255,13 +256,13 @@ class _Started:
                 raise
 
     def last_words(self) -> str:
-        """The end of a sentence on why it has died; empty where it printed nothing."""
+        """Return the end of a sentence on why it has died; empty if it printed nothing."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         return f"; it printed: {lines[-1].strip()}" if lines else ""
 
     def close(self) -> None:
-        """Kill it: it may be importing, and has nothing to save."""
+        """Kill the process; it may be importing, and has nothing to save."""
         self.channel.close()
         self.process.kill()
         self.process.wait()
@@ -269,7 +270,7 @@ class _Started:
 
 
 def _limits() -> dict[str, tuple[int, int]]:
-    """Soft and hard limits of this process's resources, as ``ulimit`` sets them, by name."""
+    """Return soft and hard limits of this process's resources, as ``ulimit`` sets them, by name."""
     return {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")}
 
 
@@ -278,7 +279,7 @@ def _environment_of_imports() -> dict[str, str]:
 
 
 class _Channel:
-    """One end of a socket over which messages go."""
+    """One end of a socket that carries messages."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -286,14 +287,14 @@ class _Channel:
         self._unread = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """All of it; where the other end is closed, this one is too."""
+        """Send the whole message; if the other end is closed, close this one too."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
             self.is_closed = True
 
     def receive(self) -> list[dict[str, Any]]:
-        """What has come since the last call, without waiting for more."""
+        """Return the messages that have come since the last call, without waiting for more."""
         while not self.is_closed:
             try:
                 found = self.socket.recv(1 << 16, socket.MSG_DONTWAIT)
@@ -322,7 +323,7 @@ def main() -> None:
 
 
 class _Server:
-    """The process itself: one thread, which waits for requests and for the ends of its children."""
+    """The zygote itself: one thread, which waits for requests and for the ends of its children."""
 
     def __init__(self, requests: _Channel, parent: int) -> None:
         self._requests = requests
@@ -364,14 +365,14 @@ class _Server:
     def _import(self, modules: Sequence[str]) -> None:
         missing = [module for module in modules if module not in sys.modules]
         for module in missing:
-            with contextlib.suppress(Exception):  # whoever needs it meets the same, and reports it
+            with contextlib.suppress(Exception):  # the process that needs it meets the same error and reports it
                 importlib.import_module(module)
         if missing:
             gc.collect()
-            gc.freeze()  # the collector of no child writes into the pages that all share
+            gc.freeze()  # keeps children's garbage collectors from writing to shared memory pages
 
     def _fork(self, request: Mapping[str, Any]) -> int:
-        # Signals that ask to stop wait until the new process listens.
+        # Stop signals wait until the new process listens.
         mask, parent = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS), os.getpid()
         pid = os.fork()
         if pid:
@@ -385,7 +386,7 @@ class _Server:
             os._exit(1)
 
     def _become(self, request: Mapping[str, Any], parent: int) -> None:
-        """Be the process that was asked for; never returns."""
+        """Become the requested process; never returns."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in HELD_SIGNALS:
@@ -394,7 +395,7 @@ class _Server:
         os.close(self._wakeup_read)
         os.close(self._wakeup_write)
         os.setsid()
-        if sys.path[0] == os.getcwd():  # as python -m has it
+        if sys.path[0] == os.getcwd():  # as python -m sets it
             sys.path[0] = request["cwd"]
         os.chdir(request["cwd"])
         for name, limits in request["limits"].items():
@@ -404,8 +405,8 @@ class _Server:
         os.environ.update(request["env"])
         for stream in (sys.stdout, sys.stderr):
             assert isinstance(stream, io.TextIOWrapper)
-            stream.reconfigure(write_through=True)  # the log of a killed process is whole
-        if (torch := sys.modules.get("torch")) is not None:  # else it reads the variable when it is imported
+            stream.reconfigure(write_through=True)  # so that the log of a killed process is complete
+        if (torch := sys.modules.get("torch")) is not None:  # otherwise it reads the variable when it is imported
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
         sys.argv = [request["module"], *request["args"], "--parent", str(parent)]
         importlib.import_module(request["module"]).main()

@@ -7,11 +7,14 @@ from alto.data.batch import (
     TokenBatch,
     collate,
     dummy_batch,
+    mismatched_rows,
     share_rows,
     split_into_micro_batches,
 )
-from alto.data.cached_rows import read_task_rows
-from alto.data.conversation import (
+from alto.data.dataset import IGNORED, EncodedDataset, HeadStore, Span, Unread, digest_of, running_digests
+from alto.data.encode import EncodedRow, encode_conversation, encode_prompt
+from alto.data.encoders import encode_dataset, encode_pairs
+from alto.data.messages import (
     Conversation,
     ConversationWithTools,
     LabelledConversation,
@@ -20,18 +23,10 @@ from alto.data.conversation import (
     Pair,
     Row,
 )
-from alto.data.conversations import encode_dataset
-from alto.data.dataset import IGNORED, EncodedDataset, Span, Unread, digest_of, running_digests
-from alto.data.encode import EncodedRow, encode_conversation, encode_prompt
-from alto.data.mismatched import mismatched_rows
-from alto.data.mixture import MixtureOrder
-from alto.data.pairs import encode_pairs
-from alto.data.preview import preview_rows
 from alto.data.reading import HeldoutRows, read_heldout_rows
-from alto.data.row_store import HeadStore
-from alto.data.split import DataOrder, sample_rows, split_rows
-from alto.data.task_data import EvaluationSplit, TaskData
-from alto.data.task_rows import ReadRows, TaskRows, encode_rows
+from alto.data.source import DataOrder, sample_rows, split_rows
+from alto.data.task_data import EvaluationSplit, MixtureOrder, TaskData
+from alto.data.task_rows import ReadRows, TaskRows, encode_rows, preview_rows, read_task_rows
 from alto.data.template import ChatTemplate
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Padding-free batches: the rows of many jobs end to end in one row of tokens.
+"""Padding-free batches: the rows of many jobs, concatenated into one row of tokens.
 
 Shapes: ``T`` tokens, ``S`` positions that predict a trained token, ``J`` jobs of the batch, ``Q`` pairs.
 """
@@ -12,23 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alto.data.dataset import EncodedDataset, Span
+from alto.data.dataset import IGNORED, EncodedDataset, Span
 from alto.records import LabelSet, RowLabel
 
-__all__ = [
-    "BatchTotals",
-    "JobRows",
-    "PassSize",
-    "TokenBatch",
-    "collate",
-    "dummy_batch",
-    "share_rows",
-    "split_into_micro_batches",
-]
-
-
 _LEAST_SHARED = 8
-"""Sharing fewer tokens costs as much as it saves."""
+"""Minimum number of shared tokens; sharing fewer costs as much as it saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +24,7 @@ class PassSize:
     """The size of a forward pass over some rows.
 
     Attributes:
-        num_tokens: Their tokens.
-        num_sequences: Their sequences.
-        longest: Tokens of the longest sequence, its prefix with it.
+        longest: Number of tokens of the longest sequence, including its prefix.
     """
 
     num_tokens: int = 0
@@ -53,7 +39,7 @@ class PassSize:
         )
 
     def positions(self, *, is_padded: bool) -> int:
-        """Positions that the model computes: the tokens, or those of rows padded to the longest."""
+        """Return the number of positions that the model computes: all tokens, or all rows padded to the longest."""
         return self.num_sequences * self.longest if is_padded else self.num_tokens
 
 
@@ -62,9 +48,9 @@ class BatchTotals:
     """Sums over the whole batch of a job, which may be split over micro-batches and ranks.
 
     Attributes:
-        weight: Total weight of its rows.
-        num_chosen: Trained tokens of the chosen replies; of rows that are no pairs, of all.
-        num_desirable: Rows that are labelled as desirable.
+        weight: Total weight of the rows.
+        num_chosen: Number of trained tokens in chosen replies; if rows are not pairs, of all trained tokens.
+        num_desirable: Number of rows that are labelled as desirable.
     """
 
     weight: int
@@ -74,18 +60,16 @@ class BatchTotals:
 
 @dataclass(frozen=True, slots=True)
 class JobRows:
-    """Rows of one job: of its batch, of a rank's share of it, or of one micro-batch.
+    """Rows of one job: its whole batch, a rank's share of it, or one micro-batch.
 
     Attributes:
         dataset: Rows of the job's task.
-        slot: Slot of the job's adapter.
         rows: Indices into ``dataset``.
-        first_token: Tokens of the job's batch before these rows: in other micro-batches, or on other ranks.
-        whole: Sums over the job's whole batch; None where ``rows`` are all of it.
-        factors: The weight of each of these rows in the mean loss of the batch, relative to that of equal rows; empty
-            where all are equal.
-        shares_beginnings: Whether a beginning that a row has in common with an earlier one of the same pass goes
-            through the model once, where nothing in it is trained.
+        first_token: Number of tokens of the job's batch before these rows, in other micro-batches or on other ranks.
+        whole: Sums over the job's whole batch; None if ``rows`` is the whole batch.
+        factors: Factor on the weight of each row in the mean loss of the batch; empty if all are 1.
+        shares_beginnings: Whether an untrained beginning that a row shares with an earlier row of the same pass goes
+            through the model only once.
     """
 
     dataset: EncodedDataset = field(compare=False, repr=False)
@@ -123,12 +107,12 @@ class JobRows:
 
     @property
     def labels(self) -> tuple[bool, ...]:
-        """Whether each of these rows is labelled as desirable; false where there are no labels."""
+        """Whether each row is labelled as desirable; false if there are no labels."""
         return tuple(map(self._is_desirable, self.rows))
 
     @property
     def classes(self) -> tuple[RowLabel, ...]:
-        """The label of each of these rows; empty where they are no texts with labels."""
+        """The class label of each row; empty if the rows are not labelled texts."""
         known = self.dataset.classes
         return () if known is None else tuple(known[row] for row in self.rows)
 
@@ -136,7 +120,7 @@ class JobRows:
         return self.dataset.labels is not None and self.dataset.labels[row]
 
     def single_rows(self) -> Iterator[JobRows]:
-        """Each row by itself."""
+        """Yield each row by itself."""
         first_token, totals = self.first_token, self.totals
         for index, row in enumerate(self.rows):
             factors = self.factors[index : index + 1]
@@ -145,7 +129,7 @@ class JobRows:
             first_token += one.num_tokens
 
     def joined(self, more: Sequence[JobRows]) -> JobRows:
-        """These rows and those of ``more``, which follow them in the job's batch."""
+        """Return these rows together with those of ``more``, which follow them in the job's batch."""
         parts = (self, *more)
         return replace(
             self,
@@ -159,33 +143,32 @@ class TokenBatch:
     """Tokens of one forward pass, job after job, row after row.
 
     Attributes:
-        slots: Slot of every job, ``J`` of them, in token order.
-        input_ids_T, position_ids_T: Token ids, and positions, which continue after the prefix of a sequence.
-        sequence_lengths: Tokens of every sequence: a row, or one side of a pair.
-        sequence_prefixes: Number of tokens at the beginning of the latest sequence without a prefix that are the prefix
-            of each: 0, a pair's prompt, or the beginning that a row shares with another of its job.
-        job_tokens: Tokens of every job.
+        slots: Slot of each of the ``J`` jobs, in token order.
+        input_ids_T, position_ids_T: Token ids and positions; positions continue after the prefix of a sequence.
+        sequence_lengths: Number of tokens of each sequence: a row, or one side of a pair.
+        sequence_prefixes: Length of the prefix of each sequence: 0, a pair's prompt, or the beginning that a row shares
+            with another of its job. The prefix is the beginning of the latest sequence without a prefix.
         loss_positions_S: Indices into ``T`` of the positions that predict a trained token, ascending.
-        loss_targets_S: Token ids that they have to predict.
-        sequence_targets: How many of the ``S`` positions are each sequence's.
-        job_targets: How many are each job's.
-        job_rows: Rows of every job.
-        job_sequences: Sequences of every job.
-        job_weights: Total weight of each job's whole batch, which may be split over micro-batches: its trained tokens,
-            or its pairs.
-        job_chosen: Trained tokens of the chosen replies of each job's whole batch.
-        job_desirable: Rows of each job's whole batch that are labelled as desirable.
+        loss_targets_S: Token id to be predicted at each of these positions.
+        sequence_targets: Number of the ``S`` positions in each sequence.
+        job_targets: Number of the ``S`` positions of each job.
+        job_weights: Total weight of each job's whole batch, which may be split over micro-batches: the number of
+            trained tokens; for pairs and rows with labels, the number of rows.
+        job_chosen: Number of trained tokens in the chosen replies of each job's whole batch.
+        job_desirable: Number of rows of each job's whole batch that are labelled as desirable.
         row_labels: Whether each row is labelled as desirable.
-        job_label_sets: The labels of each job's rows; None where they are no texts with labels.
-        row_classes: The label of every text with a label, in the order of the rows.
-        row_factors: The weight of each row in the mean loss of its job's whole batch, relative to that of equal rows.
-        job_first_tokens: Tokens of each job's batch before these rows.
-        job_references: Rows of each job in ``references_Q2``: all of its rows, or 0 where its data has no references.
-        references_Q2: Reference log-probs of the chosen and the rejected reply of pairs, float64 nats; None where no
+        job_label_sets: The label set of each job; None if its rows are not labelled texts.
+        row_classes: The class label of each labelled text, in row order.
+        row_factors: Factor on the weight of each row in the mean loss of its job's whole batch.
+        job_first_tokens: Number of tokens of each job's batch before these rows.
+        job_references: Number of rows of each job in ``references_Q2``: all its rows, or 0 if its data has no
+            references.
+        references_Q2: Reference log-probs of the chosen and the rejected reply of each pair, float64 nats; None if no
             job of the batch has them.
-        reference_tails_Q2: The part of them that is of tokens beyond the length of the pair's shorter reply.
-        kl_J: For each job the estimated divergence of its adapter from the base over its whole batch, float64 nats; 0
-            for jobs that do not need it, None where no job does.
+        reference_tails_Q2: The part of ``references_Q2`` that comes from tokens beyond the length of the pair's shorter
+            reply.
+        kl_J: Estimated divergence of each job's adapter from the base model over its whole batch, float64 nats; 0 for
+            jobs that do not need it, None if no job does.
     """
 
     slots: tuple[int, ...]
@@ -215,12 +198,12 @@ class TokenBatch:
 
     @property
     def _classified_rows(self) -> tuple[int, ...]:
-        """Rows of each job in ``row_classes``."""
+        """Number of rows of each job in ``row_classes``."""
         of_jobs = zip(self.job_rows, self.job_label_sets, strict=True)
         return tuple(0 if labels is None else count for count, labels in of_jobs)
 
     def part(self, first: int, last: int) -> TokenBatch:
-        """Jobs ``first`` to ``last - 1`` as a batch of their own; tensors are views, except ``loss_positions_S``."""
+        """Return jobs ``first`` to ``last - 1`` as a batch; tensors are views, except ``loss_positions_S``."""
         tokens, sequences = _range(self.job_tokens, first, last), _range(self.job_sequences, first, last)
         targets, references = _range(self.job_targets, first, last), _range(self.job_references, first, last)
         return TokenBatch(
@@ -252,12 +235,7 @@ class TokenBatch:
 
 
 def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
-    """Lay the rows of ``jobs`` end to end.
-
-    Args:
-        jobs: Rows of each job; jobs of a task next to each other.
-        device: Device of the batch.
-    """
+    """Concatenate the rows of ``jobs`` into one batch; jobs of the same task have to be adjacent."""
     laid_J = [list(_laid(job)) for job in jobs]
     laid = [row for of_job in laid_J for row in of_job]
     spans_J = [[span for row in of_job for span in row.spans] for of_job in laid_J]
@@ -297,7 +275,7 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
 
 
 class _Laid(NamedTuple):
-    """Tokens, targets and sequences of a row, as they lie in a batch."""
+    """Tokens, targets and sequences of a row, as they are laid out in a batch."""
 
     input_ids: Tensor
     targets: Tensor
@@ -305,7 +283,7 @@ class _Laid(NamedTuple):
 
 
 def _laid(job: JobRows) -> Iterator[_Laid]:
-    """The rows of ``job``, without the beginnings that they share with earlier ones."""
+    """Yield the rows of ``job`` without the beginnings that they share with earlier rows."""
     provider: Tensor | None = None
     for row in job.rows:
         found = _Laid(job.dataset.input_ids[row], job.dataset.targets[row], job.dataset.spans[row])
@@ -320,22 +298,23 @@ def _laid(job: JobRows) -> Iterator[_Laid]:
 
 
 def _num_shared(provider: Tensor, row: _Laid) -> int:
-    """Tokens at the beginning of ``row`` that ``provider`` begins with too and that predict nothing that is trained."""
+    """Return the number of leading tokens that ``row`` shares with ``provider`` and that predict no trained token."""
     most = min(len(provider), len(row.input_ids) - 1)
     differs = (provider[:most] != row.input_ids[:most]) | (row.targets[:most] >= 0)
     return int(differs.int().argmax()) if differs.any() else most
 
 
 def _positions(lengths: Sequence[int], prefixes: Sequence[int], ends_N: Tensor) -> Tensor:
-    """Positions of all tokens, ``[T]`` int64: in every sequence one after the other from its prefix on."""
+    """Return the positions of all tokens, ``[T]`` int64; in each sequence they count up from the prefix length."""
     lengths_N = torch.tensor(lengths)
     firsts_N = ends_N - lengths_N - torch.tensor(prefixes)
     return torch.arange(sum(lengths)) - firsts_N.repeat_interleave(lengths_N)
 
 
 def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
-    """A batch of one token that belongs to no job, whose loss reaches no adapter: for a rank without rows in a
-    micro-batch, which still takes part in gathering the base."""
+    """Return a batch of one token that belongs to no job and whose loss reaches no adapter.
+
+    A rank without rows in a micro-batch uses it, because every rank takes part in gathering the base model."""
     token = torch.zeros(1, dtype=torch.long)
     return TokenBatch(
         slots=(),
@@ -357,13 +336,9 @@ def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
 
 
 def share_rows(job: JobRows, num_ranks: int) -> list[JobRows | None]:
-    """The rows of ``job`` for each of so many ranks: runs of consecutive rows with about as many tokens each, none with
-    more than the mean and its longest row; None for a rank that gets none.
+    """Split the rows of ``job`` over ``num_ranks`` ranks; None for a rank that gets no row.
 
-    Args:
-        job: Rows of the job.
-        num_ranks: Number of ranks.
-    """
+    Each rank gets consecutive rows with about the same number of tokens: at most the mean plus its longest row."""
     rows = list(job.single_rows())
     total, shares, first = job.num_tokens, [], 0
     for rank in range(num_ranks):
@@ -383,14 +358,12 @@ def split_into_micro_batches(
 ) -> Iterator[list[JobRows]]:
     """Split the work of a step into micro-batches of at most ``max_tokens`` tokens, in order.
 
-    A row larger than ``max_tokens`` is a micro-batch of its own. No tensor is made, so it cannot run out of memory.
+    A row larger than ``max_tokens`` is a micro-batch of its own. No tensor is made, so this cannot run out of memory.
 
     Args:
-        jobs: Rows of each job.
-        max_tokens: Largest number of tokens of a micro-batch.
-        split_jobs: Whether the rows of every job may be split over micro-batches, so that these are filled best.
-            Otherwise, only the rows of a job larger than ``max_tokens`` are split.
-        is_padded: Whether the model computes padded rows, whose padding counts as tokens.
+        split_jobs: Whether the rows of every job may be split over micro-batches, which fills them best. Otherwise,
+            only jobs with more than ``max_tokens`` tokens are split.
+        is_padded: Whether the model computes padded rows, so that padding counts as tokens.
     """
     current: list[JobRows] = []
     filled = PassSize()
@@ -411,7 +384,7 @@ def split_into_micro_batches(
 
 
 def _range(counts: Sequence[int], first: int, last: int) -> slice:
-    """Range of the elements of jobs ``first`` to ``last - 1``, where each job has so many as ``counts`` says."""
+    """Return the slice of the elements of jobs ``first`` to ``last - 1``; ``counts`` has each job's element count."""
     start = sum(counts[:first])
     return slice(start, start + sum(counts[first:last]))
 
@@ -421,8 +394,8 @@ def _rows(references_Q2: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _gathered(jobs: Sequence[JobRows], values: Sequence[Tensor | None], device: torch.device | str) -> Tensor | None:
-    """The rows of every job among ``values`` of its dataset, ``[Q, 2]``; zeros for jobs without, None where none has
-    any."""
+    """Gather each job's rows from the ``values`` of its dataset, ``[Q, 2]``; zeros for jobs without values, None if
+    no job has any."""
     if all(of_dataset is None for of_dataset in values):
         return None
     return _send(
@@ -440,3 +413,35 @@ def _send(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Copy to ``device`` without host-device synchronisation."""
     pinned = tensor.pin_memory() if torch.device(device).type == "cuda" else tensor
     return pinned.to(device, non_blocking=True)
+
+
+# Rows in which a prompt has the reply of another row; KTO estimates on them how far an adapter is from the base model.
+
+
+def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedDataset:
+    """Return the prompt of each of ``rows`` with the reply of the row before it, the first with that of the last row.
+
+    TRL's ``KTOTrainer`` pairs them in the same way in a batch. Rows are cut at the same length as those of ``dataset``.
+    A row without a trained token left is kept, so that means over all rows count it as 0.
+
+    Args:
+        dataset: Conversations with a reply at their end.
+        rows: Indices of the rows of one job's batch, in order.
+    """
+    input_ids, targets = [], []
+    for row, other in zip(rows, [rows[-1], *rows[:-1]], strict=True):
+        begin, begin_of_other = _first_target(dataset, row), _first_target(dataset, other)
+        prompt, reply = dataset.input_ids[row][: begin + 1], dataset.input_ids[other][begin_of_other + 1 :]
+        ids = torch.cat([prompt, reply])[: dataset.max_length]
+        sought = torch.cat([torch.full((begin,), IGNORED), dataset.targets[other][begin_of_other:]])[: len(ids)]
+        sought[-1] = IGNORED  # the last token of a row predicts nothing
+        input_ids.append(ids)
+        targets.append(sought)
+    return EncodedDataset(
+        input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0, labels=(True,) * len(rows)
+    )
+
+
+def _first_target(dataset: EncodedDataset, row: int) -> int:
+    """Return the position that predicts the first trained token of a row: the last position of its prompt."""
+    return int((dataset.targets[row] != IGNORED).nonzero()[0])

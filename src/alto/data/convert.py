@@ -3,31 +3,223 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from alto.data.conversation import (
+from alto.data.formats import Layout
+from alto.data.messages import (
     Conversation,
     ConversationWithTools,
     LabelledConversation,
     LabelledText,
     Message,
     Pair,
+    read_message,
+    read_template_options,
+    read_tools,
 )
-from alto.data.formats import Layout
-from alto.data.labels import LabelError, LabelReader
-from alto.data.messages import read_message, read_template_options, read_tools
 from alto.data.rows import FaultKind, RawRow, RowError, RowFault, listed, quoted
+from alto.errors import DataFormatError
+from alto.records import LabelSet, ProblemType, RowLabel
+from alto.spec import DataKeys
 
-__all__ = ["label_of", "to_conversation", "to_labelled", "to_labelled_text", "to_pair"]
+_NEEDED_LABELS = 2
+
+
+class LabelError(ValueError):
+    """A value that is not a label of the task; the message completes "expected … to be"."""
+
+    def __init__(self, expected: str, kind: FaultKind = FaultKind.WRONG_VALUE) -> None:
+        super().__init__(expected)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class LabelReader:
+    """A reader of the labels of rows.
+
+    Attributes:
+        labels: All labels of the task.
+        reads_indices: Whether a whole number is read as the index of a label; otherwise only names are read.
+    """
+
+    labels: LabelSet
+    reads_indices: bool
+
+    def read(self, value: object) -> RowLabel:
+        """Return the label that ``value`` of a row means.
+
+        Raises:
+            LabelError: It means none.
+        """
+        if _is_missing(value):
+            raise LabelError("a label", FaultKind.NO_LABEL)
+        if self.labels.problem_type == "regression":
+            return _numbers(value, self.labels.num_labels)
+        if self.labels.problem_type == "single_label_classification":
+            return self._index(value)
+        return self._marks(value)
+
+    def _index(self, value: object) -> int:
+        expected = f"one of {listed(self.labels.names)}"
+        number, name = _number(value), _name(value)
+        if name in self.labels.names:
+            return self.labels.names.index(name)
+        if self.reads_indices and number is not None and number in range(self.labels.num_labels):
+            return int(number)
+        raise LabelError(expected, FaultKind.UNKNOWN_LABEL if name is not None else FaultKind.WRONG_VALUE)
+
+    def _marks(self, value: object) -> tuple[float, ...]:
+        """Return a 1 for every label that a row has, and a 0 for others; ``value`` lists names, or 0s and 1s."""
+        count = self.labels.num_labels
+        if not isinstance(value, list):
+            raise LabelError("a list of labels")
+        numbers = [_number(item) for item in value]
+        if value and all(number is not None for number in numbers):
+            if len(numbers) != count or not all(number in (0, 1) for number in numbers):
+                raise LabelError(f"a list of names, or of {count} numbers that are 0 or 1")
+            return tuple(float(number or 0) for number in numbers)
+        found = {self._index(item) for item in value}
+        return tuple(float(index in found) for index in range(count))
+
+
+def find_labels(values: Sequence[object], keys: DataKeys, allowed: Sequence[ProblemType], key: str) -> LabelReader:
+    """Find the labels of a dataset.
+
+    Names are sorted. Whole numbers are the indices of labels, and all from 0 to K - 1 have to occur unless
+    ``num_labels`` is set; CSV files hold them as text. Values that cannot be labels are ignored: they are faults of
+    their rows.
+
+    Args:
+        values: The value of every row in the label column.
+        keys: Data keys of the task, or of one source of its mixture.
+        allowed: Problem types that the task's method can learn.
+        key: The task's key that names the dataset, for messages.
+
+    Raises:
+        DataFormatError: The labels do not fit the method or the keys, or there are fewer than two.
+    """
+    present = [value for value in values if not _is_missing(value)]
+    if not present:
+        raise DataFormatError(
+            f"{key}: expected rows with labels, found none; name the column with columns: {{label: <its column>}}"
+        )
+    problem_type = keys.problem_type or _problem_type(present, allowed)
+    if problem_type == "regression":
+        names = _output_names(present, keys)
+    else:
+        names = keys.id2label or _class_names(present, keys, problem_type, key)
+    return LabelReader(
+        LabelSet(problem_type=problem_type, names=names),
+        # If the names of labels look like numbers, a number in a row is a name.
+        reads_indices=_are_numbers(present) and all(_number(name) is None for name in names),
+    )
+
+
+def _problem_type(present: Sequence[object], allowed: Sequence[ProblemType]) -> ProblemType:
+    if len(allowed) == 1:
+        return allowed[0]
+    is_list = any(isinstance(value, list) for value in present)
+    return "multi_label_classification" if is_list else "single_label_classification"
+
+
+def _output_names(present: Sequence[object], keys: DataKeys) -> tuple[str, ...]:
+    """Return the names of the outputs of a regression."""
+    first = present[0]
+    count = keys.num_labels or (len(first) if isinstance(first, list) else 1)
+    return keys.id2label or _default_names(count)
+
+
+def _class_names(present: Sequence[object], keys: DataKeys, problem_type: ProblemType, key: str) -> tuple[str, ...]:
+    if problem_type == "multi_label_classification":
+        vector = next((value for value in present if isinstance(value, list) and value), [])
+        if vector and all(_number(item) is not None for item in vector):
+            return _default_names(keys.num_labels or len(vector))
+        present = [item for value in present if isinstance(value, list) for item in value]
+    if _are_numbers(present):
+        return _numbered_names([number for value in present if (number := _number(value)) is not None], keys, key)
+    names = tuple(sorted({name for value in present if isinstance(value, str | bool) and (name := _name(value))}))
+    return _checked_labels(names, keys, key)
+
+
+def _numbered_names(numbers: Sequence[float], keys: DataKeys, key: str) -> tuple[str, ...]:
+    fraction = next((number for number in numbers if not float(number).is_integer()), None)
+    if fraction is not None:
+        raise DataFormatError(
+            f"{key}: expected labels that are names or whole numbers, found {fraction}; write method: regression to "
+            "learn numbers"
+        )
+    indices = sorted({int(number) for number in numbers if number >= 0})
+    count = keys.num_labels or len(indices)
+    if keys.num_labels is None and indices != list(range(count)):
+        raise DataFormatError(
+            f"{key}: expected labels that are all the numbers from 0 to one less than their count, found "
+            f"{listed(map(str, indices))}; set num_labels if some do not occur in the rows, or write names"
+        )
+    return _checked_labels(_default_names(count), keys, key)
+
+
+def _checked_labels(names: tuple[str, ...], keys: DataKeys, key: str) -> tuple[str, ...]:
+    if len(names) < _NEEDED_LABELS:
+        raise DataFormatError(
+            f"{key}: expected at least two different labels, found {listed(names)}; check the column with columns: "
+            "{label: <its column>}, or name all labels with id2label"
+        )
+    if keys.num_labels is not None and keys.num_labels != len(names):
+        raise DataFormatError(
+            f"{key}: expected num_labels, {keys.num_labels}, to be the number of different labels, found "
+            f"{len(names)}: {listed(names)}; name all labels with id2label if some do not occur in the rows"
+        )
+    return names
+
+
+def _default_names(count: int) -> tuple[str, ...]:
+    return tuple(f"LABEL_{index}" for index in range(count))
+
+
+def _numbers(value: object, count: int) -> tuple[float, ...]:
+    numbers = [_number(item) for item in (value if isinstance(value, list) else [value])]
+    if len(numbers) != count or any(number is None for number in numbers):
+        raise LabelError("a finite number" if count == 1 else f"a list of {count} finite numbers")
+    return tuple(float(number) for number in numbers if number is not None)
+
+
+def _is_missing(value: object) -> bool:
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return value is None or is_nan or (isinstance(value, str) and not value.strip())
+
+
+def _are_numbers(present: Sequence[object]) -> bool:
+    """Return whether most labels, including those in lists, are numbers."""
+    items = [item for value in present for item in (value if isinstance(value, list) else [value])]
+    return 2 * sum(_number(item) is not None for item in items) > len(items)
+
+
+def _name(value: object) -> str | None:
+    """Return the name of a label: a text, a whole number, or a truth value as JSON writes it; None for others."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).strip() if isinstance(value, str | int) else None
+
+
+def _number(value: object) -> float | None:
+    """Return a finite number, which may be written as a text; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or "_" in str(value):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def to_conversation(row: RawRow, layout: Layout) -> Conversation:
-    """The turns of one row.
+    """Convert one row into its turns.
 
     Raises:
-        RowError: It could not be read; a column does not hold what the form needs; or a reply that is to be trained is
+        RowError: The row could not be read, a column does not hold what the form needs, or a reply to be trained is
             empty. The message names file and line.
     """
     fields = _Fields(_checked(row, layout), layout)
@@ -38,10 +230,10 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
 
 
 def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
-    """The turns of one row with the label of its reply.
+    """Convert one row into its turns, with the label of the reply.
 
     Raises:
-        DataFormatError: As :func:`to_conversation`; or the label is neither true nor false.
+        DataFormatError: See :func:`to_conversation`; or the label is neither true nor false.
     """
     fields = _Fields(row, layout)
     label = fields.get("label")
@@ -51,11 +243,11 @@ def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
-    """The two conversations of one row; their common beginning is context, with any roles.
+    """Convert one row into its two conversations; their common beginning is context, whatever its roles.
 
     Raises:
-        RowError: It could not be read; a column does not hold what the form needs; the conversations are equal, or do
-            not first differ in a reply of the assistant; or a reply is empty. The message names file and line.
+        RowError: The row could not be read; a column does not hold what the form needs; the conversations are equal, or
+            do not first differ in an assistant reply; or a reply is empty. The message names file and line.
     """
     fields = _Fields(_checked(row, layout), layout)
     conversations = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
@@ -68,11 +260,11 @@ def to_pair(row: RawRow, layout: Layout) -> Pair:
 
 
 def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> LabelledText:
-    """The text or texts of one row, or its turns, with its label.
+    """Convert one row into its text, texts or turns, with the label.
 
     Raises:
-        RowError: It could not be read; a column does not hold what the form needs; a text is empty; or the label is
-            missing or none of ``labels``. The message names file and line.
+        RowError: The row could not be read; a column does not hold what the form needs; a text is empty; or the label
+            is missing or not in ``labels``. The message names file and line.
     """
     fields = _Fields(_checked(row, layout), layout)
     text: str | Conversation
@@ -85,7 +277,7 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
         texts = [fields.text(role) for role in ("text", "text_pair") if layout.column(role) is not None]
         text = texts[0]
     if any(not one.strip() for one in texts):
-        raise fields.wrong("a text", texts, FaultKind.EMPTY_REPLY)
+        raise fields.wrong("a text that is not empty", texts, FaultKind.EMPTY_REPLY)
     try:
         label = labels.read(fields.get("label"))
     except LabelError as error:
@@ -94,15 +286,15 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
 
 
 def label_of(row: RawRow, layout: Layout) -> object:
-    """What a row has in the column of labels; None where it has none."""
+    """Return the value of a row in the label column; None if it has none."""
     return _Fields(row, layout).get("label")
 
 
 def _checked(row: RawRow, layout: Layout) -> RawRow:
-    """``row``, which was read and has the columns of ``layout``.
+    """Return ``row`` if it was read and has the columns of ``layout``.
 
     Raises:
-        RowError: It has not.
+        RowError: The row has a fault, or lacks a column.
     """
     if row.fault is not None:
         raise RowError(row.where, row.fault)
@@ -114,7 +306,7 @@ def _checked(row: RawRow, layout: Layout) -> RawRow:
 
 @dataclass(frozen=True, slots=True)
 class _Fields:
-    """The values of one row by role, checked when they are read."""
+    """The values of one row by role."""
 
     row: RawRow
     layout: Layout
@@ -124,11 +316,11 @@ class _Fields:
         return None if column is None else self.row.values.get(column)
 
     def column(self, role: str) -> str:
-        """The name of the column of ``role``, for messages."""
+        """Return the name of the column of ``role``, for messages."""
         return quoted(self.layout.column(role))[1:-1]
 
     def text(self, role: str, *, optional: bool = False) -> str:
-        """A text; where it is optional and missing, an empty one."""
+        """Return the text of ``role``; an empty text if it is optional and missing."""
         value = self.get(role)
         if value is None and optional:
             return ""
@@ -141,11 +333,11 @@ class _Fields:
             value.encode()
         except UnicodeEncodeError as error:
             part = value[max(0, error.start - 20) : error.start + 20]
-            raise self.wrong(f"{what} to be a text of whole characters", part, FaultKind.NOT_UTF8) from None
+            raise self.wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8) from None
         return value
 
     def turns_or_text(self, role: str, speaker: str) -> list[Message]:
-        """A list of messages, or a single one, in either shape; or a text by ``speaker``."""
+        """Return the messages of ``role``: a list or a single one, in either shape, or a text by ``speaker``."""
         value = self.get(role)
         messages = [value] if isinstance(value, Mapping) else value
         if not isinstance(messages, list):
@@ -154,7 +346,7 @@ class _Fields:
         return self.turns(messages, role, is_sharegpt=isinstance(first, Mapping) and "from" in first)
 
     def turns(self, value: object, role: str, *, is_sharegpt: bool = False) -> list[Message]:
-        """``value`` of the column of ``role``, as a list of messages."""
+        """Return ``value`` of the column of ``role`` as a list of messages."""
         if not isinstance(value, list) or not value:
             raise self.wrong(f"{self.column(role)} to be a list with at least one message", value)
         return [read_message(message, is_sharegpt=is_sharegpt, wrong=self.wrong) for message in value]
@@ -165,7 +357,7 @@ class _Fields:
 
 
 def _completed(turns: list[Message], fields: _Fields) -> Conversation:
-    """``turns`` after the text of the system column, with the other arguments of the chat template."""
+    """Return ``turns`` behind the text of the system column, with the other arguments of the chat template."""
     if fields.layout.column("system") is not None and turns[0].role not in ("system", "developer"):
         text = fields.text("system", optional=True)
         turns = [Message("system", text), *turns] if text else turns
@@ -193,15 +385,15 @@ def _messages(fields: _Fields) -> list[Message]:
 
 
 def _prompt_completion(fields: _Fields) -> list[Message]:
-    """Only the completion is trained, as in TRL: turns of the assistant in a prompt of messages are context."""
+    """Return the prompt as context and the completion; as in TRL, assistant turns of the prompt are not trained."""
     return _behind(fields.turns_or_text("prompt", "user"), "completion", fields)
 
 
 def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Message]:
-    """``prompt``, which is not trained, followed by the reply in the column of ``role``, which may repeat the prompt.
+    """Return ``prompt`` as context, followed by the reply in the column of ``role``, which may repeat the prompt.
 
     Raises:
-        RowError: There is no reply of the assistant.
+        RowError: There is no assistant reply.
     """
     reply = fields.turns_or_text(role, "assistant")
     if _said(reply[: len(prompt)]) == _said(prompt):
@@ -220,7 +412,7 @@ def _as_context(turns: Sequence[Message]) -> list[Message]:
 
 
 def _alpaca(fields: _Fields) -> list[Message]:
-    """Earlier turns of a history are trained as well."""
+    """Return the turns of an Alpaca row; the replies in its history are trained as well."""
     history = fields.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise fields.wrong(f"{fields.column('history')} to be a list of [question, reply]", history)
@@ -232,13 +424,13 @@ def _alpaca(fields: _Fields) -> list[Message]:
 
 
 def _with_input(role: str, fields: _Fields) -> Message:
-    """The user's text in the column of ``role``, and an input after it, separated by a blank line."""
+    """Return the user's text in the column of ``role``, followed by the optional input after a blank line."""
     parts = [fields.text(role), fields.text("input", optional=True)]
     return Message("user", "\n\n".join(part for part in parts if part))
 
 
 def _labelled_reply(fields: _Fields) -> list[Message]:
-    """The completion behind its prompt; or a conversation, whose last message is the reply and all others context."""
+    """Return the completion behind its prompt, or a conversation in which all but the last message are context."""
     if fields.layout.column("messages") is None:
         return _prompt_completion(fields)
     turns = fields.turns_or_text("messages", "user")
@@ -270,15 +462,15 @@ _Conversations = tuple[list[Message], list[Message]]
 
 
 def _preference(fields: _Fields) -> _Conversations:
-    """A prompt text is not required where lists of messages begin with it themselves, as in TRL."""
+    """Return both conversations; as in TRL, no prompt is needed if both are lists of messages that begin with it."""
     chosen, rejected = (fields.turns_or_text(role, "assistant") for role in ("chosen", "rejected"))
     given = fields.get("prompt")
     if given is None and not all(isinstance(fields.get(role), list) for role in ("chosen", "rejected")):
         if fields.layout.column("prompt") is None:
             reason = (
                 "expected a column with the prompt beside chosen and rejected replies, found "
-                f"{listed(fields.row.values)}; name it with columns: {{prompt: <its column>}}, or, where both are "
-                "texts that begin with the prompt, join them as they are with dataset_format: raw_preference"
+                f"{listed(fields.row.values)}; name it with columns: {{prompt: <its column>}}, or, if both are "
+                "texts that begin with the prompt, join them unchanged with dataset_format: raw_preference"
             )
             raise RowError(fields.row.where, RowFault(FaultKind.NO_COLUMNS, reason))
         raise fields.wrong("a prompt beside chosen and rejected replies", list(fields.row.values))
@@ -289,7 +481,7 @@ def _preference(fields: _Fields) -> _Conversations:
 
 
 def _raw_preference(fields: _Fields) -> _Conversations:
-    """Texts that are joined as they are; without a prompt it is what both begin with, as in TRL."""
+    """Join the texts as they are; as in TRL, the prompt is their common beginning if there is no prompt column."""
     chosen, rejected = fields.text("chosen"), fields.text("rejected")
     if fields.layout.column("prompt") is None:
         begin = _num_common(chosen, rejected)
@@ -301,7 +493,9 @@ def _raw_preference(fields: _Fields) -> _Conversations:
 
 
 def _num_common(first: str, second: str) -> int:
-    """Letters that both begin with: without a blank at their end, and never all of one (TRL's ``extract_prompt``)."""
+    """Return the length of the common beginning, without a trailing space and never a whole text.
+
+    This is TRL's ``extract_prompt``."""
     most = min(len(first), len(second)) - 1
     shared = next((place for place in range(most + 1) if first[place] != second[place]), None)
     if shared is None:
@@ -323,10 +517,10 @@ _PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Conversations]] = {
 
 
 def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
-    """Both conversations; their common beginning is not trained.
+    """Return both conversations with their common beginning as context.
 
     Raises:
-        RowError: They are equal, share no turn, or first differ elsewhere than in a reply of the assistant.
+        RowError: They are equal, share no turn, or do not first differ in an assistant reply.
     """
     chosen, rejected = (_said(conversation) for conversation in conversations)
     if chosen == rejected:

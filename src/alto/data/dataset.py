@@ -2,46 +2,188 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
+import os
+import pickle
+import tempfile
+import weakref
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from alto.data.faults import BadRows
-from alto.data.row_store import MEMORY, RowStore
+from alto.base import write_error
+from alto.data.rows import BadRows, Chain, LazySequence, View
 from alto.records import LabelSet, RowLabel
 
-__all__ = [
-    "IGNORED",
-    "EncodedDataset",
-    "EncodedRows",
-    "MemoryWriter",
-    "RowCounts",
-    "RowWriter",
-    "Span",
-    "Unread",
-    "digest_of",
-    "joined",
-    "running_digests",
-]
+_REMEDY = (
+    "free disk space, name a folder on another disk with the environment variable ALTO_CACHE, or keep the data in "
+    "memory with token_cache: memory"
+)
+_CHUNK_ROWS = 64
+
+Row = TypeVar("Row")
+
+
+@contextlib.contextmanager
+def writing_cache(folder: Path) -> Iterator[None]:
+    """Translate a failure to write in ``folder``, a folder of the token cache.
+
+    Raises:
+        RunWriteError: An ``OSError`` was raised inside; :class:`DiskFullError` if the disk is full.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise write_error(folder, error, _REMEDY) from error
+
+
+def close_abandoned(file: IO[bytes]) -> None:
+    """Close a file that nobody reads any more; data that is not on the disk yet may be lost."""
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+class RowStore(Protocol):
+    """A store that keeps rows until they are tokenised."""
+
+    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+        """Store all ``rows``, which are read once."""
+        ...
+
+    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+        """Return the rows with these indices, in the order of the indices."""
+        ...
+
+    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+        """Return the rows of all ``parts``, one part after the other."""
+        ...
+
+
+class _MemoryStore:
+    """A store that keeps rows in lists."""
+
+    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+        return list(rows)
+
+    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+        return [rows[index] for index in indices]
+
+    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+        return [row for part in parts for row in part]
+
+
+MEMORY: RowStore = _MemoryStore()
+"""The store for data that fits into memory."""
+
+
+class HeadStore(_MemoryStore):
+    """A store that keeps the first ``num_rows`` rows of every dataset in lists, and does not read the others.
+
+    Attributes:
+        is_cut: Whether rows have been left out.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.is_cut = False
+
+    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+        left = iter(rows)
+        kept = list(itertools.islice(left, self.num_rows))
+        self.is_cut |= any(True for _ in itertools.islice(left, 1))
+        return kept
+
+    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+        self.is_cut |= len(indices) > self.num_rows
+        return super().choose(rows, indices[: self.num_rows])
+
+
+class _ViewStore(_MemoryStore):
+    """A store that keeps rows in lists, and refers to the parts of a chain instead of copying them."""
+
+    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+        return Chain(parts)
+
+
+VIEWS: RowStore = _ViewStore()
+"""The store for rows that are already stored elsewhere, in memory or on disk."""
+
+
+class DiskStore:
+    """A store that keeps rows in unnamed files in ``folder``, which are gone when this process ends, in any way.
+
+    Eight bytes a row, and some rows of each file, are in memory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+        """Store all ``rows``, which are read once.
+
+        Raises:
+            RunWriteError: They cannot be written; :class:`DiskFullError` if the disk is full.
+        """
+        return _StoredRows(rows, self._folder)
+
+    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+        return View(rows, indices if isinstance(indices, range) else array("q", indices))
+
+    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+        return Chain(parts)
+
+
+class _StoredRows(LazySequence[Row]):
+    """Rows in an unnamed file, in chunks; the chunk that was read last stays in memory."""
+
+    def __init__(self, rows: Iterable[Row], folder: Path) -> None:
+        left = iter(rows)
+        with writing_cache(folder):
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the rows are not used any more)
+        weakref.finalize(self, close_abandoned, self._file)
+        self._stops = array("q", [0])
+        self._num_rows = 0
+        while chunk := list(itertools.islice(left, _CHUNK_ROWS)):
+            stored = pickle.dumps(chunk, protocol=pickle.HIGHEST_PROTOCOL)
+            with writing_cache(folder):
+                self._file.write(stored)
+            self._stops.append(self._stops[-1] + len(stored))
+            self._num_rows += len(chunk)
+        with writing_cache(folder):
+            self._file.flush()
+        self._number, self._chunk = -1, list[Row]()
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def _item(self, index: int) -> Row:
+        number, place = divmod(index, _CHUNK_ROWS)
+        if number != self._number:
+            start, stop = self._stops[number], self._stops[number + 1]
+            self._number, self._chunk = number, pickle.loads(os.pread(self._file.fileno(), stop - start, start))
+        return self._chunk[place]
+
 
 IGNORED = -100
-"""The target of a position that predicts nothing."""
+"""The target of a position where nothing is trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A sequence of a row: ``length`` tokens of it, which continue after the first ``prefix`` tokens of the span before
-    this one."""
+    """One sequence of a row: ``length`` tokens, which continue after the first ``prefix`` tokens of the span before."""
 
     length: int
     prefix: int = 0
 
 
 class RowCounts(NamedTuple):
-    """Numbers of every row, as :class:`EncodedDataset` has them."""
+    """Counts for every row, as in :class:`EncodedDataset`."""
 
     num_row_tokens: Sequence[int]
     num_trained: Sequence[int]
@@ -50,7 +192,7 @@ class RowCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedRows:
-    """Tokenised rows, as :class:`EncodedDataset` has them, which counts what is not counted yet."""
+    """Tokenised rows, as in :class:`EncodedDataset`, with their counts if these are known."""
 
     input_ids: Sequence[Tensor]
     targets: Sequence[Tensor]
@@ -60,7 +202,7 @@ class EncodedRows:
 
 
 class RowWriter(Protocol):
-    """Takes the rows of a split while they are tokenised."""
+    """A receiver of the rows of a split while they are tokenised."""
 
     def __len__(self) -> int: ...
 
@@ -69,18 +211,17 @@ class RowWriter(Protocol):
 
         Args:
             input_ids, targets: Vectors of equal length, int64; a target is the next token id, or :data:`IGNORED`.
-            spans: Sequences of the row.
-            is_desirable: Its label.
+            is_desirable: Label of the reply.
         """
         ...
 
     def rows(self) -> EncodedRows:
-        """All rows; none can be added after."""
+        """Return all rows; none can be added afterwards."""
         ...
 
 
 class MemoryWriter:
-    """Keeps the rows in memory."""
+    """A writer that keeps the rows in memory."""
 
     def __init__(self) -> None:
         self._input_ids: list[Tensor] = []
@@ -92,14 +233,14 @@ class MemoryWriter:
         return len(self._input_ids)
 
     def add(self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, is_desirable: bool = True) -> None:
-        """As :meth:`RowWriter.add`."""
+        """Add one row; see :meth:`RowWriter.add`."""
         self._input_ids.append(input_ids)
         self._targets.append(targets)
         self._spans.append(spans)
         self._is_desirable.append(is_desirable)
 
     def rows(self) -> EncodedRows:
-        """As :meth:`RowWriter.rows`."""
+        """Return all rows; see :meth:`RowWriter.rows`."""
         return EncodedRows(
             input_ids=tuple(self._input_ids),
             targets=tuple(self._targets),
@@ -113,8 +254,8 @@ class Unread:
     """A part of the conversations of a split that does not change the output of the chat template.
 
     Attributes:
-        what: A key of messages; ``row: tools`` for what stands beside them; ``role: tool`` for the turns of a role.
-        count, total: Number of places where it is not read, and of all places where it occurs.
+        what: A key of messages; ``row: tools`` for a key beside the messages; ``role: tool`` for the turns of a role.
+        count, total: Number of places where the part is not read, and of all places where it occurs.
     """
 
     what: str
@@ -126,36 +267,37 @@ class Unread:
 class EncodedDataset:
     """All rows of a split, tokenised.
 
-    A row that is a conversation is one sequence. A pair is two, the chosen and the rejected one, laid end to end; their
-    common beginning is there once, except for its last token, which predicts the first token of each reply.
+    A conversation is one sequence. A pair is two sequences, the chosen and the rejected one, concatenated; their common
+    beginning is stored once, except for its last token, which predicts the first token of each reply.
 
     Attributes:
         input_ids: One vector of token ids per row.
-        targets: Per row, the token each position has to predict; :data:`IGNORED` where nothing is trained. Of texts
-            with labels, 0 at the position whose hidden state the classification head reads.
-        num_truncated: Rows cut at ``max_length``.
-        num_skipped: Rows left out, for any reason.
-        num_masked: Rows left out because nothing is trained in them, or in one reply of a pair, at any length.
-        num_unrolled: Conversations that became one row per reply.
-        num_alike: Pairs left out because both replies have the same tokens.
-        num_shortened: Trained replies of which the chat template leaves words out.
-        refused: Rows that the chat template refuses, which are not among the skipped ones; by source.
+        targets: Per row, the token that each position has to predict; :data:`IGNORED` where nothing is trained. For
+            labelled texts, 0 at the position whose hidden state the classification head reads.
+        num_truncated: Number of rows cut at ``max_length``.
+        num_skipped: Number of rows left out, for any reason.
+        num_masked: Number of rows left out because nothing is trained in them, or in one reply of a pair, at any
+            length.
+        num_unrolled: Number of conversations that became one row per reply.
+        num_alike: Number of pairs left out because both replies have the same tokens.
+        num_shortened: Number of trained replies of which the chat template leaves words out.
+        refused: Rows that the chat template refuses, by source; not counted as skipped.
         unread: Parts of the conversations that are not read.
         spans: The sequences of every row; by default one each.
-        sources: Of a mixture the name and the rows of every source, in the order in which they lie here.
-        labels: Whether the reply of each row is desirable; None where replies have no labels.
-        classes: The label of each row; None where rows are no texts with labels.
-        label_set: The labels there are; None where rows are no texts with labels.
-        max_length: Tokens at which rows were cut; None where it is not known.
+        sources: Name and number of rows of every source of a mixture, in the order of the rows.
+        labels: Whether the reply of each row is desirable; None if replies have no labels.
+        classes: The class label of each row; None if the rows are not labelled texts.
+        label_set: All labels; None if the rows are not labelled texts.
+        max_length: Number of tokens at which rows were cut; None if unknown.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
-            of other rows, that of the trained tokens, and 0. None until they are computed.
-        reference_tails: ``[rows, 2]`` float64, nats: the part of ``references`` that is of tokens beyond the length of
-            the pair's shorter reply; None where it is not known.
-        num_row_tokens: Tokens of every row.
-        num_trained: Trained tokens of every row.
-        num_chosen: Trained tokens of the chosen reply of every pair; of other rows, all.
-        weights: Weight of every row in a mean over rows: its trained tokens; for pairs and rows with labels, all equal.
-        counts: What is known of the three numbers of every row; None counts them.
+            for other rows, that of the trained tokens, and 0. None until they are computed.
+        reference_tails: ``[rows, 2]`` float64, nats: the part of ``references`` that comes from tokens beyond the
+            length of the pair's shorter reply; None if unknown.
+        num_trained: Number of trained tokens of every row.
+        num_chosen: Number of trained tokens in the chosen reply of every pair; for other rows, of all trained tokens.
+        weights: Weight of every row in a mean over rows: its number of trained tokens; 1 for pairs and rows with
+            labels.
+        counts: Known values of the three numbers of every row; None counts them.
     """
 
     input_ids: Sequence[Tensor]
@@ -183,7 +325,7 @@ class EncodedDataset:
     counts: InitVar[RowCounts | None] = None
 
     def __post_init__(self, counts: RowCounts | None) -> None:
-        # `dataclasses.replace` does not hand counts on, so those of other rows are never kept.
+        # `dataclasses.replace` does not pass `counts` on, so counts of other rows are never kept.
         num_row_tokens = counts.num_row_tokens if counts else tuple(ids.numel() for ids in self.input_ids)
         object.__setattr__(self, "num_row_tokens", num_row_tokens)
         if not self.spans:
@@ -197,10 +339,10 @@ class EncodedDataset:
 
     @classmethod
     def of(cls, rows: EncodedRows, *, is_labelled: bool = False, **facts: Any) -> EncodedDataset:
-        """A split of ``rows``.
+        """Return a split of ``rows``.
 
         Args:
-            is_labelled: Whether the labels of the rows have a meaning.
+            is_labelled: Whether ``is_desirable`` of the rows is a label of the data.
             facts: Other attributes.
         """
         return cls(
@@ -217,7 +359,7 @@ class EncodedDataset:
         return RowCounts(self.num_row_tokens, self.num_trained, self.num_chosen)
 
     def with_references(self, references: Tensor, reference_tails: Tensor) -> EncodedDataset:
-        """The same rows with reference log-probs, both ``[rows, 2]``."""
+        """Return the same rows with reference log-probs, both ``[rows, 2]``."""
         return replace(self, references=references, reference_tails=reference_tails, counts=self._counts)
 
     def _count_chosen(self) -> tuple[int, ...]:
@@ -228,11 +370,11 @@ class EncodedDataset:
         return len(self.input_ids)
 
     def parts(self, num_rows: int) -> Iterator[EncodedDataset]:
-        """Consecutive parts of so many rows, each a dataset; skipped rows are counted in none of them."""
+        """Return consecutive parts of ``num_rows`` rows each; skipped rows are counted in no part."""
         return (self.rows(start, start + num_rows) for start in range(0, len(self), num_rows))
 
     def rows(self, start: int, stop: int) -> EncodedDataset:
-        """The rows from ``start`` to before ``stop``, without sources; skipped rows are counted in no part."""
+        """Return the rows from ``start`` to ``stop - 1``, without sources; skipped rows are not counted."""
         return EncodedDataset(
             input_ids=self.input_ids[start:stop],
             targets=self.targets[start:stop],
@@ -248,12 +390,12 @@ class EncodedDataset:
 
     @property
     def is_paired(self) -> bool:
-        """Whether its rows are pairs."""
+        """Whether the rows are pairs."""
         return bool(self.spans) and len(self.spans[0]) == 2
 
     @property
     def sequence_lengths(self) -> tuple[int, ...]:
-        """Tokens of every sequence as its last token sees them, the prompt of a pair in both."""
+        """Number of tokens of every sequence including its prefix; the prompt of a pair counts in both sequences."""
         return tuple(self._sequence_lengths())
 
     def _sequence_lengths(self) -> Iterator[int]:
@@ -261,12 +403,12 @@ class EncodedDataset:
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens that the model sees of the longest sequence, its prefix with it."""
+        """Number of tokens of the longest sequence, including its prefix."""
         return max(self._sequence_lengths())
 
     @property
     def longest_row(self) -> int:
-        """Tokens of the longest row, which is never split over micro-batches: of a pair, both replies."""
+        """Number of tokens of the longest row, which is never split over micro-batches; for a pair, of both replies."""
         return max(self.num_row_tokens)
 
     @property
@@ -279,12 +421,12 @@ class EncodedDataset:
 
 
 def joined(parts: Sequence[EncodedDataset], names: Sequence[str] = (), store: RowStore = MEMORY) -> EncodedDataset:
-    """The rows of several sources, one after the other.
+    """Concatenate the rows of several sources.
 
     Args:
-        parts: One or more, all of conversations or all of pairs.
-        names: Names of the sources; empty where they are one dataset.
-        store: Where the rows of the parts are.
+        parts: One or more datasets, all of the same kind of rows.
+        names: Names of the sources; empty if they are one dataset.
+        store: Store that holds the rows of the parts.
     """
     unread: dict[str, Unread] = {}
     for one in (one for part in parts for one in part.unread):
@@ -312,13 +454,12 @@ def joined(parts: Sequence[EncodedDataset], names: Sequence[str] = (), store: Ro
 
 
 def digest_of(*datasets: EncodedDataset) -> str:
-    """A digest of every token and every target, in order, of how pairs are laid out, of labels, and of the sizes of
-    sources."""
+    """Return a digest of all tokens and targets in order, the layout of pairs, the labels, and the sizes of sources."""
     return running_digests(*datasets)[-1]
 
 
 def running_digests(*datasets: EncodedDataset) -> tuple[str, ...]:
-    """For each of ``datasets``, :func:`digest_of` it and those before it; tokens are read once."""
+    """Return, for each dataset, the :func:`digest_of` it and the datasets before it; tokens are read once."""
     digest = hashlib.sha256()
     found = []
     for dataset in datasets:
@@ -339,7 +480,7 @@ def running_digests(*datasets: EncodedDataset) -> tuple[str, ...]:
 
 
 def _add_listed(digest: hashlib._Hash, brackets: Sequence[str], items: Iterable[object]) -> None:
-    """Add the text that Python writes of a list or tuple of ``items``, without making it as a whole."""
+    """Add the text that Python writes for a list or tuple of ``items``, without building the whole text."""
     opening, closing = brackets
     digest.update(opening.encode())
     for index, item in enumerate(items):

@@ -2,46 +2,156 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from alto.data.conversation import Conversation, ConversationWithTools, Message
 from alto.data.dataset import Unread
+from alto.data.messages import Conversation, ConversationWithTools, Message
 from alto.data.rows import ConversationError, quoted
 from alto.data.template import ChatTemplate, TurnTexts, given_keys, without_key
-from alto.data.tokenising import TextTokenizer, Tokens, Wanted, num_shared
 from alto.errors import DataError
-from alto.spec import TrainOn
-from alto.spec.chat_template import TOOLS_TEMPLATE
+from alto.spec import TOOLS_TEMPLATE, TrainOn
 
-__all__ = [
-    "EncodedRow",
-    "Encoder",
-    "closing_text",
-    "encode_conversation",
-    "encode_prompt",
-    "tools_remedy",
-]
+
+class Wanted(NamedTuple):
+    """A text to be tokenised.
+
+    Attributes:
+        has_special: Whether to add the special tokens that the tokenizer puts around a text.
+        has_starts: Whether the start of every token in the text is needed too.
+    """
+
+    text: str
+    has_special: bool = False
+    has_starts: bool = False
+
+
+class Tokens(NamedTuple):
+    """Token ids of a text, and the position of each token's first character; None if that is not needed, or the
+    tokenizer is slow."""
+
+    ids: list[int]
+    starts: list[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Anchor:
+    """An added token in a text: the parts before and after it are tokenised separately."""
+
+    index: int
+    start: int
+    stop: int
+
+
+class TextTokenizer:
+    """A tokenizer of texts. A fast ``tokenizer`` takes many texts in one call, on all cores of the machine unless the
+    environment variable ``TOKENIZERS_PARALLELISM`` is ``false``."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.ids = lru_cache(maxsize=256)(lambda text: self.tokens([Wanted(text)])[0].ids)
+
+    @cached_property
+    def is_fast(self) -> bool:
+        """Whether the tokenizer knows the positions of its tokens, and takes many texts at once."""
+        return bool(getattr(self._tokenizer, "is_fast", False))
+
+    def tokens(self, wanted: Sequence[Wanted]) -> list[Tokens]:
+        """Tokenise every text, in order."""
+        found: list[Tokens] = [Tokens([])] * len(wanted)
+        for kind in {one[1:] for one in wanted}:
+            places = [place for place, one in enumerate(wanted) if one[1:] == kind]
+            for place, tokens in zip(
+                places, self._of_kind([wanted[place].text for place in places], *kind), strict=True
+            ):
+                found[place] = tokens
+        return found
+
+    def _of_kind(self, texts: Sequence[str], has_special: bool, has_starts: bool) -> list[Tokens]:
+        # Not verbose: the tokenizer would warn about rows beyond the model's length before they are cut.
+        how: dict[str, Any] = {"add_special_tokens": has_special, "verbose": False}
+        if not self.is_fast:
+            return [Tokens(list(self._tokenizer(text, **how)["input_ids"])) for text in texts]
+        encoded = self._tokenizer(list(texts), return_offsets_mapping=has_starts, **how)
+        if not has_starts:
+            return list(map(Tokens, encoded["input_ids"]))
+        return [
+            Tokens(ids, [first for first, _ in offsets])
+            for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ]
+
+    def anchors(self, text: str, tokens: Tokens) -> list[_Anchor]:
+        """Return the added tokens that divide ``text``, in order; none if the tokenizer has its own code."""
+        starts = tokens.starts
+        if starts is None:
+            return []
+        found = ((index, self._dividing[token]) for index, token in enumerate(tokens.ids) if token in self._dividing)
+        return [
+            _Anchor(index, starts[index], starts[index] + len(content))
+            for index, content in found
+            if text.startswith(content, starts[index])
+        ]
+
+    def num_before(self, before: str, text: str, ids: Sequence[int], anchors: Sequence[_Anchor]) -> int:
+        """Return how many of ``ids``, the tokens of ``text``, are also the first tokens of ``before``.
+
+        Tokenizers first take the added tokens out of a text, from left to right and the longest at every position; then
+        they tokenise the parts between them one by one. So both texts have the same tokens up to an added token that
+        both have, unless another added token that only one of them has can begin there. Only the rest of ``before``,
+        from that added token on, is tokenised.
+        """
+        if text.startswith(before):
+            num_anchors = bisect_right(anchors, len(before), key=lambda anchor: anchor.stop)
+        else:
+            num_equal = num_shared(before, text)
+            num_anchors = bisect_right(anchors, num_equal - self._longest_added, key=lambda anchor: anchor.start)
+        last = anchors[num_anchors - 1] if num_anchors else _Anchor(0, 0, 0)
+        own = self.ids(before[last.start :])
+        return last.index + num_shared(own, ids[last.index : last.index + len(own)])
+
+    @cached_property
+    def _dividing(self) -> dict[int, str]:
+        """Ids and texts of added tokens that are found in a text whatever surrounds them."""
+        tokenizer = self._tokenizer
+        if not type(tokenizer).__module__.startswith("transformers.") or tokenizer.split_special_tokens:
+            return {}
+        return {
+            number: token.content
+            for number, token in tokenizer.added_tokens_decoder.items()
+            if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        }
+
+    @cached_property
+    def _longest_added(self) -> int:
+        """Number of characters of the longest added token."""
+        return max(map(len, self._tokenizer.get_added_vocab()), default=0)
+
+
+def num_shared(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the length of the common prefix of two sequences of the same type."""
+    length = min(len(first), len(second))
+    return bisect_left(range(length), True, key=lambda place: first[: place + 1] != second[: place + 1])
+
 
 _CHATML_TOKENS = {"<|im_start|>", "<|im_end|>"}
 
 _GROUP_ROWS = 256
 _GROUP_CHARACTERS = 2**17
-"""Characters of a group of conversations that are tokenised together; all their tokens are in memory."""
+"""Number of characters of a group of conversations that are tokenised together; all their tokens are in memory."""
 
 _Result = TypeVar("_Result")
 _Steps: TypeAlias = Generator[list[Wanted], list[Tokens], _Result]
-"""Work that asks for tokens of texts, gets them, and goes on."""
+"""A generator that asks for the tokens of texts, receives them, and goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedRow:
-    """Token ids of one conversation, and for each whether it is trained (replies and their end)."""
+    """Token ids of one conversation, and whether each is trained (replies and their end)."""
 
     input_ids: tuple[int, ...]
     is_trained: tuple[bool, ...]
@@ -50,40 +160,41 @@ class EncodedRow:
 def encode_conversation(
     conversation: Conversation, tokenizer: Any, train_on: TrainOn = "completion"
 ) -> list[EncodedRow]:
-    """Token ids of one conversation through the tokenizer's chat template (or plainly, where it has none).
+    """Convert one conversation to token ids with the tokenizer's chat template (or plainly, if it has none).
 
-    A conversation of many replies is rendered and tokenised once. Where the template looks ahead while it writes a turn
-    (Qwen3, GLM, DeepSeek), every beginning of the conversation that ends before a reply is rendered by itself, and
-    where no added token divides the text, tokenised by itself: then time grows with the square of the replies.
+    A conversation with many replies is rendered and tokenised once. But if the template looks ahead while it writes a
+    turn (Qwen3, GLM, DeepSeek), every beginning of the conversation that ends before a reply is rendered separately;
+    and if no added token divides the text, it is tokenised separately as well. Then time grows with the square of the
+    number of replies.
 
-    With ``train_on`` ``all``, every token is trained, also those of turns after the last reply; with ``last``, only the
-    last reply. Otherwise all replies are:
+    With ``train_on="all"``, every token is trained, including those of turns after the last reply; with ``"last"``,
+    only the last reply; otherwise all replies.
 
     The template's ``{% generation %}`` marks the trained tokens of a turn, as in TRL's ``assistant_only_loss``. Without
-    it, they begin where the tokens of the turns so far with the opening of a reply, and those of the same turns with
-    the reply, differ first (TRL's ``completion_only_loss``): a token that merges the end of the opening with the
-    reply's beginning is trained. They include the token that ends the turn, which is the next turn's opening where the
-    template writes no end (GLM). Everything after the last trained turn is left out. A row always ends with the EOS
-    token, where there is one.
+    it, training begins at the first token that differs between two texts: the turns so far with the opening of a reply,
+    and the same turns with the reply (TRL's ``completion_only_loss``). So a token that merges the end of the opening
+    with the beginning of the reply is trained. The token that ends the turn is trained too; it is the next turn's
+    opening if the template writes no end (GLM). Everything after the last trained turn is left out. A row always ends
+    with the EOS token, if there is one.
 
-    Plain text, and a raw prompt with its completion, are joined as they are, with the EOS token's text after them where
-    they do not end with it, and tokenised with the tokenizer's special tokens, as in TRL: a token that merges the end
+    Plain text, and a raw prompt with its completion, are joined as they are. The EOS token's text is added if they do
+    not end with it, and they are tokenised with the tokenizer's special tokens, as in TRL: a token that merges the end
     of the prompt with the beginning of the completion is trained.
 
     Returns:
-        One row; none where nothing is to be trained; and where the template rewrites earlier turns when another is
-        added (Qwen3 removes thoughts from them), a row for every trained turn, with the turns before it as the model
-        sees them when it generates that turn.
+        One row, or none if nothing is to be trained. If the template rewrites earlier turns when another is added
+        (Qwen3 removes thoughts from them), one row for every trained turn, with the turns before it as the model sees
+        them when it generates that turn.
 
     Raises:
-        ConversationError: The template refuses the turns, leaves out the tool call that is all of a reply, or rewrites
+        ConversationError: The template refuses the turns, leaves out the tool call that is a whole reply, or rewrites
             the turns before a reply, so that the reply's tokens cannot be identified.
     """
     return Encoder(tokenizer, train_on).rows(conversation)
 
 
 def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
-    """Token ids of ``turns`` and of the opening of a reply: the model's input before it generates that reply.
+    """Return the token ids of ``turns`` and of the opening of a reply: the model's input to generate that reply.
 
     Raises:
         DataError: There is no turn, or the chat template refuses the turns.
@@ -100,7 +211,7 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
 
 
 def closing_text(tokenizer: Any) -> str:
-    """The template's text after a reply, without blanks; empty where it writes nothing."""
+    """Return the template's text after a reply, without surrounding whitespace; empty if it writes nothing."""
     reply = "a reply"
     turns = (Message("user", "a question"), Message("assistant", reply))
     return ChatTemplate(tokenizer).text(turns, open_turn=False).rpartition(reply)[2].strip()
@@ -111,12 +222,12 @@ class _Reply:
     """One trained turn.
 
     Attributes:
-        turns: The conversation through it.
+        turns: The conversation up to and including the turn.
         before: The model's input before it generates the turn.
-        through: The same with the turn.
+        through: The template's text up to and including the turn.
         stem: ``through`` without the EOS token that a template puts after the last turn (Phi-3).
-        is_apart: Whether the template leaves the text before the turn unchanged when the turn is added; the opening
-            of a reply may change (R1 opens a thought that a finished reply does not have).
+        is_apart: Whether adding the turn leaves the text before it unchanged; the opening of a reply may change (R1
+            opens a thought that a finished reply does not have).
     """
 
     turns: Conversation
@@ -133,13 +244,13 @@ class _Reply:
 
 
 class Encoder:
-    """Encodes the conversations of one split, and counts their parts that the chat template leaves out.
+    """An encoder for the conversations of one split, which counts the parts that the chat template leaves out.
 
     Args:
         tokenizer: Tokenizer of the base model.
-        train_on: Which tokens are trained.
-        follows_marks: Whether ``{% generation %}`` in the template says which tokens of a reply are trained. TRL's
-            trainers of preferences do not read it, and train whole replies.
+        train_on: The tokens that are trained.
+        follows_marks: Whether ``{% generation %}`` in the template decides which tokens of a reply are trained. TRL's
+            preference trainers ignore it and train whole replies.
     """
 
     def __init__(self, tokenizer: Any, train_on: TrainOn = "completion", *, follows_marks: bool = True) -> None:
@@ -154,7 +265,7 @@ class Encoder:
 
     @property
     def unread(self) -> tuple[Unread, ...]:
-        """Parts of the conversations so far that did not change the template's output."""
+        """Parts of the conversations encoded so far that did not change the template's output."""
         return tuple(
             Unread(what=name, count=self._unread[name], total=total)
             for name, total in self._given.items()
@@ -162,7 +273,7 @@ class Encoder:
         )
 
     def rows(self, conversation: Conversation) -> list[EncodedRow]:
-        """As :func:`encode_conversation`."""
+        """Encode one conversation; see :func:`encode_conversation`."""
         [(_, rows)] = self.all_rows([conversation])
         if isinstance(rows, ConversationError):
             raise rows
@@ -171,7 +282,7 @@ class Encoder:
     def all_rows(
         self, conversations: Iterable[Conversation]
     ) -> Iterator[tuple[Conversation, list[EncodedRow] | ConversationError]]:
-        """Each of ``conversations`` with its rows, or the error of :meth:`rows`. Several are tokenised together."""
+        """Yield each conversation with its rows, or with the error of :meth:`rows`; several are tokenised together."""
         for group in _groups(conversations):
             running = {place: self._steps(conversation) for place, conversation in enumerate(group)}
             wanted: dict[int, list[Wanted]] = {}
@@ -181,7 +292,7 @@ class Encoder:
                 wanted.clear()
                 for place, answer in answers.items():
                     try:
-                        # The first step takes no answer.
+                        # A generator that has not started takes no answer.
                         steps = running[place]
                         wanted[place] = next(steps) if answer is None else steps.send(answer)
                     except StopIteration as end:
@@ -215,7 +326,7 @@ class Encoder:
         self.num_shortened += sum(_is_shortened(reply) for reply in replies)
         is_one_row = all(text.startswith((reply.through, reply.stem)) for reply in replies)
         is_apart = all(reply.is_apart for reply in replies)
-        # Where the text before a reply is rewritten, the marks alone tell where the reply is.
+        # If the text before a reply is rewritten, only the marks show where the reply is.
         is_marked = template.is_marked(conversation) and self._texts.is_fast and (self._follows_marks or not is_apart)
         is_all_trained = all(turn.is_trained for turn in conversation if turn.role == "assistant")
         if is_marked and is_all_trained and (is_one_row or not is_apart):
@@ -239,7 +350,7 @@ class Encoder:
         return rows
 
     def _whole(self, conversation: Conversation) -> _Steps[EncodedRow]:
-        """All tokens of ``conversation``, all of them trained."""
+        """Encode ``conversation`` with all tokens trained."""
         if conversation[0].role == "text":
             raw = yield from _raw(conversation, self._tokenizer)
             return EncodedRow(raw.input_ids, (True,) * len(raw.input_ids))
@@ -257,7 +368,7 @@ class Encoder:
         if position:
             before = texts.text(position, open_turn=True)
         else:
-            # Templates refuse an empty conversation, so the opening of a turn is read after the first turn.
+            # Templates refuse an empty conversation, so the opening of a reply is taken from after the first turn.
             before = texts.text(1, open_turn=True).removeprefix(through)
         stem = self._without_eos(through) if self._ends_before_eos else through
         is_apart = through.startswith(before)
@@ -267,8 +378,7 @@ class Encoder:
         return _Reply(conversation[: position + 1], before, through, stem, is_apart)
 
     def _mask(self, text: str, tokens: Tokens, replies: Sequence[_Reply]) -> list[bool]:
-        """Whether each of ``tokens``, which are those of ``text``, is part of one of ``replies``, which occur in it in
-        order."""
+        """Return whether each token of ``text`` is part of one of ``replies``, which occur in it in order."""
         ids, starts = tokens
         anchors = self._texts.anchors(text, tokens)
         mask = [False] * len(ids)
@@ -291,7 +401,7 @@ class Encoder:
 
     @cached_property
     def _ends_turns(self) -> bool:
-        """Whether the template writes something after a reply; GLM's next turn is the end of the previous one."""
+        """Whether the template writes something after a reply; in GLM's, the next turn's opening ends a reply."""
         return self._closing != ""
 
     @cached_property
@@ -301,7 +411,7 @@ class Encoder:
 
     @cached_property
     def _closing(self) -> str | None:
-        """The template's text after a reply; None where it does not accept a question and a reply alone."""
+        """The template's text after a reply; None if it refuses a conversation of one question and one reply."""
         try:
             return closing_text(self._tokenizer)
         except DataError:
@@ -323,13 +433,14 @@ class Encoder:
         return EncodedRow(tuple(ids), tuple(trained))
 
     def _count_unread(self, conversation: Conversation, shown: Sequence[tuple[Conversation, str]]) -> None:
-        """Count the parts of ``conversation`` that the template does not read: without them, ``shown`` stays the same.
+        """Count the parts of ``conversation`` that the template does not read: without them, its output is the same.
 
         Args:
-            shown: The turns of every row, with the template's text of them; empty without a template.
+            shown: The turns of every row with the template's text of them; empty without a template.
 
         Raises:
-            DataError: It leaves out the tool calls that are all of a reply: only the reply's end would be trained.
+            ConversationError: The template leaves out the tool calls that are a whole reply: only the reply's end would
+                be trained.
         """
         for name, count in given_keys(conversation).items():
             self._given[name] += count
@@ -338,10 +449,10 @@ class Encoder:
                 calls = [turn for turn in conversation if turn.is_trained and name == "tool_calls"]
                 bare = next((turn for turn in calls if not turn.content.strip() and name in turn.other_keys()), None)
                 if bare is not None:
-                    found = "none, so that nothing shows" if self._template is None else "that this one does not show"
+                    found = "no template to show" if self._template is None else "one that does not show"
                     raise ConversationError(
                         f"expected a chat template that shows calls of tools, found {found} "
-                        f"{quoted(bare.other_keys()[name])}: of this reply only the end would be trained; "
+                        f"{quoted(bare.other_keys()[name])}, so that only the end of this reply would be trained; "
                         f"{tools_remedy(self._tokenizer)}"
                     )
 
@@ -354,14 +465,14 @@ class Encoder:
 
 
 def tools_remedy(tokenizer: Any) -> str:
-    """What to do about a chat template that does not show calls of tools."""
+    """Return advice for a chat template that does not show tool calls."""
     if set(tokenizer.get_added_vocab()) >= _CHATML_TOKENS:
         return f"set chat_template: {TOOLS_TEMPLATE}, which shows them, or leave such rows out"
     return "use a base model that calls tools, set a chat_template that shows them, or leave such rows out"
 
 
 def _is_shortened(reply: _Reply) -> bool:
-    """Whether words of the reply are missing in the template's text; blanks may differ."""
+    """Return whether words of the reply are missing in the template's text; whitespace may differ."""
     return _squeezed(reply.turns[-1].content) not in _squeezed(reply.written)
 
 
@@ -370,7 +481,7 @@ def _squeezed(text: str) -> str:
 
 
 def with_last_reply(conversation: Conversation) -> Conversation:
-    """``conversation`` in which only the last trained turn is trained."""
+    """Return ``conversation`` with only its last trained turn trained."""
     trained = [position for position, message in enumerate(conversation) if message.is_trained]
     turns = [
         replace(turn, is_context=True) if position in trained[:-1] else turn
@@ -382,7 +493,7 @@ def with_last_reply(conversation: Conversation) -> Conversation:
 
 
 def _raw(conversation: Conversation, tokenizer: Any) -> _Steps[EncodedRow]:
-    """A text, or a raw prompt and its completion, as they are."""
+    """Encode a text, or a raw prompt and its completion, as they are."""
     *prompts, last = (turn.content for turn in conversation)
     prompt, eos = "".join(prompts), tokenizer.eos_token or ""
     last += "" if last.endswith(eos) else eos
@@ -397,7 +508,7 @@ def _raw(conversation: Conversation, tokenizer: Any) -> _Steps[EncodedRow]:
 
 
 def _plainly(conversation: Conversation) -> list[Wanted]:
-    """Turns are tokenised one by one, so that a turn's tokens do not depend on what follows it."""
+    """Return every turn as a text of its own, so that its tokens do not depend on what follows it."""
     return [
         Wanted(
             message.content if message.role in ("assistant", "text") else message.content + "\n",
@@ -408,7 +519,7 @@ def _plainly(conversation: Conversation) -> list[Wanted]:
 
 
 def _groups(conversations: Iterable[Conversation]) -> Iterator[list[Conversation]]:
-    """``conversations`` in order, so many at a time as are tokenised together."""
+    """Yield ``conversations`` in order, in groups that are tokenised together."""
     group: list[Conversation] = []
     num_characters = 0
     for conversation in conversations:

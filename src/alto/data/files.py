@@ -1,4 +1,4 @@
-"""Rows of local files, by their ending: JSON lines, JSON, CSV and TSV (each also with ``.gz``), and Parquet."""
+"""Reads the rows of local files by extension: JSON lines, JSON, CSV and TSV (each also with ``.gz``), and Parquet."""
 
 from __future__ import annotations
 
@@ -10,34 +10,183 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
-from alto.data.arrow import parquet_rows
-from alto.data.row_store import MEMORY, RowStore
-from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
-from alto.errors import DataError, DataFormatError
+from alto.data.dataset import MEMORY, RowStore
+from alto.data.rows import FaultKind, LazySequence, RawRow, RowFault, listed, quoted
+from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 
-__all__ = ["FILE_ENDINGS", "read_file", "unpacked_bytes"]
+# Parquet files and datasets of the Hugging Face hub: the one place where ``datasets`` and ``pyarrow`` are used.
+#
+# Rows of the hub stay in Arrow's memory-mapped files until they are read, so drawing a few rows of a large dataset is
+# cheap.
+
+_BATCH_ROWS = 1024
+_REACH_SECONDS = 10.0
+
+
+class HubRows(LazySequence[RawRow]):
+    """The rows of one split of a hub dataset, each converted when it is read; an unreadable row has a fault.
+
+    Attributes:
+        identity: Name of the split, and a fingerprint of its content.
+        num_bytes: Size of the rows in Arrow's memory.
+    """
+
+    def __init__(self, rows: Any, name: str) -> None:
+        self.identity = (name, rows._fingerprint)
+        self.num_bytes: int = rows.data.nbytes
+        self._rows = rows
+        self._name = name
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _item(self, index: int) -> RawRow:
+        return _raw_row(partial(self._rows.__getitem__, index), f"{self._name}: row {index + 1}")
+
+
+def _raw_row(read: Callable[[], Mapping[str, Any]], where: str) -> RawRow:
+    try:
+        return RawRow(where, {name: _without_nulls(value) for name, value in read().items()})
+    except UnicodeDecodeError as error:
+        fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; write the file again")
+    except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
+        reason = (
+            f"expected values that Python can hold, found one that it cannot hold ({quoted(str(error))}); leave its "
+            "column out"
+        )
+        fault = RowFault(FaultKind.UNREADABLE, reason)
+    return RawRow(where, {}, fault)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return ``value`` without keys that hold null: Arrow gives every object of a column the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def parquet_rows(path: Path) -> Iterator[RawRow]:
+    """Yield the rows of one Parquet file; only a part of them is in memory at a time.
+
+    Raises:
+        DataFormatError: The file is not Parquet, or has two columns with the same name.
+        UnsupportedError: ``pyarrow`` is not installed.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise _missing(f"{path.name}: Parquet files") from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            names = file.schema_arrow.names
+            if len(set(names)) < len(names):
+                raise DataFormatError(f"{path}: expected every column once, found {quoted(names)}; rename one")
+            for batch in file.iter_batches(_BATCH_ROWS):
+                for index in range(batch.num_rows):
+                    number += 1
+                    yield _raw_row(partial(_values, batch, index), f"{path}: row {number}")
+    except (pyarrow.ArrowException, UnicodeDecodeError) as error:
+        raise DataFormatError(
+            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); write the file again"
+        ) from None
+
+
+def _values(batch: Any, index: int) -> dict[str, Any]:
+    return {name: column[index].as_py() for name, column in zip(batch.schema.names, batch.columns, strict=True)}
+
+
+def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, HubRows]:
+    """Load all splits of a hub dataset; download it if it is not in the cache.
+
+    Args:
+        name: ``owner/name``.
+        config: Configuration of the dataset; None if it has only one.
+        key: The task's key that names the dataset, for messages.
+
+    Raises:
+        DataFileNotFoundError: The hub has no dataset with this name, or the user has no access to it.
+        DataError: The hub cannot be reached, or the configuration is missing or unknown.
+        UnsupportedError: ``datasets`` is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise _missing(f"{key}: {name} is read from the hub, and hub datasets") from None
+    _check_hub(name, key)
+    try:
+        splits = datasets.load_dataset(name, config)
+    except datasets.exceptions.DatasetNotFoundError as error:
+        raise _unknown(name, key, error) from None
+    except (ConnectionError, TimeoutError) as error:
+        raise _unreachable(name, key, error) from None
+    except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
+        raise DataError(
+            f"{key}: expected a dataset that can be loaded, found {name} ({_first_line(error)}); "
+            "check dataset_config and the dataset's page"
+        ) from error
+    return {str(split): HubRows(rows, f"{name} ({split})") for split, rows in splits.items()}
+
+
+def _check_hub(name: str, key: str) -> None:
+    """Look the dataset up on the hub once: without a connection, loading it would retry for half a minute."""
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if huggingface_hub.constants.is_offline_mode():
+        return  # the cached dataset is used
+    try:
+        huggingface_hub.HfApi().dataset_info(name, timeout=_REACH_SECONDS)
+    except RepositoryNotFoundError as error:
+        raise _unknown(name, key, error) from None
+    except Exception as error:  # errors of the hub and of its HTTP client have no common base class
+        raise _unreachable(name, key, error) from None
+
+
+def _missing(what: str) -> UnsupportedError:
+    return UnsupportedError(f'{what} need the package datasets, found none; pip install "alto-lora[data]"')
+
+
+def _unknown(name: str, key: str, error: Exception) -> DataFileNotFoundError:
+    return DataFileNotFoundError(
+        f"{key}: expected a dataset of the hub, found none under {name} ({_first_line(error)}); check the spelling, "
+        "and log in with `hf auth login` if it is private or gated"
+    )
+
+
+def _unreachable(name: str, key: str, error: Exception) -> DataError:
+    return DataError(
+        f"{key}: expected to reach the hub for {name}, found no connection ({_first_line(error)}); go online, set "
+        "HF_HUB_OFFLINE=1 to use what was downloaded before, or name a file"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0][:200]
+
 
 _MAX_GROWTH = 50
 _MIN_UNPACKED_BYTES = 256 * 1024**2
 _USUAL_GROWTH = 5
-"""Bytes of text in a byte of a packed file, about."""
+"""Bytes of text in a byte of a compressed file, roughly."""
 
 
 def read_file(path: Path, key: str, store: RowStore = MEMORY) -> Sequence[RawRow]:
-    """Every row of ``path``, in order; one that cannot be read has a fault instead of values.
+    """Read all rows of ``path``, in order; a row that cannot be read has a fault instead of values.
 
     Args:
         key: The task's key that names the file, for messages.
-        store: Keeps the rows.
 
     Raises:
-        DataFormatError: The ending is unknown, or the file as a whole has another format.
+        DataFormatError: The extension is unknown, or the file as a whole has another format.
         DataError: There are no rows, or the file cannot be read.
-        UnsupportedError: Parquet, without the package that reads it.
+        UnsupportedError: The file is Parquet, and the package that reads it is not installed.
     """
     rows = store.keep(_rows(path, key))
     if not rows:
@@ -46,10 +195,10 @@ def read_file(path: Path, key: str, store: RowStore = MEMORY) -> Sequence[RawRow
 
 
 def unpacked_bytes(path: Path) -> int:
-    """About how many bytes ``path`` has when it is unpacked.
+    """Estimate the uncompressed size of ``path`` in bytes.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     is_packed = path.name.lower().endswith((".gz", ".parquet"))
     return path.stat().st_size * (_USUAL_GROWTH if is_packed else 1)
@@ -63,8 +212,8 @@ def _rows(path: Path, key: str) -> Iterator[RawRow]:
             yield from parquet_rows(path)
         elif ending is None:
             raise DataFormatError(
-                f"{key}: expected a file ending in {', '.join(FILE_ENDINGS)} (or in .gz after one of the first ones), "
-                f"found {path.name}; convert or rename it"
+                f"{key}: expected a file ending in {', '.join(FILE_ENDINGS)} (all but the last may be followed by "
+                f".gz), found {path.name}; convert or rename it"
             )
         else:
             with _open(path) as lines:
@@ -86,7 +235,7 @@ def _open(path: Path) -> IO[str]:
 
 
 class _Unpacked(gzip.GzipFile):
-    """Decompresses a file, with a limit on its growth: ten megabytes can hold ten gigabytes of zeros."""
+    """A decompressed file with a limit on its growth: ten megabytes can hold ten gigabytes of zeros."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -109,12 +258,12 @@ class _Unpacked(gzip.GzipFile):
 
 
 def _text_fault(text: str) -> RowFault | None:
-    """The fault of a text that is not UTF-8."""
+    """Return the fault of a text that is not UTF-8; None if it is."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         place = quoted(text[max(0, error.start - 20) : error.start + 20])
-        reason = f"expected UTF-8 text, found other bytes in {place}; save it as UTF-8"
+        reason = f"expected UTF-8 text, found invalid bytes in {place}; save it as UTF-8"
         return RowFault(FaultKind.NOT_UTF8, reason)
     return None
 
@@ -126,7 +275,7 @@ def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:
         if fault is not None:
             yield RawRow(where, {}, fault)
         elif line.strip():
-            parsed = _parse(line.strip(), "one JSON object a line", "write every row on one line")
+            parsed = _parse(line.strip(), "one JSON object per line", "write every row on one line")
             yield RawRow(where, {}, parsed) if isinstance(parsed, RowFault) else _row(parsed, where)
 
 
@@ -136,7 +285,7 @@ def _json(lines: IO[str], path: str) -> Iterator[RawRow]:
     if fault is None and not text.strip():
         return
     value = fault or _parse(
-        text, "a JSON list of rows", "correct the file; rows on lines of their own belong in a .jsonl"
+        text, "a JSON list of rows", "correct the file; rows on separate lines belong in a .jsonl file"
     )
     if isinstance(value, RowFault):
         raise DataFormatError(f"{path}: {value.reason}")
@@ -163,7 +312,7 @@ def _row(value: Any, where: str) -> RawRow:
 
 
 def _parse(text: str, expected: str, remedy: str) -> Any:
-    """The JSON value of ``text``, or the fault of a text that is none."""
+    """Return the JSON value of ``text``, or a fault if it is not JSON."""
     try:
         return json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
@@ -186,8 +335,8 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _csv(lines: IO[str], path: str) -> Iterator[RawRow]:
-    """Commas, or semicolons where the first line has only these: Excel uses them where the comma is the decimal
-    sign."""
+    """Read CSV; semicolons separate the cells if the first line has semicolons and no commas, as Excel writes them
+    where the comma is the decimal sign."""
     header = next(lines, "")
     return _cells(chain([header], lines), path, ";" if ";" in header and "," not in header else ",")
 
@@ -197,7 +346,7 @@ def _tsv(lines: IO[str], path: str) -> Iterator[RawRow]:
 
 
 def _cells(lines: Iterable[str], path: str, delimiter: str) -> Iterator[RawRow]:
-    """Rows of a table whose first line names the columns; ``where`` is a row's first line."""
+    """Yield the rows of a table whose first line names the columns; ``where`` names the first line of a row."""
     limit = csv.field_size_limit(sys.maxsize)  # the module's default limit is shorter than many documents
     try:
         table = csv.reader(lines, delimiter=delimiter, strict=True)
@@ -256,4 +405,4 @@ _READERS: Mapping[str, Callable[[IO[str], str], Iterator[RawRow]]] = {
 }
 
 FILE_ENDINGS = (*_READERS, ".parquet")
-"""Endings of files that are read, without the ``.gz`` that may follow all but the last."""
+"""Extensions of files that can be read, without the ``.gz`` that may follow all but the last."""

@@ -1,30 +1,31 @@
-"""Forms of rows: recognised by a dataset's columns, or named.
+"""Forms of rows, recognised by a dataset's columns or named by the task.
 
 ============================  ================================================================================
 form                          columns (optional ones in brackets)
 ============================  ================================================================================
-``messages``                  ``messages`` or ``conversations``: a list of ``{role, content}``, where a message of the
-                              assistant may have ``tool_calls`` instead of content; [``system``, and see below]
+``messages``                  ``messages`` or ``conversations``: a list of ``{role, content}``; an assistant message may
+                              have ``tool_calls`` instead of content; [``system``, and see below]
 ``sharegpt``                  the same columns: a list of ``{from, value}``; [``system``, and see below]
 ``prompt_completion``         ``prompt`` and ``completion`` or ``response``, or ``question`` and ``answer``, each a
                               text or messages; [``system``]
-``raw_prompt_completion``     the same columns, texts only; never recognised, only named
+``raw_prompt_completion``     the same columns, texts only; never recognised, has to be named
 ``alpaca``                    ``instruction``, ``output``; [``input``, ``system``, ``history``]
-``text``                      ``text``; only where no other form fits
+``text``                      ``text``; only if no other form fits
 ``preference``                ``chosen`` and ``rejected`` (or ``chosen_response`` and ``rejected_response``), each a
-                              text or messages, and a prompt in one of the columns of :data:`_PROMPTS`, which lists of
-                              messages may begin with themselves; [``system``]
-``raw_preference``            ``chosen`` and ``rejected``, texts only, which begin with the prompt where there is no
-                              ``prompt``; never recognised, only named
+                              text or messages, and a prompt in the columns of an entry of :data:`_PROMPTS`, which is
+                              optional if both are lists of messages that begin with it; [``system``]
+``raw_preference``            ``chosen`` and ``rejected``, texts only, which begin with the prompt if there is no
+                              ``prompt``; never recognised, has to be named
 ``openai_preference``         ``input`` (``{messages: […]}``), ``preferred_output``, ``non_preferred_output``
 ``unpaired_preference``       the columns of ``prompt_completion``, or a list of messages that ends with the reply, and
-                              ``label``: whether the reply is desirable; only where a method learns from labels
-``text_classification``       ``label`` or ``labels``, and a text in one of the columns of :data:`_TEXTS`, or two, or
-                              ``messages``; only where a method learns the labels of texts
+                              ``label``: whether the reply is desirable; only if the method learns from labels
+``text_classification``       ``label`` or ``labels``, and one or two texts in columns of an entry of :data:`_TEXTS`, or
+                              ``messages``; only if the method learns the labels of texts
 ============================  ================================================================================
 
-All but ``text``, the raw forms and ``openai_preference`` (whose ``input`` may hold ``tools``) may have ``tools``, or
-``functions``, the older name of them, and ``chat_template_kwargs``: further arguments of the chat template.
+``tools`` (or its older name ``functions``) and ``chat_template_kwargs`` (further arguments of the chat template) are
+optional in all forms but ``text``, the raw forms, ``text_classification`` and ``openai_preference``, whose ``input``
+may hold ``tools``.
 """
 
 from __future__ import annotations
@@ -37,10 +38,8 @@ from dataclasses import dataclass
 from alto.data.rows import FaultKind, RawRow, RowFault, listed, quoted
 from alto.errors import DataFormatError
 
-__all__ = ["Layout", "find_layout"]
-
 _NAMED_FORMS = ("raw_prompt_completion", "raw_preference")
-"""Forms that are never recognised: their columns are those of another one."""
+"""Forms that are never recognised, because their columns are those of another form."""
 
 _PAIR_FORMS = ("preference", "raw_preference", "openai_preference")
 _LABELLED_FORM = "unpaired_preference"
@@ -58,7 +57,7 @@ _TEXTS: tuple[_Columns, ...] = (
     (("text", "question1"), ("text_pair", "question2")),
     (("text", "question"), ("text_pair", "sentence")),
 )
-"""Ways to write the text, or the two texts, of a label; where several fit, one with two texts is taken."""
+"""Columns of the text, or the two texts, of a label; if several entries fit, one with two texts is used."""
 
 _REQUIRED: tuple[tuple[str, _Columns], ...] = (
     ("messages", (("messages", "messages"),)),
@@ -90,7 +89,7 @@ _REQUIRED: tuple[tuple[str, _Columns], ...] = (
     *(("unpaired_preference", (("messages", column), ("label", "label"))) for column in ("messages", "conversations")),
     *(("text_classification", (*texts, ("label", label))) for texts in _TEXTS for label in ("label", "labels")),
 )
-"""Every layout of a form: its roles, and their default columns."""
+"""Every layout of a form: its roles and their default columns."""
 
 _BESIDE_TURNS = ("tools", "functions", "chat_template_kwargs")
 
@@ -118,14 +117,14 @@ _PROMPTS: tuple[Mapping[str, str], ...] = (
     {"prompt": "input"},
     {"prompt": "conversations"},
 )
-"""Ways to write the prompt of a pair; the first of which a dataset has the columns is taken."""
+"""Columns of the prompt of a pair; the first entry whose columns the dataset has is used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The form of a dataset's rows, and its columns: pairs of role and column.
+    """The form of a dataset's rows, and its columns as pairs of role and column.
 
-    ``of_messages`` says whether replies are lists of messages; of texts it is false.
+    ``of_messages`` says whether replies are lists of messages rather than texts.
     """
 
     form: str
@@ -136,7 +135,7 @@ class Layout:
         return f"{self.form} ({listed(column for _, column in self.columns)})"
 
     def column(self, role: str) -> str | None:
-        """The column of ``role``; None where there is none."""
+        """Return the column of ``role``; None if there is none."""
         return dict(self.columns).get(role)
 
     @property
@@ -145,13 +144,13 @@ class Layout:
         return self.form in _PAIR_FORMS
 
     def misfit(self, row: RawRow) -> RowFault | None:
-        """The fault of a row without the columns that every row needs; None where it has them."""
+        """Return the fault of a row that lacks a column that every row needs; None if it has them all."""
         optional = _OPTIONAL["messages" if self.form == "sharegpt" else self.form]
         if all(column in row.values for role, column in self.columns if role not in optional):
             return None
         reason = (
             f"expected the columns of the other rows, {self}, found {listed(row.values)}; add what is missing, or put "
-            "rows of another form into a file of their own"
+            "rows of a different form into a separate file"
         )
         return RowFault(FaultKind.NO_COLUMNS, reason)
 
@@ -167,7 +166,7 @@ class Layout:
 
     @property
     def num_texts(self) -> int:
-        """How many texts a row has."""
+        """Number of texts of a row."""
         return sum(role in ("text", "text_pair", "messages") for role, _ in self.columns)
 
 
@@ -180,18 +179,18 @@ def find_layout(
     is_labelled: bool = False,
     is_classified: bool = False,
 ) -> Layout:
-    """The layout that fits most rows; the others have a fault (:meth:`Layout.misfit`).
+    """Find the layout that fits most rows; the other rows have a fault (:meth:`Layout.misfit`).
 
     Args:
         rows: Rows of the dataset, at least one of them without a fault.
-        form: Its name, or ``auto``.
-        columns: Roles to columns, where they differ from the defaults.
-        is_paired: Whether to use the columns of pairs where a dataset has columns of both kinds; None decides nothing.
-        is_labelled: Whether only labelled replies and pairs will do, the former where a dataset has both.
-        is_classified: Whether only texts with labels will do.
+        form: Name of the form, or ``auto``.
+        columns: Column of every role whose column is not the default.
+        is_paired: Whether to use the columns of pairs if a dataset has columns of both kinds; None means no preference.
+        is_labelled: Whether only labelled replies and pairs are accepted; if a dataset has both, the replies are used.
+        is_classified: Whether only labelled texts are accepted.
 
     Raises:
-        DataFormatError: No layout fits any row, or several fit equally many and the first of these rows.
+        DataFormatError: No layout fits any row, or several fit equally many rows and all fit the first of these.
     """
     candidates = [
         layout
@@ -202,7 +201,7 @@ def find_layout(
     if not candidates:
         raise DataFormatError(
             f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
-            f"{listed(columns)}; remove those that do not belong"
+            f"{listed(columns)}; remove the roles that do not belong to it"
         )
     first_with: dict[tuple[str, ...], RawRow] = {}
     counts: Counter[tuple[str, ...]] = Counter()
@@ -238,7 +237,8 @@ def find_layout(
     common = [layout for layout in common if layout.misfit(first) is None]
     if len(common) > 1:
         raise DataFormatError(
-            f"{first.where}: expected columns of one form, found those of {_either(common, ' and ')}; {_choose(common)}"
+            f"{first.where}: expected columns of one form, found the columns of {_either(common, ' and ')}; "
+            f"{_choose(common)}"
         )
     return _completed(common[0], rows, {name for names in counts for name in names}, form, columns)
 
@@ -249,7 +249,7 @@ def _fitting_most(num_fitting: Mapping[Layout, int]) -> list[Layout]:
 
 
 def _of_kind(layouts: list[Layout], is_paired: bool | None) -> list[Layout]:
-    """Those of pairs, or those of replies; all where there are none of that kind."""
+    """Return the layouts of pairs, or those of replies; all layouts if there are none of that kind."""
     return [layout for layout in layouts if layout.is_paired == is_paired] or layouts
 
 
@@ -277,7 +277,7 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
     for name, required in _REQUIRED:
         roles = {*dict(required), *_OPTIONAL[name]}
         if "text" in columns and "text_pair" in dict(required) and "text_pair" not in columns:
-            continue  # the one text that is named is all
+            continue  # the task names only one text
         if wanted in (name if name in _NAMED_FORMS else "auto", name) and roles.issuperset(columns):
             layouts.append(
                 Layout(form=name, columns=tuple((role, columns.get(role, usual)) for role, usual in required))
@@ -286,7 +286,7 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
 
 
 def _completed(layout: Layout, rows: Sequence[RawRow], seen: set[str], form: str, columns: Mapping[str, str]) -> Layout:
-    """``layout`` with the optional columns that the dataset has, and with its shape of messages named."""
+    """Return ``layout`` with the optional columns that the dataset has, and with its shape of messages named."""
     name = layout.form
     if name == "messages":
         name = form if form != "auto" else _shape(rows, dict(layout.columns)["messages"])
@@ -296,13 +296,13 @@ def _completed(layout: Layout, rows: Sequence[RawRow], seen: set[str], form: str
 
 
 def _holds_messages(rows: Sequence[RawRow], column: str) -> bool:
-    """Whether the first value of ``column`` is a list of messages, or one message."""
+    """Return whether the first value of ``column`` is a list of messages, or one message."""
     values = (row.values.get(column) for row in _readable(rows))
     return isinstance(next((value for value in values if value is not None), None), list | Mapping)
 
 
 def _optional(layout: Layout, seen: set[str], columns: Mapping[str, str]) -> _Columns:
-    """The optional columns of ``layout`` that the dataset has: those that are named, and the usual ones."""
+    """Return the optional columns that the dataset has: those that the task names, and the default ones."""
     roles = _OPTIONAL[layout.form]
     free = seen.difference(columns.values())
     usual: Mapping[str, str] = {role: role for role in roles}
@@ -350,7 +350,7 @@ def _either(layouts: Sequence[Layout], joint: str = " or ") -> str:
 
 
 def _choose(layouts: Sequence[Layout]) -> str:
-    """How to name one of ``layouts``, which fit all rows."""
+    """Return how to name one of ``layouts``, which fit equally well."""
     if len({layout.form for layout in layouts}) == len(layouts):
         return f"name one with dataset_format: {' or '.join(layout.form for layout in layouts)}"
     ways = ["{" + ", ".join(f"{role}: {column}" for role, column in layout.columns) + "}" for layout in layouts]

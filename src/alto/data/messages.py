@@ -1,24 +1,181 @@
 """Converts messages and tools in the forms of TRL, OpenAI and ShareGPT into turns.
 
-Tool calls are converted into OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}`` with arguments
-as an object, whether the row has them so, flat (``{"name", "arguments"}``), with arguments as JSON text, or as the
+Tool calls are converted into OpenAI's form: ``{"type": "function", "function": {"name", "arguments"}}``, with arguments
+as an object. A row may have them in this form, flat (``{"name", "arguments"}``), with arguments as JSON text, or as the
 older ``function_call``. All other keys of a message stay as they are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, SupportsIndex, TypeAlias, overload
 
-from alto.data.conversation import Message
 from alto.data.rows import FaultKind, RowError
+from alto.records import RowLabel
 
-__all__ = ["read_message", "read_template_options", "read_tools"]
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may hold its reasoning; transformers also gives each to the template under the first name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn.
+
+    Attributes:
+        role: ``system``, ``developer``, ``user``, ``assistant`` or ``tool``. Or ``text``: for a plain text, which is
+            trained as a whole, and for a raw prompt, which is not trained and whose reply is plain text as well.
+        is_context: Whether an assistant turn or a text is only shown to the model, not trained.
+        extras: All other keys that the chat template gets (``tool_calls``, ``reasoning_content``, ``name``, …), as the
+            text of a JSON object; its ``content`` is null if the row has no content. Empty if there are no other keys.
+    """
+
+    role: str
+    content: str
+    is_context: bool = False
+    extras: str = ""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.role in ("text", "assistant") and not self.is_context
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the turn has no text, no reasoning and no tool call."""
+        spoken = ("tool_calls", *REASONING_KEYS)
+        return not self.content.strip() and not any(self.other_keys().get(key) for key in spoken)
+
+    def other_keys(self) -> dict[str, Any]:
+        """Return the values of :attr:`extras`, by key."""
+        keys: dict[str, Any] = json.loads(self.extras) if self.extras else {}
+        return keys
+
+
+Conversation = tuple[Message, ...]
+"""Turns in order."""
+
+
+class ConversationWithTools(Conversation):
+    """Turns in order, with the other arguments of the chat template.
+
+    Attributes:
+        template_arguments: The text of a JSON object: ``tools``, and the row's ``chat_template_kwargs``; empty if the
+            row has neither.
+        where: Place of the row, for messages: ``train.jsonl:7``; empty if unknown. It does not count in comparisons.
+    """
+
+    template_arguments: str
+    where: str
+
+    def __new__(cls, turns: Iterable[Message], template_arguments: str, where: str = "") -> ConversationWithTools:
+        made = super().__new__(cls, turns)
+        made.template_arguments = template_arguments
+        made.where = where
+        return made
+
+    def __getnewargs__(self) -> tuple[Conversation, str, str]:
+        return tuple(self), self.template_arguments, self.where
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Message: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> ConversationWithTools: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Message | ConversationWithTools:
+        if isinstance(index, slice):
+            return ConversationWithTools(super().__getitem__(index), self.template_arguments, self.where)
+        return super().__getitem__(index)
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.template_arguments == getattr(other, "template_arguments", "")
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        own = super().__hash__()  # a plain tuple may be equal if there are no arguments
+        return hash((own, self.template_arguments)) if self.template_arguments else own
+
+
+class LabelledConversation(ConversationWithTools):
+    """A conversation whose last reply is labelled.
+
+    Attributes:
+        is_desirable: Whether the model should give this reply.
+    """
+
+    is_desirable: bool
+
+    def __new__(cls, turns: Conversation, is_desirable: bool) -> LabelledConversation:
+        made = super().__new__(cls, turns, getattr(turns, "template_arguments", ""), getattr(turns, "where", ""))
+        assert isinstance(made, LabelledConversation)
+        made.is_desirable = is_desirable
+        return made
+
+    def __getnewargs__(self) -> tuple[Conversation, bool]:  # type: ignore[override]
+        return self.unlabelled, self.is_desirable
+
+    @property
+    def unlabelled(self) -> Conversation:
+        """The conversation without the label."""
+        return ConversationWithTools(tuple(self), self.template_arguments, self.where)
+
+    def __eq__(self, other: object) -> bool:
+        return super().__eq__(other) and self.is_desirable == getattr(other, "is_desirable", None)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((super().__hash__(), self.is_desirable))
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two conversations with the same beginning, of which the first ends better; the shared turns are context."""
+
+    chosen: Conversation
+    rejected: Conversation
+
+    @property
+    def conversations(self) -> tuple[Conversation, Conversation]:
+        """The chosen conversation, then the rejected one."""
+        return self.chosen, self.rejected
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledText:
+    """One text, two texts or a conversation, with a label; ``where`` is the place of the row, for messages."""
+
+    text: str | Conversation
+    text_pair: str | None
+    label: RowLabel
+    where: str = field(default="", compare=False)
+
+
+Row: TypeAlias = Conversation | Pair | LabelledText
+"""A conversation, a pair of conversations, or a labelled text."""
+
+
+def place_of(row: Row, otherwise: str) -> str:
+    """Return the place of ``row``, for messages; ``otherwise`` if unknown."""
+    return getattr(row.chosen if isinstance(row, Pair) else row, "where", "") or otherwise
+
+
+def unpaired(rows: Iterable[Row]) -> Iterator[Row]:
+    """Yield ``rows`` with two labelled conversations instead of each pair, the chosen one first."""
+    for row in rows:
+        if isinstance(row, Pair):
+            yield LabelledConversation(row.chosen, True)
+            yield LabelledConversation(row.rejected, False)
+        else:
+            yield row
 
 
 class Wrong(Protocol):
-    """Makes the error with the row's place, from the expected and the found value."""
+    """A function that makes the error of a row from the expected and the found value."""
 
     def __call__(self, expected: str, value: object, kind: FaultKind = ..., /) -> RowError: ...
 
@@ -58,17 +215,11 @@ _RESERVED_OPTIONS = (
     "tokenizer_kwargs",
     "truncation",
 )
-"""Arguments of ``apply_chat_template`` that are not the template's own."""
+"""Arguments of ``apply_chat_template`` that a row cannot set."""
 
 
 def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
-    """One message of a row as a turn.
-
-    Args:
-        message: The message of a row.
-        is_sharegpt: Whether it has ShareGPT's keys.
-        wrong: Makes the error.
-    """
+    """Convert one message of a row into a turn; ``is_sharegpt`` says whether it has ShareGPT's keys."""
     speaker, says, roles = ("from", "value", _SHAREGPT_ROLES) if is_sharegpt else ("role", "content", _ROLES)
     name = message.get(speaker) if isinstance(message, Mapping) else None
     role = roles.get(name) if isinstance(name, str) else None
@@ -102,21 +253,19 @@ def read_message(message: Any, *, is_sharegpt: bool, wrong: Wrong) -> Message:
 
 
 def read_tools(tools: Any, functions: Any, wrong: Wrong) -> list[Any]:
-    """The tools of a row: JSON schemas, or JSON text of them.
+    """Return the tools of a row, given as JSON schemas or as JSON text of them.
 
     Args:
-        tools: The column ``tools``.
-        functions: The older column, of functions that are not wrapped as tools.
-        wrong: Makes the error.
+        functions: The older column, with functions that are not wrapped as tools.
     """
     tools, functions = (_listed(value, wrong) for value in (tools, functions))
     if tools and functions:
-        raise wrong("tools or functions, the older name of them, found both", [*tools, *functions])
+        raise wrong("only one of tools and functions, the older name of tools", [*tools, *functions])
     return tools or [{"type": "function", "function": function} for function in functions]
 
 
 def read_template_options(options: Any, wrong: Wrong) -> dict[str, Any]:
-    """The arguments of the chat template in the column ``chat_template_kwargs``."""
+    """Return the arguments of the chat template in the column ``chat_template_kwargs``."""
     if isinstance(options, str) and options.strip():
         options = _parsed(options, "chat_template_kwargs to be a JSON object", wrong)
     if not options:
@@ -145,13 +294,13 @@ def _listed(value: Any, wrong: Wrong) -> list[Any]:
 
 
 def _calls(given: dict[str, Any], wrong: Wrong) -> list[dict[str, Any]]:
-    """The calls of a message; ``given`` loses its ``function_call``."""
+    """Return the calls of a message, and remove ``function_call`` from ``given``."""
     older = given.pop("function_call", None)
     calls = given.get("tool_calls")
     if isinstance(calls, str):
         calls = _parsed(calls, "tool_calls to be a list of calls, or its JSON text", wrong) if calls.strip() else None
     if older is not None and calls:
-        raise wrong("tool_calls or function_call, the older name of one, found both", [older, calls])
+        raise wrong("only one of tool_calls and function_call, the older name of a single call", [older, calls])
     if older is not None:
         calls = [older]
     if isinstance(calls, Mapping):
@@ -182,7 +331,7 @@ def _call(call: Any, wrong: Wrong) -> dict[str, Any]:
 
 
 def _joined(parts: list[Any], wrong: Wrong) -> str:
-    """The concatenated text of a message's parts, as chat templates write it."""
+    """Return the concatenated text of a message's parts, as chat templates write it."""
     texts = []
     for part in parts:
         if isinstance(part, str):
@@ -191,7 +340,11 @@ def _joined(parts: list[Any], wrong: Wrong) -> str:
         kind = part.get("type", "text") if isinstance(part, Mapping) else None
         text = part.get("text") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS or not isinstance(text, str):
-            what = f"a part of the type {kind}" if isinstance(kind, str) and kind not in _TEXT_PARTS else "another part"
+            what = (
+                f"a part of the type {kind}"
+                if isinstance(kind, str) and kind not in _TEXT_PARTS
+                else "a part without text"
+            )
             raise wrong(f"content of text, not {what}: only text models are trained", part)
         texts.append(text)
     return "".join(texts)
@@ -209,4 +362,4 @@ def _check_whole(text: str, what: str, wrong: Wrong) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         part = text[max(0, error.start - 20) : error.start + 20]
-        raise wrong(f"{what} to be a text of whole characters", part, FaultKind.NOT_UTF8) from None
+        raise wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8) from None

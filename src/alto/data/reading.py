@@ -3,40 +3,173 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from alto.data.conversation import LabelledConversation, Row, unpaired
-from alto.data.converted import ConvertedRows, convert_rows
-from alto.data.row_store import MEMORY, RowStore
-from alto.data.rows import RawRow, listed
-from alto.data.source import Source, open_source
-from alto.data.split import sample_rows, split_rows
+from alto.data.convert import (
+    LabelReader,
+    find_labels,
+    label_of,
+    to_conversation,
+    to_labelled,
+    to_labelled_text,
+    to_pair,
+)
+from alto.data.dataset import MEMORY, RowStore
+from alto.data.formats import Layout, find_layout
+from alto.data.messages import LabelledConversation, Row, unpaired
+from alto.data.rows import BadRows, FaultList, RawRow, RowError, listed
+from alto.data.source import Source, open_source, sample_rows, split_rows
 from alto.data.task_rows import TaskRows
 from alto.errors import DataError, DataFormatError
 from alto.records import LabelSet
-from alto.spec import Task, TrainOn
-from alto.spec.data_keys import DataKeys
-from alto.spec.method import find_method, learns_from_pairs
+from alto.spec import DataKeys, Task, TrainOn, find_method, learns_from_pairs
 
-__all__ = ["DEFAULT_VALIDATION_SHARE", "HeldoutRows", "TaskSources", "read_heldout_rows"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertedRows:
+    """The rows of one dataset.
+
+    Attributes:
+        rows: The rows that can be used.
+        layout: Their form and columns.
+        unread_columns: Columns without a role, each with the number of rows that have a value there.
+        bad: The rows that were left out; None if there are none.
+        labels: Reader of the labels of texts; None if the rows are not labelled texts.
+    """
+
+    rows: Sequence[Row]
+    layout: Layout
+    unread_columns: Mapping[str, int]
+    bad: BadRows | None
+    labels: LabelReader | None = None
+
+
+def convert_rows(
+    rows: Sequence[RawRow],
+    known_form: str,
+    keys: DataKeys,
+    method: str,
+    *,
+    key: str = "dataset",
+    is_paired: bool | None = None,
+    labels: LabelReader | None = None,
+    store: RowStore = MEMORY,
+) -> ConvertedRows:
+    """Convert ``rows``; their form is the task's, or that of the dataset's preset if the task sets none.
+
+    Args:
+        rows: Rows of the dataset; they are read more than once.
+        known_form: Form of the dataset's preset; ``auto`` if it has none.
+        keys: Data keys of the task, or of one source of its mixture.
+        key: The task's key that names the dataset, for messages.
+        is_paired: Whether the rows have to be pairs. None accepts both kinds, and prefers the kind that the task's
+            method needs.
+        labels: The labels that texts may have; None allows all labels of the rows.
+
+    Raises:
+        BadRowsError: Rows cannot be used and bad rows are not skipped, or no row can be used.
+        DataFormatError: See :func:`find_layout` and :func:`find_labels`; or the rows are not of the kind that the
+            task's method learns from.
+    """
+    form = known_form if keys.dataset_format == "auto" and not keys.columns else keys.dataset_format
+    faults = FaultList(key)
+    if all(row.fault is not None for row in rows):
+        for row in rows:
+            assert row.fault is not None
+            faults.add(row.where, row.fault)
+        faults.settle(len(rows), keys.on_bad_row)
+    entry = find_method(method).entry
+    meant = learns_from_pairs(method) if is_paired is None else is_paired
+    layout = find_layout(
+        rows,
+        form,
+        keys.columns,
+        is_paired=None if entry.is_labelled else meant,
+        is_labelled=entry.is_labelled,
+        is_classified=bool(entry.problem_types),
+    )
+    if not entry.is_labelled and is_paired is not None and layout.is_paired != is_paired:
+        raise _wrong_kind(layout, method, key)
+    if layout.is_classified and labels is None:
+        values = [label_of(row, layout) for row in rows if row.fault is None]
+        labels = find_labels(values, keys, entry.problem_types, key)
+    unread = _UnreadColumns(layout)
+    convert = _converter(layout, labels, is_labelled=entry.is_labelled)
+
+    def convert_all() -> Iterator[Row]:
+        for row in rows:
+            unread.count(row)
+            try:
+                yield convert(row, layout)
+            except RowError as error:
+                faults.add_error(error)
+
+    return ConvertedRows(
+        rows=store.keep(convert_all()),
+        layout=layout,
+        unread_columns=unread.counts,
+        bad=faults.settle(len(rows), keys.on_bad_row),
+        labels=labels,
+    )
+
+
+def _converter(layout: Layout, labels: LabelReader | None, *, is_labelled: bool) -> Callable[[RawRow, Layout], Row]:
+    if labels is not None:
+        return partial(to_labelled_text, labels=labels)
+    if layout.is_paired:
+        return to_pair
+    return to_labelled if is_labelled else to_conversation
+
+
+class _UnreadColumns:
+    """A counter of values in columns without a role.
+
+    Attributes:
+        counts: Number of rows with a value, by column, in the order in which columns first have one.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._read = {column for _, column in layout.columns}
+        self.counts: Counter[str] = Counter()
+
+    def count(self, row: RawRow) -> None:
+        empty: tuple[object, ...] = (None, "", [], {})
+        self.counts.update(name for name, value in row.values.items() if name not in self._read and value not in empty)
+
+
+def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
+    """Return the error for rows of the wrong kind, which the method's objective would find only with a loaded model."""
+    if not layout.is_paired:
+        return DataFormatError(
+            f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "
+            "method: sft, or name the columns of the pairs with columns: {prompt: <its column>, chosen: <its column>, "
+            "rejected: <its column>}"
+        )
+    chosen = layout.column("chosen")
+    replies = "" if chosen is None else f"; or train on the chosen replies with columns: {{completion: {chosen}}}"
+    return DataFormatError(
+        f"{key}: expected rows with one reply for method {method}, found preference pairs ({layout}); learn from "
+        f"them with method: dpo{replies}"
+    )
+
 
 DEFAULT_VALIDATION_SHARE = 0.1
-"""Default share of validation rows, where neither the task nor its dataset defines them."""
+"""Default share of validation rows, if neither the task nor its dataset defines them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldoutRows:
-    """Rows to measure an adapter on, the name to report them under, and the tokens at which a row is cut.
+    """Rows to evaluate an adapter on.
 
     Attributes:
         name: Name of the rows in results.
-        rows: The rows.
-        max_length: Tokens at which a row is cut.
-        train_on: Tokens that the loss is of.
-        labels: Labels of the task; None where it has none.
+        max_length: Number of tokens at which a row is cut.
+        train_on: Tokens that the loss is computed on.
+        labels: Labels of the task; None if it has none.
     """
 
     name: str
@@ -47,7 +180,7 @@ class HeldoutRows:
 
 
 class TaskSources:
-    """The datasets that a task names, found and not read yet.
+    """The datasets that a task names, found but not read yet.
 
     Raises:
         DataFileNotFoundError, DataError, UnsupportedError: See :func:`open_source`.
@@ -66,33 +199,32 @@ class TaskSources:
 
     @property
     def num_bytes(self) -> int:
-        """About the size of their texts."""
+        """Approximate size of the texts, in bytes."""
         return sum(source.num_bytes for source in self._found.values())
 
     def find(self, name: str, key: str, keys: DataKeys) -> Source:
-        """As :func:`open_source`; a dataset is opened once."""
+        """Find a dataset as :func:`open_source` does, but open it only once."""
         place = (name, key, keys.dataset_name, keys.dataset_config, keys.dataset_train_split, keys.dataset_test_split)
         if place not in self._found:
             self._found[place] = open_source(name, key, keys)
         return self._found[place]
 
     def identity(self, folder: Path) -> list[Any]:
-        """What their rows are, as JSON values; it is another one when they have changed.
+        """Return JSON values that identify the rows, and change when the rows change.
 
         Args:
-            folder: Keeps digests of files.
+            folder: Folder for digests of files.
 
         Raises:
-            DataError: See :func:`alto.data.identity.file_digest`.
+            DataError: See :func:`alto.data.source.file_digest`.
         """
         return [[*map(str, place), source.identity(folder)] for place, source in self._found.items()]
 
     def read(self, store: RowStore) -> TaskRows:
-        """Read and split them; of a mixture every source by itself, with the task's ``validation_split`` and
-        ``test_split`` of each.
+        """Read and split the datasets; every source of a mixture is split by itself, with the task's settings.
 
         Raises:
-            BadRowsError: Rows cannot be used, and these are not skipped, or all of a dataset's.
+            BadRowsError: Rows cannot be used and bad rows are not skipped, or no row of a dataset can be used.
             DataError: See :func:`find_layout`, :func:`split_rows`; a dataset cannot be read; or the rows are not of the
                 kind that the task's method learns from.
         """
@@ -100,7 +232,7 @@ class TaskSources:
 
 
 def _named_datasets(task: Task) -> Iterator[tuple[str, str, DataKeys]]:
-    """Name, key and other keys of every dataset of ``task``, training rows first."""
+    """Yield name, key and other keys of every dataset of ``task``, training rows first."""
     parts: list[tuple[str, DataKeys]] = [("dataset", task)]
     if task.sources:
         parts = [(f"dataset ({source.name})", task.of_source(source)) for source in task.sources]
@@ -113,7 +245,7 @@ def _named_datasets(task: Task) -> Iterator[tuple[str, str, DataKeys]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the rows of a task into a store."""
+    """A reader of the rows of a task into a store."""
 
     task: Task
     find: Callable[[str, str, DataKeys], Source]
@@ -162,12 +294,12 @@ class _Reader:
         )
 
     def _of_dataset(self, keys: DataKeys, key: str, *, is_validated_apart: bool = False) -> TaskRows:
-        """The rows of one dataset.
+        """Read the rows of one dataset.
 
         Args:
-            keys: Of the task, or of one source of its mixture.
+            keys: Data keys of the task, or of one source of its mixture.
             key: The task's key that names the dataset, for messages.
-            is_validated_apart: Whether the rows to validate on are of another dataset, so that all are trained.
+            is_validated_apart: Whether another dataset holds the validation rows, so that all rows are trained.
         """
         source = self.find(keys.dataset_name, key, keys)
         splits = source.read(self.store)
@@ -218,8 +350,8 @@ class _Reader:
         )
 
     def _of_other(self, name: str, key: str, keys: DataKeys, like: TaskRows | ConvertedRows) -> ConvertedRows:
-        """The rows of the dataset that the task names under ``key``, of the same kind and with the labels of its
-        training rows: its split of that kind, where it has one."""
+        """Read the dataset that the task names under ``key``, as rows of the same kind and with the same labels as
+        ``like``; if it has a validation or test split (whichever ``key`` asks for), only that split."""
         source = self.find(name, key, keys)
         splits = source.read(self.store)
         own = splits.validation if key == "validation_dataset" else splits.test
@@ -229,7 +361,7 @@ class _Reader:
     def _convert_like(
         self, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str, like: TaskRows | ConvertedRows
     ) -> ConvertedRows:
-        """``rows`` of ``source`` as rows of the same kind and with the same labels as ``like``."""
+        """Convert ``rows`` of ``source`` to rows of the same kind and with the same labels as ``like``."""
         return convert_rows(
             rows,
             source.form,
@@ -246,12 +378,11 @@ class _Reader:
 
 
 def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
-    """Rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
+    """Read rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
 
     Args:
-        dataset: A file, a preset or a hub dataset, whose test split is taken where it has one. None takes the rows
-            that the task tests on; where it names none, the test split of its dataset; where that has none, the task's
-            validation rows.
+        dataset: A file, a preset or a hub dataset, whose test split is used if it has one. None uses the task's test
+            rows; if it sets none, the test split of its dataset; if there is none, the task's validation rows.
 
     Raises:
         DataError: See :func:`open_source`, :meth:`TaskSources.read`.
@@ -286,8 +417,8 @@ def _own_heldout_rows(task: Task) -> HeldoutRows:
         name, rows = f"{task.dataset_name} (validation rows)", own.validation
     else:
         raise DataError(
-            "dataset: expected rows that were not trained, found a refit, which has trained the validation rows too; "
-            "name others with --dataset"
+            "dataset: expected rows that the adapter was not trained on, found a refit, which was also trained on the "
+            "validation rows; name other rows with --dataset"
         )
     return HeldoutRows(
         name=name,
@@ -309,13 +440,14 @@ def _check_same_labels(parts: Sequence[TaskRows]) -> None:
 
 
 def _learned(rows: Sequence[Row], method: str, store: RowStore = MEMORY) -> Sequence[Row]:
-    """``rows`` as ``method`` learns from them. It is called after they are split, so that both replies to a prompt are
-    on one side."""
+    """Return ``rows`` as ``method`` learns from them.
+
+    Call it after rows are split, so that both replies to a prompt are in the same split."""
     return store.keep(unpaired(rows)) if find_method(method).entry.is_labelled else rows
 
 
 def _wanted(rows: Sequence[Row]) -> list[Row]:
-    """``rows`` without undesirable replies and without labels: an adapter is measured on the replies that it is to
+    """Return ``rows`` without undesirable replies and without labels: an adapter is evaluated on replies that it should
     give."""
     return [
         row.unlabelled if isinstance(row, LabelledConversation) else row

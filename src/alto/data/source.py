@@ -2,29 +2,289 @@
 
 from __future__ import annotations
 
+import difflib
+import hashlib
+import importlib
+import itertools
+import json
+import random
 import re
+import tempfile
+import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from alto.data.arrow import HubRows, load_hub_dataset
-from alto.data.files import FILE_ENDINGS, read_file, unpacked_bytes
-from alto.data.identity import file_digest
-from alto.data.presets import PRESETS, Preset, find_preset, nearest_preset
-from alto.data.row_store import RowStore
+import torch
+
+from alto.base import replace_file
+from alto.data.dataset import MEMORY, RowStore, writing_cache
+from alto.data.files import FILE_ENDINGS, HubRows, load_hub_dataset, read_file, unpacked_bytes
 from alto.data.rows import RawRow, listed
-from alto.data.split import carve_rows
-from alto.errors import DataError, DataFileNotFoundError
-from alto.spec.data_keys import DataKeys
+from alto.errors import DataError, DataFileNotFoundError, UnsupportedError
+from alto.spec import DataKeys, RowFormName
+from alto.version import version_of
 
-__all__ = ["Source", "Splits", "open_source"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A hub dataset and its defaults, which a task's own keys override.
+
+    Attributes:
+        names: Names of the dataset in a task, besides ``hub_id``.
+        max_length: Tokens at which a row is cut: the value of its authors' own recipes; for GSM8K, enough for all rows.
+        config: Configuration on the hub; None if there is only one.
+        train_split, test_split: Splits on the hub; there is no test split if rows are held out of the training split.
+        row_counts: Numbers of training, validation and test rows drawn from the training split with the task's
+            ``data_seed``; None if its rows are used as they are.
+    """
+
+    names: tuple[str, ...]
+    hub_id: str
+    max_length: int
+    config: str | None = None
+    form: RowFormName
+    train_split: str = "train"
+    test_split: str | None = None
+    row_counts: tuple[int, int, int] | None = None
+
+
+PRESETS = (
+    Preset(
+        names=("gsm8k", "math/gsm8k"),
+        hub_id="openai/gsm8k",
+        max_length=512,
+        config="main",
+        form="prompt_completion",
+        test_split="test",
+    ),
+    Preset(
+        names=("tulu-3", "tulu3"),
+        hub_id="allenai/tulu-3-sft-mixture",
+        max_length=4096,
+        form="messages",
+        row_counts=(9_000, 1_000, 1_000),
+    ),
+    Preset(
+        names=("openthoughts3", "openthoughts-3"),
+        hub_id="open-thoughts/OpenThoughts3-1.2M",
+        max_length=16384,
+        form="sharegpt",
+    ),
+    Preset(
+        names=("ultrafeedback",),
+        hub_id="HuggingFaceH4/ultrafeedback_binarized",
+        max_length=1024,
+        form="auto",
+        train_split="train_prefs",
+        test_split="test_prefs",
+    ),
+)
+
+
+def find_preset(name: str) -> Preset | None:
+    """Return the preset called ``name``, in upper or lower case."""
+    wanted = name.lower()
+    return next((preset for preset in PRESETS if wanted in (*preset.names, preset.hub_id.lower())), None)
+
+
+def nearest_preset(name: str) -> str | None:
+    """Return the name of the preset that is probably meant by ``name``; None if none is similar."""
+    near = difflib.get_close_matches(name.lower(), [name for preset in PRESETS for name in preset.names], n=1)
+    return near[0] if near else None
+
+
+_PACKAGES = ("alto-lora", "transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2", "datasets", "pyarrow")
+
+_SETTLED_S = 2.0
+"""Seconds without a change after which the times of a file reveal every later change: some file systems store times in
+steps of this length."""
+
+_PROBE = "A tokenizer's settings show in <|im_start|>user\n  what it makes of a text. </s><eos>"
+
+
+def file_digest(path: Path, folder: Path) -> str:
+    """Return the SHA-256 of the content of ``path``, in hexadecimal digits.
+
+    Args:
+        folder: Folder for digests of files that have not changed since, so that they are not read again.
+
+    Raises:
+        DataError: The file changes while it is read, or cannot be read.
+        RunWriteError: ``folder`` cannot be written.
+    """
+    began = time.time()
+    state = _state(path)
+    known = folder / f"{digest_of_json([str(path.resolve()), state])}.sha256"
+    content = _known_digest(known)
+    if content is None:
+        content = _content(path)
+        if _state(path) != state:
+            raise changed(path)
+        if began - max(state[-2:]) / 1e9 > _SETTLED_S:
+            with writing_cache(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                replace_file(known, content)
+    return content
+
+
+def changed(path: Path | str) -> DataError:
+    """Return the error for a file that has changed between two reads."""
+    return DataError(
+        f"expected rows that do not change while they are tokenised, found that {path} has changed; start again when "
+        "it is complete"
+    )
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return device, inode, size, and the times of the last changes in nanoseconds."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"expected a readable file, found {path} ({error.strerror}); check it") from error
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+
+
+def _known_digest(file: Path) -> str | None:
+    try:
+        known = file.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    return known if len(known) == hashlib.sha256().digest_size * 2 else None
+
+
+def _content(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"expected a readable file, found {path} ({error.strerror}); check it") from error
+
+
+def digest_of_json(value: Any) -> str:
+    """Return a name for ``value``, made of JSON values: 32 hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def code_digest() -> str:
+    """Return a digest of the code that reads and tokenises: this package, and the versions of the packages it uses."""
+    digest = hashlib.sha256(repr([(name, version_of(name)) for name in _PACKAGES]).encode())
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Return a digest of ``tokenizer`` with its chat template.
+
+    It covers the files that the tokenizer saves, its own code if that is not part of transformers, and its tokens of a
+    test text, which reveal settings that it does not save.
+
+    Raises:
+        UnsupportedError: The tokenizer cannot be saved.
+    """
+    digest = hashlib.sha256(f"{type(tokenizer).__module__}.{type(tokenizer).__qualname__}".encode())
+    module = importlib.import_module(type(tokenizer).__module__)
+    if not module.__name__.startswith("transformers.") and module.__file__ is not None:
+        digest.update(Path(module.__file__).read_bytes())
+    with tempfile.TemporaryDirectory(prefix="alto-tokenizer-") as folder:
+        try:
+            tokenizer.save_pretrained(folder)
+        except Exception as error:  # a tokenizer's own code may raise anything
+            raise UnsupportedError(
+                f"token_cache: expected a tokenizer that can be saved, so that its cached tokens can be found again, "
+                f"found {type(tokenizer).__name__} ({error!s:.200}); write token_cache: memory"
+            ) from error
+        for file in sorted(Path(folder).rglob("*")):
+            if file.is_file():
+                digest.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes())
+    for special in (False, True):
+        digest.update(repr(list(tokenizer(_PROBE, add_special_tokens=special, verbose=False)["input_ids"])).encode())
+    return digest.hexdigest()
+
+
+Row = TypeVar("Row")
+
+
+def sample_rows(rows: Sequence[Row], count: int | None, seed: int, *, store: RowStore = MEMORY) -> Sequence[Row]:
+    """Draw ``count`` of ``rows`` with a fixed seed, in their original order; return all if ``count`` is None."""
+    if count is None or count >= len(rows):
+        return store.choose(rows, range(len(rows)))
+    return store.choose(rows, sorted(random.Random(seed).sample(range(len(rows)), count)))
+
+
+def split_rows(
+    rows: Sequence[Row], share: float, seed: int, *, key: str = "validation_split", store: RowStore = MEMORY
+) -> tuple[Sequence[Row], Sequence[Row]]:
+    """Split off rows drawn with a fixed seed; return training rows and rows set aside, each in original order.
+
+    Args:
+        share: Share of the rows to set aside, in (0, 1).
+        key: The task's key for that share, for messages.
+
+    Raises:
+        DataError: There are fewer than two rows to split.
+    """
+    if len(rows) < 2:
+        raise DataError(
+            f"{key}: expected at least 2 rows to split, found {len(rows)}; "
+            f"add rows or name a {key.replace('split', 'dataset')}"
+        )
+    count = min(len(rows) - 1, max(1, round(share * len(rows))))
+    chosen = set(random.Random(seed).sample(range(len(rows)), count))
+    left = array("q", (index for index in range(len(rows)) if index not in chosen))
+    return store.choose(rows, left), store.choose(rows, sorted(chosen))
+
+
+def carve_rows(
+    rows: Sequence[Row], counts: Sequence[int], seed: int, *, store: RowStore = MEMORY
+) -> list[Sequence[Row]]:
+    """Draw disjoint parts of ``counts`` rows with a fixed seed, each in original order.
+
+    Raises:
+        DataError: There are fewer rows than ``counts`` add up to.
+    """
+    if len(rows) < sum(counts):
+        raise DataError(
+            f"dataset: expected at least {sum(counts)} rows to draw {', '.join(map(str, counts))} from, found "
+            f"{len(rows)}; name the splits with dataset_train_split and validation_split"
+        )
+    drawn = iter(random.Random(seed).sample(range(len(rows)), sum(counts)))
+    return [store.choose(rows, sorted(itertools.islice(drawn, count))) for count in counts]
+
+
+class DataOrder:
+    """The rows of each step of a job: every epoch has its own shuffle, which depends only on seed and epoch.
+
+    The last batch of an epoch holds the remaining rows, as in Hugging Face's Trainer. The rows of any step can be
+    computed at any time, so a job that is parked or resumed needs no random state.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+        self._num_rows = num_rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._steps_per_epoch = -(-num_rows // batch_size)
+        self._epoch = -1
+        self._permutation_N = torch.empty(0, dtype=torch.int64)
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Return the row numbers of the step with 0-based index ``step``."""
+        epoch, position = divmod(step, self._steps_per_epoch)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            self._epoch, self._permutation_N = epoch, torch.randperm(self._num_rows, generator=generator)
+        rows: list[int] = self._permutation_N[position * self._batch_size :][: self._batch_size].tolist()
+        return rows
+
 
 DEFAULT_MAX_LENGTH = 1024
-"""Default of ``max_length``, where neither a task nor a preset sets it."""
+"""Default of ``max_length``, if neither a task nor a preset sets it."""
 
 _SAVED_BY_DATASETS = ("dataset_dict.json", "state.json")
-"""A file of a folder that ``save_to_disk`` of the package datasets has written: of a ``DatasetDict``, of a
+"""Files of a folder that ``save_to_disk`` of the package datasets has written: of a ``DatasetDict``, and of a
 ``Dataset``."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -35,8 +295,8 @@ class Splits:
     """Rows of a dataset before their form is known.
 
     Attributes:
-        train: A file's rows, or those of the split to train on.
-        validation, test: The dataset's own; None where it has none.
+        train: Rows of a file, or of the split to train on.
+        validation, test: Rows of the dataset's own splits; None if it has none.
     """
 
     train: Sequence[RawRow]
@@ -49,12 +309,12 @@ class Source:
     """A dataset that was found, and whose rows are not read yet.
 
     Attributes:
-        read: Its rows; raises as :func:`alto.data.files.read_file` does.
-        identity: What the rows are, as JSON values; it is another one when they have changed. Takes the folder that
-            keeps digests of files.
-        num_bytes: About the size of its text.
-        form: Form of the rows, from a preset; ``auto`` elsewhere.
-        max_length: Tokens of a row, where a task leaves it open.
+        read: Function that reads the rows into a store; raises as :func:`alto.data.files.read_file` does.
+        identity: Function that returns JSON values which identify the rows and change when the rows change. Takes the
+            folder for digests of files.
+        num_bytes: Approximate size of the text, in bytes.
+        form: Form of the rows, from a preset; ``auto`` otherwise.
+        max_length: Number of tokens at which a row is cut, if the task sets none.
     """
 
     read: Callable[[RowStore], Splits]
@@ -65,16 +325,16 @@ class Source:
 
 
 def open_source(name: str, key: str, task: DataKeys) -> Source:
-    """The dataset that ``task`` calls ``name``: a file that exists wins over any other meaning.
+    """Find the dataset that ``task`` calls ``name``; an existing file wins over any other meaning.
 
     Args:
-        task: Its keys about data; of one source of a mixture, those of the source.
-        key: Key of the task that holds ``name``, for messages. Where ``name`` is the task's own dataset, its
-            configuration and splits hold too.
+        name: Name of the dataset. If it is the task's own dataset, the task's configuration and splits apply.
+        key: The task's key that holds ``name``, for messages.
+        task: Data keys of the task, or of one source of its mixture.
 
     Raises:
         DataFileNotFoundError: There is no such file, preset or hub dataset.
-        DataError: It cannot be reached, or lacks a split.
+        DataError: The dataset cannot be reached, or lacks a split.
         UnsupportedError: A package that reads it is not installed.
     """
     is_own = name == task.dataset
@@ -117,12 +377,12 @@ def open_source(name: str, key: str, task: DataKeys) -> Source:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except OSError:  # too long for the name of a file
+    except OSError:  # the name is too long for a file
         return False
 
 
 def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
-    """The file ``path``; ``task`` is given where its keys about splits apply to it."""
+    """Return the source of the file ``path``; ``task`` is given if its keys about splits apply to the file."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
             f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"
@@ -135,7 +395,7 @@ def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
         )
     if not path.is_file():
         raise DataFileNotFoundError(
-            f"{key}: expected a file, found the folder {path}; name a file in it, or, where a hub dataset is meant, "
+            f"{key}: expected a file, found the folder {path}; name a file in it, or, if a hub dataset is meant, "
             "start ALTO in another folder"
         )
     for field in ("dataset_config", "dataset_train_split", "dataset_test_split"):
@@ -161,7 +421,9 @@ def _split(splits: Mapping[str, HubRows], split: str, key: str, name: str) -> Hu
             f"{key}: expected a split of {name} ({listed(splits)}), found {split!r}; set the key to one of them"
         )
     if not len(splits[split]):
-        raise DataError(f"{key}: expected at least one row, found none in the split {split} of {name}; name another")
+        raise DataError(
+            f"{key}: expected at least one row, found none in the split {split} of {name}; name a different split"
+        )
     return splits[split]
 
 

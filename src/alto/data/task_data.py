@@ -2,18 +2,305 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Self, TypeAlias
 
-from alto.data.dataset import EncodedDataset, joined
-from alto.data.notes import reading_notes
-from alto.data.row_store import VIEWS
+import torch
+from torch import Tensor
 
-__all__ = ["SPLITS", "EvaluationSplit", "TaskData"]
+from alto.data.dataset import VIEWS, EncodedDataset, Unread, joined
+from alto.data.encode import closing_text, tools_remedy
+from alto.data.messages import Conversation
+from alto.data.rows import RowLimit, listed, quoted
+from alto.data.template import PARALLEL_CALLS
+from alto.errors import DataError
+
+
+def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
+    """Return the number of rows of every source in an epoch: its share of ``num_rows``.
+
+    Numbers are rounded so that they add up to ``num_rows`` (largest remainders; the first source wins a tie).
+
+    Args:
+        shares: Share of every source; they sum to 1.
+    """
+    exact = [num_rows * share for share in shares]
+    counts = [math.floor(value + 1e-9) for value in exact]
+    left = num_rows - sum(counts)
+    by_remainder = sorted(
+        (index for index, share in enumerate(shares) if share > 0), key=lambda index: counts[index] - exact[index]
+    )
+    for index in itertools.islice(itertools.cycle(by_remainder), left):
+        counts[index] += 1
+    return counts
+
+
+class MixtureOrder:
+    """The rows of each step of a job, drawn from sources by its own weights.
+
+    An epoch has as many rows as all sources together, whatever the weights; every source has its share of them
+    (:func:`mixture_counts`). The rows of a source are an endless stream of shuffles, and every epoch continues the
+    stream where the epoch before stopped. So a source that is smaller than its share repeats in new shuffles, and a
+    larger source gives other rows in later epochs. The rows of an epoch are shuffled together. Everything depends only
+    on seed, weights and sizes, and the rows of any step can be computed at any time: like :class:`alto.data.DataOrder`,
+    it has no state except the number of steps done.
+
+    Args:
+        sizes: Number of rows of every source; the dataset holds one source after the other.
+        shares: Share of every source; they sum to 1.
+    """
+
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float], batch_size: int, seed: int) -> None:
+        assert len(sizes) == len(shares), "one share per source"
+        self._sizes = tuple(sizes)
+        self._firsts = tuple(itertools.accumulate(sizes, initial=0))[:-1]
+        self._counts = mixture_counts(sum(sizes), shares)
+        self._batch_size = batch_size
+        self._seed = seed
+        self._steps_per_epoch = -(-sum(sizes) // batch_size)
+        self._epoch = -1
+        self._rows_N = torch.empty(0, dtype=torch.int64)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of rows of every source in an epoch."""
+        return tuple(self._counts)
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Return the row numbers of the step with 0-based index ``step``."""
+        epoch, position = divmod(step, self._steps_per_epoch)
+        if epoch != self._epoch:
+            self._epoch, self._rows_N = epoch, self._rows_of_epoch(epoch)
+        rows: list[int] = self._rows_N[position * self._batch_size :][: self._batch_size].tolist()
+        return rows
+
+    def _rows_of_epoch(self, epoch: int) -> Tensor:
+        drawn_N = torch.cat(
+            [
+                first + self._stream(source, size, epoch * count, count)
+                for source, (first, size, count) in enumerate(zip(self._firsts, self._sizes, self._counts, strict=True))
+            ]
+        )
+        return drawn_N[self._shuffle(len(drawn_N), "epoch", epoch)]
+
+    def _stream(self, source: int, size: int, start: int, count: int) -> Tensor:
+        """Return rows ``start`` to ``start + count - 1`` of a source's endless stream of shuffles."""
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        first, last = start // size, (start + count - 1) // size
+        rows = torch.cat([self._shuffle(size, f"source {source}", number) for number in range(first, last + 1)])
+        return rows[start - first * size :][:count]
+
+    def _shuffle(self, size: int, what: str, number: int) -> Tensor:
+        digest = hashlib.sha256(f"{self._seed}/{what}/{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.randperm(size, generator=generator)
+
+
+FEW_ROWS = 10
+"""Number of validation rows below which their loss is mostly chance."""
+
+_MAX_LABELS = 12
+
+MUCH_CUT = 0.5
+"""Share of truncated rows above which ``max_length`` is probably a mistake."""
+
+
+def reading_notes(num_validation: int, num_shared: int) -> list[str]:
+    """Return notices about the rows before tokenisation.
+
+    Args:
+        num_shared: Number of validation rows that are also training rows.
+    """
+    notes = []
+    if num_shared:
+        notes.append(
+            f"{_counted(num_shared, 'validation row')} of {num_validation} also in the training data: the validation "
+            "loss looks better than it is, and overfitting is seen late."
+        )
+    if num_validation < FEW_ROWS:
+        notes.append(
+            f"The validation data is only {_counted(num_validation, 'row')}: configurations are ranked by little more "
+            "than chance; raise validation_split or name a validation_dataset."
+        )
+    return notes
+
+
+def mixture_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+    """Return a notice about the sources and the epoch of a mixture; empty for a single dataset."""
+    if not train.sources:
+        return []
+    of_validation = dict(validation.sources)
+    sources = ", ".join(
+        f"{name} ({count:,} rows" + (f", {of_validation[name]:,} for validation)" if name in of_validation else ")")
+        for name, count in train.sources
+    )
+    return [f"A mixture of {sources}. An epoch has {len(train):,} rows, drawn by the weights of each job."]
+
+
+def label_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+    """Return notices about the labels of texts: how many rows have each label, and which labels no row has.
+
+    For a regression, they name the outputs that are equal in all rows. Empty for rows without labels."""
+    if train.label_set is None:
+        return []
+    if train.label_set.problem_type == "regression":
+        return _number_notes(train, validation)
+    counts, of_validation = _label_counts(train), _label_counts(validation)
+    shown = [f"{quoted(name)[1:-1]} ({counts[name]:,})" for name in train.label_set.names[:_MAX_LABELS]]
+    more = len(train.label_set.names) - len(shown)
+    notes = [f"Labels and their training rows: {', '.join(shown)}{f' and {more:,} more' if more else ''}."]
+    for what, found in (("training", counts), ("validation", of_validation)):
+        absent = [name for name in train.label_set.names if not found[name]]
+        if absent:
+            notes.append(f"No {what} row has the label {listed(absent)}.")
+    return notes
+
+
+def _number_notes(train: EncodedDataset, validation: EncodedDataset) -> list[str]:
+    effects = {"training": "there is nothing to learn", "validation": "pearson, the correlation, is undefined"}
+    notes = []
+    for (what, effect), dataset in zip(effects.items(), (train, validation), strict=True):
+        assert dataset.label_set is not None
+        assert dataset.classes is not None
+        rows = [label for label in dataset.classes if isinstance(label, tuple)]
+        outputs = zip(dataset.label_set.names, zip(*rows, strict=True), strict=True)
+        equal = [name for name, numbers in outputs if len(set(numbers)) == 1]
+        if equal:
+            notes.append(f"All {what} rows have the same value of {listed(equal)}: {effect}.")
+    return notes
+
+
+def _label_counts(dataset: EncodedDataset) -> Counter[str]:
+    assert dataset.label_set is not None
+    assert dataset.classes is not None
+    counts: Counter[str] = Counter()
+    for label in dataset.classes:
+        indices = (label,) if isinstance(label, int) else (index for index, mark in enumerate(label) if mark)
+        counts.update(dataset.label_set.names[index] for index in indices)
+    return counts
+
+
+def test_notes(num_rows: int, num_known: int) -> list[str]:
+    """Return notices about the test rows.
+
+    Args:
+        num_known: Number of test rows that are also training or validation rows.
+    """
+    if not num_known:
+        return []
+    return [
+        f"{_counted(num_known, 'test row')} of {num_rows} also in the training or validation data: the test loss looks "
+        "better than it is."
+    ]
+
+
+def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer: Any, form: str) -> list[str]:
+    """Return notices about parts of rows of the form ``form`` that training does not use."""
+    notes = []
+    if columns:
+        label = next((name for name in ("label", "labels") if name in columns), None)
+        is_text = form in ("text", "messages", "sharegpt")
+        way = f"; set method: classification (for numbers: regression) if {label} is to be learned"
+        listed = ", ".join(f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items())
+        notes.append(
+            f"Columns that nothing reads: {listed}; assign one to a role with columns if it should be read"
+            f"{way if label is not None and is_text else ''}."
+        )
+    if unread:
+        parts = ", ".join(map(_unread, unread))
+        advice = f"; {tools_remedy(tokenizer)}" if any(part.what == "tool_calls" for part in unread) else ""
+        notes.append(f"Parts of conversations that the chat template does not show: {parts}{advice}.")
+    return notes
+
+
+def _unread(unread: Unread) -> str:
+    kind, _, of_kind = unread.what.partition(": ")
+    of = f"{unread.count:,} of {unread.total:,}"
+    if unread.what == PARALLEL_CALLS:
+        return f"all calls of a turn except the first (in {of} turns with several calls)"
+    if kind == "row" and of_kind:
+        return f"{quoted(of_kind)[1:-1]} (in {of} rows)"
+    if kind == "role" and of_kind:
+        return f"the text of turns of the role {quoted(of_kind)[1:-1]} ({of} turns)"
+    return f"{quoted(unread.what)[1:-1]} (in {of} messages)"
+
+
+def tokenizer_notes(tokenizer: Any, conversations: Iterable[Conversation]) -> list[str]:
+    """Return notices about a tokenizer without an EOS token or a chat template.
+
+    Raises:
+        DataError: Neither an EOS token nor the chat template ends a reply, so the model would never learn to stop.
+    """
+    notes = []
+    is_conversation = any(conversation[0].role != "text" for conversation in conversations)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if tokenizer.eos_token_id is None:
+        end = closing_text(tokenizer) if has_template and is_conversation else ""
+        if not end:
+            raise DataError(
+                "model: expected a tokenizer with an EOS token or a chat template that ends a reply, found neither, so "
+                "that the model would never learn to stop; set eos_token in its tokenizer_config.json"
+            )
+        notes.append(
+            f"The tokenizer names no EOS token: replies end with the template's {quoted(end)}; use it as the stop "
+            "text when you serve the adapter."
+        )
+    if is_conversation and not has_template:
+        notes.append(
+            "The tokenizer has no chat template: a prompt is plain text followed by a line break, and the "
+            "adapter expects the same when it is served; dataset_format: raw_prompt_completion (for pairs: "
+            "raw_preference) adds no line break."
+        )
+    return notes
+
+
+def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[str]:
+    """Return notices about rows of the ``what`` data that tokenisation cut at ``limit`` or left out."""
+    notes = [bad.note for bad in dataset.refused]
+    total = len(dataset) + dataset.num_skipped
+    row = f"{what} {'pair' if dataset.is_paired else 'row'}"
+    if dataset.num_unrolled:
+        notes.append(
+            f"{_counted(dataset.num_unrolled, row)} with several replies trained one reply at a time: the chat "
+            f"template rewrites earlier turns. So there are {total} examples."
+        )
+    if dataset.num_truncated:
+        share = dataset.num_truncated / total
+        advice = f"; {limit.remedy}" if share > MUCH_CUT else ""
+        notes.append(f"{_counted(dataset.num_truncated, row)} of {total} ({share:.1%}) cut at {limit.name}{advice}.")
+    if dataset.num_shortened:
+        replies = "reply" if dataset.num_shortened == 1 else "replies"
+        notes.append(
+            f"{dataset.num_shortened:,} trained {replies} of the {what} data shortened: the chat template leaves words "
+            "out (thoughts, for instance), and these are not trained."
+        )
+    num_cut_off = dataset.num_skipped - dataset.num_masked - dataset.num_alike
+    reasons: tuple[tuple[int, str], ...] = (
+        (num_cut_off, f"no trained token within {limit.name}"),
+        (dataset.num_masked, "nothing in them is to be trained"),
+    )
+    if dataset.is_paired:
+        reasons = (
+            (num_cut_off, f"no part in which the replies differ is within {limit.name}"),
+            (dataset.num_masked, "a reply is empty, or is not to be trained"),
+            (dataset.num_alike, "chosen and rejected are the same"),
+        )
+    notes += [f"{_counted(count, row)} of {total} left out: {reason}." for count, reason in reasons if count]
+    return notes
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
 
 EvaluationSplit: TypeAlias = Literal["validation", "test"]
-"""Rows that nothing is trained on."""
+"""A split that is not trained on."""
 
 SPLITS = ("train", "validation", "test")
 """Names of the splits, in order."""
@@ -24,15 +311,14 @@ class TaskData:
     """The rows of a task, tokenised.
 
     Attributes:
-        train: Training rows.
-        validation: Validation rows; empty where a winner is trained again on all rows.
-        test: Rows that nothing is trained on or selected by; None where there are none.
-        num_shared: Validation rows that are training rows too.
-        num_bad: Rows left out because they cannot be used.
+        validation: Validation rows; empty if a winner is trained again on all rows.
+        test: Rows that are used neither for training nor for selection; None if there are none.
+        num_shared: Number of validation rows that are also training rows.
+        num_bad: Number of rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
-        form: Form of the training rows, of a mixture that of the first source; empty where it is not known.
-        of_messages: Whether replies of these rows are lists of messages, not texts.
-        max_length: Tokens at which a row is cut; None where it is not known.
+        form: Form of the training rows; for a mixture, that of the first source; empty if unknown.
+        of_messages: Whether replies are lists of messages rather than texts.
+        max_length: Number of tokens at which a row is cut; None if unknown.
     """
 
     train: EncodedDataset
@@ -47,7 +333,7 @@ class TaskData:
 
     @property
     def splits(self) -> tuple[EncodedDataset, ...]:
-        """Training, validation and test rows, as far as there are some."""
+        """The training, validation and test rows, without empty splits."""
         return tuple(self.named_splits.values())
 
     @property
@@ -62,20 +348,20 @@ class TaskData:
         return len(self.validation) > 0
 
     def held_out(self, split: EvaluationSplit) -> EncodedDataset:
-        """The validation or the test rows, which there have to be."""
+        """Return the validation or the test rows, which have to exist."""
         dataset = self.validation if split == "validation" else self.test
         assert dataset is not None, f"the task has no {split} rows"
         assert len(dataset), f"the task has no {split} rows"
         return dataset
 
     def with_splits(self, splits: Sequence[EncodedDataset]) -> Self:
-        """The same data with other ``splits``, as many and in the same order."""
+        """Return the same data with other ``splits``, as many and in the same order."""
         named: dict[str, Any] = dict(zip(self.named_splits, splits, strict=True))
         return replace(self, **named)
 
     def with_all_rows(self) -> Self:
-        """The same data with the validation rows behind the training rows, source by source, and none to validate
-        on."""
+        """Return the same data with the validation rows behind the training rows, source by source, and no validation
+        rows."""
         notes = reading_notes(len(self.validation), self.num_shared)
         return replace(
             self,
@@ -86,7 +372,7 @@ class TaskData:
         )
 
     def counts(self) -> dict[str, int]:
-        """Rows and tokens of every split, what was cut or left out, and the validation rows that are trained too."""
+        """Return the numbers of rows and tokens of every split, of rows cut or left out, and of shared rows."""
         counts = {
             f"{name}_{what}": count
             for name, split in self.named_splits.items()
@@ -105,7 +391,7 @@ class TaskData:
 
 
 def _together(train: EncodedDataset, validation: EncodedDataset) -> EncodedDataset:
-    """The rows of both, one after the other; of a mixture, source by source."""
+    """Concatenate both datasets; for a mixture, source by source."""
     if not train.sources:
         return joined([train, validation], store=VIEWS)
     parts: dict[str, list[EncodedDataset]] = {name: [] for name, _ in train.sources}

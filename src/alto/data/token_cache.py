@@ -1,39 +1,271 @@
 """The token cache: tokenised data of tasks on disk, made once, and read by every process that needs the same tokens.
 
-A folder for every data set, named by a digest of all that its tokens depend on: the content of its files, the keys of
-the task, the tokenizer with its template, the model's limits, and ALTO's own code. It is written under another name
-and renamed when it is complete, so it is there as a whole or not at all; while one process writes it, others that need
-it wait.
+Every data set has a folder, named by a digest of everything that its tokens depend on: the content of its files, the
+keys of the task, the tokenizer with its template, the model's limits, and ALTO's own code. The folder is written under
+another name and renamed when complete, so it exists as a whole or not at all. While one process writes it, others that
+need it wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import mmap
 import os
 import shutil
 import time
 import uuid
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+import torch
 from pydantic import TypeAdapter
+from torch import Tensor
 
-from alto.data.dataset import EncodedDataset, EncodedRows, RowCounts, RowWriter, Unread
-from alto.data.faults import BadRows
-from alto.data.lazy import Chain
-from alto.data.row_store import writing_cache
+from alto.base import LockFile, replace_file, sync_folder
+from alto.data.dataset import (
+    IGNORED,
+    EncodedDataset,
+    EncodedRows,
+    RowCounts,
+    RowWriter,
+    Span,
+    Unread,
+    close_abandoned,
+    writing_cache,
+)
+from alto.data.rows import BadRows, Chain, LazySequence
 from alto.data.task_data import SPLITS, TaskData
-from alto.data.token_files import TokenWriter, check_files, open_rows
 from alto.errors import RunWriteError
-from alto.runs import LockFile, replace_file, sync_folder
 
-__all__ = ["Encode", "TokenCache"]
+_IDS, _TRAINED, _ROWS = "ids.bin", "trained.bin", "rows.bin"
+_ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8")
+
+_BUFFER_BYTES = 2**20
+_BLOCK_ROWS = 4096
+_RESIDENT_BYTES = 2**25
+"""Number of bytes of one file that are read before its pages are given back to the operating system."""
+
+_FAULT_BYTES = 2**16
+"""Number of bytes that the kernel may map when a single page is read."""
+
+FileFacts = Mapping[str, tuple[int, str]]
+"""Size in bytes and SHA-256 of each file, by its name."""
+
+Item = TypeVar("Item")
+
+
+class _Row(NamedTuple):
+    """The numbers of one row.
+
+    Attributes:
+        start: Number of tokens of all rows before it.
+        first_length, second_length: Number of tokens of its spans; 0 if there is no second span.
+        prefix: Number of tokens of the first span that the second one continues.
+        num_trained, num_chosen: See :class:`alto.data.dataset.EncodedDataset`.
+        is_desirable: Label of the reply.
+    """
+
+    start: int
+    first_length: int
+    second_length: int
+    prefix: int
+    num_trained: int
+    num_chosen: int
+    is_desirable: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.first_length + self.second_length
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        first = Span(self.first_length)
+        return (first, Span(self.second_length, self.prefix)) if self.second_length else (first,)
+
+
+_NUM_COLUMNS = len(_Row._fields)
+
+
+class TokenWriter:
+    """A writer of the rows of a split into files of a new ``folder``.
+
+    Raises:
+        RunWriteError: The files cannot be written; :class:`DiskFullError` if the disk is full.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_rows = self._num_tokens = 0
+        self.facts: FileFacts = {}
+        with writing_cache(folder):
+            folder.mkdir()
+            self._files = {name: _HashedFile(folder / name) for name in (_IDS, _TRAINED, _ROWS)}
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    def add(self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, is_desirable: bool = True) -> None:
+        """Add one row; see :meth:`alto.data.dataset.RowWriter.add`."""
+        is_trained = targets != IGNORED
+        assert torch.equal(targets[:-1], input_ids[1:].where(is_trained[:-1], IGNORED)), "a target is the next token"
+        assert not is_trained[-1], "the last token predicts nothing"
+        first, second = spans[0], spans[1] if len(spans) > 1 else Span(0)
+        row = _Row(
+            start=self._num_tokens,
+            first_length=first.length,
+            second_length=second.length,
+            prefix=second.prefix,
+            num_trained=int(is_trained.sum()),
+            num_chosen=int(is_trained[: first.length].sum()),
+            is_desirable=int(is_desirable),
+        )
+        assert row.num_tokens == input_ids.numel(), "spans cover the row"
+        self._num_rows += 1
+        self._num_tokens += row.num_tokens
+        with writing_cache(self._folder):
+            self._files[_IDS].write(input_ids.numpy().astype(_ID_TYPE).tobytes())
+            self._files[_TRAINED].write(is_trained.numpy().astype(_MASK_TYPE).tobytes())
+            self._files[_ROWS].write(np.array(row, _ROW_TYPE).tobytes())
+
+    def rows(self) -> EncodedRows:
+        """Return the added rows, after writing them to the disk."""
+        with writing_cache(self._folder):
+            self.facts = {name: file.finish() for name, file in self._files.items()}
+        return open_rows(self._folder)
+
+
+class _HashedFile:
+    """A new file, and the digest of the data written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("xb", buffering=_BUFFER_BYTES)
+        weakref.finalize(self, close_abandoned, self._file)
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+        self._num_bytes += len(data)
+
+    def finish(self) -> tuple[int, str]:
+        """Write the file to the disk, and return its size and digest."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return self._num_bytes, self._digest.hexdigest()
+
+
+def open_rows(folder: Path) -> EncodedRows:
+    """Open the rows that a :class:`TokenWriter` has written into ``folder``; each row is read when it is used.
+
+    Raises:
+        OSError, ValueError: The files are missing or empty.
+    """
+    tokens = _StoredTokens(folder)
+    return EncodedRows(
+        input_ids=_OfRows(tokens, tokens.input_ids),
+        targets=_OfRows(tokens, tokens.targets),
+        spans=_OfRows(tokens, lambda row: row.spans),
+        is_desirable=_OfRows(tokens, lambda row: bool(row.is_desirable)),
+        counts=RowCounts(
+            num_row_tokens=_OfRows(tokens, lambda row: row.num_tokens),
+            num_trained=_OfRows(tokens, lambda row: row.num_trained),
+            num_chosen=_OfRows(tokens, lambda row: row.num_chosen),
+        ),
+    )
+
+
+def check_files(folder: Path, facts: FileFacts) -> None:
+    """Check the files of ``folder`` against their sizes and digests.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: A file differs from what was written.
+    """
+    for name, (num_bytes, digest) in facts.items():
+        with (folder / name).open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+            if (os.fstat(file.fileno()).st_size, found) != (num_bytes, digest):
+                raise ValueError(f"{name} differs from what was written")
+
+
+class _MappedFile:
+    """Numbers in a memory-mapped file. Pages that were read are given back regularly, so that a process that reads the
+    whole file holds only a part of it."""
+
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._values: np.ndarray[Any, Any] = np.frombuffer(self._map, dtype)
+        self._num_read_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def read(self, start: int, stop: int) -> np.ndarray[Any, Any]:
+        """Return a copy of the numbers from ``start`` to ``stop - 1``, ``[stop - start]`` int64."""
+        copied = self._values[start:stop].astype(np.int64)
+        self._num_read_bytes += (stop - start) * self._values.itemsize + _FAULT_BYTES
+        if self._num_read_bytes > _RESIDENT_BYTES:
+            self._map.madvise(mmap.MADV_DONTNEED)
+            self._num_read_bytes = 0
+        return copied
+
+
+class _StoredTokens:
+    """The three files of a split."""
+
+    def __init__(self, folder: Path) -> None:
+        self._rows = _MappedFile(folder / _ROWS, _ROW_TYPE)
+        self._ids = _MappedFile(folder / _IDS, _ID_TYPE)
+        self._is_trained = _MappedFile(folder / _TRAINED, _MASK_TYPE)
+
+    def __len__(self) -> int:
+        return len(self._rows) // _NUM_COLUMNS
+
+    def rows(self, start: int, stop: int) -> Iterator[_Row]:
+        """Yield the numbers of the rows from ``start`` to ``stop - 1``."""
+        numbers = self._rows.read(start * _NUM_COLUMNS, stop * _NUM_COLUMNS)
+        return map(_Row._make, numbers.reshape(-1, _NUM_COLUMNS).tolist())
+
+    def input_ids(self, row: _Row) -> Tensor:
+        return torch.from_numpy(self._ids.read(row.start, row.start + row.num_tokens))
+
+    def targets(self, row: _Row) -> Tensor:
+        is_trained = torch.from_numpy(self._is_trained.read(row.start, row.start + row.num_tokens)) != 0
+        targets = torch.full((row.num_tokens,), IGNORED)
+        targets[:-1] = self.input_ids(row)[1:].where(is_trained[:-1], IGNORED)
+        return targets
+
+
+class _OfRows(LazySequence[Item]):
+    """The value of ``of_row`` for every row."""
+
+    def __init__(self, tokens: _StoredTokens, of_row: Callable[[_Row], Item]) -> None:
+        self._tokens = tokens
+        self._of_row = of_row
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def _item(self, index: int) -> Item:
+        (row,) = self._tokens.rows(index, index + 1)
+        return self._of_row(row)
+
+    def __iter__(self) -> Iterator[Item]:
+        for start in range(0, len(self), _BLOCK_ROWS):
+            yield from map(self._of_row, self._tokens.rows(start, min(start + _BLOCK_ROWS, len(self))))
+
 
 Encode: TypeAlias = Callable[[Callable[[str], RowWriter]], TaskData]
-"""Tokenises the data of a task; takes what makes a writer for the split of a given name."""
+"""Function that tokenises the data of a task; takes a function that makes the writer for the split of a given name."""
 
 _FACTS = "data.json"
 _FOREVER_S = 10.0**9
@@ -42,7 +274,7 @@ _KEPT_S = 30 * 24 * 3600.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredPart:
-    """The files of the rows of a split, or of one source of it: ``files`` by name, with their size and SHA-256."""
+    """The files of the rows of a split, or of one of its sources: ``files`` has size and SHA-256 by file name."""
 
     folder: str
     files: Mapping[str, tuple[int, str]]
@@ -50,7 +282,7 @@ class _StoredPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredSplit:
-    """A split: its parts, whether its rows have labels, and the facts of its :class:`EncodedDataset`."""
+    """A split: its parts, whether its rows have labels, and the other facts of its :class:`EncodedDataset`."""
 
     parts: tuple[_StoredPart, ...]
     is_labelled: bool
@@ -84,7 +316,7 @@ _OWN_FACTS = tuple(field.name for field in fields(_StoredSplit) if field.name no
 
 
 class _DamageError(Exception):
-    """What is in the cache is not what was written."""
+    """Data in the cache that differs from what was written."""
 
 
 @contextlib.contextmanager
@@ -96,7 +328,7 @@ def _noticing_damage() -> Iterator[None]:
 
 
 class TokenCache:
-    """The cache in ``folder``, which is made where it is missing."""
+    """The cache in ``folder``, which is created if missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -104,16 +336,15 @@ class TokenCache:
             folder.mkdir(parents=True, exist_ok=True)
 
     def data(self, name: str, encode: Encode) -> TaskData:
-        """The tokenised data with the given name; where it is not there, or damaged, it is made by ``encode``.
+        """Return the tokenised data called ``name``; if it is missing or damaged, make it with ``encode``.
 
         Args:
-            name: A digest of all that the tokens depend on.
-            encode: Tokenises the data.
+            name: A digest of everything that the tokens depend on.
 
         Raises:
-            RunWriteError: The cache cannot be written, or does not hold what was written; of a full disk a
-                :class:`DiskFullError`.
-            DataError: As ``encode`` does.
+            RunWriteError: The cache cannot be written (:class:`DiskFullError` if the disk is full), or does not hold
+                what was written.
+            DataError: ``encode`` raises it.
         """
         entry = self.folder / name
         damage: _DamageError | None = None
@@ -143,7 +374,7 @@ class TokenCache:
 
     @contextlib.contextmanager
     def locked(self, name: str) -> Iterator[None]:
-        """Wait until no other process works on what has this name, and keep others waiting inside."""
+        """Wait until no other process holds the lock ``name``, and hold it inside the ``with`` block."""
         lock = LockFile(self.folder / f"{name}.lock")
         with writing_cache(self.folder):
             lock.acquire(_FOREVER_S)
@@ -181,7 +412,7 @@ class TokenCache:
             raise
 
     def _remove_unused(self) -> None:
-        """Remove what no task has used for a month."""
+        """Remove data that no task has used for a month."""
         for found in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process removes it, or another user owns it
                 if found.suffix != ".lock" and time.time() - found.stat().st_mtime > _KEPT_S:
@@ -201,16 +432,16 @@ def _stored(data: TaskData, parts: Sequence[Sequence[tuple[str, TokenWriter]]]) 
 
 
 def _open(entry: Path) -> tuple[_StoredData, TaskData]:
-    """What is stored in the folder ``entry``, and the data that it is; the content of its files is not checked.
+    """Return the facts stored in the folder ``entry``, and its data; the content of its files is not checked.
 
     Raises:
-        OSError, ValueError: It is damaged.
+        OSError, ValueError: The folder is damaged.
     """
     stored = _CODEC.validate_json((entry / _FACTS).read_bytes())
     train, validation, *test = (_dataset(entry, split) for split in stored.splits)
     note = (
-        f"The tokens of the data are read from disk ({stored.num_bytes / 1e6:,.0f} MB in {entry}), not held in memory: "
-        "token_cache."
+        f"The tokens of the data are read from disk ({stored.num_bytes / 1e6:,.0f} MB in {entry}), not held in memory "
+        "(token_cache)."
     )
     return stored, TaskData(
         train=train,
@@ -240,8 +471,7 @@ def _chained(parts: Sequence[EncodedRows]) -> EncodedRows:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, or a folder with all that is in it; a folder gets another name first, so that nobody reads a part
-    of it."""
+    """Remove a file, or a folder with its content; a folder is renamed first, so that nobody reads a part of it."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return

@@ -6,24 +6,26 @@ curves of a task without early exit, `replay` applies a policy to it, `audit` ch
 policy.
 """
 
-from alto.early_exit.audit import Disagreement, audit, selection_of
-from alto.early_exit.common_rows import evaluation_order, mean_loss
-from alto.early_exit.divergence import Divergence
 from alto.early_exit.evaluation_budget import budgeted
-from alto.early_exit.gap import OverfittingGap
-from alto.early_exit.journal import exits_of
-from alto.early_exit.nonfinite import judge_step_loss
+from alto.early_exit.journal import Disagreement, audit, exits_of, selection_of
+from alto.early_exit.noise import choose, evaluation_order, interval_of, mean_loss, scores_of
+from alto.early_exit.patterns import (
+    Divergence,
+    Evidence,
+    OverfittingGap,
+    OverfittingUpturn,
+    judge_step_loss,
+    magnitude,
+    verdict_in_a_row,
+)
 from alto.early_exit.policy import Policy, policy_from
 from alto.early_exit.progress import evaluation_steps, point_at_share, rung_notes
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.replay import ReplayResult, replay
-from alto.early_exit.rule import Evidence, magnitude, verdict_in_a_row
-from alto.early_exit.scores import choose, interval_of, scores_of
 from alto.early_exit.selection import Selection
-from alto.early_exit.smoothing import Ema, ema_of
-from alto.early_exit.upturn import OverfittingUpturn
+from alto.early_exit.track import Ema, ema_of
 from alto.records import ExitDecision, LossPoint
-from alto.spec.rules import Rule
+from alto.spec import Rule
 
 __all__ = [
     "Disagreement",

@@ -1,4 +1,4 @@
-"""Sets when jobs are evaluated, and on how many validation rows, for a stated share of the time of training."""
+"""Plans when jobs are evaluated, and on how many validation rows, for a given share of the training time."""
 
 from __future__ import annotations
 
@@ -11,35 +11,23 @@ from operator import truediv
 from typing import Any, Self
 
 from alto.records import Rung
-from alto.spec.early_exit import EarlyExit
-from alto.spec.rungs import places_at, rung_step
+from alto.spec import EarlyExit, places_at, rung_step
 
-__all__ = [
-    "FEW_JOBS",
-    "LEAST_PAIRS",
-    "LEAST_ROWS",
-    "LEAST_ROWS_OF_FEW",
-    "LEAST_ROWS_OF_MANY",
-    "MOST_MEASURED",
-    "SHARE_AT_END",
-    "budgeted",
-]
-
-# Source of the numbers below: replay on the recorded sweeps (benchmarks/policies/times.py).
+# Source of the numbers below: replays on the recorded sweeps (benchmarks/policies/times.py).
 
 SHARE_AT_END = 0.4
-"""Part of the evaluation share that is kept for measuring the best adapters in the end."""
+"""Part of the evaluation share that is reserved for measuring the best adapters at the end."""
 
 MOST_MEASURED = 2
-"""Most jobs whose best adapters are measured in the end."""
+"""Maximum number of jobs whose best adapters are measured at the end."""
 
 FEW_JOBS, SHARE_OF_FEW = 8, 0.4
-"""At a rung that more jobs reach, the worst of them are far behind, and fewer rows tell them. Up to so many jobs are
-told apart on more rows, as far as this share of the time that they have trained pays for that."""
+"""If more jobs than this reach a rung, the worst are far behind, and few rows show it. Fewer jobs are compared on more
+rows, as far as this share of their training time pays for them."""
 
 LEAST_ROWS_OF_MANY, LEAST_ROWS_OF_FEW, LEAST_ROWS, LEAST_PAIRS = 6, 16, 12, 32
-"""Fewest validation rows at a rung that many or few jobs reach, where jobs are compared on the same rows, and after the
-rungs; fewest pairs anywhere, as losses of pairs tell less."""
+"""Minimum numbers of validation rows: at a rung that many jobs reach, at a rung that few jobs reach (jobs are compared
+there on the same rows), and after the rungs; and of pairs anywhere, because losses of pairs say less."""
 
 
 def budgeted(
@@ -54,19 +42,18 @@ def budgeted(
 ) -> EarlyExit:
     """Return ``settings`` with the evaluations that its ``evaluation_share`` pays for.
 
-    At a rung a job is evaluated for a share of the time that it has trained since the rung before. After the last rung
-    it is evaluated as often as the share pays for the fewest rows. In the end, the best jobs are measured for a share
-    of the whole time of training; one of them on all rows where the whole share would pay for that. The fewest rows
-    that tell jobs apart are evaluated even beyond the share.
+    At a rung, a job is evaluated for a share of the time that it has trained since the rung before. After the last
+    rung, it is evaluated as often as the share pays for the minimum number of rows. At the end, the best jobs are
+    measured for a share of the whole training time; one of them on all rows if the whole share would pay for that. The
+    minimum number of rows is evaluated even if the share does not pay for it.
 
     Args:
         settings: Early exit with explicit rungs.
         steps: Steps of every job that reaches the first rung.
-        num_rows: Validation rows.
-        row_cost: Time to evaluate one row over the time to train one job to its end.
+        row_cost: Time to evaluate one row, divided by the time to train one job to its end.
         every: Smallest share of a job's steps between two evaluations after the last rung.
-        are_pairs: Whether rows are pairs of replies.
-        drops_rungs: Keep those rungs alone with which training and evaluations take the least time.
+        are_pairs: Whether rows are preference pairs.
+        drops_rungs: Whether to keep only the rungs with which training and evaluations take the least time.
     """
     total_share = settings.evaluation_share
     assert total_share != "all", "there is a share to keep to"
@@ -74,12 +61,12 @@ def budgeted(
     share = total_share - share_at_end
 
     def affordable(time: float, least: int) -> int:
-        """Rows that can be evaluated in ``time``; at least ``least``, at most all."""
+        """Return how many rows can be evaluated in ``time``; at least ``least``, at most all."""
         return min(max(math.floor(time / row_cost + 1e-9), LEAST_PAIRS if are_pairs else least), num_rows)
 
     given = settings.selection_rungs if settings.select else ()
     places = [places_at(given, index, len(steps)) for index in range(len(given))]
-    # Places are counted over all rungs, so that a rung keeps as many jobs whichever are left out before it.
+    # Places are counted over all rungs, so a rung keeps the same number of jobs whichever rungs before it are left out.
     choices = itertools.chain.from_iterable(
         itertools.combinations(range(len(given)), count) for count in range(len(given), -1, -1)
     )
@@ -106,13 +93,13 @@ def budgeted(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RungPlan:
-    """Some of the rungs of a task, with evaluations.
+    """Some of the rungs of a task, with their evaluations.
 
     Attributes:
-        rungs: The rungs, each with the share of jobs that it keeps of those that the one before has kept.
-        evaluations: Progress and rows of each.
-        training: Time of training, over the time to train one job to its end.
-        time: Time of training and of evaluations at rungs.
+        rungs: The rungs, each with its ``keep`` as a share of the jobs kept by the rung before.
+        evaluations: Progress and number of rows of each evaluation.
+        training: Training time, divided by the time to train one job to its end.
+        time: Time of training and of the evaluations at rungs, in the same unit.
     """
 
     rungs: tuple[Rung, ...]
@@ -132,16 +119,14 @@ class _RungPlan:
         row_cost: float,
         affordable: Callable[[float, int], int],
     ) -> Self:
-        """The rungs with the numbers ``chosen`` of those that are ``given``.
+        """Return the plan with the rungs ``chosen`` out of ``given``.
 
         Args:
-            given: All rungs.
-            places: Jobs that continue from each.
-            chosen: Numbers of rungs, rising.
-            steps: Steps of every job that reaches the first rung; those that are left have the same mix of steps.
-            share: Time of an evaluation, over the time that a job has trained since the one before.
-            row_cost: Time to evaluate one row.
-            affordable: Rows that can be evaluated in a time; at least so many.
+            places: Number of jobs that continue from each rung.
+            chosen: Indices of rungs, rising.
+            steps: Steps of every job that reaches the first rung; remaining jobs have the same mix of steps.
+            share: Time of an evaluation, divided by the time that a job has trained since the one before.
+            affordable: Function that returns how many rows can be evaluated in a time, and at least a given number.
         """
         evaluations: list[tuple[float, int]] = []
         at, evaluated = [0] * len(steps), [0] * len(steps)
@@ -152,7 +137,7 @@ class _RungPlan:
             least = min(LEAST_ROWS_OF_FEW, math.floor(SHARE_OF_FEW * trained / row_cost)) if num_left <= FEW_JOBS else 0
             rows = affordable(share * trained, max(least, LEAST_ROWS_OF_MANY))
             reached = [rung_step(rung, total) for total in steps]
-            # A job that stands at the same step as at the rung before is evaluated there once.
+            # A job that is at the same step as at the rung before is evaluated only once.
             known = [rows_then * (one == other) for rows_then, one, other in zip(evaluated, reached, at, strict=True)]
             training += part * sum((one - other) / total for one, other, total in zip(reached, at, steps, strict=True))
             evaluating += part * row_cost * sum(max(rows - rows_then, 0) for rows_then in known)
@@ -173,7 +158,7 @@ class _RungPlan:
 
 
 def _as_settings(rungs: Sequence[Rung], num_jobs: int) -> dict[str, Any]:
-    """The keys of early exit that make ``rungs``."""
+    """Return the keys of early exit that produce ``rungs``."""
     if not rungs:
         return {"select": False}
     finish = rungs[-1].progress if rungs[-1].max_kept is not None and len(rungs) > 1 else 1.0

@@ -1,4 +1,4 @@
-"""Reads the entries of a run's journal for this package."""
+"""Reads loss curves, evaluations before the first step, and exits from the entries of a run's journal."""
 
 from __future__ import annotations
 
@@ -6,38 +6,41 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from alto.early_exit.policy import policy_from
+from alto.early_exit.selection import Selection
 from alto.errors import RunError
-from alto.records import SplitLoss, StartValue, exit_reason
+from alto.records import ExitDecision, ExitReason, SplitLoss, StartValue, exit_reason
 from alto.runs.events import (
     WIRE_NAMES,
     BaseEvaluated,
+    BestMeasured,
+    Event,
     JobAdded,
+    JobCompleted,
     JobEvaluated,
     JobExited,
     JobReopened,
     JournalEntry,
+    RungScored,
     StartMeasurement,
     TaskStarted,
     TrainSteps,
+    WarmupEnded,
 )
-from alto.spec.metric import score_of
-
-__all__ = ["Curves", "curves_of", "exits_of", "loss_of", "start_of", "start_values"]
+from alto.spec import EarlyExit, loss_scale, score_of
 
 
 @dataclass(slots=True)
 class Curves:
-    """The losses of one job by step, the scores of its evaluations by the task's metric, and those of the base.
+    """The losses, scores and metrics of one job by step, and its evaluation before the first step.
 
     Attributes:
-        start: Evaluation of what the job begins with; None where it is not known.
-        train: Training loss by step.
-        validation: Validation loss by step.
-        scores: Score by step.
-        score_rows: Value of the metric on every validation row, by step.
-        metrics: What the method measures beside the loss, by name, by step.
-        loss_rows: Loss of every validation row, by step; at step 0 of what the job begins with.
-        tests: Loss on the test rows, by step; at step 0 of what the job begins with.
+        start: Evaluation before the first step; None if unknown.
+        scores: Value of the task's metric at every evaluation.
+        score_rows: Value of the task's metric on every validation row.
+        metrics: Metrics of the method beside the loss, by name.
+        loss_rows: Loss of every validation row; step 0 is the evaluation before the first step.
+        tests: Loss on the test rows; step 0 is the evaluation before the first step.
     """
 
     start: StartValue | None = None
@@ -57,7 +60,7 @@ class Curves:
 
 
 def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
-    """The event that names the jobs.
+    """Return the event that names the jobs.
 
     Raises:
         RunError: There is none.
@@ -72,8 +75,8 @@ def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
 
 
 def start_values(event: BaseEvaluated, metric: str, *, has_order: bool = False) -> dict[str, StartValue]:
-    """The evaluation before the first step of every job; with the losses of rows where the task has an order of
-    evaluation."""
+    """Return the evaluation before the first step of every job; with losses of rows if the task has an evaluation
+    order."""
     starts = {}
     for value in event.values:
         score = score_of(metric, value.metrics)
@@ -88,7 +91,7 @@ def start_values(event: BaseEvaluated, metric: str, *, has_order: bool = False) 
 
 
 def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
-    """The loss curves of all jobs."""
+    """Return the loss curves of all jobs."""
     started = start_of(entries)
     curves = {description.job: Curves() for description in started.jobs}
     for entry in entries:
@@ -113,7 +116,7 @@ def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
 
 
 def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
-    """Reason and step of every job that, by the journal, ended early and was not reopened, by job id."""
+    """Return reason and step of every early exit in the journal, by job id, without jobs that were reopened."""
     exits: dict[str, tuple[str, int]] = {}
     for entry in entries:
         match entry.event:
@@ -125,5 +128,106 @@ def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
 
 
 def loss_of(value: float | str | None) -> float:
-    """A loss in the form of recordings: a number; where it is not finite a string, or null for NaN."""
+    """Convert a loss in a recording: a number, or a string if it is not finite, or null for NaN."""
     return math.nan if value is None else float(value)
+
+
+EXITS_FROM_OUTSIDE = (ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disagreement:
+    """A job whose exit in the journal differs from the exit derived from its losses.
+
+    Attributes:
+        journalled: Reason and step of the exit in the journal; None for no exit.
+        derived: Reason and step of the exit derived from the losses; None for no exit.
+    """
+
+    job: str
+    journalled: tuple[str, int] | None
+    derived: tuple[str, int] | None
+
+
+def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
+    """Derive every exit again from the losses of a journal and return the differences; empty if they agree.
+
+    Raises:
+        RunError: See `selection_of`.
+    """
+    entries = list(entries)
+    journalled = exits_of(entries)
+    selection = selection_of(entries)
+    decisions = {job: selection.decision_on(job) for job in selection.jobs}
+    derived = {job: (decision.reason, decision.step) for job, decision in decisions.items() if decision is not None}
+    return tuple(
+        Disagreement(job=job, journalled=journalled.get(job), derived=derived.get(job))
+        for job in selection.jobs
+        if journalled.get(job) != derived.get(job)
+    )
+
+
+def selection_of(entries: Iterable[JournalEntry]) -> Selection:
+    """Return the selection after ``entries``: the same code decides again from the same losses.
+
+    Exits in the journal are derived again; only exits from outside (stopped, failed, budget) are copied. Entries of a
+    job after the selection has ended it are ignored.
+
+    Raises:
+        RunError: No task was started, or the order of the entries is impossible: steps are missing, a job trained past
+            its rung, or a rung was decided before every job had reached it.
+    """
+    entries = list(entries)
+    started = start_of(entries)
+    settings = EarlyExit.of_run(started.early_exit)
+    total_steps = {description.job: description.total_steps for description in started.jobs}
+    scales = {description.job: loss_scale(description.config) for description in started.jobs}
+    selection = Selection(
+        policy_from(settings),
+        ema_alpha=settings.ema_alpha,
+        total_steps=total_steps,
+        loss_scales=scales,
+        configuration_of={job.job: job.configuration for job in started.jobs if job.configuration is not None},
+        row_weights=started.ordered_weights,
+    )
+    for entry in entries:
+        try:
+            _feed(selection, entry.event, started)
+        except (RunError, KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"Journal, event {entry.seq} ({entry.name}): {error}"
+                " If the journal is intact, a different version of ALTO wrote it."
+            ) from error
+    return selection
+
+
+def _feed(selection: Selection, event: Event, started: TaskStarted) -> None:
+    metric, has_order = started.metric, bool(started.evaluation_order)
+    match event:
+        case TrainSteps(job=job) if selection.is_training(job):
+            selection.observe_losses(job, event.first_step, event.losses)
+        case JobEvaluated(job=job) if selection.is_training(job):
+            score = score_of(metric, event.metrics)
+            rows = event.loss_rows if has_order else ()
+            selection.observe(job, event.step, event.validation_loss, score, event.metric_rows, rows)
+        case BaseEvaluated():
+            for job, start in start_values(event, metric, has_order=has_order).items():
+                selection.observe_base(job, start)
+        case BestMeasured(job=job):
+            selection.observe_measured(job, event.validation_loss, event.loss_rows)
+        case RungScored(scores=scores):
+            selection.observe_scores(scores)
+        case WarmupEnded():
+            selection.select()
+        case JobExited(job=job) if selection.is_training(job) and event.reason in EXITS_FROM_OUTSIDE:
+            evidence = {key: float(value) for key, value in event.evidence.items()}
+            reason = exit_reason(event.reason)
+            selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=evidence))
+        case JobCompleted(job=job) if selection.is_training(job) and not selection.history(job):
+            selection.finish(job)
+        case JobAdded(job=job, origin=str(origin), forked_at=steps) if steps:
+            selection.fork(job, origin)
+        case JobAdded(job=job, origin=origin):
+            selection.add(job, event.total_steps, loss_scale(event.config), catches_up=origin is None)
+        case JobReopened(job=job):
+            selection.reopen(job)

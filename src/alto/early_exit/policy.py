@@ -1,32 +1,114 @@
-"""An early-exit policy: online rules that judge one job, and rungs that rank all of them."""
+"""An early-exit policy: online rules that judge one job, and rungs that rank all jobs."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from alto.early_exit import nonfinite, underperformance
+from alto.base import naming_errors
+from alto.early_exit import patterns
+from alto.early_exit.noise import Repeated, ranked_configurations
 from alto.errors import UnsupportedError
-from alto.records import ExitDecision, LossPoint, Rung, RungResult, Standing
-from alto.spec.early_exit import EarlyExit
-from alto.spec.packages import naming_errors
-from alto.spec.rules import RULES, Rule
-from alto.spec.rungs import places_at
+from alto.records import ExitDecision, ExitReason, LossPoint, Rung, RungResult, Standing
+from alto.spec import RULES, EarlyExit, Rule, places_at
 
-__all__ = ["Policy", "policy_from"]
+CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
+"""Number of standard errors, and share of the first one's improvement, by which a clear loser is behind."""
+
+
+def select(
+    places: int,
+    standings: Collection[Standing],
+    *,
+    is_finish: bool = False,
+    ends_clear_losers: bool = False,
+    configuration_of: Mapping[str, str] | None = None,
+    failed: Collection[str] = (),
+) -> RungResult:
+    """Keep the best ``places`` configurations of ``standings``, independent of their order; at least one.
+
+    With ``is_finish``, a configuration whose jobs have all ended takes no place from one that trains: the best that
+    trains continues, too. With ``ends_clear_losers``, configurations clearly behind the first one do not continue: they
+    are behind by more than three standard errors of the difference on the rows that both have, and by more than a
+    twentieth of the first one's improvement over its loss before the first step. Source: replay on the recorded sweeps.
+
+    Configurations are ordered by :func:`alto.early_exit.noise.ranked_configurations`, in which a job that repeats
+    no other is a configuration of its own: by the score of the task's metric, and within noise by the validation loss.
+    Ties rank by id. A loss that is not finite ranks last and is never kept, even if places stay empty. All jobs of a
+    configuration are kept or none. A job that has ended may take a place but gets no verdict.
+
+    The evidence of a verdict is the ``rank`` of its job's configuration (1 is best), ``num_competing``, ``num_kept``,
+    its ``validation_loss`` and, unless nothing was kept, ``cutoff_loss``: the loss of the last configuration kept. If
+    scores differ, it also has ``score`` and ``cutoff_score``; if a configuration is repeated, ``mean_loss``.
+
+    Args:
+        places: Number of configurations that continue.
+        is_finish: Whether the rung ends all but one.
+        ends_clear_losers: Whether jobs clearly behind the best one end.
+        configuration_of, failed: See ``ranked_configurations``.
+    """
+    ranked = ranked_configurations(standings, configuration_of or {}, failed)
+    finite = [group for group in ranked if math.isfinite(group.mean.validation_loss)]
+    kept = finite[: max(1, places)]
+    if ends_clear_losers:
+        kept = [group for group in kept if group is kept[0] or not _is_clearly_behind(group, kept[0])]
+    if is_finish and not any(group.mean.is_training for group in kept):
+        kept += [group for group in finite if group.mean.is_training][:1]
+    has_scores = len({group.mean.score for group in ranked}) > 1
+    shared = {"num_competing": float(len(ranked)), "num_kept": float(len(kept))}
+    if kept:
+        shared["cutoff_loss"] = kept[-1].mean.validation_loss
+        if has_scores:
+            shared["cutoff_score"] = kept[-1].mean.score
+    kept_jobs = {member.job for group in kept for member in group.members}
+    dropped = tuple(
+        ExitDecision(
+            job=standing.job,
+            step=standing.step,
+            reason=ExitReason.UNDERPERFORMING,
+            evidence={
+                "rank": float(rank),
+                "validation_loss": standing.validation_loss,
+                **({"score": standing.score} if has_scores else {}),
+                **({"mean_loss": group.mean.validation_loss} if len(group.members) > 1 else {}),
+                **shared,
+            },
+        )
+        for rank, group in enumerate(ranked, start=1)
+        for standing in group.members
+        if standing.is_training and standing.job not in kept_jobs
+    )
+    return RungResult(kept=tuple(member.job for group in kept for member in group.members), dropped=dropped)
+
+
+def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bool:
+    """Return whether a configuration is clearly behind the first; False if unknown, or if one of both is repeated."""
+    if len(one.members) > 1 or len(first.members) > 1 or first.mean.start_loss is None:
+        return False
+    differences = [a - b for a, b in zip(one.mean.loss_rows, first.mean.loss_rows, strict=False)]
+    if len(differences) < 2 or not all(map(math.isfinite, differences)):
+        return False
+    error = statistics.stdev(differences) / math.sqrt(len(differences))
+    behind = one.mean.validation_loss - first.mean.validation_loss
+    gained = first.mean.start_loss - first.mean.validation_loss
+    return behind > CLEAR_ERRORS * error and behind > CLEAR_SHARE * gained > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Decides only from records: same records, same decisions, on every rank and in every replay.
+    """An early-exit policy, which decides only from records: same records, same decisions, on every rank and in every
+    replay.
 
     Without rules and rungs it still ends a job whose loss is not finite.
 
     Attributes:
         rules: Online rules in the order of their calls; the first verdict counts.
         rungs: Points of selection, progress rising.
-        equal_shares: Rank by values interpolated to exactly the rung's share of every job's steps, and count places
-            over all rungs; else by the first evaluation at or after the rung, and places among those ranked at it.
+        equal_shares: Whether jobs are ranked by values interpolated to exactly the rung's share of their steps, and
+            places are counted over all rungs. Otherwise jobs are ranked by the first evaluation at or after the rung,
+            and places are counted among those ranked there.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -34,15 +116,15 @@ class Policy:
     equal_shares: bool = True
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict on one job at the last point of ``history`` (oldest first), or None to train on.
+        """Return the verdict on one job at the last point of ``history`` (oldest first); None if it continues.
 
         Raises:
-            UnsupportedError: A rule of a package raises; or its verdict is none, is not on that job and step, has
-                another reason than the rule's, or evidence that is no number.
+            UnsupportedError: A package's rule raises an error, or returns something that is not a verdict on that job
+                and step, with the rule's reason and with numbers as evidence.
         """
         if not history:
             return None
-        verdict = nonfinite.judge_point(history[-1])
+        verdict = patterns.judge_point(history[-1])
         if verdict is not None:
             return verdict
         verdicts = (_verdict(rule, history) for rule in self.rules)
@@ -60,15 +142,14 @@ class Policy:
         """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep the best of them.
 
         Args:
-            rung_index: Number of the rung.
-            standings: Jobs that compete.
-            num_entered: Configurations that were ever ranked, these included; None for as many as are ranked here.
-            configuration_of: By job that repeats a configuration: its id; None where none does.
+            num_entered: Number of configurations that were ever ranked, including these; None means the number ranked
+                here.
+            configuration_of: Id of the configuration of every job that repeats one.
             failed: Ids of configurations of which a job has diverged or failed.
         """
         known = configuration_of or {}
         num_ranked = len({known.get(standing.job, standing.job) for standing in standings})
-        return underperformance.select(
+        return select(
             self._places(rung_index, num_entered or num_ranked, num_ranked),
             standings,
             is_finish=self.rungs[rung_index].max_kept is not None,
@@ -78,7 +159,7 @@ class Policy:
         )
 
     def ending_rungs(self, num_configurations: int) -> tuple[Rung, ...]:
-        """The rungs that end a job of ``num_configurations`` that all enter, where nothing else ends one."""
+        """Return the rungs that end a job if ``num_configurations`` jobs enter and nothing else ends one."""
         found, num_left = [], num_configurations
         for index, rung in enumerate(self.rungs):
             places = self._places(index, num_configurations, num_left)
@@ -94,7 +175,7 @@ class Policy:
 
 
 def policy_from(settings: EarlyExit) -> Policy:
-    """The policy of ``settings``; divergence is tested before overfitting, as in Algorithm 1."""
+    """Return the policy of ``settings``; divergence is tested before overfitting, as in Algorithm 1."""
     if not settings.enabled:
         return Policy()
     return Policy(
@@ -117,8 +198,8 @@ def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
         )
     if (verdict.job, verdict.step, verdict.reason) != (last.job, last.step, rule.reason):
         raise UnsupportedError(
-            f"{name}: expected a verdict on {last.job} at step {last.step} with reason {rule.reason!r}, found one on "
-            f"{verdict.job} at step {verdict.step} with {verdict.reason!r}; correct the rule"
+            f"{name}: expected a verdict on {last.job} at step {last.step} with reason {rule.reason!r}, found a "
+            f"verdict on {verdict.job} at step {verdict.step} with {verdict.reason!r}; correct the rule"
         )
     wrong = _no_number_in(verdict.evidence)
     if wrong:
@@ -129,7 +210,7 @@ def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
 
 
 def _no_number_in(evidence: object) -> str:
-    """What a journal could not hold; empty where there is nothing."""
+    """Describe the part of ``evidence`` that a journal cannot hold; empty if there is none."""
     if not isinstance(evidence, Mapping):
         return type(evidence).__name__
     wrong = (

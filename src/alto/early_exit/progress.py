@@ -1,4 +1,4 @@
-"""Converts fractions of a job's steps: the steps of its evaluations, and its loss at a fraction."""
+"""Converts shares of a job's steps: to the steps of its evaluations, and to its loss at a share."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from alto.early_exit.common_rows import on_scale_of
+from alto.early_exit.noise import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
-from alto.spec.metric import LEAST_SCORE
-from alto.spec.rungs import EARLIEST_IN_WARMUP, ceil_share, rung_step
+from alto.spec import EARLIEST_IN_WARMUP, LEAST_SCORE, ceil_share, rung_step
 
-__all__ = ["evaluation_steps", "point_at_share", "rung_notes"]
-
-
-# Closer to an evaluation than this, relative to the distance of two, counts as at it.
+# An evaluation counts as at the rung if it is closer than this, relative to the distance of the two around the rung.
 _EXACT = 1e-9
 
 
@@ -26,21 +22,21 @@ def point_at_share(
     start: StartValue | None,
     row_weights: Sequence[float] = (),
 ) -> LossPoint | None:
-    """The standing of a job after exactly ``rung.progress`` of its steps; None where no evaluation has reached it.
+    """Return the value of a job after exactly ``rung.progress`` of its steps; None if no evaluation has reached it.
 
-    A job is evaluated after whole steps, and the first one at or after the rung may lie far behind it where batches are
-    large. So the loss (and the score) is interpolated between the two evaluations around the rung: linear in the
-    logarithm of the steps, as loss curves are nearly so; before the first evaluation straight from ``start``. Without a
-    value on the near side, and where one of the two is not finite, the evaluation at or after the rung stands.
-    The near side is taken on the scale of the evaluation at or after the rung, whose rows the result has. Rows of a
-    score are interpolated like their mean; where one side has none, the result has none.
+    A job is evaluated after whole steps, and with large batches the first evaluation at or after the rung may be far
+    behind it. So the loss (and the score) is interpolated between the two evaluations around the rung: linear in the
+    logarithm of the steps, because loss curves nearly are; before the first evaluation, linear in the steps from
+    ``start``. If there is no earlier value, or if one of the two is not finite, the later evaluation is returned. The
+    earlier value is first put on the scale of the later evaluation, whose loss rows the result has. Rows of a score are
+    interpolated like their mean; if one side has none, the result has none.
 
     Args:
         history: Evaluations of one job, oldest first.
         total_steps: Steps of the job.
-        start: Evaluation before the first step; None where it is not known, as for a job that begins with another job's
+        start: Evaluation before the first step; None if unknown, for example if a job begins with another job's
             weights.
-        row_weights: Weight of every validation row, in the order of evaluation; empty where all evaluations are on all
+        row_weights: Weight of every validation row, in the order of evaluation; empty if all evaluations are on all
             rows.
     """
     reached = rung_step(rung, total_steps)
@@ -73,11 +69,11 @@ def _between(old: float, new: float, share: float) -> float:
 
 
 def rung_notes(rungs: Sequence[Rung], lr_warmup_shares: Iterable[float] = ()) -> tuple[str, ...]:
-    """Notices where rungs come early in the longest learning-rate warmup.
+    """Return notices about rungs that come early in the longest learning-rate warmup.
 
     Args:
         rungs: Rungs of the task that may end a job.
-        lr_warmup_shares: Share of its steps in which the learning rate of every job rises.
+        lr_warmup_shares: For every job, the share of its steps in which the learning rate rises.
     """
     longest = max(lr_warmup_shares, default=0.0)
     earliest = EARLIEST_IN_WARMUP * longest
@@ -87,25 +83,23 @@ def rung_notes(rungs: Sequence[Rung], lr_warmup_shares: Iterable[float] = ()) ->
     rises = f"The learning rate of a job rises for {100 * longest:.3g} % of its steps"
     if first == earliest:
         return (
-            f"{rises}, so no job ends as underperforming before {100 * first:.3g} %; shorten warmup_steps or "
-            "warmup_ratio of the jobs where it is the longest, or set early_exit.rungs, to save more.",
+            f"{rises}, so no job ends as underperforming before {100 * first:.3g} %; to save more, shorten "
+            "warmup_steps or warmup_ratio of the jobs with the longest warmup, or set early_exit.rungs.",
         )
     return (
-        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of that; use a later rung, or give "
-        "all jobs the same rise.",
+        f"{rises}, and the rung at {100 * first:.3g} % ranks it before a quarter of this warmup; use a later rung, or "
+        "give all jobs the same warmup.",
     )
 
 
 def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> tuple[int, ...]:
-    """The steps (1-based counts of steps done) after which a job is evaluated, rising and unique.
+    """Return the steps (1-based counts of steps done) after which a job is evaluated, rising and unique.
 
     They are the fractions ``every``, ``2 * every``, … of the job's own steps, rounded up, the step of every rung, and
     the last step. So jobs of different lengths are compared at equal progress, and a rung always has a fresh value.
 
     Args:
-        total_steps: Steps of the job.
         every: Fraction of the steps between two evaluations, in (0, 1].
-        rungs: Rungs of the task.
 
     Raises:
         SpecError: ``every`` is not in (0, 1].

@@ -1,4 +1,4 @@
-"""A recording: the loss curves of a task whose every job was trained to its end."""
+"""A recording: the loss curves of a task whose jobs were all trained to their end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_bytes, strict_json
 from alto.early_exit.journal import Curves, curves_of, loss_of, start_of
 from alto.errors import RunError, RunNotFoundError
 from alto.records import SplitLoss, StartValue
 from alto.runs.events import JobDescription, JournalEntry
-from alto.spec.job_config import JOB_FIELDS, JobConfig
-from alto.spec.outside import read_bytes, strict_json
-
-__all__ = ["RecordedJob", "Recording"]
+from alto.spec import JOB_FIELDS, JobConfig
 
 FORMAT = "alto-recording"
 VERSION = 1
@@ -31,22 +29,19 @@ class RecordedJob:
     """The complete curves of one job.
 
     Attributes:
-        job: Job id.
         config: The job's configuration, canonical keys.
-        total_steps: Optimizer steps of the job.
         rows_per_step: Training rows of one full optimizer step.
-        train_losses: Training loss of every step.
         evaluations: ``(step, validation_loss)``, steps rising.
-        scores: Score of each evaluation by the task's metric; empty where it selects by the loss.
-        score_rows: The same on every validation row; empty where it is not known.
-        metrics: By name, what the method measures beside the loss, a value for each evaluation; empty where there is
-            no such metric or it was not recorded.
-        start: Evaluation before its first step; None where it was not recorded.
+        scores: Value of the task's metric at each evaluation; empty if the task selects by the loss.
+        score_rows: Value of the task's metric on every validation row, for each evaluation; empty if unknown.
+        metrics: Name to the values of the method's metrics beside the loss, one for each evaluation; empty if there are
+            none or they were not recorded.
+        start: Evaluation before the first step; None if it was not recorded.
         loss_rows: Loss of every validation row, in thousandths of its unit, by step: before the first step, at rungs
-            and after the last. Empty where it was not recorded.
+            and after the last step. Empty if it was not recorded.
         tests: Loss on the test rows, its rows in thousandths, by step: before the first step, and at every evaluation
-            that was the job's best so far. Empty where there were no such rows.
-        configuration: As of :class:`alto.runs.events.JobDescription`.
+            that was the job's best so far. Empty if there were no test rows.
+        configuration: See :class:`alto.runs.events.JobDescription`.
 
     Raises:
         RunError: The job was not trained to its end (only a non-finite loss may end it before its last step), or some
@@ -81,7 +76,7 @@ class RecordedJob:
             )
         if short := [name for name, values in self.metrics.items() if len(values) != len(steps)]:
             raise RunError(
-                f"Recording, job {self.job}: expected {', '.join(short)} of each of {len(steps)} evaluations, found"
+                f"Recording, job {self.job}: expected {', '.join(short)} for each of {len(steps)} evaluations, found"
                 f" {', '.join(str(len(self.metrics[name])) for name in short)} values. Record the run again."
             )
         reached_end = len(self.train_losses) == self.total_steps and bool(steps) and steps[-1] == self.total_steps
@@ -90,7 +85,7 @@ class RecordedJob:
             raise RunError(
                 f"Recording, job {self.job}: expected every step up to {self.total_steps} and an evaluation at the"
                 f" last, found {len(self.train_losses)} steps and the last evaluation at {steps[-1] if steps else 0}."
-                " Record a run whose early_exit.enabled is false, to its end."
+                " Record a run with early_exit.enabled: false, up to its end."
             )
 
     @property
@@ -105,12 +100,11 @@ class RecordedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Every job of a task trained to its end, so that any policy can be replayed on it.
+    """The curves of a task whose jobs were all trained to their end, so that any policy can be replayed on them.
 
     Attributes:
-        task: What was tuned (model, dataset, commit, …): free, for the reader.
-        num_train: Rows of the training set.
-        jobs: All jobs.
+        task: Description of the task for the reader (model, dataset, commit, …), in any form.
+        num_train: Number of rows of the training set.
     """
 
     task: Mapping[str, Any]
@@ -119,22 +113,22 @@ class Recording:
 
     @property
     def lr_warmup(self) -> float:
-        """The largest share of its steps for which a job's learning rate rises; see :meth:`EarlyExit.resolved`."""
+        """The largest share of a job's steps in which its learning rate rises; see :meth:`EarlyExit.resolved`."""
         return max(_common_config(job).lr_warmup_share(job.total_steps) for job in self.jobs)
 
     def samples_after(self, job: RecordedJob, step: int) -> int:
-        """Training rows ``job`` has seen after ``step`` steps; the last step of an epoch may be short."""
+        """Return how many rows ``job`` has trained after ``step`` steps; the last step of an epoch may be short."""
         steps_per_epoch = math.ceil(self.num_train / job.rows_per_step)
         epochs, steps = divmod(step, steps_per_epoch)
         return epochs * self.num_train + min(steps * job.rows_per_step, self.num_train)
 
     @classmethod
     def from_journal(cls, entries: Iterable[JournalEntry]) -> Recording:
-        """Fold the journal of a run without early exit.
+        """Make a recording of the journal of a run without early exit.
 
         Raises:
-            RunError: No task was started, evaluations were on some of the validation rows, a job was not trained to its
-                end, or a job's budget disagrees with its steps.
+            RunError: No task was started, evaluations used only a part of the validation rows, a job was not trained to
+                its end, or a job's budget disagrees with its steps.
         """
         entries = list(entries)
         started, curves = start_of(entries), curves_of(entries)
@@ -153,10 +147,10 @@ class Recording:
         return recording
 
     def write(self, path: str | Path) -> None:
-        """Write to ``path`` (``.json.gz`` or ``.json``); losses keep six significant digits, scores and metrics all
-        of theirs; equal content gives equal bytes.
+        """Write the recording to ``path`` (``.json.gz`` or ``.json``); equal content gives equal bytes.
 
-        NaN and infinities are written as the strings ``nan``, ``inf`` and ``-inf``, which strict JSON can carry.
+        Losses keep six significant digits, scores and metrics all their digits. NaN and infinities are written as the
+        strings ``nan``, ``inf`` and ``-inf``, because strict JSON has no such numbers.
         """
         document = {
             "format": FORMAT,
@@ -188,11 +182,12 @@ class Recording:
 
     @classmethod
     def read(cls, path: str | Path) -> Recording:
-        """Read what `write` wrote.
+        """Read a recording that `write` wrote.
 
         Raises:
             RunNotFoundError: There is no such file.
-            RunError: The file is not a recording, or one of a newer version, or a job in it was not trained to its end.
+            RunError: The file is not a recording, or is of a newer version, or has a job that was not trained to its
+                end.
         """
         document = _document_at(Path(path))
         try:
@@ -203,13 +198,13 @@ class Recording:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise RunError(
-                f"{path}: expected a recording of version {VERSION}, found one that lacks or misspells {error}."
+                f"{path}: expected a recording of version {VERSION}, found a document that lacks or misspells {error}."
                 " Record the run again."
             ) from error
 
 
 def _common_config(job: RecordedJob) -> JobConfig:
-    """Keys that do not depend on the method, which a recording does not name."""
+    """Return the keys that do not depend on the method, because a recording does not name the method."""
     return JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS})
 
 
@@ -241,7 +236,7 @@ def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
 
 
 def _metrics_by_name(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, tuple[float, ...]]:
-    """From the metrics of each step to the values of each metric that all steps have, in the order of the steps."""
+    """Return, for each metric that all steps have, its values in the order of the steps."""
     by_step = [metrics[step] for step in sorted(metrics)]
     names = [name for name in by_step[0] if all(name in of_step for of_step in by_step)] if by_step else []
     return {name: tuple(of_step[name] for of_step in by_step) for name in names}
@@ -252,8 +247,8 @@ def _check_budget(planned: JobDescription, num_samples: int) -> None:
         raise RunError(
             f"Journal, job {planned.job}: expected a budget of {planned.samples_budgeted} rows, found {num_samples}"
             f" from its {planned.total_steps} steps, so a recording would misstate savings."
-            " Steps must hold per_device_train_batch_size × gradient_accumulation_steps rows, the last of an epoch what"
-            " is left."
+            " Each step must hold per_device_train_batch_size × gradient_accumulation_steps rows; the last step of an"
+            " epoch holds the remaining rows."
         )
 
 
@@ -330,12 +325,12 @@ def _document_at(path: Path) -> Mapping[str, Any]:
         ) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise RunError(
-            f'{path}: expected a document of format "{FORMAT}", found another. Give the path of a recording.'
+            f'{path}: expected a document of format "{FORMAT}", found a different format. Give the path of a recording.'
         )
     if document.get("version") != VERSION:
         raise RunError(
             f"{path}: expected a recording of version {VERSION}, found {document.get('version')}."
-            " Read it with the ALTO that wrote it, or update."
+            " Read it with the version of ALTO that wrote it, or update ALTO."
         )
     return document
 

@@ -1,4 +1,4 @@
-"""Applies a policy to a recording: its exits, its savings and its regret."""
+"""Applies a policy to a recording, and returns its exits, its savings and its regret."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from alto.early_exit.policy import Policy
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.selection import Selection
 from alto.records import JobResult
-from alto.spec.metric import loss_scale
-
-__all__ = ["ReplayResult", "replay"]
+from alto.spec import loss_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +19,10 @@ class ReplayResult:
 
     Attributes:
         jobs: The result of every job, in the order of the recording.
-        winner: Job with the best evaluation seen before its end; None if no evaluation was finite.
+        winner: Job with the best evaluation seen before it ended; None if no evaluation was finite.
         winner_step: Step of that evaluation; 0 if there is none.
-        best_kept: Its validation loss; infinity if there is none.
-        best_of_all: That of the best evaluation of the whole recording.
+        best_kept: Validation loss of that evaluation; infinity if there is none.
+        best_of_all: Validation loss of the best evaluation of the whole recording.
     """
 
     jobs: tuple[JobResult, ...]
@@ -48,7 +46,7 @@ class ReplayResult:
 
     @property
     def saved_by(self) -> Mapping[str, float]:
-        """Share of the budgeted samples not trained, by the pattern that saved them; sums to `samples_saved`."""
+        """Share of the budgeted samples not trained, by the pattern that saved them; the sum is `samples_saved`."""
         saved: dict[str, float] = {}
         for job in self.jobs:
             if job.exit_reason is not None:
@@ -63,10 +61,10 @@ class ReplayResult:
 
     @property
     def regret(self) -> float:
-        """Best kept over best of all: 1 when the winner was kept, larger the worse.
+        """Best loss kept, divided by the best loss of all: 1 if the winner was kept, larger if a worse job was.
 
-        Infinite where the best of all is not above zero, as the losses of some preference methods may be. It compares
-        losses: for a task that selects by another metric it is not about the winner.
+        Infinite if the best of all is not above zero, which the losses of some preference methods allow. It compares
+        losses, so for a task that selects by another metric it says nothing about the winner.
         """
         if self.best_kept == self.best_of_all:
             return 1.0
@@ -77,12 +75,10 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     """Run ``policy`` over ``recording`` as the executor would.
 
     A rung is decided at the first recorded evaluation at or after its step, so a recording whose evaluations miss a
-    rung makes the policy later, not better. Without a recorded evaluation before its first step, a job is ranked at a
-    rung before its first evaluation by that evaluation.
+    rung makes the policy later, not better. If a job has no recorded evaluation before its first step, a rung before
+    its first evaluation ranks it by that evaluation.
 
     Args:
-        recording: Curves of all jobs.
-        policy: The policy.
         ema_alpha: Weight of the newest training loss in its average.
     """
     selection = Selection(
@@ -117,7 +113,7 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
 
 
 class _Tape:
-    """Feeds one recorded job into a selection, an evaluation at a time."""
+    """A player that feeds one recorded job into a selection, one evaluation at a time."""
 
     def __init__(self, job: RecordedJob) -> None:
         self._job = job

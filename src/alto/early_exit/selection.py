@@ -8,26 +8,21 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from alto.early_exit import nonfinite
-from alto.early_exit.common_rows import on_one_scale
-from alto.early_exit.noise import leading_group
+from alto.early_exit import patterns
+from alto.early_exit.noise import Repeated, leading_group, on_one_scale, ranked_configurations
 from alto.early_exit.policy import Policy
-from alto.early_exit.repetitions import Repeated, ranked_configurations
-from alto.early_exit.smoothing import Ema
-from alto.early_exit.track import ENDS_COMPETING, JobTrack
+from alto.early_exit.track import ENDS_COMPETING, Ema, JobTrack
 from alto.errors import RunError
 from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing, StartValue
-from alto.spec.rungs import rung_step
-
-__all__ = ["Selection"]
+from alto.spec import rung_step
 
 UNBEATABLE = sys.float_info.max  # above every score
 
 
 class Selection:
-    """Follows all jobs of a task and decides which end; the executor and the replay use the same code.
+    """The state of all jobs of a task, which decides which jobs end; the executor and the replay use the same code.
 
-    Its methods `observe_losses`, `observe` and `end` take what happened and return verdicts. The executor's loop::
+    Its methods `observe_losses`, `observe` and `end` take events and return verdicts. The executor's loop::
 
         while selection.training:
             job = any of selection.training that does not wait, or of selection.certain_to_be_kept()
@@ -39,28 +34,28 @@ class Selection:
 
     The order in which jobs are observed does not matter: a job is judged by its own history, and a rung waits until
     every job that still trains has been evaluated at it. The state is a function of the calls, so feeding the same
-    journal again rebuilds it (`alto.early_exit.audit.selection_of`).
+    journal again rebuilds it (`alto.early_exit.journal.selection_of`).
 
-    A job that waits may continue where its place is certain, as far as the rung after. The rung still ranks it by its
-    value there: verdicts after a rung do not change that rung.
+    A waiting job that is certain to be kept may continue as far as the rung after. The rung still ranks it by its value
+    there: verdicts after a rung do not change that rung.
 
-    A job ends by a verdict, or it finishes: at its last evaluation it has nothing left to save, so there only a
-    non-finite loss is a verdict. At a rung a job that trains stands with its latest evaluation, one that overfit
-    or finished with its best. A job that diverged, was stopped, failed or was once not kept does not compete any more.
-    Where the policy compares equal shares, its value at a rung is interpolated to exactly the rung's share of its
-    steps.
+    A job ends by a verdict, or it finishes: at its last evaluation there is nothing left to save, so only a non-finite
+    loss is a verdict there. At a rung, a job that trains competes with its latest evaluation, a job that overfit or
+    finished with its best one. A job that diverged, was stopped, failed or was not kept at a rung does not compete any
+    more. If the policy compares equal shares, a job's value at a rung is interpolated to exactly the rung's share of
+    its steps.
 
     Verdicts on one job use its losses; evaluations and jobs are ordered by their scores.
 
     Args:
-        policy: Judges and ranks.
+        policy: The policy that judges and ranks.
         ema_alpha: Weight of the newest training loss in its running average, in (0, 1].
         total_steps: Steps of every job, by job id.
-        loss_scales: Scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; equal for all that are not
-            named.
-        configuration_of: By job that repeats a configuration with another seed: id of the configuration, that of one
-            of the jobs. Rungs rank configurations by the means of their jobs.
-        row_weights: Weight of every validation row, in the order of evaluation; empty where all evaluations are on all
+        loss_scales: Scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; jobs without an entry have
+            equal scales.
+        configuration_of: Id of the configuration, by job that repeats one with another seed; it is the id of one of the
+            jobs. Rungs rank configurations by the means of their jobs.
+        row_weights: Weight of every validation row, in the order of evaluation; empty if all evaluations are on all
             rows.
 
     Raises:
@@ -97,7 +92,6 @@ class Selection:
         The first loss that is not finite ends the job at its step; later losses are ignored.
 
         Args:
-            job: Job id.
             first_step: Step of the first loss.
             losses: One loss per step.
         """
@@ -110,7 +104,7 @@ class Selection:
         )
         _require(first_step == due, f"step {due} of {job}, found step {first_step}")
         for step, loss in enumerate(losses, start=first_step):
-            verdict = nonfinite.judge_step_loss(job, step, loss)
+            verdict = patterns.judge_step_loss(job, step, loss)
             if verdict is not None:
                 self.end(verdict)
                 return verdict
@@ -118,9 +112,9 @@ class Selection:
         return None
 
     def observe_base(self, job: str, start: StartValue) -> None:
-        """Observe the evaluation of what ``job`` begins with, before its first own evaluation."""
+        """Observe the evaluation of ``job`` before its first step; call it before any other evaluation of the job."""
         track = self._tracks[job]
-        _require(not track.history, f"the base's validation before the first of {job}, found it after one")
+        _require(not track.history, f"the evaluation of the base before all evaluations of {job}, found it after one")
         track.start = start
 
     def observe(
@@ -135,13 +129,11 @@ class Selection:
         """Observe an evaluation after ``step`` steps, whose training losses must all have been observed.
 
         Args:
-            job: Job id.
-            step: Steps done.
-            validation_loss: Validation loss.
-            score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 where only the loss decides.
-            score_rows: The metric on every validation row, where it is known.
-            loss_rows: Loss of every row of the evaluation, in the order of evaluation; empty where evaluations are on
-                all rows.
+            step: Number of steps done.
+            score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 if only the loss decides.
+            score_rows: The metric on every validation row, if known.
+            loss_rows: Loss of every row of the evaluation, in the order of evaluation; empty if evaluations are on all
+                rows.
         """
         track = self._tracks[job]
         done, last = track.ema.count, track.steps
@@ -150,7 +142,7 @@ class Selection:
         _require(last < step <= track.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
         point = track.evaluated(job, validation_loss, score, tuple(score_rows), tuple(loss_rows))
         self._num_changes += 1
-        verdict = nonfinite.judge_point(point)
+        verdict = patterns.judge_point(point)
         if verdict is None:
             track.keep_best(point, self._row_weights)
             if step == track.total_steps:
@@ -163,31 +155,32 @@ class Selection:
         return verdict
 
     def finish(self, job: str) -> None:
-        """Observe that ``job``, which nothing evaluates as there are no validation rows, has done all its steps."""
+        """Observe that ``job``, which is never evaluated because there are no validation rows, has done all steps."""
         track = self._tracks[job]
         _require(track.trains, f"{job} to train, found that it has ended")
-        _require(not track.history, f"{job} to have no evaluation, found some: the last of them finishes it")
+        _require(not track.history, f"{job} to have no evaluations, found some: the last evaluation finishes the job")
         _require(track.ema.count == track.total_steps, f"all steps of {job}, found {track.ema.count} of them")
         self._num_changes += 1
         track.finished = True
 
     def observe_measured(self, job: str, validation_loss: float, loss_rows: Sequence[float]) -> None:
-        """Observe the best checkpoint of ``job`` on more rows, after all jobs have ended: jobs measured so come before
-        all others in the end."""
-        _require(not self.training, "all jobs to have ended, found that some train")
+        """Observe the best checkpoint of ``job`` on more rows, after all jobs have ended; measured jobs come before all
+        others in the final ranking."""
+        _require(not self.training, "all jobs to have ended, found that some still train")
         best = self._tracks[job].best
         assert best is not None, f"{job} was evaluated"
         self._tracks[job].best = replace(best, validation_loss=validation_loss, loss_rows=tuple(loss_rows))
         self._measured.add(job)
 
     def observe_scores(self, scores: Sequence[FinalistScore]) -> None:
-        """Observe the scores of the answers of jobs that stand at the next rung, which ranks by them; none where they
-        could not be scored, so that it ranks by the metric."""
+        """Observe the scores of the answers of the jobs at the next rung, which ranks by them.
+
+        Pass no scores if the answers could not be scored; then the rung ranks by the metric."""
         _require(self.rung_ready(), "every job that trains to wait at the rung that is scored, found that some do not")
         self._scores = {score.job: score for score in scores}
 
     def end(self, decision: ExitDecision) -> None:
-        """End a job: by a verdict of the policy, or from outside (``stopped``, ``failed``)."""
+        """End a job: by a verdict of the policy, or from outside (``stopped``, ``failed``, ``budget``)."""
         track = self._tracks[decision.job]
         _require(track.trains, f"{decision.job} to train, found that it has ended")
         self._num_changes += 1
@@ -195,44 +188,44 @@ class Selection:
         track.competes = decision.reason not in ENDS_COMPETING
 
     def add(self, job: str, total_steps: int, loss_scale: str = "", *, catches_up: bool = False) -> None:
-        """Add a job, before its first step; it takes part in every rung that is still to be decided.
+        """Add a job before its first step; it takes part in every rung that is still to be decided.
 
         Args:
-            job: Id of the new job.
-            total_steps: Its steps.
             loss_scale: Scale of its loss; the default is that of all other jobs.
-            catches_up: No rung waits for it until it has reached that rung. A rung that was decided before ranks it
-                alone, as soon as it is there, among all jobs that were ever ranked at that rung.
+            catches_up: Whether no rung waits for it until it has reached that rung. A rung that was decided before
+                ranks it alone, as soon as it gets there, among all jobs that were ever ranked at that rung.
         """
-        _require(job not in self._tracks, f"a new job, found that {job} is there already")
+        _require(job not in self._tracks, f"a new job, found that {job} already exists")
         self._num_changes += 1
         late_rung = 0 if catches_up else None
         self._tracks[job] = JobTrack(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale, late_rung=late_rung)
 
     def fork(self, job: str, origin: str) -> None:
-        """Add a job that continues where ``origin``, which trains, is now: what was observed of that counts for both,
-        but the evaluation that a job competes with in the end is its own."""
-        _require(job not in self._tracks, f"a new job, found that {job} is there already")
+        """Add a job that continues from the present state of ``origin``, which trains.
+
+        Everything observed of ``origin`` counts for both, but the new job competes in the end with its own
+        evaluations."""
+        _require(job not in self._tracks, f"a new job, found that {job} already exists")
         _require(self._tracks[origin].trains, f"{origin} to train, found that it has ended")
         self._num_changes += 1
         self._tracks[job] = self._tracks[origin].forked(job)
 
     def reopen(self, job: str) -> None:
-        """Reopen a job that was ended: it takes part in every rung still to be decided, and is judged by its later
-        evaluations."""
+        """Reopen a job that was ended: it takes part in every rung still to be decided, and only its later evaluations
+        are judged."""
         track = self._tracks[job]
         _require(track.decision is not None, f"{job} to have been ended early, found that it has not")
         assert track.decision is not None
         _require(
             all(map(math.isfinite, track.decision.evidence.values())),
-            f"{job} to have finite losses, found that it ended with one that is not, so it cannot be resumed",
+            f"{job} to have finite losses, found that it ended with a loss that is not finite, so it cannot be resumed",
         )
         self._num_changes += 1
         track.reopen()
 
     @property
     def jobs(self) -> tuple[str, ...]:
-        """All jobs, in the order they were given."""
+        """All jobs, in the order in which they were given."""
         return tuple(self._tracks)
 
     @property
@@ -253,30 +246,30 @@ class Selection:
 
     @property
     def num_changes(self) -> int:
-        """A version number that rises with every change of the training jobs; training losses that end no job do not
-        count."""
+        """A version number that rises with every change of the training jobs, but not with training losses that end no
+        job."""
         return self._num_changes
 
     def next_stop(self, job: str) -> int:
-        """The step at which ``job`` waits for the next rung; its last step if no rung is left."""
+        """Return the step at which ``job`` waits for the next rung; its last step if no rung is left."""
         return self._stop(job, self._rungs_held)
 
     def furthest_stop(self, job: str) -> int:
-        """The step after which ``job`` must not train before the next rung is decided, even if its place is certain."""
+        """Return the step past which ``job`` must not train before the next rung, even if it is certain to be kept."""
         return self._stop(job, self._rungs_held + 1)
 
     def is_training(self, job: str) -> bool:
-        """Whether ``job`` has neither ended nor finished; a waiting job counts."""
+        """Return whether ``job`` has neither ended nor finished; a waiting job counts."""
         return self._tracks[job].trains
 
     def is_waiting(self, job: str) -> bool:
-        """Whether ``job`` has been evaluated at the next rung and waits for the others."""
+        """Return whether ``job`` has been evaluated at the next rung and waits for the others."""
         track = self._tracks[job]
         is_on_time = track.late_rung is None
         return track.trains and is_on_time and self.next_rung is not None and track.steps >= self.next_stop(job)
 
     def certain_to_be_kept(self) -> frozenset[str]:
-        """Jobs that wait but may continue: the next rung will keep them for any results of the others.
+        """Return the jobs that wait but may continue: the next rung keeps them whatever the results of the others.
 
         A job is certain if it would be kept even if all jobs still to come were better. Only users can undo this.
         """
@@ -286,7 +279,7 @@ class Selection:
             return frozenset()
         may_change = self.next_rung.ends_clear_losers or any(standing.score_rows for standing in present)
         if may_change or self._configuration_of:
-            # A job still to come may change which are within noise of each other or clear, or a configuration's mean.
+            # A job still to come may change a configuration's mean, or which jobs are within noise or clearly behind.
             return frozenset()
         better = [Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE) for job in sorted(coming)]
         kept = self._select(self._rungs_held, [*present, *better]).kept
@@ -295,13 +288,13 @@ class Selection:
         )
 
     def rung_ready(self) -> bool:
-        """Whether the next rung can be decided: a job has reached it, and all training jobs that are not late wait at
-        it."""
+        """Return whether the next rung can be decided: a job has reached it, and all training jobs that are not late
+        wait at it."""
         on_time = (job for job in self.training if self._tracks[job].late_rung is None)
         return all(map(self.is_waiting, on_time)) and any(map(self._stands_at_rung, self._tracks))
 
     def standings(self) -> tuple[Standing, ...]:
-        """Standings of all jobs that compete at the next rung, by job id."""
+        """Return the states of all jobs that compete at the next rung, by job id."""
         points = []
         for job, track in sorted(self._tracks.items()):
             point = self._at_rung(job, self._rungs_held) if self._stands_at_rung(job) else track.stands_with
@@ -313,7 +306,7 @@ class Selection:
         )
 
     def select(self) -> RungResult:
-        """Decide the next rung: rank, end those dropped, and let the others continue."""
+        """Decide the next rung: rank the jobs, end those that are dropped, and let the others continue."""
         _require(self.rung_ready(), "every job that trains to wait at the rung, found that some do not")
         standings = self.standings()
         rung_result = self._select(self._rungs_held, standings)
@@ -329,41 +322,41 @@ class Selection:
         return rung_result
 
     def at_rungs(self, job: str) -> tuple[LossPoint, ...]:
-        """The values of ``job`` at the rungs that it has reached, decided or not, as they are compared there."""
+        """Return the values of ``job`` at the rungs it has reached, decided or not, as they are compared there."""
         points = (self._at_rung(job, index) for index in range(len(self.policy.rungs)))
         return tuple(itertools.takewhile(lambda point: point is not None, points))  # type: ignore[arg-type]
 
     def start_of(self, job: str) -> StartValue | None:
-        """The evaluation before the first step of ``job``; None where it is not known."""
+        """Return the evaluation before the first step of ``job``; None if unknown."""
         return self._tracks[job].start
 
     def decision_on(self, job: str) -> ExitDecision | None:
-        """The verdict that ended ``job``; None if it trains or did all its steps."""
+        """Return the verdict that ended ``job``; None if it trains or did all its steps."""
         return self._tracks[job].decision
 
     def history(self, job: str) -> tuple[LossPoint, ...]:
-        """All evaluations of ``job``, oldest first."""
+        """Return all evaluations of ``job``, oldest first."""
         return tuple(self._tracks[job].history)
 
     def best(self, job: str) -> LossPoint | None:
-        """The evaluation that ``job`` competes with in the end, the earliest of equals; None before any.
+        """Return the evaluation that ``job`` competes with in the end, the earliest of equals; None before any.
 
-        One with a better score by the task's metric takes its place, and one with a lower validation loss whose score
-        lies within noise of it and of the best score so far.
+        It is replaced by an evaluation with a better score by the task's metric, or with a lower validation loss and a
+        score within noise of it and of the best score so far.
         """
         return self._tracks[job].best
 
     def winner(self) -> LossPoint | None:
-        """The best evaluation of all jobs, however they ended; None if there is none."""
+        """Return the best evaluation of all jobs, however they ended; None if there is none."""
         return next(iter(self.leaders(1)), None)
 
     def leaders(self, count: int) -> list[LossPoint]:
-        """The best evaluations of the best ``count`` jobs, however they ended; of a repeated configuration its best."""
+        """Return the best evaluations of the best ``count`` configurations, however their jobs ended."""
         return [group.members[0] for group in self._ranked_bests()[:count]]
 
     def front_runners(self) -> tuple[str, ...]:
         """Return the jobs that train, best first by their values at the last decided rung, or else by their best
-        evaluations. Jobs without a value come last, most steps first."""
+        evaluations. Jobs without a value come last, those with most steps first."""
         at_rung = (self._at_rung(job, self._rungs_held - 1) for job in self.training if self._rungs_held)
         points = [point for point in at_rung if point] or [best for best in map(self.best, self.training) if best]
         ranked = [group.members[0].job for group in ranked_configurations(points, {}, set())]
@@ -371,8 +364,8 @@ class Selection:
         return (*ranked, *others)
 
     def within_noise_of_winner(self) -> list[LossPoint]:
-        """The best evaluations of other jobs, with other scores than the winner's, that are within noise of the best
-        score; best score first."""
+        """Return the best evaluations of other jobs whose scores differ from the winner's, but are within noise of the
+        best score; best score first."""
         ranked, failed = self._ranked_bests(), self._failed_configurations()
         best_of = {group.mean.job: group.members[0] for group in ranked}
         competing = [one.mean for one in ranked if one.mean.job not in failed] or [one.mean for one in ranked]
@@ -399,11 +392,11 @@ class Selection:
         return sorted(ranked, key=lambda group: not self._measured.issuperset(one.job for one in group.members))
 
     def _failed_configurations(self) -> set[str]:
-        """Repeated configurations of which a job has diverged or failed."""
+        """Return the repeated configurations of which a job has diverged or failed."""
         return {name for job, name in self._configuration_of.items() if self._tracks[job].has_failed}
 
     def _judge_late(self, track: JobTrack, job: str) -> ExitDecision | None:
-        """The verdict of the decided rungs that a late job has reached now."""
+        """Return the verdict of the decided rungs that a late job has reached now."""
         while track.late_rung is not None:
             point = self._at_rung(job, track.late_rung)
             if track.late_rung == len(self.policy.rungs) or (point is not None and track.late_rung == self._rungs_held):
@@ -428,7 +421,8 @@ class Selection:
         return rung_step(rungs[rung_index], total_steps) if rung_index < len(rungs) else total_steps
 
     def _at_rung(self, job: str, index: int) -> LossPoint | None:
-        """The value of ``job`` at rung number ``index``; None if it has not reached it, or there is no such rung."""
+        """Return the value of ``job`` at rung number ``index``; None if it has not reached it or there is no such
+        rung."""
         if index >= len(self.policy.rungs):
             return None
         return self._tracks[job].at_rung(
@@ -436,7 +430,7 @@ class Selection:
         )
 
     def _stands_at_rung(self, job: str) -> bool:
-        """Whether ``job`` waits at the next rung, or trained past it and ended there by a verdict."""
+        """Return whether ``job`` waits at the next rung, or trained past it and a verdict ended it there."""
         point, track = self._at_rung(job, self._rungs_held), self._tracks[job]
         if point is None or track.late_rung is not None:
             return False

@@ -1,18 +1,50 @@
-"""What a selection knows of one job."""
+"""The state that a selection keeps of one job."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from alto.early_exit.common_rows import on_scale_of
-from alto.early_exit.noise import is_better, is_within_noise
+from alto.early_exit.noise import is_better, is_within_noise, on_scale_of
 from alto.early_exit.progress import point_at_share
-from alto.early_exit.smoothing import Ema
+from alto.errors import SpecError
 from alto.records import ExitDecision, ExitReason, FinalistScore, LossPoint, Rung, Standing, StartValue
-from alto.spec.rungs import rung_step
+from alto.spec import rung_step
 
-__all__ = ["ENDS_COMPETING", "JobTrack"]
+
+@dataclass(slots=True)
+class Ema:
+    """A running average ``ema = alpha * loss + (1 - alpha) * ema``, started by the first loss.
+
+    Attributes:
+        alpha: Weight of the newest loss, in (0, 1].
+        value: The average so far; None before the first loss.
+        count: Number of losses.
+    """
+
+    alpha: float
+    value: float | None = None
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.alpha <= 1.0:
+            raise SpecError(
+                f"ema_alpha: expected a weight in (0, 1], found {self.alpha}. Use 1 for no smoothing, a "
+                "smaller value for more smoothing."
+            )
+
+    def update(self, loss: float) -> float:
+        """Add the loss of one more step and return the average after it."""
+        self.value = loss if self.value is None else self.alpha * loss + (1.0 - self.alpha) * self.value
+        self.count += 1
+        return self.value
+
+
+def ema_of(losses: Iterable[float], alpha: float) -> tuple[float, ...]:
+    """Return the running average after each of ``losses``, bit-identical to `Ema` with one loss at a time."""
+    ema = Ema(alpha)
+    return tuple(ema.update(loss) for loss in losses)
+
 
 ENDS_COMPETING = (
     ExitReason.DIVERGING,
@@ -21,27 +53,25 @@ ENDS_COMPETING = (
     ExitReason.FAILED,
     ExitReason.BUDGET,
 )
-"""Jobs that end for one of these do not compete at later rungs; after overfitting, or a user's rule, the best
-evaluation competes."""
+"""Reasons after which a job does not compete at later rungs; after overfitting, or a user's rule, its best evaluation
+competes."""
 
 
 @dataclass(slots=True)
 class JobTrack:
-    """The evaluations of one job, and where it stands.
+    """The evaluations of one job, and its state.
 
     Attributes:
-        total_steps: Steps of the job.
-        ema: Running average of its training losses.
-        loss_scale: Scale of its loss.
-        start: Evaluation before its first step; None where it is not known.
-        was_ranked: Whether a rung has ranked it.
-        late_rung: Of a job that was added while others trained: the first rung that it has not reached yet, or that was
-            decided without it. None of all others, and once it waits at a rung with them.
+        ema: Running average of the training losses.
+        start: Evaluation before the first step; None if unknown.
+        was_ranked: Whether a rung has ranked the job.
+        late_rung: For a job that was added while others trained: the first rung that it has not reached yet, or that
+            was decided without it. None for all other jobs, and once it waits at a rung with them.
         history: Evaluations, oldest first.
-        best, peak: The evaluation that it competes with in the end, and the one with the best score.
-        decision: The verdict that ended it.
-        finished: It did all its steps.
-        competes: It may still take a place at a rung.
+        best, peak: The evaluation that the job competes with in the end, and the one with the best score.
+        decision: The verdict that ended the job.
+        finished: Whether the job did all its steps.
+        competes: Whether the job may still take a place at a rung.
         judged_from: Number of evaluations that no rule judges again.
     """
 
@@ -70,22 +100,21 @@ class JobTrack:
 
     @property
     def stands_with(self) -> LossPoint | None:
-        """The evaluation it competes with by default; None if it does not compete."""
+        """The evaluation that the job competes with by default; None if it does not compete."""
         if self.trains:
             return self.history[-1] if self.history else None
         return self.best if self.competes else None
 
     @property
     def has_failed(self) -> bool:
-        """Whether it ended for a reason that says something about its configuration, not only about its place."""
+        """Whether the job ended for a reason that concerns its configuration, not only its rank."""
         return self.decision is not None and self.decision.reason in (ExitReason.DIVERGING, ExitReason.FAILED)
 
     def standing(self, point: LossPoint, score: FinalistScore | None = None) -> Standing:
-        """Where it stands at a rung with ``point``, one of its evaluations.
+        """Return the state of the job at a rung with ``point``, one of its evaluations.
 
         Args:
-            point: The evaluation.
-            score: Of its answers; None where the metric ranks.
+            score: Score of the job's answers; None if the metric ranks.
         """
         return Standing(
             job=point.job,
@@ -107,7 +136,7 @@ class JobTrack:
         score_rows: tuple[float, ...],
         loss_rows: tuple[float, ...],
     ) -> LossPoint:
-        """Note and return an evaluation after the steps that it has done; arguments as of :class:`LossPoint`."""
+        """Record and return an evaluation after the steps done so far; arguments are those of :class:`LossPoint`."""
         assert self.ema.value is not None, "it has trained"
         point = LossPoint(
             job=job,
@@ -125,45 +154,43 @@ class JobTrack:
         return point
 
     def reopen(self) -> None:
-        """Reopen the job: it trains and competes again, and is judged by its later evaluations."""
+        """Reopen the job: it trains and competes again, and only its later evaluations are judged."""
         self.decision = None
         self.competes = True
         self.judged_from = len(self.history)
 
     def stands_at(self, point: LossPoint, *, is_equal_share: bool) -> bool:
-        """Whether it waits at the rung of ``point``, or trained past it and ended there by a verdict.
+        """Return whether the job waits at the rung of ``point``, or trained past it and a verdict ended it there.
 
         Args:
-            point: Its value at the rung.
-            is_equal_share: Whether jobs are compared at exactly equal shares. One that finished at the rung must not
-                have an advantage over them.
+            point: Value of the job at the rung.
+            is_equal_share: Whether jobs are compared at exactly equal shares. A job that finished at the rung must not
+                have an advantage over the others.
         """
         if self.finished and self.steps == point.step:
             return is_equal_share
         return self.trains or self.ended_after(point)
 
     def keep_best(self, point: LossPoint, row_weights: Sequence[float]) -> None:
-        """Replace the best evaluation by ``point``, the latest, where that is better.
+        """Replace the best evaluation by ``point``, the latest one, if that is better.
 
         Args:
-            point: The evaluation.
             row_weights: Weight of every validation row, in the order of evaluation.
         """
         if self.peak is None or point.score > self.peak.score:
             self.peak = point
-        # Steps that are each within noise of the previous one must not lead away from the best score.
+        # A series of steps, each within noise of the step before, must not lead away from the best score.
         if self.best is None or (
             is_better(on_scale_of(self.best, point, row_weights), self.best) and is_within_noise(point, self.peak)
         ):
             self.best = point
 
     def at_rung(self, rung: Rung, row_weights: Sequence[float] | None) -> LossPoint | None:
-        """Return its value at ``rung``; None if it has not reached it.
+        """Return the value of the job at ``rung``; None if it has not reached it.
 
         Args:
-            rung: The rung.
-            row_weights: Weight of every validation row, in the order of evaluation, for the value at exactly the share
-                of the rung; None for the first evaluation at or after it.
+            row_weights: Weight of every validation row, in the order of evaluation, to interpolate to exactly the share
+                of the rung; None for the first evaluation at or after the rung.
         """
         if row_weights is not None:
             return point_at_share(self.history, rung, self.total_steps, self.start, row_weights)
@@ -171,15 +198,15 @@ class JobTrack:
         return next((point for point in self.history if point.step >= step), None)
 
     def ended_after(self, point: LossPoint) -> bool:
-        """Whether it continued after ``point``, one of its evaluations, and then ended, other than by a user."""
+        """Return whether the job continued after ``point``, one of its evaluations, and ended later, not by a user."""
         if self.decision is None:
             return self.finished and self.steps > point.step
         if self.decision.reason is ExitReason.FAILED:
-            return True  # only what came after: a step or an evaluation that fails is not counted
+            return True  # it failed after this point, because a step or an evaluation that fails is not counted
         return self.decision.step > point.step and self.decision.reason is not ExitReason.STOPPED
 
     def forked(self, job: str) -> JobTrack:
-        """The track of a job that continues from here, with all that was observed so far."""
+        """Return the track of a job that continues from here, with everything observed so far."""
         return replace(
             self,
             ema=replace(self.ema),

@@ -1,4 +1,4 @@
-"""Run folders on a cluster, for a caller who keeps a durable list of them: the service."""
+"""Trains run folders on a cluster for the service, which keeps a durable list of them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from alto.cluster import Cluster, Controller, GuardedSolver, TaskRun, TaskStatus
+from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket
 from alto.data import read_task_rows
-from alto.engine.estimates import base_key
-from alto.engine.queue_setup import QueueSetup
+from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
+from alto.engine.queue_setup import QueueSetup, replanning
 from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
@@ -20,16 +20,9 @@ from alto.runs.events import QueueResumed, QueueStarted
 from alto.scheduler.queue import Queue, QueueSettings, TaskState
 from alto.spec import Task
 
-__all__ = ["ControlPlane", "OrderState", "RunOrder", "checked_task", "opened_control_plane"]
-
-REPLAN_S = 1.0
-REPLAN_GAP = 0.01
-
 MAX_PLANNED = 32
-"""Where more runs than this wait, each plan is only of those that start now: GPUs do not wait for a solver."""
-
-UNKNOWN_DURATION_S = 3600.0
-"""Estimated duration of a task that was never measured; it is updated from the task's own pace once it trains."""
+"""When more runs than this wait, each plan covers only the runs that start now, so that GPUs do not wait for a
+solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +31,10 @@ class RunOrder:
 
     Attributes:
         name: Unique among all orders that the control plane ever had.
-        run_dir: Folder of the run, made already.
-        task: The task in it.
-        tenant: Whose GPUs it counts against.
-        priority: Higher goes first, whosever the runs are; may be negative.
-        shares_with: Runs with the same text may share a process, where they have the same base model.
+        run_dir: Folder of the run; exists already.
+        tenant: Tenant whose GPU quota the run counts against.
+        priority: Higher goes first, across all tenants; may be negative.
+        shares_with: Runs with the same text may share a process if they have the same base model.
     """
 
     name: str
@@ -55,14 +47,14 @@ class RunOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderState:
-    """An order as it is now.
+    """The current state of an order.
 
     Attributes:
-        outcome: ``finished``, ``failed`` or ``stopped``; None while something is still to be done.
+        outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
         is_running: Whether an executor works on it.
-        is_new: Whether it waits and no executor has begun with it yet.
+        is_new: Whether it waits and no executor has started it yet.
         reason: Why it failed.
-        error: Class of the error that its latest executor ended with; empty where there was none, or it is unknown.
+        error: Class of the error that ended its latest executor; empty if there was none, or it is unknown.
     """
 
     outcome: Literal["finished", "failed", "stopped"] | None
@@ -73,10 +65,10 @@ class OrderState:
 
 
 def checked_task(task: Task) -> Task:
-    """``task`` with absolute paths, so that any process can train it; its rows were read, and are not bad.
+    """Return ``task`` with absolute paths, so that any process can train it, after reading and checking its rows.
 
     Raises:
-        AltoError: What is wrong with its rows.
+        AltoError: The rows have an error.
     """
     found = portable(task)
     read_task_rows(found)
@@ -84,13 +76,13 @@ def checked_task(task: Task) -> Task:
 
 
 class ControlPlane:
-    """Trains the runs that it is given, in the order of their priority; errors of all methods as of the controller.
+    """Trains submitted runs in the order of their priority. The methods raise the controller's errors.
 
     Args:
         setup: Where and how runs are trained.
-        cluster: Opened.
-        controller: Started.
-        quotas: The most GPUs of a tenant, as the controller's queue reads it.
+        cluster: An opened cluster.
+        controller: A started controller.
+        quotas: Maximum number of GPUs of each tenant; the dictionary that the controller's queue reads.
     """
 
     def __init__(self, setup: QueueSetup, cluster: Cluster, controller: Controller, quotas: dict[str, int]) -> None:
@@ -100,33 +92,33 @@ class ControlPlane:
         self._quotas = quotas
 
     def check(self, task: Task) -> None:
-        """Check that the cluster can train ``task`` at some time.
+        """Check that the cluster is able to train ``task``.
 
         Raises:
-            SpecError: It asks for more GPUs than there are.
+            SpecError: The task asks for more GPUs than there are.
         """
         self._setup.check([task], self._cluster)
 
     def estimate(self, task: Task) -> TaskEstimate | None:
-        """What such a task was measured to take here; None where it never was."""
+        """Return the cached estimate of ``task`` on this cluster; None if there is none."""
         return self._setup.known_estimate(task, self._cluster)
 
     def remember_duration(self, task: Task, duration_s: float) -> None:
-        """Keep how long ``task`` has taken here, for :meth:`estimate`."""
+        """Store how long ``task`` took on this cluster, for :meth:`estimate`."""
         self._setup.remember_duration(task, self._cluster, duration_s)
 
     def submit(self, order: RunOrder) -> None:
-        """Have a run trained as soon as it is its turn; an earlier attempt in its folder is resumed.
+        """Put a run into the queue; an earlier attempt in its folder is resumed.
 
         Raises:
             SpecError: The name is taken, or the cluster can never provide the GPUs.
-            QueueCommandError: It is drained.
+            QueueCommandError: The control plane is drained.
         """
         estimate = self.estimate(order.task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
         if estimate.sharing is not None:
             sharing = replace(estimate.sharing, base=f"{estimate.sharing.base} {order.shares_with}")
             estimate = replace(estimate, sharing=sharing)
-        run = TaskRun(
+        ticket = TaskTicket(
             task=order.name,
             run_dir=str(order.run_dir),
             entry=TRAIN,
@@ -135,11 +127,13 @@ class ControlPlane:
             is_parallel=self._setup.is_parallel,
             trust_remote_code=order.task.needs_trust,
             base=f"{base_key(order.task)} {order.shares_with}",
+            tenant=order.tenant,
+            priority=order.priority,
         )
-        self._controller.submit(run, tenant=order.tenant, priority=order.priority)
+        self._controller.submit(ticket)
 
     def cancel(self, name: str) -> None:
-        """Take a run from the queue, or let its executor save and end; returns at once.
+        """Remove a run from the queue, or let its executor save and end; return at once.
 
         Raises:
             QueueCommandError: There is no such run, or it has ended.
@@ -147,7 +141,7 @@ class ControlPlane:
         self._controller.cancel(name)
 
     def take_back(self, name: str) -> bool:
-        """Take a run from the queue if no executor has begun with it; returns whether it was taken.
+        """Remove a run from the queue if no executor has started it; return whether it was removed.
 
         Raises:
             QueueCommandError: There is no such run, or the control plane is drained.
@@ -162,17 +156,17 @@ class ControlPlane:
         return self._controller.call(take)
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of runs that wait, by name; those that run, or have ended, stay."""
+        """Change the priorities of waiting runs, by name; runs that are running or have ended stay the same."""
         self._controller.prioritise(priorities)
 
     def job_command(
         self, name: str, action: Action, job: str, *, changes: Mapping[str, Any] | None, warm: bool, timeout_s: float
     ) -> Answer | None:
-        """Stop, resume or clone a job of a run that has not ended; as :meth:`alto.cluster.Controller.job_command`."""
+        """Stop, resume or clone a job of a run that has not ended; see :meth:`alto.cluster.Controller.job_command`."""
         return self._controller.job_command(name, action, job, changes=changes, warm=warm, timeout_s=timeout_s)
 
     def limit(self, tenant: str, max_gpus: int | None) -> None:
-        """Set the most GPUs that the runs of ``tenant`` have at a time; None sets no limit."""
+        """Set the maximum number of GPUs that the runs of ``tenant`` use at a time; None sets no limit."""
 
         def change() -> None:
             if max_gpus is None:
@@ -183,11 +177,11 @@ class ControlPlane:
         self._controller.call(change)
 
     def states(self) -> dict[str, OrderState]:
-        """All orders as they are now, by name."""
+        """Return the current state of all orders, by name."""
         return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
 
     def num_gpus(self) -> tuple[int, int]:
-        """GPUs, or CPU slots, that executors have, and all of them."""
+        """Return how many GPUs (or CPU slots) executors use, and how many there are."""
         status = self._controller.status()
         used = {gpu for task in status.tasks.values() if not task.has_ended for gpu in task.gpus}
         return len(used), sum(len(node.gpus) for node in status.nodes)
@@ -199,15 +193,15 @@ class ControlPlane:
 
 @contextlib.contextmanager
 def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat") -> Iterator[ControlPlane]:
-    """A control plane until the block is left; what runs then is killed, and can be resumed.
+    """Yield a control plane; leaving the block kills executors that still run; their runs can be resumed.
 
     Args:
         setup: Where and how runs are trained.
-        root: Folder of its journal and its lock.
+        root: Folder of the control plane's journal and lock.
         method: Scheduling method.
 
     Raises:
-        RunBusyError: Another process has the folder.
+        RunBusyError: Another process uses the folder.
         AltoError: The cluster cannot be opened.
     """
     root.mkdir(parents=True, exist_ok=True)
@@ -215,7 +209,7 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
     with (
         folder.locked(),
         setup.opened() as cluster,
-        GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP) as solve,
+        replanning(method) as solve,
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
         settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)

@@ -12,24 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from alto.backbone import device_name
-from alto.engine.evaluating import evaluate_adapters
-from alto.engine.existing_runs import is_finished
+from alto.engine.existing_runs import evaluate_adapters, is_finished, packed_as, refit_folder, refit_task
 from alto.engine.exports import find_winner
-from alto.engine.gpus import STRATEGIES, is_launched
+from alto.engine.gpus import STRATEGIES, is_launched, show_result, shown
 from alto.engine.launched import LaunchedRunner
 from alto.engine.objects import check_has_id, given_objects
-from alto.engine.packing import packed_as
-from alto.engine.previewing import preview_task
 from alto.engine.queue_setup import QueueSetup
 from alto.engine.queues import QueueRunner
-from alto.engine.refit import refit_folder, refit_task
 from alto.engine.runner import TaskRunner, portable
-from alto.engine.showing import show_result, shown
+from alto.engine.start import preview_task
 from alto.engine.task_queue import TaskQueue
 from alto.engine.trainer_callbacks import observers_of
 from alto.errors import SpecError
 from alto.evaluation import EvaluationSettings, OnProgress
-from alto.executor.profiling.disk import with_free_space
+from alto.executor.profiling.planning import with_free_space
 from alto.exporting import ExportSettings, check_before, write_export
 from alto.records import (
     DataPreview,
@@ -44,50 +40,47 @@ from alto.records import (
 )
 from alto.results import TaskResult
 from alto.runs import Observer, RunDir, in_background, load_run_task
-from alto.spec import EarlyExit, Task
-from alto.spec.base_objects import BaseObjects
+from alto.spec import BaseObjects, EarlyExit, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
-
-__all__ = ["Engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
     """Runs tuning tasks. Its settings are frozen; all state is in run directories.
 
-    One task (:meth:`tune`) runs in this process, on the first CUDA device, or on the CPU where there is none; one that
-    asks for several GPUs runs in as many processes. Many (:meth:`batched_execution`) run side by side on the GPUs of a
-    cluster, each in processes of its own or together with others on the same base model.
+    :meth:`tune` runs one task in this process, on the first CUDA device, or on the CPU of a machine without one; a task
+    that asks for several GPUs runs in one process per GPU. :meth:`batched_execution` runs many tasks side by side on
+    the GPUs of a cluster; each task has its own processes or shares one with other tasks on the same base model.
 
     Args:
-        strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each of them holds a part of the
-            base model and trains jobs of its own. ``single``: a task uses one GPU, or is one process on several CPU
-            slots.
-        total_gpus: GPUs that many tasks share; None for all there are. On a machine without GPUs it is the number of
-            CPU slots that stand for them, 1 if it is not given: a task on n of them has n shares of the cores.
-        cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a kind that
-            a package registers under ``alto.clusters``.
-        quotas: The most GPUs that the tasks of a tenant have at a time.
-        share_executor: Whether tasks on one base model may be trained together in one process where all are done
-            sooner; a task's own key ``share_executor: false`` keeps that task alone.
-        output_dir: Where run directories are made.
-        observers: Each is called, on a thread of its own, with every journal entry (:class:`alto.runs.JournalEntry`)
-            of every task, after it is written. One that raises, hangs or is slow changes nothing about the training:
-            one that raises is not called again, and at the end they get half a minute to finish. A run that is
-            resumed shows them its past first, each entry with ``is_replayed``. Where ranks are lost and started again,
-            what they had written since their last checkpoint is shown again. `MeasuringBegun`
-            comes before a task is measured, and again when its time is known better. Of many tasks they are shown the
-            queue's entries, with a `TaskMeasured` of each that is measured, and those of a task in `TaskRelayed`. A
+        strategy: How a task uses several GPUs (``num_gpus``). ``adapter_parallel``: each GPU holds a part of the base
+            model and trains its own jobs. ``single``: a task uses one GPU, or one process on several CPU slots.
+        total_gpus: Number of GPUs that the tasks share; None uses all. On a machine without GPUs, the number of CPU
+            slots that take their place: a task on n slots gets n shares of the cores and of the memory. None chooses
+            one slot for each task of the queue, as far as cores and memory go, and one for an empty queue.
+        cluster: ``local``; ``ray://HOST:PORT`` or ``auto`` for a Ray cluster; ``NAME`` or ``NAME://…`` for a cluster
+            type that a package registers under ``alto.clusters``.
+        quotas: Maximum number of GPUs that the tasks of each tenant use at a time.
+        share_executor: Whether tasks on the same base model may train together in one process when all tasks finish
+            sooner that way. A task with ``share_executor: false`` is always trained alone.
+        output_dir: Folder in which run directories are made.
+        observers: Called with every journal entry (:class:`alto.runs.JournalEntry`) of every task after it is written,
+            each observer on its own thread. An observer that raises, hangs or is slow does not affect the training: one
+            that raises is not called again, and at the end all get half a minute to finish. A resumed run first shows
+            its past entries, with ``is_replayed`` set. When lost ranks are restarted, entries written since their last
+            checkpoint are shown again. `MeasuringBegun` comes before a task is measured, and again when the estimated
+            time of the measurement changes. When many tasks run, observers get the queue's entries, with a
+            `TaskMeasured` for each measured task; the entries of a task come inside `TaskRelayed`. A
             ``transformers.TrainerCallback`` is called for every job: :class:`~.trainer_callbacks.CallbackObserver`.
-        is_interrupted: Called between steps; once it returns true, what runs stops and can be resumed.
-        progress: Whether :meth:`tune` and :meth:`resume` show the run and its table of jobs on the standard output.
-            None shows them in a terminal and in a notebook.
+        is_interrupted: Called between steps; once it returns true, training stops and can be resumed.
+        progress: Whether :meth:`tune` and :meth:`resume` print the run and its table of jobs to standard output. None
+            prints them in a terminal and in a notebook.
 
     Raises:
-        SpecError: The strategy is unknown, or a count is below 1.
-        UnsupportedError: A callback among the observers has methods that nothing here calls.
+        SpecError: The strategy is unknown, or ``total_gpus`` is below 1.
+        UnsupportedError: A callback among the observers has methods that ALTO never calls.
     """
 
     strategy: str = "adapter_parallel"
@@ -125,18 +118,18 @@ class Engine:
         """Run one task and export its best adapter.
 
         Args:
-            packing_from: The directory of another run of the task, whose packing is taken instead of one that is
-                measured. Two runs are equal to the last bit only where they are packed alike.
+            packing_from: The directory of another run of the task. Its packing is used, and nothing is measured. Two
+                runs are bitwise equal only if they are packed alike.
 
         Returns:
-            Every job's outcome; ``adapter_dir`` is the best adapter in PEFT format.
+            The outcome of every job; ``adapter_dir`` is the best adapter in PEFT format.
 
         Raises:
-            AltoError: What is wrong with the task, its data or its model; nothing has been written then.
-            RunError: ``packing_from`` is a run of another task, on another device or by another number of processes, or
-                has no packing.
-            NoResultError: No job gave a usable adapter; the run directory has the reasons.
-            TaskInterruptedError, RunWriteError: The run stopped half-way; :meth:`resume` continues it.
+            AltoError: The task, its data or its model has an error; nothing has been written then.
+            RunError: ``packing_from`` is a run of another task, on another device or with another number of processes,
+                or has no packing.
+            NoResultError: No job produced a usable adapter; the run directory has the reasons.
+            TaskInterruptedError, RunWriteError: The run stopped before its end; :meth:`resume` continues it.
         """
         if packing_from is not None:
             check_has_id([task], "packing_from, which compares names of base models")
@@ -148,14 +141,15 @@ class Engine:
         return result
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
-        """Plan ``task``: memory, packing, time, disk space. Measured unless that is cached; trains and writes nothing.
+        """Plan ``task``: memory, packing, time, disk space. Measures unless the result is cached; trains and writes
+        nothing.
 
         Args:
-            refresh: Measure again, even where a measurement is cached.
+            refresh: Measure again, even if a measurement is cached.
 
         Raises:
-            AltoError: What is wrong with the task, its data or its model.
-            DeviceMemoryError: The task cannot fit; the message states what does.
+            AltoError: The task, its data or its model has an error.
+            DeviceMemoryError: The task does not fit into memory; the message says what would fit.
         """
         with self._runner_of(task, progress=False) as runner:
             return with_free_space(runner.plan(task, refresh=refresh), Path(self.output_dir))
@@ -171,22 +165,23 @@ class Engine:
     ) -> TaskResult:
         """Resume an interrupted run from its last checkpoint; its result equals that of an uninterrupted run.
 
-        A finished run returns its result again. Where a command waits that clones or resumes one of its jobs
-        (``alto job``), that is trained, and result, best adapter and report are renewed.
+        A finished run returns its result again. If a command that clones or resumes one of its jobs (``alto job``) is
+        waiting, that job is trained, and the result, the best adapter and the report are updated.
 
         Args:
             run: The run directory.
-            num_gpus: Number of GPUs from now on; None keeps the task's.
-            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
-                The run's own files cannot give this permission: they may come from another person.
-            model, tokenizer: The base model as an object, for a run that began on one; None loads what the run names.
+            num_gpus: Number of GPUs from now on; None keeps the task's number.
+            trust_remote_code: Allow the base model's own Python code if the run's task asks for it. The files of the
+                run cannot give this permission, because they may come from another person.
+            model, tokenizer: The base model as an object, for a run that was started with one; None loads the model
+                that the run names.
 
         Raises:
-            UntrustedCodeError: The task asks for that code, and it is not allowed.
-            RunNotFoundError: There is no run.
-            RunBusyError: A process works on it.
-            RunChangedError: Its base model, data or settings are other ones than it began with.
-            AltoError: As :meth:`tune` does.
+            UntrustedCodeError: The task asks for the base model's code, and the caller does not allow it.
+            RunNotFoundError: ``run`` is not a run directory.
+            RunBusyError: Another process works on the run.
+            RunChangedError: The base model, data or settings differ from those that the run started with.
+            AltoError: See :meth:`tune`.
         """
         run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)
         if is_finished(run_dir):
@@ -215,30 +210,31 @@ class Engine:
         model: PreTrainedModel | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> TaskResult:
-        """Train the winner of a finished run again, on all rows: those to validate on included, not those to test on.
+        """Train the winner of a finished run again on all rows, including the validation set but not the test set.
 
-        It has the winner's settings, seed and learning rates up to its best checkpoint. Nothing is validated.
+        The winner's settings, seed and learning rates are used, up to the step of its best checkpoint. Nothing is
+        validated.
 
         Args:
             run: The directory of the finished run.
             to: Folder in which the new run directory is made; None makes it beside ``run``.
-            trust_remote_code, model, tokenizer: As of :meth:`resume`.
+            trust_remote_code, model, tokenizer: See :meth:`resume`.
 
         Raises:
             NoResultError: The run has no result.
-            RunChangedError: The base model is another one than that of the run.
-            UnsupportedError: Its winner was not trained with one configuration from its beginning, or is a refit.
-            AltoError: As :meth:`tune` does.
+            RunChangedError: The base model differs from that of the run.
+            UnsupportedError: The winner was not trained with one configuration from its beginning, or is a refit.
+            AltoError: See :meth:`tune`.
         """
         run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)
         task = refit_task(run_dir, trust_remote_code=trust_remote_code, objects=objects)
         return replace(self, output_dir=refit_folder(run_dir) if to is None else to).tune(task)
 
     def preview(self, task: Task, *, num_rows: int = 3) -> DataPreview:
-        """The data of ``task`` as it would be trained, and its first ``num_rows`` examples; no weights are read.
+        """Return the data of ``task`` as it would be trained, and its first ``num_rows`` examples; reads no weights.
 
         Raises:
-            AltoError: What is wrong with the data, or with the model's tokenizer.
+            AltoError: The data or the model's tokenizer has an error.
         """
         return preview_task(task, num_rows=num_rows)
 
@@ -260,28 +256,27 @@ class Engine:
         trust_remote_code: bool = False,
         on_progress: OnProgress | None = None,
     ) -> EvaluationResult:
-        """Measure adapters of one base on held-out rows, all at once, and note the numbers in the ``metrics.json`` of
-        each, and in the reports of their runs.
+        """Measure adapters of one base model together on held-out rows; write the scores to the ``metrics.json`` of
+        each adapter and to the reports of their runs.
 
         Args:
-            targets: Runs, whose best adapters are meant, or folders of LoRA adapters; one or several.
-            jobs, all_jobs: Of one run, these jobs or all, whose best adapters are meant then.
-            dataset: Where the rows are; None takes those that the run's task holds out.
-            base: The base model, where it is not to be found under the name that the adapters give.
-            metric, batch_size, max_new_tokens, limit, baseline, predictions, backend: As in
-                :class:`EvaluationSettings`.
-            trust_remote_code: Allow the Python code that comes with the base model: of a run where its task asks for
-                it, of adapters alone where transformers has none for the model.
-            on_progress: Called with the name of the measurement, its finished rows and all its rows; None: not called.
+            targets: One or several run directories (their best adapters are measured) or folders of LoRA adapters.
+            jobs, all_jobs: Measure the best adapters of these jobs, or of all jobs, of one run instead.
+            dataset: Location of the rows; None takes the rows that the run's task holds out.
+            base: The base model, if the name in the adapters does not find it.
+            metric, batch_size, max_new_tokens, limit, baseline, predictions, backend: See :class:`EvaluationSettings`.
+            trust_remote_code: Allow the base model's own Python code: for a run, if its task asks for it; for adapters
+                alone, if transformers does not implement the model.
+            on_progress: Called with the name of the measurement, the number of finished rows and of all rows.
 
         Raises:
-            UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
-            RunNotFoundError: There is no such adapter.
-            UnsupportedError: One is more than plain LoRA; or vLLM is requested, and cannot serve.
-            SpecError: The adapters have several bases, or heads of several kinds; or a setting is out of its domain.
-            DataError: There are no rows, or they do not carry what the metric needs.
+            UntrustedCodeError: The task of a run asks for the base model's code, and the caller does not allow it.
+            RunNotFoundError: An adapter does not exist.
+            UnsupportedError: An adapter is more than plain LoRA; or vLLM is requested and cannot serve.
+            SpecError: The adapters have several base models, or different kinds of heads; or a setting is out of range.
+            DataError: There are no rows, or they lack a field that the metric needs.
             ModelError: The base model cannot be used, or an adapter does not fit it.
-            RunChangedError: It is another one than a run was trained on, and was not named as ``base``.
+            RunChangedError: A run was trained on another base model, and ``base`` is not given.
         """
         settings = EvaluationSettings(
             metric=metric,
@@ -319,20 +314,20 @@ class Engine:
         base: str | None = None,
         trust_remote_code: bool = False,
     ) -> ExportResult:
-        """Write an adapter for other programs into a folder, which is complete or not there: as it was trained, with
-        tokenizer, chat template and model card, or in one of the forms below.
+        """Write an adapter for other programs into a folder. The folder is complete or does not exist. The adapter is
+        written as it was trained, with tokenizer, chat template and model card, or in one of the forms below.
 
         Args:
-            target: A run, whose best adapter is meant, or the folder of an adapter.
+            target: A run directory (its best adapter is exported) or the folder of an adapter.
             to: The folder: absent, or empty.
-            merged, gguf, per_expert, config, push_to_hub: As in :class:`alto.exporting.ExportSettings`.
-            job: Of a run, the best adapter of this job instead.
-            base: The base model, where it is not to be found under the name that the run, or the adapter, gives; the
-                exported files name this one then.
-            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
+            merged, gguf, per_expert, config, push_to_hub: See :class:`alto.exporting.ExportSettings`.
+            job: Export the best adapter of this job of the run instead.
+            base: The base model, if the name in the run or adapter does not find it; the exported files then use this
+                name.
+            trust_remote_code: Allow the base model's own Python code if the run's task asks for it.
 
         Raises:
-            AltoError: As :func:`alto.exporting.write_export` and :func:`alto.engine.exports.find_winner` do.
+            AltoError: See :func:`alto.exporting.write_export` and :func:`alto.engine.exports.find_winner`.
         """
         settings = ExportSettings(
             merged=merged, gguf=gguf, per_expert=per_expert, config=config, push_to_hub=push_to_hub
@@ -345,18 +340,18 @@ class Engine:
         return write_export(found, folder, settings)
 
     def schedule(self, tasks: Sequence[Task], method: str = "cp-sat", *, refresh: bool = False) -> Schedule:
-        """Which of ``tasks`` runs on which GPUs, and when, so that all are done soonest.
+        """Decide which of ``tasks`` runs on which GPUs and when, so that all are finished as early as possible.
 
-        What a task takes is measured first, in processes on the cluster, where no earlier measurement is known. In the
-        schedule tasks have the names :meth:`batched_execution` gives them.
+        The duration of a task is measured first, in processes on the cluster, unless an earlier measurement is cached.
+        Tasks have the same names in the schedule as :meth:`batched_execution` gives them.
 
         Args:
             method: ``MILP``, ``cp-sat``, ``fifo``, ``sjf`` or ``lpt``.
-            refresh: Measure durations again, even where they are cached.
+            refresh: Measure durations again, even if they are cached.
 
         Raises:
             SpecError: The method is unknown, or a task asks for more GPUs than there are.
-            AltoError: What is wrong with a task, its data or its model.
+            AltoError: A task, its data or its model has an error.
         """
         with self._queues() as queues:
             return queues.schedule(tasks, method, refresh=refresh)
@@ -364,19 +359,19 @@ class Engine:
     def batched_execution(
         self, tasks: Sequence[Task], schedule: Schedule | None = None, early_exit: EarlyExit | None = None
     ) -> list[TaskResult]:
-        """Run ``tasks`` on the cluster, first by ``schedule``, and replanned as they end and fail.
+        """Run ``tasks`` on the cluster, starting with ``schedule`` and replanning when tasks end or fail.
 
         Args:
             schedule: From :meth:`schedule`; None makes one, on the same cluster.
-            early_exit: Replaces the settings of every task; None keeps each task's own.
+            early_exit: Replaces the early-exit settings of every task; None keeps each task's own.
 
         Returns:
-            One result per task, in the order of ``tasks``, but of those that were cancelled meanwhile; then one of each
-            task that was submitted meanwhile (``alto submit``).
+            One result per task, in the order of ``tasks``, without tasks that were cancelled meanwhile; then one result
+            per task that was submitted meanwhile (``alto submit``).
 
         Raises:
-            TasksFailedError: Tasks were given up; the others have their results.
-            TaskInterruptedError: It was stopped; :meth:`resume_queue` continues the queue.
+            TasksFailedError: Some tasks failed for good; the others have their results.
+            TaskInterruptedError: The queue was stopped; :meth:`resume_queue` continues it.
         """
         tasks = [task.replace(early_exit=early_exit) if early_exit is not None else task for task in tasks]
         with self._queues() as queues:
@@ -386,21 +381,21 @@ class Engine:
     def queue(
         self, tasks: Sequence[Task] = (), *, method: str = "cp-sat", trust_remote_code: bool = False
     ) -> Iterator[TaskQueue]:
-        """A new queue, to which tasks are submitted and from which they are cancelled while others run.
+        """Yield a new queue; tasks can be submitted to it and cancelled while others run.
 
-        Leaving the block waits until every task has ended; where an error leaves it, running tasks save and end, and
-        :meth:`resume_queue` continues the queue.
+        Leaving the block waits until every task has ended. If the block ends with an error, running tasks save and end,
+        and :meth:`resume_queue` continues the queue.
 
         Args:
-            tasks: To begin with; measured and scheduled as :meth:`schedule` does. A task that is submitted later
-                without a cached measurement is estimated at one hour until its own pace is measured.
-            method: As of :meth:`schedule`.
-            trust_remote_code: Whether tasks that other processes submit (``alto submit``) may run the Python code that
-                comes with their base models. For tasks of this process, the task's own key decides.
+            tasks: The first tasks; measured and scheduled as :meth:`schedule` does. The duration of a task that is
+                submitted later without a cached measurement is estimated at one hour until its own speed is measured.
+            method: See :meth:`schedule`.
+            trust_remote_code: Whether tasks that other processes submit (``alto submit``) may run the Python code of
+                their base models. For tasks of this process, the task's own key decides.
 
         Raises:
-            TaskInterruptedError: It was stopped while the block waited.
-            AltoError: As :meth:`schedule` does.
+            TaskInterruptedError: The queue was stopped while the block waited.
+            AltoError: See :meth:`schedule`.
         """
         with (
             self._queues() as queues,
@@ -414,17 +409,17 @@ class Engine:
         """Resume an interrupted queue: finished tasks stay finished, the others resume from their checkpoints.
 
         Args:
-            queue: Its folder, ``runs/queue-<id>``. It continues on the cluster that it began on, or on the one that
-                this engine names; the address of a Ray cluster has to be named.
-            trust_remote_code: As of :meth:`resume`, for all of its tasks.
-            keep_open: Wait for further tasks when all have ended, until ``alto drain``.
+            queue: The queue's folder, ``runs/queue-<id>``. The queue continues on the cluster of this engine, or, if
+                that is the default, on the one that it started on; the address of a Ray cluster must be given again.
+            trust_remote_code: See :meth:`resume`; applies to all tasks of the queue.
+            keep_open: When all tasks have ended, wait for further tasks until ``alto drain``.
 
         Raises:
-            UntrustedCodeError: A task that is not done asks for code of its base model, or the queue for a Ray cluster
-                at an address, and the caller has not allowed it.
-            RunNotFoundError: There is no queue.
-            RunBusyError: A process works on it.
-            AltoError: As :meth:`batched_execution` does.
+            UntrustedCodeError: An unfinished task asks for code of its base model, or the queue for a Ray cluster at an
+                address, and the caller has not allowed it.
+            RunNotFoundError: ``queue`` is not a queue's folder.
+            RunBusyError: Another process works on the queue.
+            AltoError: See :meth:`batched_execution`.
         """
         with self._queues() as queues:
             return queues.resume(queue, trust_remote_code=trust_remote_code, keep_open=keep_open)
@@ -436,7 +431,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _runner_of(self, task: Task, *, progress: bool | None) -> Iterator[TaskRunner | LaunchedRunner]:
-        """The runner of ``task``: in this process, or with one process per rank; ``progress`` as of the engine."""
+        """Yield the runner of ``task``, in this process or with one process per rank; ``progress`` as in `Engine`."""
         has_ranks = is_launched(task, self.strategy, self._device)
         if has_ranks:
             check_has_id([task], "several GPUs (num_gpus)")

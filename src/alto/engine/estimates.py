@@ -1,4 +1,4 @@
-"""What tasks are measured to take, cached, so that scheduling the same tasks again starts no executor."""
+"""Measured estimates of tasks, cached so that scheduling the same tasks again starts no executor."""
 
 from __future__ import annotations
 
@@ -6,31 +6,40 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from alto.cluster import Cluster
+from alto.base import is_number, scratch_folder
+from alto.cluster import Cluster, Controller, Outcome, TaskTicket
+from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE
+from alto.errors import ProfileError
 from alto.executor import cache
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate, TaskPlan
+from alto.runs import Journal, JournalEntry, RunDir
+from alto.runs.events import MeasuringBegun, TaskRelayed
+from alto.scheduler import schedule_tasks
+from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
-from alto.spec.outside import is_number
 
-__all__ = ["base_key", "estimate_of", "known_estimate", "remember_duration", "remember_estimate"]
+UNKNOWN_DURATION_S = 3600.0
+"""Estimated duration of a task that is submitted to a running queue without a cached measurement; updated from the
+task's own speed once it trains."""
 
 _SCHEDULING = ("name", "priority", "report_to", "share_executor", "keep")
-"""Keys of a task that do not affect what it takes. The tenant is none of them: an estimate would tell one tenant that
-another has trained the same rows."""
+"""Keys of a task that do not affect its estimate. The tenant is not among them: a shared estimate would reveal to one
+tenant that another has trained on the same rows."""
 
 _CODEC = TypeAdapter(TaskEstimate)
 
 
 def estimate_of(plan: TaskPlan, task: Task) -> TaskEstimate:
-    """What a measured task takes. Tasks on several GPUs, and those that run code of their base model, never share."""
+    """Return the estimate of a measured task. A task with several GPUs or code of its base model never shares."""
     sharing = None
     if task.num_gpus == 1 and not task.trust_remote_code:
         sharing = Sharing(
@@ -45,20 +54,18 @@ def estimate_of(plan: TaskPlan, task: Task) -> TaskEstimate:
 
 
 def base_key(task: Task) -> str:
-    """Equal for tasks on the same base model, loaded in the same way, with adapters of the same precision: one process
-    can train them."""
+    """Return a key that is equal for tasks on the same base model, loaded in the same way, with adapters of the same
+    precision; one process can train such tasks together."""
     how = [task.base_model.key(), task.gradient_checkpointing is True, task.adapter_dtype, task.optim_state_dtype]
     digest = hashlib.sha256(json.dumps(how, sort_keys=True).encode()).hexdigest()[:16]
     return f"{task.model} {digest}"
 
 
 def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate | None:
-    """What the task was measured to take on such a cluster with so many processes; None where that is not cached.
+    """Return the cached estimate of ``task`` on ``cluster``, or on an equal one; None if there is none.
 
     Args:
-        task: The task.
-        cluster: The cluster that it is trained on.
-        num_ranks: Number of processes that train it.
+        num_ranks: Number of processes that train the task.
     """
     key = _key(task, cluster, num_ranks)
     found = cache.load("estimates", key)
@@ -69,31 +76,25 @@ def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate
     except ValidationError:
         estimate = None
     if estimate is None or not is_number(estimate.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
-        cache.discard("estimates", key, f"an estimate of {found!r:.40}")
+        cache.discard("estimates", key, f"invalid estimate: {found!r:.40}")
         return None
     return estimate if task.share_executor else replace(estimate, sharing=None)
 
 
 def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: TaskEstimate) -> None:
-    """Cache what an executor on ``cluster`` has measured.
+    """Cache an estimate that an executor on ``cluster`` has measured.
 
     Args:
-        task: The task.
-        cluster: The cluster that it is trained on.
-        num_ranks: Number of processes that train it.
-        estimate: What it takes.
+        num_ranks: Number of processes that train the task.
     """
     cache.save("estimates", _key(task, cluster, num_ranks), asdict(estimate))
 
 
 def remember_duration(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
-    """Cache how long a task has taken from start to end; what is known of its sharing stays.
+    """Cache how long a task took from start to end; its cached sharing data stays.
 
     Args:
-        task: The task.
-        cluster: The cluster that it was trained on.
-        num_ranks: Number of processes that trained it.
-        duration_s: Seconds.
+        num_ranks: Number of processes that trained the task.
     """
     duration_s = min(max(duration_s, MIN_DURATION_S), MAX_DURATION_S)
     known = known_estimate(task.replace(share_executor=True), cluster, num_ranks)
@@ -117,8 +118,8 @@ def _key(task: Task, cluster: Cluster, num_ranks: int) -> Mapping[str, Any]:
 
 
 def _by_content(values: dict[str, Any], task: Task) -> dict[str, Any]:
-    """``values`` of ``task`` with a digest of its content in place of every local file of rows: where it is does not
-    matter."""
+    """Return ``values`` of ``task`` with every path of a local dataset file replaced by a digest of its content, so
+    that the file's location does not matter."""
     of_sources = (path for source in task.sources for path in (source.path, source.validation_dataset))
     named = (task.dataset, task.validation_dataset, task.test_dataset, *of_sources)
     digests = {path: digest for path in named if isinstance(path, str) and (digest := _digest_of(path)) is not None}
@@ -135,7 +136,7 @@ def _by_content(values: dict[str, Any], task: Task) -> dict[str, Any]:
 
 
 def _digest_of(path: str) -> str | None:
-    """A digest of a local file's content; None for anything else."""
+    """Return a digest of a local file's content; None if ``path`` is not a file."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         return None
@@ -147,3 +148,112 @@ def _digest_of(path: str) -> str | None:
 def _digest_of_state(path: str, *_state: int) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_ONE_ATTEMPT = QueueSettings(backoff_s=0.0, max_attempts=1)
+
+_WAIT_S = 1.0
+"""Interval at which the measurement checks whether to stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """Measures tasks with executors of ``cluster``: in parallel on GPUs, one after the other on CPU slots, which share
+    the cores.
+
+    Attributes:
+        is_parallel: Whether an executor has one process for each of its GPUs.
+        refresh: Measure again, even if a measurement is cached.
+        on_measuring: Called with a task before an executor measures it, then with its progress; not called if the
+            executor finds the measurement in its cache.
+        on_measured: Called with each measured task and its duration in seconds.
+        is_interrupted: Called every second; once it returns true, measuring ends.
+    """
+
+    cluster: Cluster
+    is_parallel: bool
+    refresh: bool
+    on_measuring: Callable[[Task, MeasuringBegun], None]
+    on_measured: Callable[[Task, float], None]
+    is_interrupted: Callable[[], bool]
+
+    def estimates(self, tasks: Sequence[Task]) -> list[TaskEstimate]:
+        """Return the estimate of each task; cached estimates are not measured again unless ``refresh`` is set.
+
+        Raises:
+            ProfileError: A task could not be measured; the message has the reason.
+            KeyboardInterrupt: ``is_interrupted`` returned true.
+        """
+        known = {
+            index: estimate
+            for index, task in enumerate(tasks)
+            if not self.refresh and (estimate := known_estimate(task, self.cluster, self._num_ranks(task))) is not None
+        }
+        missing = {str(index): task for index, task in enumerate(tasks) if index not in known}
+        if missing:
+            known |= self._measure(missing)
+        return [known[index] for index in range(len(tasks))]
+
+    def _measure(self, tasks: Mapping[str, Task]) -> dict[int, TaskEstimate]:
+        told = deque[JournalEntry]()  # filled on the thread of the controller
+        with scratch_folder("alto-plan-") as folder:
+            queue = Queue(
+                self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo")
+            )
+            with (
+                Journal(folder / "journal.jsonl") as journal,
+                Controller(self.cluster, queue, journal, show=told.append) as controller,
+            ):
+                controller.start()
+                at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]
+                found: dict[int, TaskEstimate] = {}
+                for group in at_once:
+                    for index in group:
+                        controller.submit(self._run(index, tasks[index], folder / index))
+                    for index in group:
+                        while not controller.wait(index, timeout_s=_WAIT_S):
+                            self._relay(tasks, told)
+                            self._check(controller, tasks)
+                        self._relay(tasks, told)
+                        self._check(controller, tasks)
+                        found[int(index)] = self._estimate(tasks[index], folder / index)
+                return found
+
+    def _relay(self, tasks: Mapping[str, Task], told: deque[JournalEntry]) -> None:
+        """Pass the executors' progress reports to ``on_measuring``."""
+        while told:
+            match told.popleft().event:
+                case TaskRelayed(task=index, entry=JournalEntry(event=MeasuringBegun() as begun)):
+                    self.on_measuring(tasks[index], begun)
+
+    def _run(self, index: str, task: Task, folder: Path) -> TaskTicket:
+        RunDir(folder).begin(task)
+        return TaskTicket(
+            task=index,
+            run_dir=str(folder),
+            entry=PLAN_ANEW if self.refresh else PLAN,
+            num_gpus=task.num_gpus,
+            is_parallel=self.is_parallel,
+            trust_remote_code=task.needs_trust,
+            base=base_key(task),
+        )
+
+    def _check(self, controller: Controller, tasks: Mapping[str, Task]) -> None:
+        """Raise ProfileError if a task could not be measured, which ends the measurement of all tasks."""
+        for index, status in controller.status().tasks.items():
+            if status.has_ended and (status.ended is None or status.ended.outcome is not Outcome.FINISHED):
+                why = status.reason if status.ended is None else status.ended.reason
+                raise ProfileError(f"task {tasks[index].name!r}: expected to measure its time and memory, found {why}")
+        if self.is_interrupted():
+            raise KeyboardInterrupt
+
+    def _estimate(self, task: Task, folder: Path) -> TaskEstimate:
+        """Return, cache and report the estimate of a measured task."""
+        plan = TypeAdapter(TaskPlan).validate_json((folder / PLAN_FILE).read_bytes())
+        estimate = estimate_of(plan, task)
+        remember_estimate(task, self.cluster, self._num_ranks(task), estimate)
+        self.on_measured(task, estimate.duration_s)
+        return estimate if task.share_executor else replace(estimate, sharing=None)
+
+    def _num_ranks(self, task: Task) -> int:
+        return task.num_gpus if self.is_parallel else 1

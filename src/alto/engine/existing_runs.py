@@ -1,4 +1,4 @@
-"""What a run on disk says of itself, before anything is done with it."""
+"""Checks of runs on disk before anything is done with them."""
 
 from __future__ import annotations
 
@@ -7,22 +7,36 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from alto.backbone import base_fingerprint
-from alto.errors import RunNotFoundError
-from alto.executor import ResumeState, check_base
-from alto.runs import Mailbox, RunDir, read_intact_events
-from alto.spec import BaseModelSpec
-from alto.spec.refit import Refit
+import torch
 
-__all__ = ["check_refitted", "check_trained_on", "is_finished"]
+from alto.backbone import base_fingerprint
+from alto.data import read_heldout_rows
+from alto.errors import ModelNotFoundError, RunError, RunNotFoundError, SpecError, UnsupportedError
+from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
+from alto.executor import ResumeState, check_base
+from alto.executor.profiling import USUAL_TOKENS_PER_PASS
+from alto.export import write_report
+from alto.records import EvaluationResult
+from alto.runs import (
+    JobHistory,
+    Mailbox,
+    QueueDir,
+    RunDir,
+    load_run_task,
+    read_history,
+    read_intact_events,
+    task_outcome,
+)
+from alto.runs.events import TaskStarted, decode
+from alto.spec import JOB_FIELDS, BaseModelSpec, BaseObjects, Refit, Task, find_method, quantisation_keys, read_run_task
 
 
 def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
-    """Check that ``base`` is the model that the adapters of runs were trained on.
+    """Check that the adapters of ``run_dirs`` were trained on ``base``.
 
     Raises:
-        RunChangedError: It is another one.
-        ModelError: It cannot be read.
+        RunChangedError: A run was trained on another model.
+        ModelError: The base model cannot be read.
     """
     if not run_dirs:
         return
@@ -41,9 +55,12 @@ def check_refitted(refit: Refit, found: Mapping[str, Any], base: BaseModelSpec) 
         base: The base model of the refit.
 
     Raises:
-        RunChangedError: It is another one.
+        RunChangedError: The winner was trained on another base model.
     """
-    remedy = f"put it back as it was, or tune again on the model as it is now: the winner of {refit.run} is another's"
+    remedy = (
+        f"put it back as it was, or tune again on the present model: the winner of {refit.run} was trained on a "
+        "different one"
+    )
     _check(Path(refit.run), found, base, remedy)
 
 
@@ -54,9 +71,232 @@ def _check(run_dir: Path, found: Mapping[str, Any], base: BaseModelSpec, remedy:
 
 
 def is_finished(run_dir: RunDir) -> bool:
-    """Whether nothing is left to be trained, also by a command that waits."""
+    """Return whether the run has its result and no waiting command would train more."""
     try:
         lines = read_intact_events(run_dir.journal_file)
         return ResumeState(lines=lines, extends_run=Mailbox(run_dir).extends_run).is_finished
     except RunNotFoundError:
         return False
+
+
+_SAME_KEYS = (
+    "dataset",
+    "validation_dataset",
+    "test_dataset",
+    "test_split",
+    "method",
+    "max_length",
+    "train_on",
+    "chat_template",
+    "num_gpus",
+    "adapter_dtype",
+    "optim_state_dtype",
+)
+_PACKING = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass", "gradient_checkpointing")
+_UNLIMITED_TOKENS = 2**24
+"""The largest allowed value, more than any step has. It means "no limit", so that no limit needs to be measured."""
+
+
+def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> Task:
+    """Return ``task`` with every packing limit set as in ``run``.
+
+    The jobs that share a forward pass determine the order in which sums are rounded, so two runs of a task are bitwise
+    equal only if they are packed alike.
+
+    Args:
+        task: A task with absolute paths, from :func:`alto.engine.runner.portable`.
+        run: The directory of a run of the same task.
+        device_name: Device on which ``task`` will be trained.
+        num_ranks: Number of processes that will train it.
+
+    Raises:
+        RunNotFoundError: ``run`` is not a run directory.
+        RunError: It is a run of another model, dataset or jobs, on another device or with another number of processes;
+            or its journal has no packing, or a damaged one.
+    """
+    run_dir = RunDir.open(run)
+    started = _started(run_dir)
+    if started is None or started.packing is None:
+        raise RunError(
+            f"packing_from: expected a run whose journal has its packing, found {run_dir.root} without one; name a run "
+            "of this version of ALTO that has begun to train, or set max_slots, max_tokens_per_step, "
+            "max_tokens_per_pass and gradient_checkpointing in the task"
+        )
+    earlier = read_run_task(run_dir.task_file)
+    packing, before = started.packing, _precision(earlier.base_model)
+    for key, wanted in _precision(task.base_model).items():
+        _check_same(run_dir, key, wanted, before[key])
+    for key in _SAME_KEYS:
+        _check_same(run_dir, key, getattr(task, key), getattr(earlier, key))
+    _check_same_jobs(run_dir, task, earlier)
+    _check_same(run_dir, "device", device_name, packing.get("device"))
+    _check_same(run_dir, "number of processes", num_ranks, started.num_ranks)
+    try:
+        limits = {key: packing[key] for key in _PACKING}
+        limits["max_tokens_per_step"] = limits["max_tokens_per_step"] or _UNLIMITED_TOKENS
+        if None in limits.values():
+            raise KeyError(next(key for key in _PACKING if limits[key] is None))
+        return task.replace(**limits)
+    except (KeyError, SpecError) as error:
+        raise RunError(
+            f"packing_from: expected the packing of {run_dir.root} as ALTO writes it into a journal, found invalid "
+            f"content ({error!s:.200}); name a different run of the task"
+        ) from error
+
+
+def _started(run_dir: RunDir) -> TaskStarted | None:
+    """Return the first event of a run; None if it has none or it cannot be read."""
+    lines = read_intact_events(run_dir.journal_file)[:1]
+    try:
+        events = [decode(line).event for line in lines]
+    except RunError:
+        return None
+    return next((event for event in events if isinstance(event, TaskStarted)), None)
+
+
+def _precision(base: BaseModelSpec) -> dict[str, Any]:
+    """Return the task keys that define base model and precision; keys on how it is read or compiled may differ."""
+    return {"model": base.id, "dtype": base.dtype, **quantisation_keys(base.quantisation)}
+
+
+def _check_same_jobs(run_dir: RunDir, task: Task, earlier: Task) -> None:
+    wanted, found = ({job.id: job.config for job in each.jobs} for each in (task, earlier))
+    other = next((job for job in [*wanted, *found] if wanted.get(job) != found.get(job)), None)
+    if other is not None:
+        raise RunError(
+            f"packing_from: expected a run with the jobs of this task, found {run_dir.root} with a different {other}, "
+            "which changes the rounding of jobs in the same micro-batch; name a run of the same task"
+        )
+
+
+def _check_same(run_dir: RunDir, key: str, wanted: Any, found: Any) -> None:
+    if wanted != found:
+        raise RunError(
+            f"packing_from: expected a run with {key} {wanted!r}, as this task has, found {run_dir.root} with "
+            f"{found!r}; name a run of the same task on the same kind of device"
+        )
+
+
+_MAX_NAME_CHARS = 100
+_SUFFIX = "-refit"
+
+_OF_A_SEARCH = (
+    *("search", "search_space", "early_exit", "select_by", "num_finalists", "repeat_by", "metric", "name"),
+    "refit",
+)
+"""Keys of a task that compare its jobs, and the task's name; a refit does not copy them."""
+
+
+def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects | None = None) -> Task:
+    """Return the task of a refit of the finished run in ``run_dir``; see :meth:`alto.Engine.refit`.
+
+    Args:
+        trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
+        objects: The base model, if it is given as an object; None loads the one that the run names.
+
+    Raises:
+        NoResultError: The run has no result.
+        UntrustedCodeError: The task asks for code of the base model, and the caller does not allow it.
+        ModelNotFoundError: The run's base model has no name to load it by, and no object is given.
+        UnsupportedError: The winner was not trained with one configuration from its beginning, or is a refit.
+        SpecError, UnsupportedError: See :class:`alto.Task`.
+    """
+    history = read_history(run_dir.root)
+    outcome = task_outcome(history, run_dir)
+    winner = history.jobs[outcome.best_job]
+    _check_refit(winner, refit_of=outcome.refit_of)
+    task = load_run_task(run_dir, trust_remote_code=trust_remote_code, is_trained=False)
+    if objects is None and not task.base_model.is_loadable:
+        raise ModelNotFoundError(
+            f"refit: expected the base model of {run_dir.root} as an object, found none: {task.model} was given to "
+            "alto.Task in the process of that run, and no name loads the same model; give it again: "
+            "engine.refit(RUN, model=…, tokenizer=…)"
+        )
+    of_jobs = {*JOB_FIELDS, *find_method(task.method).fields}
+    kept = {key: value for key, value in task.to_dict().items() if key not in (*of_jobs, *_OF_A_SEARCH)}
+    found = Task(
+        **kept,
+        **_configuration(winner, task),
+        name=task.name[: _MAX_NAME_CHARS - len(_SUFFIX)] + _SUFFIX,
+        early_exit=False,
+        refit={"run": str(run_dir.root), "job": winner.job, "steps": winner.best_step},
+    )
+    return found if objects is None else found.replace(model=objects)
+
+
+def refit_folder(run_dir: RunDir) -> Path:
+    """Return the folder for the new run: the run's parent folder, or the parent of its queue's folder."""
+    queue = run_dir.root.parents[1]
+    return queue.parent if QueueDir.exists(queue) else run_dir.root.parent
+
+
+def _configuration(winner: JobHistory, task: Task) -> dict[str, Any]:
+    """Return the winner's settings, including the length of its learning-rate schedule."""
+    values = {**task.job_config(winner.config).to_dict(), "max_steps": winner.total_steps}
+    if task.init_adapter is not None:
+        del values["init_lora_weights"]  # has no effect with an initial adapter, and Task refuses it
+    if not task.sources:
+        values.pop("mixture_weights", None)
+    return values
+
+
+def _check_refit(winner: JobHistory, *, refit_of: str) -> None:
+    """Raise UnsupportedError if the winner cannot be trained again from its configuration alone."""
+    if refit_of:
+        found = f"a run that is itself a refit of {refit_of} and has trained all rows; refit the original run"
+    elif winner.forked_at:
+        found = (
+            f"{winner.job}, which continued {winner.origin} from step {winner.forked_at} with different settings "
+            "(search: pbt); train the settings of your choice from the start, with: alto tune"
+        )
+    elif winner.starts_warm:
+        found = (
+            f"{winner.job}, which began with the best weights of {winner.origin}; clone it without --warm, or train on "
+            "with init_adapter"
+        )
+    else:
+        return
+    raise UnsupportedError(f"refit: expected a winner with one configuration from its beginning, found {found}")
+
+
+def evaluate_adapters(
+    targets: Sequence[Path],
+    settings: EvaluationSettings,
+    *,
+    device: torch.device,
+    jobs: Sequence[str],
+    all_jobs: bool,
+    dataset: str | None,
+    base: str | None,
+    trust_remote_code: bool,
+    on_progress: OnProgress | None,
+) -> EvaluationResult:
+    """Measure adapters of one base model together on held-out rows on ``device``; other arguments and errors as in
+    :meth:`alto.Engine.evaluate`."""
+    target = find_target(
+        targets, jobs=jobs, all_jobs=all_jobs, base=base, dataset=dataset, trust_remote_code=trust_remote_code
+    )
+    for adapter in target.adapters.values():
+        check_metrics(adapter.folder)
+    task = target.task
+    if base is None:
+        check_trained_on(target.run_dirs, target.base_model)
+    rows = read_heldout_rows(task, dataset)
+    result = measure(
+        target.adapters,
+        rows,
+        settings,
+        base=target.base_model,
+        device=device,
+        max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS[device.type],
+        max_length=rows.max_length if target.run_dirs else None,
+        scoring=task.scoring,
+        on_progress=on_progress,
+    )
+    baseline_found = [] if result.baseline is None else [result.baseline]
+    for found in result.adapters:
+        for evaluation in (*baseline_found, found.evaluation):
+            add_evaluation(Path(found.adapter_dir), evaluation)
+    for run_dir in target.run_dirs:
+        write_report(run_dir)
+    return result

@@ -1,4 +1,4 @@
-"""What is exported: the best adapter of a run, of one of its jobs, or of a folder."""
+"""Finds the adapter to export: the best one of a run or of one of its jobs, or the one in a folder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_json
 from alto.data import read_task_rows
 from alto.engine.existing_runs import check_trained_on
 from alto.errors import RunNotFoundError, SpecError
@@ -15,32 +16,27 @@ from alto.export.adapter import METRICS_NAME
 from alto.exporting import Rows, Winner
 from alto.lora import SavedAdapter, read_saved_adapter
 from alto.runs import RunDir, load_run_task, read_history
-from alto.spec import BaseModelSpec, Task
-from alto.spec.data_keys import default_name
-from alto.spec.labels import labels_beside
-from alto.spec.outside import read_json
-
-__all__ = ["find_winner"]
+from alto.spec import BaseModelSpec, Task, default_name, labels_beside
 
 
 def find_winner(
     target: Path, *, job: str | None, base: str | None, trust_remote_code: bool, needs_rows: bool
 ) -> Winner:
-    """The adapter that ``target`` names, with its base model.
+    """Return the adapter that ``target`` names, with its base model.
 
     Args:
-        target: A run, whose best adapter is meant, or the folder of an adapter.
-        job: Of a run, the best adapter of this job instead.
-        base: The base model, where it is not to be found under the name that the run, or the adapter, gives.
+        target: A run directory (its best adapter is meant) or the folder of an adapter.
+        job: Take the best adapter of this job of the run instead.
+        base: The base model, if the name in the run or adapter does not find it.
         trust_remote_code: Whether the caller allows code of the base model.
-        needs_rows: Whether the rows of the run's task are read, to find out how they are laid out.
+        needs_rows: Whether to read the rows of the run's task to find out their columns and form.
 
     Raises:
         RunNotFoundError: There is no such adapter.
-        RunError, UnsupportedError: As :func:`alto.lora.read_saved_adapter`.
-        UntrustedCodeError: The run's task asks for code of the base model, and it is not allowed.
-        RunChangedError: The base model is another one than the run was trained on, and was not named.
-        SpecError: The adapter names no base model, and the caller neither.
+        RunError, UnsupportedError: See :func:`alto.lora.read_saved_adapter`.
+        UntrustedCodeError: The run's task asks for code of the base model, and the caller does not allow it.
+        RunChangedError: The run was trained on another base model, and ``base`` is not given.
+        SpecError: Neither the adapter nor the caller names a base model.
         DataError: The rows of the task cannot be read.
     """
     if (target / "task.yaml").is_file():
@@ -99,10 +95,10 @@ def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bo
 
 
 def _rows_beside(folder: Path) -> Mapping[str, Any]:
-    """The form of the rows that an adapter of ALTO was trained on; empty where nothing beside it says so."""
+    """Return the form of the rows that an ALTO adapter was trained on; empty if its metrics file does not say."""
     try:
         found = read_json(folder / METRICS_NAME)
-    except (OSError, ValueError):  # other programs write files of this name, in forms of their own
+    except (OSError, ValueError):  # other programs write files of this name in their own formats
         return {}
     rows = found.get("rows") if isinstance(found, dict) else None
     return rows if isinstance(rows, dict) else {}

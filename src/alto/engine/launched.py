@@ -1,4 +1,4 @@
-"""One task on several GPUs of this machine: as many processes, each a rank, watched by this one."""
+"""Trains one task on several GPUs of this machine: one process per rank, watched by this process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from alto.cluster import Controller, ExecutorEnded, Outcome, Submission, TaskRun, error_class, open_cluster
+from alto.base import note_resumption, resume_command, scratch_folder
+from alto.cluster import Controller, ExecutorEnded, Outcome, Retrying, TaskTicket, error_class, open_cluster
 from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
@@ -24,11 +25,8 @@ from alto.runs import (
     RunDir,
     has_result,
     load_run_task,
-    note_resumption,
     read_history,
     read_intact_entries,
-    resume_command,
-    scratch_folder,
     task_outcome,
 )
 from alto.runs.events import CheckpointSaved, MeasuringBegun, TaskRelayed, TaskResumed
@@ -37,27 +35,25 @@ from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 from alto.trackers import chosen_trackers
 
-__all__ = ["LaunchedRunner"]
-
 MAX_ATTEMPTS = 3
-"""A rank that is killed, hangs, or runs out of memory ends all ranks. They are started again until so many attempts in
-a row have made no progress."""
+"""A rank that is killed, hangs, or runs out of memory ends all ranks. They are restarted until this many attempts in a
+row have made no progress."""
 
 _SETTINGS = QueueSettings(max_attempts=MAX_ATTEMPTS, backoff_s=0.0)
 
 
 class LaunchedRunner:
-    """Trains tasks by adapter parallelism; arguments as :class:`alto.Engine` takes them."""
+    """Trains tasks by adapter parallelism; arguments as in :class:`alto.Engine`."""
 
     def __init__(self, *, observers: Sequence[Observer], is_interrupted: Callable[[], bool] | None) -> None:
         self._observers = tuple(observers)
         self._is_interrupted = is_interrupted or (lambda: False)
 
     def begin(self, task: Task, output_dir: Path) -> TaskOutcome:
-        """Train ``task`` in a new run directory, of which nothing is left where the task is at fault and cannot
-        begin."""
+        """Train ``task`` in a new run directory; if the task cannot start because of an error in it, delete the
+        directory."""
         chosen_trackers(task)
-        read_task_rows(task)  # errors in them are found earlier here
+        read_task_rows(task)  # finds errors in the rows before processes are started
         is_new = not output_dir.exists()
         run_dir = RunDir.create(output_dir, portable(task))
         try:
@@ -75,12 +71,12 @@ class LaunchedRunner:
     def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskOutcome:
         """Train a run from its last checkpoint."""
         with run_dir.locked():
-            # Under the lock: another process that works on the run would hold it for a while.
+            # Under the lock, so that a run that another process works on is refused here.
             task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
         return self._train(run_dir, task)
 
     def plan(self, task: Task, *, refresh: bool) -> TaskPlan:
-        """What ``task`` takes, measured by its ranks."""
+        """Return the plan of ``task``, measured by its ranks."""
         with scratch_folder("alto-plan-") as folder:
             run_dir = RunDir(folder / "run")
             run_dir.begin(portable(task))
@@ -90,7 +86,8 @@ class LaunchedRunner:
         if self._is_interrupted():
             raise KeyboardInterrupt
         raise _error(ended) or ProfileError(
-            f"task {task.name!r}: expected to measure what it takes on {task.num_gpus} ranks, found {ended.reason}"
+            f"task {task.name!r}: expected to measure its time and memory on {task.num_gpus} ranks, "
+            f"found {ended.reason}"
         )
 
     def _train(self, run_dir: RunDir, task: Task) -> TaskOutcome:
@@ -115,17 +112,16 @@ class LaunchedRunner:
         )
 
     def _launch(self, entry: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
-        """How the last of its executors ended, and how many in a row, including that one, have made no progress."""
+        """Run the task with executors, with retries; return how the last one ended, and how many in a row have made no
+        progress, including that one."""
         relay = EventRelay(run_dir, self._observers)
-        run = TaskRun(
+        ticket = TaskTicket(
             task=task.name,
             run_dir=str(run_dir.root),
             entry=entry,
             num_gpus=task.num_gpus,
             is_parallel=True,
             trust_remote_code=task.needs_trust,
-            retry_interrupted=False,
-            how_far=lambda: how_far(run_dir),
         )
         with (
             scratch_folder("alto-control-") as folder,
@@ -134,11 +130,16 @@ class LaunchedRunner:
         ):
             queue = Queue(cluster.nodes, _SETTINGS, lambda problem, hint: schedule_tasks(problem, method="fifo"))
             with Controller(
-                cluster, queue, journal, show=relay.observe, is_interrupted=self._is_interrupted
+                cluster,
+                queue,
+                journal,
+                show=relay.observe,
+                is_interrupted=self._is_interrupted,
+                retrying=Retrying(interrupted=False, how_far=how_far),
             ) as controller:
-                controller.begin([Submission(run=run)])
+                controller.begin([ticket])
                 controller.start()
-                with contextlib.suppress(TaskInterruptedError):  # the end of its executor is more informative
+                with contextlib.suppress(TaskInterruptedError):  # the executor's own end says more
                     controller.wait()
                 status = controller.status().tasks[task.name]
         assert status.ended is not None, "it was launched with all GPUs at once"
@@ -146,7 +147,7 @@ class LaunchedRunner:
 
 
 class EventRelay:
-    """Shows observers the journal of a run that an executor writes; where the run is resumed, its past first."""
+    """Shows observers the journal of a run that an executor writes; past entries of a resumed run come first."""
 
     def __init__(self, run_dir: RunDir, observers: Sequence[Observer]) -> None:
         self._run_dir = run_dir
@@ -169,8 +170,8 @@ class EventRelay:
 
 
 def how_far(run_dir: RunDir) -> tuple[float, float]:
-    """How far a run has come on disk: its last checkpoint, and how short its micro-batches have to be. An attempt that
-    changes either has made progress."""
+    """Return the progress of a run on disk: its last checkpoint, and how short its micro-batches must be. An attempt
+    that changes either has made progress."""
     checkpoints = (entry.seq for entry in _entries(run_dir) if isinstance(entry.event, CheckpointSaved))
     refusal = read_refusal(run_dir)
     max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")
@@ -178,7 +179,7 @@ def how_far(run_dir: RunDir) -> tuple[float, float]:
 
 
 def _entries(run_dir: RunDir) -> Sequence[JournalEntry]:
-    """The entries of a run that has begun."""
+    """Return the entries of a run that has begun; none if it has only been measured."""
     try:
         entries = read_intact_entries(run_dir.journal_file)
     except RunNotFoundError:
@@ -187,6 +188,6 @@ def _entries(run_dir: RunDir) -> Sequence[JournalEntry]:
 
 
 def _error(ended: ExecutorEnded) -> AltoError | None:
-    """The error that ended the executor, as it would have been raised here; None where it was no error of ALTO's."""
+    """Return the error that ended the executor as its own class; None if it was not an error of ALTO."""
     found = error_class(ended.error)
     return found(ended.reason) if found is not None else None

@@ -1,4 +1,4 @@
-"""Tasks whose base model is an object of this process."""
+"""Tasks whose base model is an object in this process."""
 
 from __future__ import annotations
 
@@ -10,30 +10,28 @@ from typing import Any
 import torch
 
 from alto.backbone import borrowed, find_named_base, object_fingerprint
+from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
-from alto.spec import Task
-from alto.spec.base_objects import BaseObjects, with_base_objects
-from alto.spec.quoting import quoted
+from alto.spec import BaseObjects, Task, with_base_objects
 
-__all__ = ["IN_A_QUEUE", "borrowing", "check_has_id", "given_objects"]
-
-IN_A_QUEUE = "a queue, whose tasks run in processes of their own"
+IN_A_QUEUE = "a queue, whose tasks run in separate processes"
 
 
 @contextlib.contextmanager
 def borrowing(task: Task, device: torch.device, *, is_named: bool = True) -> Iterator[Task]:
-    """A task to be trained inside. A base model that is an object is afterwards as it was, also after an error.
+    """Yield a task to be trained inside the block. Afterwards, even after an error, a base model that is an object is
+    restored to its earlier state.
 
-    Where its name loads the same model and tokenizer, the task that is given names it, so that the run can be resumed
-    in any process. Else the task says that it was an object, and has the fingerprint of its weights.
+    If a name loads the same model and tokenizer, the yielded task has that name, so that any process can resume the
+    run. Otherwise the task records that its base model was an object, with a fingerprint of the weights.
 
     Args:
         task: Its model may be an object.
-        device: Where it will be trained.
-        is_named: Whether a name is looked for; false for a run that began on an object without one.
+        device: Device on which it will be trained.
+        is_named: Whether to look for a name; false for a run that was started on an object without one.
 
     Raises:
-        AltoError: As of :func:`alto.backbone.borrowed`.
+        AltoError: See :func:`alto.backbone.borrowed`.
     """
     if task.objects is None:
         yield task
@@ -55,35 +53,32 @@ def _identified(task: Task, *, is_named: bool) -> Task:
 
 
 def check_has_id(tasks: Iterable[Task], where: str) -> None:
-    """Refuse a base model that is an object where others have to load it, or know it by its name.
+    """Raise UnsupportedError if a task's base model is an object, which other processes cannot load by name.
 
     Args:
-        where: What needs its name, for the message.
-
-    Raises:
-        UnsupportedError: A task has one.
+        where: The feature that needs a name, for the message.
     """
     for task in tasks:
         if task.objects is not None:
             raise UnsupportedError(
                 f"model: expected the id of a model, or a folder, for {where}, found {task.objects.name} for "
-                f"{task.name!r}, which this process alone has; train with engine.tune on one GPU, or write model and "
-                "tokenizer to a folder with save_pretrained, and name the folder"
+                f"{task.name!r}, which exists only in this process; train with engine.tune on one GPU, or write model "
+                "and tokenizer to a folder with save_pretrained, and name the folder"
             )
 
 
 def given_objects(model: object, tokenizer: object) -> BaseObjects | None:
-    """The base model that a run is resumed with; None where it is to be loaded.
+    """Return the base model with which a run is resumed; None if it is to be loaded by name.
 
     Raises:
-        SpecError: One of the two is missing, or the model is no object.
+        SpecError: One of the two is missing, or the model is not an object.
     """
     if model is None and tokenizer is None:
         return None
     _, objects = with_base_objects({"model": model, "tokenizer": tokenizer})
     if objects is None:
         raise SpecError(
-            f"model should be the loaded model that the run began on, found {quoted(model)}. Give the object with its "
-            "tokenizer, or neither: then the run loads the model that it names."
+            f"model should be the loaded model that the run began with, found {quoted(model)}. Give the object and its "
+            "tokenizer, or neither of them, so that the run loads its model by name."
         )
     return objects

@@ -1,41 +1,47 @@
-"""Where and how the queues of an engine run."""
+"""Settings that say where and how the queues of an engine run."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
-from alto.cluster import Cluster, GuardedSolver, open_cluster, unique_name
+import torch
+
+from alto.cluster import Cluster, GuardedSolver, num_cores, open_cluster, unique_name
 from alto.engine.estimates import known_estimate, remember_duration
 from alto.engine.gpus import check_num_gpus
 from alto.errors import SpecError
+from alto.executor import cache
+from alto.executor.profiling.meter import capacity_bytes
 from alto.records import Node, Schedule, TaskEstimate
 from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
 from alto.spec import Task
 
-__all__ = ["QueueSetup", "check_method", "first_as_given", "first_schedule", "replanning", "unique_names"]
-
 SOLVE_S = 10.0
 """Time limit of the solver for the first schedule."""
 REPLAN_S = 1.0
-"""Time limit for a new schedule while tasks run; free GPUs wait for it."""
+"""Time limit for a new schedule while tasks run; free GPUs wait that long."""
+
+_PROCESS_BYTES, _COPIES = 2**30, 8
+"""Memory that an executor on a CPU slot should have: this much, and so many times the files of its base model."""
 
 SOLVE_GAP, REPLAN_GAP = 0.001, 0.01
-"""Accepted relative gap of each schedule: durations are less exact than this."""
+"""Accepted relative gap to the optimum of each schedule; measured durations are less exact than this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueSetup:
-    """Where and how queues run; values as :class:`alto.Engine` takes them.
+    """Where and how queues run; values as in :class:`alto.Engine`.
 
     Attributes:
         strategy: How a task uses several GPUs.
         cluster: Address of the cluster.
-        total_gpus: GPUs to use at most; None for all.
-        quotas: The most GPUs of a tenant at a time.
-        share_executor: Whether tasks on one base model may share an executor, where they allow it.
+        total_gpus: Maximum number of GPUs to use; None for all. On a CPU the number of slots; None for the number that
+            :meth:`sized_for` chooses.
+        quotas: Maximum number of GPUs of each tenant at a time.
+        share_executor: Whether tasks on the same base model may share an executor if they allow it.
     """
 
     strategy: str
@@ -46,11 +52,11 @@ class QueueSetup:
 
     @property
     def is_parallel(self) -> bool:
-        """Whether a task on several GPUs is a process on each."""
+        """Whether a task on several GPUs has one process per GPU."""
         return self.strategy == "adapter_parallel"
 
     def settings(self, method: str) -> dict[str, Any]:
-        """The settings as a queue's folder stores them."""
+        """Return the settings in the form that a queue's folder stores."""
         return {
             "method": method,
             "strategy": self.strategy,
@@ -60,9 +66,25 @@ class QueueSetup:
             "share_executor": self.share_executor,
         }
 
+    def sized_for(self, tasks: Sequence[Task]) -> Self:
+        """Return this setup with a number of CPU slots for ``tasks``, if the user has not set one.
+
+        Several processes of one thread train more tokens per second than one process with as many threads. So there
+        are as many slots as the tasks ask for, but not more than cores, nor more than processes fit into the memory.
+        If the size of a base model is not known, there is one slot.
+        """
+        if self.total_gpus is not None or self.cluster != "local" or not tasks or torch.cuda.is_available():
+            return self
+        of_model = {task.model: sum(size for _, size, _ in cache.weights_of(task.model)) for task in tasks}
+        if not all(of_model.values()):
+            return self
+        process_bytes = _PROCESS_BYTES + _COPIES * max(of_model.values())
+        fitting = capacity_bytes(torch.device("cpu")) // process_bytes
+        return replace(self, total_gpus=max(1, min(sum(task.num_gpus for task in tasks), num_cores(), fitting)))
+
     @contextlib.contextmanager
     def opened(self) -> Iterator[Cluster]:
-        """The cluster, until the block is left."""
+        """Yield the cluster; leaving the block closes it."""
         with contextlib.closing(open_cluster(self.cluster, total_gpus=self.total_gpus)) as cluster:
             yield cluster
 
@@ -76,12 +98,11 @@ class QueueSetup:
     def problem(
         self, tasks: Sequence[Task], estimates: Sequence[TaskEstimate], nodes: Sequence[Node]
     ) -> SchedulingProblem:
-        """The scheduling of ``tasks``.
+        """Return the scheduling problem of the waiting ``tasks``.
 
         Args:
-            tasks: Tasks that wait.
-            estimates: What each of them takes.
-            nodes: Of the cluster.
+            estimates: One per task.
+            nodes: Nodes of the cluster.
         """
         return SchedulingProblem(
             nodes=tuple(nodes),
@@ -100,16 +121,16 @@ class QueueSetup:
         )
 
     def known_estimate(self, task: Task, cluster: Cluster) -> TaskEstimate | None:
-        """What such a task was measured to take on such a cluster; None where that is not known."""
+        """Return the cached estimate of ``task`` on ``cluster``; None if there is none."""
         found = known_estimate(task, cluster, self._num_ranks(task))
         return found if found is None else self.allowed(found)
 
     def remember_duration(self, task: Task, cluster: Cluster, duration_s: float) -> None:
-        """Cache how long ``task`` has taken on ``cluster``, for :meth:`known_estimate`."""
+        """Cache how long ``task`` took on ``cluster``, for :meth:`known_estimate`."""
         remember_duration(task, cluster, self._num_ranks(task), duration_s)
 
     def allowed(self, estimate: TaskEstimate) -> TaskEstimate:
-        """``estimate`` as far as tasks may share here."""
+        """Return ``estimate``, without its sharing data if tasks may not share executors."""
         return estimate if self.share_executor else replace(estimate, sharing=None)
 
     def _num_ranks(self, task: Task) -> int:
@@ -117,7 +138,7 @@ class QueueSetup:
 
 
 def unique_names(tasks: Sequence[Task]) -> list[str]:
-    """A name for each task: its own, with a number where one before it has the same."""
+    """Return a unique name for each task: its own, with a number added if an earlier task has the same name."""
     own, names = {task.name for task in tasks}, list[str]()
     for task in tasks:
         names.append(task.name if task.name not in names else unique_name(task.name, own.union(names)))
@@ -125,20 +146,20 @@ def unique_names(tasks: Sequence[Task]) -> list[str]:
 
 
 def first_schedule(problem: SchedulingProblem, method: str) -> Schedule:
-    """The first schedule of a queue."""
+    """Solve for the first schedule of a queue."""
     with GuardedSolver(method, time_limit_s=SOLVE_S, gap=SOLVE_GAP) as solve:
         return solve(problem)
 
 
 def replanning(method: str) -> GuardedSolver:
-    """A solver for new schedules while tasks run; to be closed."""
+    """Return a solver for new schedules while tasks run; the caller must close it."""
     return GuardedSolver(method, time_limit_s=REPLAN_S, gap=REPLAN_GAP)
 
 
 def first_as_given(
     given: Schedule | None, solve: Callable[[SchedulingProblem, Schedule | None], Schedule]
 ) -> Callable[[SchedulingProblem, Schedule | None], Schedule]:
-    """A solver whose first answer is ``given``, where that is a schedule of the requested tasks."""
+    """Return a solver whose first answer is ``given``, provided that it schedules exactly the requested tasks."""
     left = [] if given is None else [given]
 
     def answer(problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
@@ -151,6 +172,6 @@ def first_as_given(
 
 
 def check_method(method: str) -> None:
-    """Check that a method of scheduling exists."""
+    """Raise SpecError if there is no scheduling method of this name."""
     if method.lower() not in METHODS:
         raise SpecError(f"method: expected one of {', '.join(METHODS)}, found {method!r}")

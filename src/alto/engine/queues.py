@@ -1,4 +1,4 @@
-"""Many tasks on one cluster: their durations, their schedule, and their execution."""
+"""Runs many tasks on one cluster: measures their durations, schedules them, and executes them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alto.base import note_resumption, resume_command
 from alto.cluster import (
     Cluster,
     Controller,
@@ -19,41 +20,23 @@ from alto.cluster import (
     past_ends,
 )
 from alto.data import read_task_rows
-from alto.engine.estimates import base_key
+from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key
 from alto.engine.gpus import STRATEGIES
-from alto.engine.measuring import Measurement
 from alto.engine.objects import IN_A_QUEUE, check_has_id
-from alto.engine.queue_results import past_of_finished, queue_results, write_report_of
 from alto.engine.queue_setup import QueueSetup, check_method, first_as_given, first_schedule, replanning, unique_names
 from alto.engine.runner import portable
-from alto.engine.task_queue import TaskQueue
+from alto.engine.task_queue import TaskQueue, past_of_finished, queue_results, write_report_of
 from alto.engine.work import TRAIN
 from alto.errors import ProfileError, RunError, SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.records import Placement, Schedule, TaskEstimate
 from alto.results import TaskResult
-from alto.runs import (
-    Journal,
-    JournalEntry,
-    Observer,
-    QueueDir,
-    QueueEntry,
-    has_result,
-    load_run_task,
-    note_resumption,
-    resume_command,
-)
+from alto.runs import Journal, JournalEntry, Observer, QueueDir, QueueEntry, has_result, load_run_task
 from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
 from alto.scheduler import METHODS
 from alto.scheduler.queue import Queue, QueueSettings
 from alto.spec import Task
 
-__all__ = ["QueueRunner"]
-
 LOCAL = "local"
-
-UNKNOWN_DURATION_S = 3600.0
-"""Estimated duration of a task that is submitted to a running queue without a cached measurement; it is updated from
-the task's own pace once it trains."""
 
 
 class QueueRunner:
@@ -62,7 +45,7 @@ class QueueRunner:
     Args:
         setup: Where and how queues run.
         observers: Called with every entry; must return at once.
-        is_interrupted: As :class:`alto.Engine` takes it.
+        is_interrupted: See :class:`alto.Engine`.
     """
 
     def __init__(
@@ -73,14 +56,15 @@ class QueueRunner:
         self._is_interrupted = is_interrupted or (lambda: False)
 
     def schedule(self, tasks: Sequence[Task], method: str, *, refresh: bool = False) -> Schedule:
-        """A schedule of ``tasks`` under their names in the queue.
+        """Return a schedule of ``tasks``, under their names in the queue.
 
         Args:
             method: Scheduling method.
-            refresh: Measure durations again, even where they are cached.
+            refresh: Measure durations again, even if they are cached.
         """
         check_method(method)
         tasks = _read(tasks)
+        self._setup = self._setup.sized_for(tasks)
         with self._setup.opened() as cluster:
             return self._schedule(tasks, method, cluster, refresh=refresh)
 
@@ -88,11 +72,12 @@ class QueueRunner:
         """Run ``tasks`` as a new queue in ``output_dir``.
 
         Args:
-            schedule: Their first schedule; None measures the tasks in the queue's folder and makes one.
-            output_dir: Where the queue's folder is made.
+            schedule: The first schedule; None measures the tasks in the queue's folder and makes one.
+            output_dir: Folder in which the queue's folder is made.
         """
         if schedule is None:
             tasks = _read(tasks)
+        self._setup = self._setup.sized_for(tasks)
         with self._setup.opened() as cluster:
             method = "cp-sat" if schedule is None else schedule.method
             with self._new_queue(tasks, schedule, output_dir, cluster, method=method) as queue:
@@ -104,16 +89,16 @@ class QueueRunner:
     def opened(
         self, tasks: Sequence[Task], method: str, output_dir: Path, *, trust_remote_code: bool
     ) -> Iterator[TaskQueue]:
-        """A new queue that begins with ``tasks`` and accepts others until the block is left.
+        """Yield a new queue that starts with ``tasks`` and accepts others until the block is left.
 
         Args:
-            tasks: The first tasks.
             method: Scheduling method.
-            output_dir: Where the queue's folder is made.
+            output_dir: Folder in which the queue's folder is made.
             trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
         """
         check_method(method)
         tasks = _read(tasks)
+        self._setup = self._setup.sized_for(tasks)
         with (
             self._setup.opened() as cluster,
             self._new_queue(
@@ -125,7 +110,7 @@ class QueueRunner:
             queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Resume the queue at ``root``, on the cluster it began on, or on the one that the caller names.
+        """Resume the queue at ``root``, on the cluster that it started on, or on the one that the caller names.
 
         Args:
             trust_remote_code: Whether the caller allows code of base models.
@@ -144,7 +129,7 @@ class QueueRunner:
         tasks: dict[str, Task] = {}
         for entry in entries:
             if not entry.is_cancelled and not has_result(run := queue_dir.run_of(entry.task)):
-                with contextlib.suppress(SpecError):  # its executor reports it, and the other tasks continue
+                with contextlib.suppress(SpecError):  # the task's executor reports it, and the other tasks continue
                     tasks[entry.task] = load_run_task(run, trust_remote_code=trust_remote_code)
         trusted = [entry.task for entry in entries] if trust_remote_code else []
         ends = past_ends(queue_dir)
@@ -206,7 +191,7 @@ class QueueRunner:
         method: str,
         journal: Journal,
     ) -> Schedule:
-        """Measure the tasks of a queue, note in its folder and its journal what they take, and schedule them.
+        """Measure the tasks of a queue, write the estimates to its folder and journal, and schedule the tasks.
 
         Args:
             tasks: Tasks without a result, by name in the queue.
@@ -243,7 +228,7 @@ class QueueRunner:
         if schedule is not None and set(placements) != set(names):
             raise SpecError(
                 f"schedule: expected a placement for each of the {len(names)} tasks, found {len(placements)} "
-                "for other ones; make it with engine.schedule(tasks)"
+                "for different tasks; make it with engine.schedule(tasks)"
             )
         self._setup.check(tasks, cluster)
         entries = [
@@ -271,13 +256,16 @@ class QueueRunner:
                 is_working = True
                 yield queue
         except ProfileError:
-            if not is_working:  # nothing of it is worth to be resumed
+            if not is_working:  # the queue has nothing worth resuming
                 shutil.rmtree(queue_dir.root, ignore_errors=True)
             raise
 
     def _entry(self, name: str, task: Task, placement: Placement | None, cluster: Cluster) -> QueueEntry:
-        """A task as the queue's folder has it; without a placement it is to be measured. Beside others it takes longer
-        than by itself, which is the estimate."""
+        """Return a task's entry for the queue's folder. A task without a placement is marked as not measured.
+
+        The duration of a placement in a shared executor is longer than that of the task alone, so the cached estimate
+        replaces it.
+        """
         estimate = TaskEstimate(duration_s=UNKNOWN_DURATION_S if placement is None else placement.duration_s)
         if placement is None or placement.executor:
             estimate = self._setup.known_estimate(task, cluster) or estimate
@@ -304,11 +292,12 @@ class QueueRunner:
         tasks: Mapping[str, Task],
         first: Schedule | None = None,
     ) -> Iterator[TaskQueue]:
-        """Work on the queue in a folder, which is locked, until the block is left; then what still runs is ended: after
-        an error of the block's own it saves first. Where tasks of its have not been measured, that comes first.
+        """Work on the queue in a locked folder until the block is left; measure its unmeasured tasks first.
+
+        Leaving the block ends executors that still run; if the block itself raised an error, they save first.
 
         Args:
-            tasks: By name in the queue; those that cannot be read are left out.
+            tasks: Tasks by name in the queue, without those that cannot be read.
         """
         entries, _ = queue_dir.read()
         done = {entry.task for entry in entries if has_result(queue_dir.run_of(entry.task))}
@@ -347,8 +336,8 @@ class QueueRunner:
 
 @contextlib.contextmanager
 def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
-    """Where the block ends by an error, running tasks save and end; not where the user stops it at once, or where the
-    controller itself has failed. `SystemExit` and the cancellation of an asyncio task are errors too."""
+    """Let running tasks save and end if the block raises an error, except when the user stops it at once or the
+    controller itself has failed. `SystemExit` and the cancellation of an asyncio task count as errors."""
     try:
         yield
     except BaseException as error:
@@ -374,8 +363,8 @@ def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], tr
 
 
 def _read(tasks: Sequence[Task]) -> list[Task]:
-    """``tasks`` with absolute paths, so that any process can run them; errors in their rows are raised here, by
-    name."""
+    """Return ``tasks`` with absolute paths, so that any process can run them; raise errors in their rows now, with the
+    task's name."""
     check_has_id(tasks, IN_A_QUEUE)
     found = [portable(task) for task in tasks]
     for task in found:
@@ -386,7 +375,7 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
 def _journal_begin(
     journal: Journal, entries: Sequence[QueueEntry], done: Collection[str], method: str, cluster: Cluster
 ) -> None:
-    """The event that starts or resumes the queue; where its journal is lost, results may be left."""
+    """Write the event that starts or resumes the queue. Results may exist even if the journal was lost."""
     notes = _notes_on(journal)
     if not journal.past:
         journal.append(
@@ -412,11 +401,11 @@ def _journal_begin(
 
 
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
-    """The cluster for a resumed queue: the one that the caller names, else that of its file if it names no machine.
+    """Return the cluster of a resumed queue: the one that the caller names, else ``local`` or ``auto`` from its file.
 
     Raises:
         UntrustedCodeError: Only the queue's file names the address of a Ray cluster, whose answers can run code here,
-            or a cluster of a package.
+            or a cluster type of a package.
     """
     if named != LOCAL:
         return named
@@ -424,7 +413,7 @@ def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
         raise UntrustedCodeError(
             f"cluster: expected the address of the cluster from you, found {began_on!r} only in the files of "
             f"{queue_dir.root}, which may come from another person; a cluster can run code on every client: if you "
-            f"trust this one, add --cluster {began_on} (in Python: Engine(cluster=...))"
+            f"trust this cluster, add --cluster {began_on} (in Python: Engine(cluster=...))"
         )
     return began_on
 
@@ -440,7 +429,7 @@ def _check_settings(settings: Mapping[str, Any], queue_dir: QueueDir) -> None:
 
 
 def _notes_on(journal: Journal) -> list[str]:
-    """Notices about what the journal of a queue has lost, except for a last line that was being written at its end."""
+    """Return notices about lost lines of a queue's journal, except for a last line that was cut off while written."""
     if journal.num_lines_cut < 2:
         return []
     return [

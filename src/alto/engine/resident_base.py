@@ -1,4 +1,4 @@
-"""The base model that this process has loaded, kept for the tasks that come after."""
+"""The base model that this process has loaded and keeps for later tasks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from alto.executor import Ranks, load_base
 from alto.lora import eject
 from alto.spec import BaseModelSpec
 
-__all__ = ["ResidentBase"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
-    """A base model in memory, and what it was loaded from."""
+    """A base model in memory, with a description of its source."""
 
     spec: BaseModelSpec
     backbone: Backbone
@@ -28,7 +26,7 @@ class _Loaded:
 
 
 class ResidentBase:
-    """At most one base model; another one replaces it, once nothing uses it."""
+    """Holds at most one base model; another one replaces it only while nothing uses it."""
 
     def __init__(self) -> None:
         self._loaded: _Loaded | None = None
@@ -36,7 +34,7 @@ class ResidentBase:
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """The base model is not replaced until the block is left; the last user leaves it without adapters."""
+        """Keep the base model from being replaced inside the block; the last user removes all adapters."""
         self._num_users += 1
         try:
             yield
@@ -45,7 +43,7 @@ class ResidentBase:
             self.clean()
 
     def clean(self) -> None:
-        """Leave the base model without adapters, where nothing uses it."""
+        """Remove all adapters from the base model unless something uses it."""
         if not self._num_users and self._loaded is not None:
             eject(self._loaded.backbone.model)
             release_memory()
@@ -53,17 +51,15 @@ class ResidentBase:
     def load(
         self, spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool
     ) -> Backbone:
-        """The base model, loaded where it is not in memory; it is loaded again where its files have changed.
+        """Return the base model; load it if it is not in memory or its files have changed.
 
         Args:
-            spec: Which base model, and how it is loaded.
-            device: Device of its weights.
-            ranks: This process, alone.
+            ranks: This process; it must be the only rank.
             gradient_checkpointing: Recompute each layer's activations in the backward pass.
 
         Raises:
             RunBusyError: Tasks of this process use another base model.
-            AltoError: As :func:`alto.executor.load_base`.
+            AltoError: See :func:`alto.executor.load_base`.
         """
         fingerprint, tokenizer = base_fingerprint(spec), tokenizer_fingerprint(spec)
         if (
@@ -76,7 +72,7 @@ class ResidentBase:
         if self._num_users:
             raise RunBusyError(
                 f"expected {spec.id!r} to be the base model of the tasks that this process trains, found that it is "
-                "another one, or has changed on disk; the task is started again in a process of its own"
+                "a different one, or has changed on disk; the task is started again in a separate process"
             )
         self._loaded = None
         release_memory()

@@ -1,6 +1,6 @@
-"""One task on this process's device: read it, train or resume it, export its best adapter.
+"""Runs one task on this process's device: reads it, trains or resumes it, and exports its best adapter.
 
-Of several ranks each runs the same task; what is written once is written by the first.
+With several ranks, each rank runs the same task; the first rank writes the files.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from alto.backbone import (
     loading_class,
     resolve_model,
 )
+from alto.base import cache_home, note_resumption
 from alto.data import ReadRows, read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
@@ -60,35 +61,29 @@ from alto.runs import (
     RunDir,
     SilentJournal,
     load_run_task,
-    note_resumption,
     read_history,
     remove_states,
     task_outcome,
 )
 from alto.runs.events import NO_SEQ, BaseDescription, MeasuringBegun
 from alto.search import check_installed
-from alto.spec import MixtureSource, Task, read_run_task
-from alto.spec.base_model import quantisation_keys
-from alto.spec.base_objects import BaseObjects
-from alto.spec.cache_home import cache_home
+from alto.spec import BaseObjects, MixtureSource, Task, quantisation_keys, read_run_task
 from alto.trackers import Tracker, chosen_trackers, tracking
 
-__all__ = ["OpenRun", "TaskRunner", "portable"]
-
 _UNKNOWN_BASE = (
-    "The journal of the run does not record its base model, as version 0.1 did not; {model} as it is now "
-    "is assumed to be the same."
+    "The journal of the run does not record its base model, because version 0.1 wrote it; {model} is assumed to be "
+    "unchanged since."
 )
 
 
 class TaskRunner:
-    """Runs tasks one after the other on the current CUDA device, or on the CPU where there is none.
+    """Runs tasks one after the other on the current CUDA device, or on the CPU if there is none.
 
     Args:
-        observers, is_interrupted: As :class:`alto.Engine` takes them.
-        ranks: This process among those that train the task together.
-        resident_base: Keeps the base model for other tasks; None loads it for each task.
-        objects: The base model of runs that are resumed, where it is given as an object; None loads the one they name.
+        observers, is_interrupted: See :class:`alto.Engine`.
+        ranks: The ranks that train a task together, this process among them.
+        resident_base: Keeps the base model for later tasks; None loads it for each task.
+        objects: The base model of resumed runs, if it is given as an object; None loads the one that a run names.
     """
 
     def __init__(
@@ -120,10 +115,10 @@ class TaskRunner:
         return run.result
 
     def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskOutcome:
-        """Train a run from its last checkpoint, or from its beginning where there is none.
+        """Train a run from its last checkpoint, or from its beginning if there is none.
 
         Args:
-            trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
+            trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
         """
         with self.opened(run_dir, trust_remote_code=trust_remote_code) as run:
             if not run.is_finished:
@@ -138,14 +133,13 @@ class TaskRunner:
         trust_remote_code: bool,
         bank_of: Callable[[TaskContext], SharedBank | None] | None = None,
     ) -> Iterator[OpenRun]:
-        """A run as of its last checkpoint, or its beginning, to be trained inside; its result is exported when the
-        block is left.
+        """Yield a run at its last checkpoint, or at its beginning, to be trained inside the block; leaving the block
+        exports its result.
 
         Args:
-            run_dir: Of the run; locked until the block is left.
-            trust_remote_code: Whether the caller allows code of the base model, where the run's task asks for it.
-            bank_of: Returns the bank that the jobs of a task share with those of other tasks. None, or returning None:
-                the task is alone.
+            run_dir: The run's directory; locked until the block is left.
+            trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
+            bank_of: Returns the bank that the task shares with other tasks, or None for a bank of its own.
         """
         with run_dir.locked() if self.ranks.is_first else contextlib.nullcontext():
             resume_state = self.ranks.broadcast(recover(run_dir) if self.ranks.is_first else ResumeState(), ResumeState)
@@ -168,14 +162,14 @@ class TaskRunner:
                         prepared = self._packed(prepared)
                     finally:
                         if bank is not None:
-                            bank.reinject()  # a measurement has had a bank of its own
+                            bank.reinject()  # measuring injected a bank of its own
                     if self.ranks.is_first:
                         run_dir.resolve(prepared.context.task)
                 with self._session(prepared, run_dir, resume_state, bank) as run:
                     yield run
 
     def _given(self, task: Task) -> Task:
-        """The task of a run, with the base model that was given for it."""
+        """Return the task of a run with the base model object that the caller gave for it."""
         return task if self._objects is None else task.replace(model=self._objects)
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
@@ -194,8 +188,8 @@ class TaskRunner:
         """Read and check a task before its run directory is made, or before it is resumed.
 
         Args:
-            task: With absolute paths, as :func:`portable` gives it.
-            resume_state: What the run is resumed from, empty for one that begins; None where there will be no run.
+            task: A task with absolute paths, from :func:`portable`.
+            resume_state: State from which the run is resumed, empty for a new run; None if there will be no run.
         """
         if task.search.algorithm == "tpe":
             check_installed()
@@ -227,7 +221,7 @@ class TaskRunner:
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
     def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:
-        """Fingerprint and precision of the base model, checked against those that the run began with."""
+        """Return the fingerprint and precision of the base model, checked against those that the run started with."""
         found = base_fingerprint(task.base_model) if self.ranks.is_first else {}
         fingerprint = self.ranks.broadcast(found, dict[str, Any])
         precision = {
@@ -245,12 +239,12 @@ class TaskRunner:
         return base
 
     def _packed(self, prepared: _Prepared) -> _Prepared:
-        """With every limit set."""
+        """Return ``prepared`` with every packing limit set."""
         context, forecast = pack(prepared.context, on_measuring=self._announcement(prepared.context.task))
         return replace(prepared, context=context, forecast=forecast)
 
     def _announcement(self, task: Task) -> Callable[[float], None]:
-        """Shows observers that ``task`` is being measured, and how long that still takes."""
+        """Return a function that tells observers that ``task`` is being measured, and how long that still takes."""
         numbers = itertools.count()
 
         def announce(remaining_s: float) -> None:
@@ -270,8 +264,8 @@ class TaskRunner:
     def _session(
         self, prepared: _Prepared, run_dir: RunDir, resume_state: ResumeState, bank: SharedBank | None = None
     ) -> Iterator[OpenRun]:
-        """A task with its journal and trackers; when the block is left, its result is exported, or after an error its
-        report is written."""
+        """Yield a task with its journal and trackers; leaving the block exports its result, or writes its report after
+        an error."""
         context, task = prepared.context, prepared.context.task
         with tracking(prepared.trackers, run_dir.root) as tracker_observers:
             observers = (*self._observers, *tracker_observers)
@@ -290,7 +284,7 @@ class TaskRunner:
                     yield run
             except BaseException as error:
                 note_resumption(error, run_dir.root)
-                # The error that ended the run is raised, not one of writing its report.
+                # Errors in writing the report must not hide the error that ended the run.
                 with contextlib.suppress(AltoError, OSError):
                     if self.ranks.is_first:
                         run_dir.check_lock()
@@ -317,7 +311,7 @@ class TaskRunner:
         return Journal(run_dir.journal_file, observers, past=resume_state.entries, check=run_dir.check_lock)
 
     def _conclude(self, task: Task, run_dir: RunDir) -> TaskOutcome:
-        """Export what a finished run has not exported yet, and write its report; only the first rank does this."""
+        """Export the result of a finished run if needed, and write its report; only the first rank writes."""
         result = self._export(task, run_dir) if self.ranks.is_first else None
         result = self.ranks.broadcast(result, TaskOutcome | None)
         assert result is not None
@@ -350,7 +344,7 @@ class TaskRunner:
 
 
 def _reported(run_dir: RunDir) -> tuple[str, ...]:
-    """Write the report of a finished run; a notice where that fails, so that the result is not lost."""
+    """Write the report of a finished run; return a notice if that fails, so that the result is not lost."""
     try:
         write_report(run_dir.root)
     except Exception as error:
@@ -361,10 +355,10 @@ def _reported(run_dir: RunDir) -> tuple[str, ...]:
 
 
 class OpenRun:
-    """A run that is trained.
+    """A run in training.
 
     Args:
-        session: Of the task; None where it has finished before.
+        session: Session of the task; None if the run had finished before.
     """
 
     def __init__(self, session: TaskSession | None = None) -> None:
@@ -373,30 +367,36 @@ class OpenRun:
 
     @property
     def is_finished(self) -> bool:
-        """Whether its result was complete before; there is no session then."""
+        """Whether the result was complete before; there is no session then."""
         return self._session is None
 
     @property
     def session(self) -> TaskSession:
-        """Of the task."""
+        """The session of the task."""
         assert self._session is not None, "it is finished"
         return self._session
 
     @property
     def result(self) -> TaskOutcome:
-        """Once it has ended."""
+        """The result; available once the run has ended."""
         assert self._result is not None, "it has not ended"
         return self._result
 
     def finish(self, result: TaskOutcome) -> None:
-        """Note the result."""
+        """Store the result."""
         self._result = result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Prepared:
-    """A task that is ready to run; ``judge`` is None where no answers choose the winner, ``sampler`` where it asks for
-    no samples, ``base`` where there will be no run, ``forecast`` where nothing was measured for it."""
+    """A task that is ready to run.
+
+    Attributes:
+        judge: None if the winner is chosen by the metric alone.
+        sampler: None if the task asks for no samples.
+        base: None if there will be no run.
+        forecast: None if nothing was measured.
+    """
 
     trackers: Mapping[str, Tracker]
     context: TaskContext
@@ -407,7 +407,7 @@ class _Prepared:
 
 
 def _sampler(task: Task, rows: ReadRows, backbone: Backbone) -> Sampler | None:
-    """Generates the samples that ``task`` asks for; None where it asks for none.
+    """Return the generator of the samples that ``task`` asks for; None if it asks for none.
 
     Raises:
         DataError: No validation row has a prompt and a reply.
@@ -418,8 +418,8 @@ def _sampler(task: Task, rows: ReadRows, backbone: Backbone) -> Sampler | None:
 
 
 def portable(task: Task) -> Task:
-    """The task with absolute paths, so that a process in any folder can resume it, and with the shape of the adapter
-    that its jobs begin with, where it names one, and the modules that PEFT chooses, where it asks for these."""
+    """Return the task with absolute paths, so that a process in any folder can resume it, with the shape of the initial
+    adapter that it names, and with PEFT's default modules if it asks for them."""
     task = with_targets(with_start(task))
     found: dict[str, Any] = {}
     for key in ("dataset", "validation_dataset", "test_dataset"):

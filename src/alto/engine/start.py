@@ -1,5 +1,6 @@
-"""Fills in what a task only refers to: the adapter that its jobs begin with, PEFT's choice of modules, and the usual
-learning rate."""
+"""Fills in settings that a task leaves open: the initial adapter's shape, PEFT's default modules, and the usual
+learning rate.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +10,37 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from alto.backbone import Backbone, base_differences, base_fingerprint, load_config, resolve_model
-from alto.errors import ModelError, ModelNotFoundError, RunNotFoundError
-from alto.evaluation import adapter_folder
-from alto.executor import StartAdapter
+from alto.backbone import (
+    Backbone,
+    base_differences,
+    base_fingerprint,
+    build_skeleton,
+    limits_of,
+    load_config,
+    load_tokenizer,
+    resolve_model,
+)
+from alto.data import HeadStore, preview_rows, read_task_rows
+from alto.errors import DataError, ModelError, ModelNotFoundError, RunNotFoundError
+from alto.evaluation import adapter_folder, usable_rows
+from alto.executor import StartAdapter, model_notes
 from alto.lora import adapter_base_model, default_targets, saved_settings
 from alto.objectives import find_objective
-from alto.spec import PEFT_DEFAULT, Task
-from alto.spec.auto_space import auto_space, usual_learning_rate
-from alto.spec.method import find_method
-from alto.spec.module_names import targeted_modules
-from alto.spec.search_space import Axis
-
-__all__ = ["read_start", "with_start", "with_targets", "with_usual_rate"]
+from alto.records import DataPreview
+from alto.spec import PEFT_DEFAULT, Axis, Task, auto_space, find_method, targeted_modules, usual_learning_rate
 
 _TARGETS = "target_modules"
 
 
 def with_start(task: Task) -> Task:
-    """``task`` with the folder of the adapter that ``init_adapter`` names, and with that adapter's ranks, targets,
-    scales and further tensors where it sets none itself; a task without one as it is.
+    """Return ``task`` with the resolved folder of its ``init_adapter``, and with that adapter's ranks, targets, scales
+    and further tensors for keys that the task does not set; without ``init_adapter``, return it unchanged.
 
     Raises:
         RunNotFoundError: There is no such adapter.
-        RunError: Its description cannot be read.
-        UnsupportedError: It is more than plain LoRA.
-        SpecError: A setting of the task does not go with it.
+        RunError: The adapter's configuration cannot be read.
+        UnsupportedError: The adapter is more than plain LoRA.
+        SpecError: A setting of the task conflicts with the adapter.
     """
     if task.init_adapter is None:
         return task
@@ -49,11 +55,11 @@ def with_start(task: Task) -> Task:
 
 
 def with_targets(task: Task) -> Task:
-    """``task`` with the modules that PEFT chooses for its base model, and a note on them, where it asks for these; any
-    other task as it is.
+    """Return ``task`` with PEFT's default modules for its base model, and a note on them, if it asks for the default;
+    return any other task unchanged.
 
     Raises:
-        TargetModuleError: PEFT has no choice for this base model.
+        TargetModuleError: PEFT has no default modules for this base model.
         ModelError: The configuration of the base model cannot be read.
     """
     space = task.search_space
@@ -65,19 +71,18 @@ def with_targets(task: Task) -> Task:
     found = default_targets(model_type, has_parameters=has_parameters)
     groups = tuple(tuple(_named(axis, found) for axis in group) for group in space.groups)
     changes: dict[str, Any] = {_TARGETS: found} if is_fixed else {"search_space": replace(space, groups=groups)}
-    named = found if isinstance(found, str) else ", ".join(found) or "none beside target_parameters"
+    named = found if isinstance(found, str) else ", ".join(found) or "no modules besides target_parameters"
     note = f"target_modules: {PEFT_DEFAULT} is {named}, PEFT's choice for models of the type {model_type}."
     return task.replace(**changes).with_note(note)
 
 
 def with_usual_rate(task: Task, config: PretrainedConfig, *, begins: bool) -> Task:
-    """``task`` with the ranges of a search space ``auto``, and with the learning rate near which ``tpe`` begins, where
-    it sets none itself.
+    """Return ``task`` with the ranges of the search space ``auto``, and with the learning rate around which ``tpe``
+    starts, if the task does not set it.
 
     Args:
-        task: The task.
-        config: Configuration of its base model.
-        begins: Whether no job has begun yet. The jobs of a run that is resumed stay as they were drawn.
+        config: Configuration of the base model.
+        begins: Whether no job has started yet. The jobs of a resumed run keep their drawn configurations.
     """
     hidden_size, compares_replies = config.get_text_config().hidden_size, find_method(task.method).compares_replies
     if task.search_space.is_auto:
@@ -104,16 +109,16 @@ def _named(axis: Axis, modules: str | tuple[str, ...]) -> Axis:
 
 
 def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
-    """The adapter that the jobs of ``task`` begin with, checked against its base model; None where there is none.
+    """Return the initial adapter of the jobs of ``task``, checked against its base model; None if there is none.
 
     Args:
-        task: As :func:`with_start` gives it.
-        backbone: Its base model.
+        task: Returned by :func:`with_start`.
+        backbone: The base model.
 
     Raises:
         ModelError: The adapter was trained on another base model.
-        TargetModuleError: It does not fit the base model.
-        RunNotFoundError, RunError, UnsupportedError: As :meth:`alto.executor.StartAdapter.read`.
+        TargetModuleError: The adapter does not fit the base model.
+        RunNotFoundError, RunError, UnsupportedError: See :meth:`alto.executor.StartAdapter.read`.
     """
     if task.init_adapter is None:
         return None
@@ -124,23 +129,23 @@ def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
             "or start a new run with: alto tune"
         )
     is_reference = find_objective(task.method).needs_reference
-    as_reference = f", which is the reference of {task.method} too" if is_reference else ""
-    begun = f"Every job begins with the adapter in {folder}{as_reference}; the evaluation at step 0 is its own."
+    as_reference = f", which is also the reference of {task.method}" if is_reference else ""
+    begun = f"Every job begins with the adapter in {folder}{as_reference}; step 0 evaluates this adapter."
     notes = (begun, *_base_notes(task, folder))
     return StartAdapter.read(folder, backbone, model=task.model, notes=notes)
 
 
 def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
-    """What cannot be said about the base model that the adapter was trained on.
+    """Return notes on doubts about whether the adapter was trained on the task's base model.
 
     Raises:
-        ModelError: It is another one than the task's.
+        ModelError: The adapter was trained on another base model.
     """
     named = adapter_base_model(folder)
     if not named:
         return (
-            f"init_adapter: {folder} names no base model; it fits {task.model}, and whether it was trained on it is "
-            "not known.",
+            f"init_adapter: {folder} names no base model; it fits {task.model}, but may have been trained on a "
+            "different model.",
         )
     try:
         found = resolve_model(named)
@@ -152,12 +157,56 @@ def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:
             if differences:
                 raise ModelError(
                     f"init_adapter: expected an adapter of the base model {task.model}, found one that was trained on "
-                    f"{named}, which has {', '.join(differences)}; name that model in 'model', or another adapter"
+                    f"{named}, which has {', '.join(differences)}; name that model in 'model', or use another adapter"
                 )
             return ()
     except ModelNotFoundError:
-        pass  # moved, or of another machine
+        pass  # the model was moved, or is on another machine
     return (
-        f"init_adapter: {folder} names the base model {named}, and the task's is {task.model}; whether they are the "
-        "same cannot be seen here.",
+        f"init_adapter: {folder} names the base model {named}, and the task names {task.model}; whether they are "
+        "the same cannot be checked.",
     )
+
+
+_NUM_READ = 500
+"""Number of rows of a large dataset that are read for a preview."""
+
+
+def preview_task(task: Task, *, num_rows: int) -> DataPreview:
+    """Return the data of ``task``, its first ``num_rows`` examples, and notes on its model. Only the first rows of a
+    large dataset are read; all of them if the first rows alone cause an error, because the whole dataset may not.
+
+    Raises:
+        AltoError: The data or the model's tokenizer has an error.
+    """
+    task = with_start(task)
+    try:
+        shown = preview_data(task, num_rows=num_rows, head=HeadStore(max(_NUM_READ, 2 * num_rows)))
+    except DataError:
+        shown = preview_data(task, num_rows=num_rows)
+    return with_model_notes(shown, task)
+
+
+def preview_data(task: Task, *, num_rows: int, head: HeadStore | None = None) -> DataPreview:
+    """Return the data of ``task`` and its first ``num_rows`` examples.
+
+    Args:
+        head: Holds the first rows of large datasets; None tokenises all rows, which takes time.
+
+    Raises:
+        AltoError: The data or the model's tokenizer has an error.
+    """
+    rows = read_task_rows(task, head=head)
+    if task.select_by != "metric":
+        usable_rows(rows.validation, task.select_by)
+    tokenizer = load_tokenizer(task.base_model)
+    limits = limits_of(load_config(task.base_model))
+    return preview_rows(rows, tokenizer, task, num_rows=num_rows, limits=limits, head=head)
+
+
+def with_model_notes(shown: DataPreview, task: Task) -> DataPreview:
+    """Return ``shown`` with notes on the settings and the model of ``task``."""
+    task = with_targets(task)
+    skeleton = build_skeleton(task.base_model)
+    about_model = model_notes(skeleton, [job.config for job in task.jobs], task.method)
+    return replace(shown, notes=(*task.notes, *shown.notes, *about_model))

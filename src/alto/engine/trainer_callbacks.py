@@ -1,4 +1,4 @@
-"""Callbacks of transformers' trainer as observers of runs: each job is a training of its own for them."""
+"""Makes observers of transformers' trainer callbacks; to a callback, each job is a separate training."""
 
 from __future__ import annotations
 
@@ -28,25 +28,23 @@ from alto.runs.events import (
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-__all__ = ["CallbackObserver", "observers_of"]
-
 SUPPORTED = ("on_train_begin", "on_log", "on_evaluate", "on_save", "on_train_end")
-"""Methods of a callback that are called."""
+"""Callback methods that ALTO calls."""
 
 _ORDERS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 
 
 def observers_of(observers: Sequence[Observer | TrainerCallback]) -> tuple[Observer, ...]:
-    """``observers``, with a new :class:`CallbackObserver` for each callback of transformers.
+    """Return ``observers`` with each transformers callback wrapped in a new :class:`CallbackObserver`.
 
     Raises:
-        UnsupportedError: As its constructor does.
+        UnsupportedError: See :class:`CallbackObserver`.
     """
     return tuple(CallbackObserver(one) if _is_callback(one) else cast(Observer, one) for one in observers)
 
 
 def _is_callback(observer: Observer | TrainerCallback) -> TypeGuard[TrainerCallback]:
-    # By name: nobody who has no callback needs transformers' trainer to be imported.
+    # Compare by name, because importing transformers' trainer is slow and most users have no callback.
     return any(
         kind.__name__ == "TrainerCallback" and kind.__module__.startswith("transformers.")
         for kind in type(observer).__mro__
@@ -55,12 +53,12 @@ def _is_callback(observer: Observer | TrainerCallback) -> TypeGuard[TrainerCallb
 
 @dataclass(kw_only=True)
 class _Job:
-    """What a callback is shown of a job: ``args``, ``state`` and ``control`` of a trainer.
+    """A job as a callback sees it: ``args``, ``state`` and ``control`` of a trainer.
 
     Attributes:
-        steps_per_epoch: None where it is not known.
-        is_training: Whether it has begun, and has not ended.
-        saved_step: Its last step in a checkpoint.
+        steps_per_epoch: None if unknown.
+        is_training: Whether it has started and not ended.
+        saved_step: Its step in the last checkpoint.
     """
 
     args: SimpleNamespace
@@ -73,17 +71,17 @@ class _Job:
 
 class CallbackObserver:
     """Calls a ``TrainerCallback`` for every job: ``on_train_begin``, ``on_log`` for every step and evaluation,
-    ``on_evaluate``, ``on_save`` for checkpoints, ``on_train_end``; the last checkpoint comes after it.
+    ``on_evaluate``, ``on_save`` for checkpoints, ``on_train_end``. ``on_save`` of the last checkpoint comes after it.
 
-    ``args`` has the configuration of the job under the names of task files, ``state`` is a ``TrainerState`` with the
-    job's id as ``trial_name`` (of many tasks, behind the name of its task and a slash), and ``control`` is only read:
-    an observer runs beside the training. The model, the optimizer and the data are not there.
+    ``args`` holds the job's configuration under the names of task files. ``state`` is a ``TrainerState`` whose
+    ``trial_name`` is the job's id (``TASK/JOB`` when many tasks run). ``control`` is only read, because an observer
+    runs beside the training. There is no model, optimizer or data.
 
     Args:
-        callback: Has none of the other methods of transformers' callbacks.
+        callback: A callback that overrides only the methods named above.
 
     Raises:
-        UnsupportedError: It has, or it asks for something through ``control`` later.
+        UnsupportedError: The callback overrides others, or later sets a flag of ``control``.
     """
 
     def __init__(self, callback: TrainerCallback) -> None:
@@ -94,7 +92,7 @@ class CallbackObserver:
         others = [name for name in own if name.startswith("on_") and name not in SUPPORTED]
         if others:
             raise UnsupportedError(
-                f"observers: expected a TrainerCallback with {', '.join(SUPPORTED)} alone, as jobs train together and "
+                f"observers: expected a TrainerCallback with only {', '.join(SUPPORTED)}, because jobs train together, "
                 f"not step by step in Python, found {', '.join(others)} of {kind.__name__}; write a function of "
                 "journal entries (docs/python.md), an early-exit rule (docs/early-exit.md), or use report_to"
             )
@@ -104,7 +102,7 @@ class CallbackObserver:
         self._num_train: dict[str, int] = {}
 
     def __call__(self, entry: JournalEntry) -> None:
-        """Apply an entry of a run, or one of a task of a queue."""
+        """Apply an entry of a run, or an entry that a queue relays from one of its tasks."""
         if isinstance(entry.event, TaskRelayed):
             self._apply(entry.event.entry, f"{entry.event.task}/")
         else:
@@ -159,7 +157,7 @@ class CallbackObserver:
         )
 
     def _at(self, name: str, step: int) -> _Job:
-        """The job after ``step`` steps."""
+        """Return the job with its state set to ``step``."""
         job = self._jobs[name]
         job.state.global_step = step
         if job.steps_per_epoch is not None:
@@ -190,7 +188,7 @@ class CallbackObserver:
             self._show("on_save", job, entry)
 
     def _show(self, method: str, job: _Job, entry: JournalEntry, **facts: Any) -> None:
-        """Call a method of the callback, but for what it was shown before the run was resumed."""
+        """Call a method of the callback unless the entry is replayed from before a resume."""
         if not entry.is_replayed:
             self._call(method, job, **facts)
 
@@ -200,7 +198,7 @@ class CallbackObserver:
         orders = [name for name in _ORDERS if getattr(control, name, False)]
         if orders:
             raise UnsupportedError(
-                f"{type(self._callback).__name__}.{method}: expected a callback that only reads, as it runs beside the "
-                f"training, found that it sets control.{orders[0]} of {job.state.trial_name}; end jobs by early_exit, "
-                "or with: alto job stop"
+                f"{type(self._callback).__name__}.{method}: expected a callback that only reads, because it runs "
+                f"beside the training, found that it sets control.{orders[0]} of {job.state.trial_name}; end jobs by "
+                "early_exit, or with: alto job stop"
             )

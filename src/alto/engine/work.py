@@ -1,4 +1,4 @@
-"""What the processes of executors do: the hosts that launches name as ``module:class``."""
+"""The hosts that executor processes run; launches name them as ``module:class``."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from dataclasses import asdict
 
 import torch
 
+from alto.base import replace_file
 from alto.cluster import HostedRun
 from alto.engine.resident_base import ResidentBase
 from alto.engine.runner import OpenRun, TaskRunner
 from alto.errors import RunBusyError
 from alto.executor import Executor, Ranks, SharedBank, TaskContext
-from alto.runs import Journal, JournalEntry, RunDir, load_run_task, replace_file
+from alto.runs import Journal, JournalEntry, RunDir, load_run_task
 from alto.runs.events import MeasuringBegun
 from alto.scheduler import task_weights
-
-__all__ = ["PLAN", "PLAN_ANEW", "PLAN_FILE", "TRAIN", "Planning", "PlanningAnew", "Training"]
 
 TRAIN = "alto.engine.work:Training"
 PLAN = "alto.engine.work:Planning"
@@ -27,11 +26,11 @@ PLAN_ANEW = "alto.engine.work:PlanningAnew"
 PLAN_FILE = "plan.json"
 
 _BASE = ResidentBase()
-"""The base model of this process, for whatever it is ordered to do."""
+"""The base model of this process, shared by all its work."""
 
 
 class Training:
-    """Trains runs to their results; those that are attached at the same time train together on one base model."""
+    """Trains runs to their results; runs that are attached at the same time train together on one base model."""
 
     def __init__(self) -> None:
         self.is_usable = True
@@ -40,13 +39,13 @@ class Training:
         self._ended: dict[int, str | BaseException] = {}
 
     def attach(self, run: HostedRun) -> None:
-        """Begin or resume a run beside the others.
+        """Start or resume a run beside the others.
 
         Raises:
-            RunBusyError: It cannot share the bank of the others; it is to be started again by itself.
-            AltoError: As :meth:`alto.engine.runner.TaskRunner.opened`.
+            RunBusyError: The run cannot share the bank of the others; it must be started again alone.
+            AltoError: See :meth:`alto.engine.runner.TaskRunner.opened`.
         """
-        folder = RunDir.open(run.run_dir)
+        folder = RunDir.open(run.ticket.run_dir)
         runner = _runner(lambda: self._is_interrupted(run), folder, check=folder.check_lock)
         attached = _AttachedRun(run)
         with attached.closing_on_error():
@@ -61,13 +60,13 @@ class Training:
         self._weigh()
 
     def turn(self) -> Mapping[int, str | BaseException]:
-        """One step of the runs whose turn it is; see :meth:`alto.executor.Executor.turn`."""
+        """Run one turn of the executor (:meth:`alto.executor.Executor.turn`); return the runs that have ended."""
         ended, self._ended = self._ended, {}
         if self._executor is None:
             return ended
         try:
             errors: Mapping[str, BaseException | None] = self._executor.turn()
-        except BaseException as error:  # nobody's own: all can be resumed from their checkpoints
+        except BaseException as error:  # not caused by a single run: all can be resumed from their checkpoints
             self.is_usable = False
             errors = dict.fromkeys(map(str, self._runs), error)
         for name, found in errors.items():
@@ -79,8 +78,8 @@ class Training:
         return ended
 
     def _is_interrupted(self, run: HostedRun) -> bool:
-        """Whether a run has to stop. What works on one run, such as the answers of its finalists, keeps the others
-        waiting: it is a sign of life of all."""
+        """Return whether ``run`` must stop. Also ask the other runs, which is their sign of life: they wait while this
+        process works on one run alone, such as on the answers of its finalists."""
         for other in self._runs.values():
             if other.run is not run:
                 with contextlib.suppress(Exception):  # asked again at its own turn
@@ -88,27 +87,28 @@ class Training:
         return run.is_interrupted()
 
     def _bank_of(self, context: TaskContext) -> SharedBank | None:
-        """The bank of the other runs; None where this one is the first."""
+        """Return the bank of the other runs; None if this run is the first."""
         if self._executor is None:
             return None
         for key in ("adapter_dtype", "optim_state_dtype"):
             expected, found = getattr(self._executor.bank, key), getattr(context.task, key)
             if expected != found:
                 raise RunBusyError(
-                    f"{key}: expected {expected or 'none'}, as of the other tasks of this process, found "
-                    f"{found or 'none'}; the task is started again in a process of its own"
+                    f"{key}: expected {expected or 'none'}, as in the other tasks of this process, found "
+                    f"{found or 'none'}; the task is started again in a separate process"
                 )
         return self._executor.bank
 
     def _weigh(self) -> None:
-        """Divide slots and tokens among the runs: by tenant, then by priority."""
+        """Divide slots and tokens among the runs: first by tenant, then by priority."""
         if self._executor is not None:
-            owners = {str(number): (found.run.tenant, found.run.priority) for number, found in self._runs.items()}
+            tickets = {str(number): found.run.ticket for number, found in self._runs.items()}
+            owners = {name: (ticket.tenant, ticket.priority) for name, ticket in tickets.items()}
             self._executor.weigh(task_weights(owners))
 
 
 class _AttachedRun:
-    """A run that is trained, and what is open for it."""
+    """A run in training, with the resources opened for it."""
 
     def __init__(self, run: HostedRun) -> None:
         self.run = run
@@ -116,16 +116,20 @@ class _AttachedRun:
         self._opened: OpenRun | None = None
 
     def open(self, runner: TaskRunner, bank_of: Callable[[TaskContext], SharedBank | None]) -> OpenRun:
-        """Open the run, and keep its base model until it is closed."""
+        """Open the run; its base model stays loaded until the run is closed."""
         self._opened = self._stack.enter_context(
-            runner.opened(RunDir.open(self.run.run_dir), trust_remote_code=self.run.trust_remote_code, bank_of=bank_of)
+            runner.opened(
+                RunDir.open(self.run.ticket.run_dir),
+                trust_remote_code=self.run.ticket.trust_remote_code,
+                bank_of=bank_of,
+            )
         )
         self._stack.enter_context(_BASE.used())
         return self._opened
 
     @contextlib.contextmanager
     def closing_on_error(self) -> Iterator[None]:
-        """Closes the run where an error is raised inside, which is raised again as the user is to read it."""
+        """Close the run if the block raises an error; raise it again with the message meant for the user."""
         try:
             yield
         except BaseException as error:
@@ -134,8 +138,8 @@ class _AttachedRun:
             raise found from (None if found is error else error)
 
     def close(self, error: BaseException | None) -> str | BaseException:
-        """Close the run after its end, or after ``error``; returns notices of its result, or the error that ended it,
-        as the user is to read it."""
+        """Close the run after its end, or after ``error``; return the notices of its result, or the error that ended
+        it, with the message meant for the user."""
         if isinstance(error, Exception) and self._opened is not None and not self._opened.is_finished:
             error = self._opened.session.explained(error)
         try:
@@ -149,7 +153,7 @@ class _AttachedRun:
 
 
 class Planning:
-    """Measures the task of a run and writes the measurement there; several one after the other."""
+    """Measures the task of a run and writes the measurement to the run's folder; handles one task after the other."""
 
     refresh = False
     is_usable = True
@@ -158,9 +162,10 @@ class Planning:
         self._measured: dict[int, str | BaseException] = {}
 
     def attach(self, run: HostedRun) -> None:
-        """Measure the task of a run; errors as of :meth:`alto.engine.runner.TaskRunner.plan`."""
-        folder, runner = RunDir.open(run.run_dir), _runner(run.is_interrupted, RunDir.open(run.run_dir))
-        task = load_run_task(folder, trust_remote_code=run.trust_remote_code)
+        """Measure the task of a run; errors as in :meth:`alto.engine.runner.TaskRunner.plan`."""
+        folder = RunDir.open(run.ticket.run_dir)
+        runner = _runner(run.is_interrupted, folder)
+        task = load_run_task(folder, trust_remote_code=run.ticket.trust_remote_code)
         try:
             found = runner.plan(task, refresh=self.refresh)
         finally:
@@ -170,20 +175,23 @@ class Planning:
         self._measured[run.number] = ""
 
     def turn(self) -> Mapping[int, str | BaseException]:
-        """The runs whose tasks were measured."""
+        """Return the runs whose tasks were measured."""
         measured, self._measured = self._measured, {}
         return measured
 
 
 class PlanningAnew(Planning):
-    """The same, measured again even where a measurement is cached."""
+    """Like `Planning`, but measures again even if a measurement is cached."""
 
     refresh = True
 
 
 def _runner(is_interrupted: Callable[[], bool], run: RunDir, *, check: Callable[[], None] = lambda: None) -> TaskRunner:
-    """A runner with the other ranks of this executor; alone, it keeps its base model. That its task is being measured
-    is written into the journal of ``run``, which those who watch it follow; its first event takes that place."""
+    """Return a runner for the ranks of this executor; a single rank keeps its base model loaded.
+
+    While the task is measured, the first rank writes that to the journal of ``run`` for those who watch it; the first
+    training event overwrites it.
+    """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

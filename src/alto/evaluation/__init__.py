@@ -1,4 +1,4 @@
-"""Evaluates adapters on held-out rows: loss, exact match, preference, samples of generations."""
+"""Evaluation of adapters on held-out rows: loss, exact match, preference, sample generations."""
 
 from alto.evaluation.finalists import FinalistJudge, usable_rows
 from alto.evaluation.measure import OnProgress, measure

@@ -1,56 +1,111 @@
-"""Scores jobs of a task by their answers to its validation rows: the lowest loss need not mean the best answers."""
+"""Scoring of a task's jobs by their answers to validation rows: the job with the lowest loss may not answer best."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import Conversation, LabelledText, Pair
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.choices import Choices, options_of
-from alto.evaluation.guarded import Guard, failure_text
-from alto.evaluation.scorers import OnTurn, ScorerFailedError
+from alto.evaluation.generate import check_prompts, complete, max_positions, prompts_of
+from alto.evaluation.loss import Choices, options_of
+from alto.evaluation.scorers import Answer, Guard, OnTurn, Scorer, ScorerFailedError, failure_text
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
-from alto.evaluation.written import WrittenAnswers
+from alto.evaluation.settings import EvaluationSettings
+from alto.evaluation.target import loaded_adapters
 from alto.lora import ServedAdapters, read_saved_adapter
 from alto.records import Judgement
 from alto.spec import Scoring
 
-__all__ = ["EVAL_ACCURACY", "FinalistJudge", "usable_rows"]
+
+class WrittenAnswers:
+    """A scorer that lets each adapter generate one greedy answer to each row, and scores the texts.
+
+    Args:
+        rows: Rows with a reply, which is the reference.
+        scorer: Scores the texts of one adapter.
+        max_new_tokens: Maximum length of an answer.
+
+    Raises:
+        DataError: A row has no prompt, or its prompt leaves no position for an answer.
+    """
+
+    def __init__(
+        self, rows: Sequence[Conversation], backbone: Backbone, scorer: Scorer, *, max_new_tokens: int
+    ) -> None:
+        prompts = prompts_of(rows, backbone.tokenizer)
+        self.prompts = [prompt.ids for prompt in prompts]
+        self._references = [prompt.reference for prompt in prompts]
+        check_prompts(self.prompts, max_positions(backbone))
+        self._backbone = backbone
+        self._scorer = scorer
+        self._max_new_tokens = max_new_tokens
+
+    def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]:
+        """Return each adapter's scores of all rows.
+
+        Args:
+            names: Not used; part of the interface that :class:`~alto.evaluation.loss.Choices` shares.
+            on_turn: Called after every token, and regularly while the scorer runs.
+
+        Raises:
+            DeviceMemoryError: Memory is too small for a single text.
+            ScorerFailedError: The scorer returns no scores.
+        """
+        texts = complete(
+            self._backbone,
+            served,
+            self.prompts,
+            max_new_tokens=self._max_new_tokens,
+            batch_size=EvaluationSettings().batch_size,
+            on_done=lambda _: on_turn(),
+        )
+        return [self._scorer(self._answers(of_adapter), on_turn) for of_adapter in texts]
+
+    def _answers(self, texts: Sequence[Sequence[int]]) -> list[Answer]:
+        tokenizer: Any = self._backbone.tokenizer
+        return [
+            Answer(
+                prompt=tokenizer.decode(prompt),
+                reference=reference,
+                answer=tokenizer.decode(text, skip_special_tokens=True),
+            )
+            for prompt, reference, text in zip(self.prompts, self._references, texts, strict=True)
+        ]
+
 
 EVAL_ACCURACY = "eval_accuracy"
-"""What ``select_by`` calls exact match where the most right answers win."""
+"""The value of ``select_by`` that selects the job with the most exact matches."""
 
 _MAX_ADAPTERS = 16
-"""Adapters on the base at a time; halved each time that memory runs out."""
+"""Number of adapters loaded onto the base model at a time; halved whenever memory runs out."""
 
 _MAX_SCORE = 1e100
-"""Largest score of a row, of either sign: means and intervals of larger ones may not be finite."""
+"""Largest absolute score of a row: means and confidence intervals of larger scores may not be finite."""
 
 
 class _Answers(Protocol):
-    """Scores of rows by adapters."""
+    """The interface of objects that score the answers of several adapters."""
 
     def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]: ...
 
 
 class FinalistJudge:
-    """Scores the answers of several adapters of one base to the same rows, together.
+    """A judge that scores the answers of several adapters of one base model to the same rows.
 
     Args:
-        rows: Validation rows; those that the scorer can use are used.
-        backbone: The base; no job trains on it while they are judged.
-        model: Its name, for messages.
+        rows: Validation rows; rows that the scorer cannot use are ignored.
+        backbone: The base model; no job may train on it while adapters are scored.
+        model: Name of the base model in error messages.
         select_by: ``select_by`` of the task: settings, or ``eval_accuracy``.
 
     Raises:
-        DataError: No row can be scored, or one has no prompt.
-        SpecError: There is no such Python function, or the headers of requests are not set.
+        DataError: No row can be scored, or a row has no prompt.
+        SpecError: The Python function does not exist, or the request headers are not set.
     """
 
     def __init__(
@@ -66,7 +121,7 @@ class FinalistJudge:
             self._answers = _answers(used, scoring, backbone)
         except DataError as error:
             raise DataError(
-                f"select_by {self._name}: of the validation rows whose replies {needed_of(scoring)}, {error}; or "
+                f"select_by {self._name}: among the validation rows whose replies {needed_of(scoring)}: {error}; or "
                 "remove select_by"
             ) from error
         self._num_rows = len(used)
@@ -74,11 +129,11 @@ class FinalistJudge:
         self._model = model
 
     def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
-        """Score ``finalists``. A scorer that fails is no error: the reason is in the judgement.
+        """Score ``finalists``. If the scorer fails, return a judgement with the reason instead of raising an error.
 
         Args:
             finalists: Adapter folders by job.
-            on_turn: Called regularly; what it raises is raised.
+            on_turn: Called regularly; its exceptions are raised from here.
         """
         guard = Guard(on_turn)
         try:
@@ -90,7 +145,7 @@ class FinalistJudge:
         return Judgement(scorer=self._name, rows=rows)
 
     def _rows(self, finalists: Mapping[str, Path], on_turn: OnTurn) -> dict[str, tuple[float, ...]]:
-        """The score of every row by job, of as many adapters at a time as memory has place for."""
+        """Return the scores of all rows by job; as many adapters are scored at a time as fit into memory."""
         names, most = list(finalists), _MAX_ADAPTERS
         rows: dict[str, tuple[float, ...]] = {}
         while len(rows) < len(names):
@@ -119,10 +174,10 @@ class FinalistJudge:
 
 
 def usable_rows(rows: Sequence[Conversation | Pair | LabelledText], select_by: str | Scoring) -> list[Conversation]:
-    """The validation rows that the scorer of ``select_by`` can use.
+    """Return the validation rows that the scorer of ``select_by`` can use.
 
     Raises:
-        DataError: There is none, or a key to compare is in none.
+        DataError: There is no such row, or no row has a key that is to be compared.
     """
     scoring, name = _named(select_by)
     try:
@@ -139,7 +194,7 @@ def usable_rows(rows: Sequence[Conversation | Pair | LabelledText], select_by: s
 
 
 def _named(select_by: str | Scoring) -> tuple[Scoring, str]:
-    """The scorer of ``select_by`` with its settings, and its name in messages."""
+    """Return the scorer settings of ``select_by``, and the scorer's name in error messages."""
     if isinstance(select_by, Scoring):
         return select_by, select_by.scorer
     return Scoring(scorer="exact_match"), EVAL_ACCURACY

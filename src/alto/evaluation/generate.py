@@ -1,40 +1,176 @@
-"""Greedy completions of many prompts by many adapters at once, each as its adapter would write it alone, up to the
-rounding that decides between two tokens as likely as each other."""
+"""Greedy completions of many prompts by many adapters in shared batches.
+
+Each completion equals the one that its adapter would write alone, unless rounding decides between two tokens of equal
+likelihood.
+"""
 
 from __future__ import annotations
 
+import inspect
 import itertools
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import DynamicLayer
 
 from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
+from alto.data import Conversation, LabelledText, Message, Pair, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.cache import cache_argument, roomy_cache
 from alto.lora import ServedAdapters
 
-__all__ = ["check_prompts", "complete", "end_tokens", "max_positions"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """The prompt of one row, and the row's own reply.
+
+    Attributes:
+        ids: Token ids up to the reply.
+        reference: Text of the reply, with its tool calls (see :func:`reply_text`).
+    """
+
+    ids: tuple[int, ...]
+    reference: str
+
+
+def reply_text(reply: Message) -> str:
+    """Return the text of a reply, followed by its tool calls, one per line as JSON with ``name`` and ``arguments``."""
+    calls = [call["function"] for call in reply.other_keys().get("tool_calls", ())]
+    lines = [
+        json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False, default=str)
+        for call in calls
+    ]
+    return "\n".join([*([reply.content] if reply.content.strip() else []), *lines])
+
+
+def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt | None:
+    """Return the turns before the last trained reply of ``row`` (for a pair, of its chosen side), encoded as a prompt.
+
+    Returns:
+        The prompt; None if the row is plain text or a labelled text, or if the reply has neither text nor a tool call.
+
+    Raises:
+        DataError: There is nothing before the reply, or the chat template refuses the turns.
+    """
+    if isinstance(row, LabelledText):
+        return None
+    turns = row.chosen if isinstance(row, Pair) else row
+    position = max((at for at, turn in enumerate(turns) if turn.is_trained), default=None)
+    if position is None or (position == 0 and turns[0].role == "text"):
+        return None
+    reference = reply_text(turns[position])
+    if not reference:
+        return None
+    return Prompt(ids=tuple(encode_prompt(turns[:position], tokenizer)), reference=reference)
+
+
+def prompts_of(rows: Iterable[Conversation | Pair | LabelledText], tokenizer: Any) -> list[Prompt]:
+    """Return the prompt of every row.
+
+    Raises:
+        DataError: A row has no prompt.
+    """
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            prompt = prompt_of(row, tokenizer)
+        except DataError as error:
+            raise DataError(f"row {number}: {error}") from error
+        if prompt is None:
+            raise DataError(f"row {number}: expected a text reply after a prompt, found none; name other rows")
+        prompts.append(prompt)
+    return prompts
+
+
+_GROWTH = 1.5
+
+
+def roomy_cache(config: PreTrainedConfig) -> DynamicCache:
+    """Return a cache for a model with ``config``; sliding-window layers keep the cache of transformers."""
+    cache = DynamicCache(config=config)
+    cache.layers = [_RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return the name of the argument through which ``model`` takes a cache.
+
+    It is ``cache`` since transformers 5.24, and ``past_key_values`` in earlier versions and in models with custom code.
+    """
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+class _RoomyLayer(DynamicLayer):
+    """The cache of one layer; ``keys`` and ``values``, ``[rows, heads, tokens, head size]``, are views of larger
+    buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._rooms: tuple[Tensor, ...] = ()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Add tokens, and return the keys and values of all tokens."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        new, first = (key_states, value_states), self.get_seq_length()
+        end = first + key_states.shape[2]
+        if not self._rooms or self._rooms[0].shape[2] < end:
+            self._rooms = tuple(_with_room(known, states) for known, states in zip(self._known(), new, strict=True))
+        for room, states in zip(self._rooms, new, strict=True):
+            room[:, :, first:end] = states
+        self._see(end)
+        return self._known()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows in ``indices``."""
+        if not self._rooms:
+            return
+        self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
+        self._see(self.get_seq_length())
+
+    def _known(self) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        return self.keys, self.values
+
+    def _see(self, num_tokens: int) -> None:
+        self.keys, self.values = (room[:, :, :num_tokens] for room in self._rooms)
+
+
+def _with_room(known: Tensor, new: Tensor) -> Tensor:
+    """Return a buffer that starts with ``known``, and has room for ``new`` and further tokens."""
+    num_tokens = (known.shape[2] if known.numel() else 0) + new.shape[2]
+    rows, heads, _, size = new.shape
+    room = torch.empty(rows, heads, int(num_tokens * _GROWTH) + 1, size, dtype=new.dtype, device=new.device)
+    if known.numel():
+        room[:, :, : known.shape[2]] = known
+    return room
 
 
 def max_positions(backbone: Backbone) -> int | None:
-    """Largest number of tokens of a text that does not affect the others of its batch; None without such a limit."""
+    """Return the maximum number of tokens in a text; None means no limit.
+
+    The limit is the model's number of positions, or less if longer texts would depend on the rest of their batch.
+    """
     limits = (limits_of(backbone.model.config).max_positions, backbone.max_length)
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
-    """Check that every prompt is shorter than the model's positions.
+    """Check that every prompt is shorter than ``limit``.
 
     Args:
         prompts: Token ids of each prompt.
-        limit: Positions of the model; see :func:`max_positions`.
+        limit: See :func:`max_positions`.
 
     Raises:
-        DataError: One is not.
+        DataError: A prompt is too long.
     """
     for number, prompt in enumerate(prompts, start=1):
         if limit is not None and len(prompt) >= limit:
@@ -45,7 +181,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
 
 
 def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Tokens that end a text: the tokenizer's EOS, which ends every trained row, and those the model names itself."""
+    """Return the tokens that end a text: the tokenizer's EOS, which ends every trained row, and the model's own EOS
+    tokens."""
     own = generation_config.eos_token_id if generation_config is not None else None
     named = own if isinstance(own, list) else [own]
     return frozenset(token for token in (*named, tokenizer.eos_token_id) if token is not None)
@@ -61,21 +198,22 @@ def complete(
     batch_size: int,
     on_done: Callable[[int], None],
 ) -> list[list[list[int]]]:
-    """Let every adapter complete every prompt: the most likely next token again and again, until a token that ends a
-    text, ``max_new_tokens`` or the model's last position.
+    """Complete every prompt with every adapter, by greedy decoding.
+
+    A text ends with an end token, after ``max_new_tokens``, or at the model's last position.
 
     Args:
         served: The adapters on ``backbone``.
         prompts: Token ids of each prompt, checked by :func:`check_prompts`.
-        batch_size: Texts generated at a time; halved each time that memory runs out.
-        on_done: Called after every forward pass with the number of texts that it finished, often 0; less than 0 where
-            memory ran out and so many are generated again.
+        batch_size: Number of texts generated at a time; halved whenever memory runs out.
+        on_done: Called after every forward pass with the number of texts that it finished, often 0. If memory runs out,
+            it is called with a negative number: finished texts that must be generated again.
 
     Returns:
-        Of every adapter, the new tokens of every prompt, without the one that ended them.
+        For each adapter, the new tokens for each prompt, without the end token.
 
     Raises:
-        DeviceMemoryError: Not even one text fits.
+        DeviceMemoryError: Memory is too small for a single text.
     """
     limit = max_positions(backbone)
     texts = [
@@ -85,7 +223,7 @@ def complete(
         ]
         for slot in range(len(served))
     ]
-    # Prompts of about one length side by side: the shorter ones are padded.
+    # Prompts of similar length share a batch, because shorter prompts are padded.
     by_length = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
     queue = [of_slot[number] for number in by_length for of_slot in texts]
     ends = end_tokens(backbone.model.generation_config, backbone.tokenizer)
@@ -110,7 +248,7 @@ def complete(
 
 @dataclass(slots=True)
 class _Text:
-    """The completion of ``prompt`` by the adapter in ``slot``: at least one token, at most ``budget``."""
+    """A completion of ``prompt`` by the adapter in ``slot``; ``budget`` is its maximum number of tokens."""
 
     slot: int
     prompt: Sequence[int]
@@ -119,21 +257,24 @@ class _Text:
     is_finished: bool = False
 
     def take(self, token: int, ends: AbstractSet[int]) -> bool:
-        """Add the next token; whether another is to follow."""
+        """Add the next token, and return whether the text needs another one."""
         if token not in ends:
             self.tokens.append(token)
         self.is_finished = token in ends or len(self.tokens) == self.budget
         return not self.is_finished
 
     def start_again(self) -> bool:
-        """Clear the generated tokens; returns whether the text was finished."""
+        """Clear the generated tokens, and return whether the text was finished."""
         self.tokens.clear()
         was_finished, self.is_finished = self.is_finished, False
         return was_finished
 
 
 def _has_room(work: Callable[[], None]) -> bool:
-    """Run ``work``; returns whether memory sufficed. After the return no error keeps a tensor."""
+    """Run ``work``, and return whether memory was sufficient.
+
+    After the return, no traceback of an out-of-memory error keeps a tensor alive.
+    """
     try:
         work()
     except Exception as error:
@@ -150,7 +291,7 @@ def _write(
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
-    """Generate ``texts``, which are in the order of their slots, in one batch. A finished text leaves the batch."""
+    """Generate ``texts``, which are sorted by slot, in one batch. Finished texts leave the batch."""
     device, width = backbone.device, max(len(text.prompt) for text in texts)
     lengths = [len(text.prompt) for text in texts]
     padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in texts]
@@ -195,8 +336,10 @@ def _write_uncached(
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
-    """As :func:`_write`, for a model whose cache holds states that padding before a prompt would change: every token
-    is computed from its whole text."""
+    """Generate ``texts`` without a cache: every token is computed from its whole text.
+
+    This is for models whose cached states would change with padding before a prompt.
+    """
     while texts:
         rows = [[*text.prompt, *text.tokens] for text in texts]
         lengths = [len(row) for row in rows]
@@ -216,7 +359,7 @@ def _write_uncached(
 
 
 def _tokens_of_slots(texts: Sequence[_Text], num_tokens: int, num_slots: int) -> list[int]:
-    """Tokens of every slot in a forward pass with so many tokens of each text."""
+    """Return the number of tokens of every slot in a forward pass with ``num_tokens`` tokens per text."""
     counts = [0] * num_slots
     for text in texts:
         counts[text.slot] += num_tokens

@@ -1,4 +1,4 @@
-"""Built-in scorers of generated texts: what is read of an answer, and when it agrees with the reference."""
+"""Built-in scorers of generated texts: they extract a value from an answer and compare it with the reference."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ from functools import partial
 from typing import Any, NoReturn
 
 from alto.errors import DataError
-from alto.evaluation.answers import final_number
-from alto.evaluation.scorers import Answer, OnTurn
+from alto.evaluation.scorers import Answer, OnTurn, final_number
 from alto.spec import Scoring
 
-__all__ = ["Matching", "check_keys", "matching_of", "tool_calls_in"]
-
 _NUMBER = re.compile(
-    r"((?:(?<![\w.)\]])[-+])?)"  # a sign behind a word, a number or a bracket is an operator
+    r"((?:(?<![\w.)\]])[-+])?)"  # a sign after a word, a number or a bracket is an operator
     r"[$€£¥]?"
     r"(?<![\w.])(\d{1,3}(?:,\d{3})+(?!,?\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
     r"((?:[eE][-+]?\d{1,3}(?!\w))?)"
@@ -33,12 +30,12 @@ _END_OF_THOUGHT = "</think>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Matching:
-    """A scorer that gives 1 where what it reads of an answer agrees with what it reads of the reference, else 0.
+    """A scorer that extracts a value from the answer and from the reference: 1 if the values agree, else 0.
 
     Attributes:
-        needed: What the reply of a row must have to be a reference, after "replies that".
-        read: Reads a text; None where it finds nothing, which agrees with nothing.
-        agrees: Whether what was read of the reference and what was read of the answer, in this order, agree.
+        needed: The property that a row's reply needs to be a reference; completes the phrase "replies that ...".
+        read: Extracts the value from a text; None if there is none, which agrees with nothing.
+        agrees: Compares the value of the reference with the value of the answer, in this order.
     """
 
     needed: str
@@ -46,7 +43,7 @@ class Matching:
     agrees: Callable[[Any, Any], bool] = operator.eq
 
     def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float]:
-        """The score of every answer; ``on_turn`` is not called, as reading takes no time."""
+        """Return the score of every answer; ``on_turn`` is not called, because scoring is fast."""
         return [float(self._is_right(one)) for one in answers]
 
     def _is_right(self, answer: Answer) -> bool:
@@ -54,7 +51,7 @@ class Matching:
         return wanted is not None and found is not None and self.agrees(wanted, found)
 
     def extracted(self, text: str) -> str | None:
-        """What is read of ``text``, written as a text; None where nothing is found."""
+        """Return the value extracted from ``text``, as text; None if nothing is found."""
         found = self.read(text)
         if isinstance(found, Mapping | list | bool):
             return json.dumps(found, ensure_ascii=False, default=float)
@@ -62,7 +59,7 @@ class Matching:
 
 
 def matching_of(scoring: Scoring) -> Matching | None:
-    """The built-in scorer that ``scoring`` names; None where it names another one."""
+    """Return the built-in scorer that ``scoring`` names; None if it names no built-in scorer."""
     normalised = partial(_normalised, ignore_case=scoring.ignore_case)
     is_near = partial(_is_near, tolerance=Decimal(str(scoring.tolerance)))
     some_text = "are text after a prompt"
@@ -92,10 +89,10 @@ def matching_of(scoring: Scoring) -> Matching | None:
 
 
 def check_keys(scoring: Scoring, references: Sequence[str]) -> None:
-    """Check that every key to compare is in some reference.
+    """Check that every key to compare is in at least one reference.
 
     Raises:
-        DataError: One is in none, so that it would never be compared.
+        DataError: A key is in no reference, so it would never be compared.
     """
     if not scoring.keys:
         return
@@ -105,16 +102,16 @@ def check_keys(scoring: Scoring, references: Sequence[str]) -> None:
             present = {name for reference in references for name in _names(_json_in(reference, keys=None))}
             near = difflib.get_close_matches(key, sorted(present), n=1)
             raise DataError(
-                f"expected the key {key!r} in the JSON object of one reply at least, found it in none of "
+                f"expected the key {key!r} in the JSON object of at least one reply, found it in none of "
                 f"{len(references)}; {f'did you mean {near[0]!r}? Correct' if near else 'correct'} keys"
             )
 
 
 def tool_calls_in(text: str) -> list[dict[str, Any]]:
-    """The calls in ``text``, each with ``name`` and ``arguments``, in order.
+    """Return the tool calls in ``text``, each with ``name`` and ``arguments``, in order.
 
-    A call is a JSON object with these keys, or with ``parameters`` in place of ``arguments``, by itself, in a list or
-    under ``function``; arguments may be JSON text. What stands before ``</think>`` is no call.
+    A call is a JSON object with ``name`` and ``arguments`` (or ``parameters``): alone, in a list, or under the key
+    ``function``. The arguments may be JSON text. Text before ``</think>`` is ignored.
     """
     _, _, said = text.rpartition(_END_OF_THOUGHT)
     values = [each for value in _json_values(said) for each in (value if isinstance(value, list) else [value])]
@@ -122,19 +119,19 @@ def tool_calls_in(text: str) -> list[dict[str, Any]]:
 
 
 def _normalised(text: str, *, ignore_case: bool) -> str:
-    """``text`` with composed characters and single spaces, none at its ends."""
+    """Return ``text`` in Unicode form NFC with single spaces, and no spaces at its ends."""
     words = " ".join(unicodedata.normalize("NFC", text).split())
     return unicodedata.normalize("NFC", words.casefold()) if ignore_case else words
 
 
 def _captured(text: str, *, pattern: re.Pattern[str], normalised: Callable[[str], str]) -> str | None:
-    """What the first group of the first match captures."""
+    """Return the first group of the first match, normalised; None if there is none."""
     match = pattern.search(text)
     return None if match is None or match.group(1) is None else normalised(match.group(1))
 
 
 def _last_number(text: str) -> Decimal | None:
-    """The last number of ``text``, without its thousands commas."""
+    """Return the last number in ``text``, without thousands separators; None if there is none."""
     found = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
     if not found:
         return None
@@ -147,10 +144,10 @@ def _is_near(wanted: Decimal, found: Decimal, *, tolerance: Decimal) -> bool:
 
 
 def _json_in(text: str, *, keys: Sequence[str] | None) -> Any:
-    """The JSON value of ``text``, of an object only ``keys`` where these are given; None where there is none.
+    """Return the JSON value in ``text``, reduced to ``keys`` if these are given; None if there is none.
 
-    It is the whole text, else its last block between code fences that is JSON, else the last object in it, else the
-    last list.
+    The value is the whole text; else the last fenced code block that is JSON; else the last object in the text; else
+    the last list.
     """
     value = None
     for part in (text, *reversed(_FENCED.findall(text))):
@@ -166,7 +163,7 @@ def _json_in(text: str, *, keys: Sequence[str] | None) -> Any:
 
 
 def _at(value: Any, key: str) -> list[Any]:
-    """What ``value`` has under ``key``, in a list; empty where it has none. A dot leads into an object."""
+    """Return a list with the value under ``key`` (``a.b`` is ``b`` in the object ``a``); empty if there is none."""
     if not isinstance(value, dict):
         return []
     if key in value:
@@ -176,7 +173,7 @@ def _at(value: Any, key: str) -> list[Any]:
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:
-    """Every key that :func:`_at` finds in ``value``."""
+    """Yield every key that :func:`_at` finds in ``value``."""
     if isinstance(value, dict):
         for key, inner in value.items():
             yield f"{prefix}{key}"
@@ -184,7 +181,7 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """The JSON objects and lists in ``text`` that are in no other, in order."""
+    """Yield the outermost JSON objects and lists in ``text``, in order."""
     position = 0
     while (opening := _OPENING.search(text, position)) is not None:
         try:
@@ -212,8 +209,11 @@ _DECODER = json.JSONDecoder(parse_float=Decimal, parse_constant=_refuse)
 
 
 def _is_equal(one: Any, other: Any) -> bool:
-    """Whether two JSON values are equal: numbers by value (1 is 1.0, but not true), texts by composed characters,
-    objects in any order of their keys."""
+    """Return whether two JSON values are equal.
+
+    Numbers are compared by value (1 equals 1.0, but not true), texts in Unicode form NFC, and objects regardless of the
+    order of their keys.
+    """
     if isinstance(one, str) and isinstance(other, str):
         return unicodedata.normalize("NFC", one) == unicodedata.normalize("NFC", other)
     if isinstance(one, list) and isinstance(other, list):
@@ -227,7 +227,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 
 def _call(value: Any) -> dict[str, Any] | None:
-    """``value`` as a call; None where it is none."""
+    """Return ``value`` as a tool call with ``name`` and ``arguments``; None if it is not a tool call."""
     inner = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(inner, dict):
         return None
@@ -240,7 +240,7 @@ def _call(value: Any) -> dict[str, Any] | None:
 
 
 def _are_same_calls(wanted: list[dict[str, Any]], found: list[dict[str, Any]]) -> bool:
-    """Whether both have the same calls, in any order."""
+    """Return whether both lists hold the same calls, in any order."""
     left = list(found)
     for call in wanted:
         place = next((at for at, other in enumerate(left) if _is_equal(call, other)), None)

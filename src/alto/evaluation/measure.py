@@ -1,4 +1,4 @@
-"""Adapters of one base on one set of held-out rows: the base is loaded once, and all are measured at once."""
+"""Measurement of adapters of one base model on held-out rows; the base model is loaded once for all adapters."""
 
 from __future__ import annotations
 
@@ -14,42 +14,73 @@ import torch
 from alto.backbone import Backbone, check_classifier, is_out_of_memory, limits_of, load_backbone, load_tokenizer
 from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, Pair, Row, encode_rows
 from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
-from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.choices import Choices, options_of
-from alto.evaluation.generate import check_prompts, complete, max_positions
-from alto.evaluation.labelled import head_logits, label_metrics
-from alto.evaluation.loss import heldout_losses, reply_log_probs
-from alto.evaluation.matching import matching_of
-from alto.evaluation.predictions import predictions_of
-from alto.evaluation.prompts import Prompt, prompts_of
-from alto.evaluation.scorers import ScorerFailedError
+from alto.evaluation.generate import Prompt, check_prompts, complete, max_positions, prompts_of
+from alto.evaluation.loss import Choices, head_logits, heldout_losses, label_metrics, options_of, reply_log_probs
+from alto.evaluation.matching import Matching, matching_of
+from alto.evaluation.scorers import Answer, Scorer, ScorerFailedError
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.target import BASE
+from alto.evaluation.target import BASE, loaded_adapters
 from alto.evaluation.vllm import complete_with_vllm
 from alto.lora import HEAD, SavedAdapter, ServedAdapters
 from alto.objectives.pairs import preference_metrics
-from alto.records import AdapterEvaluation, Evaluation, EvaluationResult
-from alto.spec import BaseModelSpec, Scoring
-from alto.spec.base_model import LOAD_IN_4BIT, quantisation_keys
+from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Prediction
+from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
 
-__all__ = ["OnProgress", "measure"]
+
+def predictions_of(
+    prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], tokenizer: Any, *, weights: str, scorer: Scorer | None
+) -> list[Prediction]:
+    """Return a prediction for every prompt.
+
+    Args:
+        texts: Token ids of the text generated for each prompt.
+        weights: Name of the adapter that generated the texts, or of the base model.
+        scorer: Scores the texts; None leaves them without scores.
+
+    Raises:
+        ScorerFailedError: The scorer returns no scores.
+    """
+    answers = [
+        Answer(
+            prompt=tokenizer.decode(prompt.ids),
+            reference=prompt.reference,
+            answer=tokenizer.decode(text, skip_special_tokens=True),
+        )
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
+    scores = [None] * len(answers) if scorer is None else scorer(answers, lambda: None)
+    return [
+        Prediction(
+            weights=weights,
+            row=row,
+            prompt=one.prompt,
+            reference=one.reference,
+            generated=one.answer,
+            extracted=scorer.extracted(one.answer) if isinstance(scorer, Matching) else None,
+            correct=bool(score) if isinstance(scorer, Matching) else None,
+            score=None if score is None else float(score),
+        )
+        for row, (one, score) in enumerate(zip(answers, scores, strict=True), start=1)
+    ]
+
 
 _DECIDING = ("scorer", "keys", "pattern", "tolerance", "ignore_case", "function")
-"""Settings of a scorer that decide its scores."""
+"""Settings of a scorer that affect its scores."""
 
 _NOT_OF_HEADS = {
-    "metric": "what it predicts is always measured",
+    "metric": "their predictions are always measured",
     "baseline": "the base model alone has no head",
     "backend": "they generate no answers",
     "predictions": "they generate no answers",
     "batch_size": "they generate no answers",
     "max_new_tokens": "they generate no answers",
 }
-"""Settings that adapters with a classification head have no use for, and why."""
+"""Settings that do not apply to adapters with a classification head, and why."""
 
 OnProgress = Callable[[str, int, int], None]
-"""Called with the name of the measurement, its finished rows and all its rows; a row counts once per adapter."""
+"""A callback with the measurement's name, number of finished rows and total number of rows; a row counts once per
+adapter."""
 
 
 def measure(
@@ -64,24 +95,20 @@ def measure(
     scoring: Scoring | None = None,
     on_progress: OnProgress | None = None,
 ) -> EvaluationResult:
-    """Measure ``adapters`` on ``base``; writes nothing.
+    """Measure ``adapters`` on ``base``. Nothing is written to disk.
 
     Args:
-        adapters: By the name each is reported under.
-        rows: Held-out rows, of which ``settings.limit`` may take the first ones only.
-        settings: Metrics, limits and backend.
-        base: The base model that the adapters are put on.
-        device: Where it is loaded.
-        max_tokens_per_pass: Tokens of one forward pass of the loss.
-        max_length: Tokens at which a row is cut for the loss; None cuts at the model's last position.
-        scoring: Scores the answers where the metric is ``auto`` and all rows can be scored so.
-        on_progress: Called with the name of the measurement, its finished rows and all its rows.
+        adapters: Adapters by the name under which each is reported.
+        rows: Held-out rows; ``settings.limit`` may restrict them to the first ones.
+        max_tokens_per_pass: Maximum number of tokens in a forward pass that computes losses.
+        max_length: Number of tokens to which rows are truncated for the loss; None truncates to the model's positions.
+        scoring: The preferred scorer if the metric is ``auto``; it is used if it can score all rows.
 
     Raises:
-        DataError: There are no rows, or they do not carry what the metric needs.
-        SpecError: The settings ask for a metric that such rows, or adapters with a head, do not have.
+        DataError: There are no rows, or they do not have the data that the metric needs.
+        SpecError: The settings do not apply to such rows, or to adapters with a classification head.
         ModelError: The base model cannot be used, or an adapter does not fit it.
-        NoResultError: A loss is not finite, or the scorer gives no scores.
+        NoResultError: A loss is not finite, or the scorer returns no scores.
         DeviceMemoryError: There is not enough memory.
         UnsupportedError: ``backend`` is vLLM, and vLLM cannot serve the model or an adapter.
     """
@@ -153,7 +180,7 @@ def measure(
                 "limit": settings.limit,
                 "max_length": found.max_length,
                 "max_new_tokens": settings.max_new_tokens if is_generated else None,
-                # The default backend and scorer are left out, as earlier versions do.
+                # Entries are compared by their settings, and earlier versions leave out the default backend and scorer.
                 **({"backend": settings.backend} if is_generated and settings.backend != "alto" else {}),
                 **_shown(scoring),
                 **{key: True for key, is_asked in quantisation_keys(base.quantisation).items() if is_asked},
@@ -172,13 +199,13 @@ def measure(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """The measurements of every slot; one that was not made is empty, or None.
+    """The measurements of every slot; a measurement that was not made is empty or None.
 
     Attributes:
         texts: Token ids of the answer to every prompt.
-        choices: Score of every row by multiple choice.
-        preferences: Reward accuracy and margin.
-        num_pairs: How many they are means of.
+        choices: Multiple-choice score of every row.
+        preferences: Reward accuracy and reward margin, averaged over pairs.
+        num_pairs: Number of pairs in these averages.
         of_labels: Metrics of classification heads; see :func:`label_metrics`.
     """
 
@@ -193,11 +220,12 @@ class _Found:
 
 
 class _Bench:
-    """What to measure, on which rows, and how progress is reported.
+    """The models to be measured, their settings, and progress reports.
 
     Attributes:
-        names: Weights that are measured.
-        names_of_texts: Weights that generate texts: where predictions are asked for, the base model too.
+        names: Names of the adapters to be measured, and of the base model if a baseline is requested.
+        names_of_texts: Names of the adapters that generate texts, and of the base model if a baseline or predictions
+            are requested.
     """
 
     def __init__(
@@ -228,7 +256,8 @@ class _Bench:
         max_tokens_per_pass: int,
         max_length: int | None,
     ) -> _Found:
-        """What is ``measured`` of all adapters, their answers to ``prompts``, and their choices, by ALTO itself."""
+        """Measure all adapters with ALTO's own engine: the metrics in ``measured``, answers to ``prompts``, and
+        multiple choice."""
         backbone = load_backbone(self._base, device=self._device)
         limit = max_positions(backbone)
         try:
@@ -261,7 +290,7 @@ class _Bench:
                     on_done=self._counter("loss", len(dataset) * len(served)),
                 )
         if dataset is not None and "preference" in measured:
-            # Rewards are log-ratios to the base model, which has the slot after the adapters.
+            # Rewards are log-ratios to the base model, which occupies the last slot.
             with loaded_adapters(backbone, self._slots([*self.names, BASE]), self._base.id) as served:
                 preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
         of_labels: Sequence[Mapping[str, Any]] = ()
@@ -290,14 +319,14 @@ class _Bench:
         )
 
     def _choices(self, backbone: Backbone, rows: Sequence[Row]) -> list[Sequence[float]]:
-        """Of all that are measured, the score of every row by multiple choice."""
+        """Return each measured model's multiple-choice scores of all rows."""
         conversations = [row for row in rows if not isinstance(row, Pair | LabelledText)]
         choices = Choices(conversations, options_of(conversations), backbone)
         with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
             return list(choices.scores(served, self.names, lambda: None))
 
     def _texts(self, backbone: Backbone, prompts: Sequence[Prompt]) -> list[list[list[int]]]:
-        """Of all that generate, the answer to every prompt."""
+        """Return each generating model's answers to all prompts."""
         with loaded_adapters(backbone, self._slots(self.names_of_texts), self._base.id) as served:
             return complete(
                 backbone,
@@ -309,7 +338,7 @@ class _Bench:
             )
 
     def texts_of_vllm(self, prompts: Sequence[Prompt], tokenizer: Any) -> list[list[list[int]]]:
-        """The same by vLLM."""
+        """Return the same as :meth:`_texts`, generated by vLLM."""
         ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return complete_with_vllm(
             self._base,
@@ -347,17 +376,17 @@ class _Bench:
 
 
 def _check_of_heads(settings: EvaluationSettings) -> None:
-    """Check that nothing is set that adapters with a classification head have no use for.
+    """Check that no setting is set that does not apply to adapters with a classification head.
 
     Raises:
-        SpecError: Something is.
+        SpecError: Such a setting is set.
     """
     defaults = EvaluationSettings()
     for name, why in _NOT_OF_HEADS.items():
         if getattr(settings, name) != getattr(defaults, name):
             raise SpecError(
-                f"{name}: expected none for adapters with a classification head ({why}), found that it is set; leave "
-                "it out"
+                f"{name}: expected no value for adapters with a classification head ({why}), found that it is set; "
+                "leave it out"
             )
 
 
@@ -365,7 +394,7 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
     """Check that every row can be scored.
 
     Raises:
-        DataError: One cannot.
+        DataError: A row cannot be scored.
     """
     try:
         check_key_names(conversations, scoring)
@@ -374,8 +403,9 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
     for number, row in enumerate(conversations, start=1):
         if not scorable([row], scoring):
             raise DataError(
-                f"{scoring.scorer}: expected rows whose replies {needed_of(scoring)}, found none in row {number} of "
-                f"{len(conversations)}; name other rows with --dataset, or measure the loss with --metric loss"
+                f"{scoring.scorer}: expected rows whose replies {needed_of(scoring)}, found no such reply in row "
+                f"{number} of {len(conversations)}; name other rows with --dataset, or measure the loss with --metric "
+                "loss"
             )
     try:
         check_references(conversations, scoring, tokenizer)
@@ -384,7 +414,7 @@ def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tok
 
 
 def _prompts(chosen: Sequence[Row], is_scored: bool, settings: EvaluationSettings, tokenizer: Any) -> list[Prompt]:
-    """What is generated for: all rows where answers are scored or predictions are asked for."""
+    """Return the prompts of all rows if answers are scored or predictions are requested; else an empty list."""
     if not is_scored and not settings.predictions:
         return []
     try:
@@ -395,7 +425,7 @@ def _prompts(chosen: Sequence[Row], is_scored: bool, settings: EvaluationSetting
 
 
 def _shown(scoring: Scoring | None) -> dict[str, Any]:
-    """What the settings of an evaluation say of its scorer: no address, which may hold a key."""
+    """Return the scorer's entry in an evaluation's settings, without secrets that the URL may contain."""
     if scoring is None or scoring == Scoring(scorer="exact_match"):
         return {}
     facts = {key: value for key, value in scoring.to_dict().items() if key in _DECIDING}
@@ -405,8 +435,11 @@ def _shown(scoring: Scoring | None) -> dict[str, Any]:
 def _wanted(
     conversations: Sequence[Conversation], name: str, settings: EvaluationSettings, preferred: Scoring | None
 ) -> tuple[tuple[str, ...], Scoring | None]:
-    """What is measured without generation, and what scores answers; ``conversations`` are the rows that are not pairs:
-    none or all."""
+    """Return the metrics that need no generation, and the scorer of answers.
+
+    Args:
+        conversations: The rows that are not pairs: all rows, or none.
+    """
     wanted = settings.metric if settings.scoring is None else settings.scoring.scorer
     if not conversations:
         if wanted not in ("auto", "preference") or settings.backend == "vllm":
@@ -416,8 +449,8 @@ def _wanted(
             )
         if settings.baseline:
             raise SpecError(
-                "baseline: expected none with the metric preference, which measures against the base model as it is; "
-                "leave it out"
+                "baseline: expected no baseline with the metric preference, which already compares with the base "
+                "model, found that it is set; leave it out"
             )
         return ("preference",), None
     if wanted == "preference":

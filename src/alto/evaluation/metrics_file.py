@@ -1,4 +1,4 @@
-"""``metrics.json`` beside an adapter: its measurements."""
+"""``metrics.json`` in an adapter's folder, which holds its evaluations."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_json, replace_file
 from alto.errors import RunError, RunWriteError
 from alto.records import Evaluation
-from alto.runs import replace_file
-from alto.spec.outside import read_json
-
-__all__ = ["add_evaluation", "check_metrics"]
 
 _KEY = "evaluations"
 
 
 def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
-    """Add ``evaluation`` to the list ``evaluations`` of ``folder/metrics.json``, all else in the file left as it is.
+    """Add ``evaluation`` to the list ``evaluations`` in ``folder/metrics.json``; the rest of the file is unchanged.
 
-    An older one of the same rows with the same settings is replaced.
+    An earlier evaluation on the same rows with the same settings is replaced.
 
     Raises:
-        RunError: The file is there, but is not a JSON object with such a list.
-        RunWriteError: It cannot be written; what was there before still is.
+        RunError: The file exists, but is not a JSON object with such a list.
+        RunWriteError: The file cannot be written; it is unchanged.
     """
     path = folder / "metrics.json"
     metrics = _read(path)
@@ -34,16 +31,16 @@ def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
         replace_file(path, json.dumps({**metrics, _KEY: [*others, entry]}, indent=2) + "\n")
     except OSError as error:
         raise RunWriteError(
-            f"{path}: expected a file that can be written, found that it cannot ({error.strerror}); free space, "
-            "or copy the adapter to a folder of your own"
+            f"{path}: expected a writable file, found that it is not ({error.strerror}); free disk space, "
+            "or copy the adapter to a folder where you can write"
         ) from error
 
 
 def check_metrics(folder: Path) -> None:
-    """Check, before anything is measured, that ``folder/metrics.json`` can be extended.
+    """Check, before anything is measured, that an evaluation can be added to ``folder/metrics.json``.
 
     Raises:
-        RunError: It is there, but is not a JSON object with such a list.
+        RunError: The file exists, but is not a JSON object with a list ``evaluations``.
     """
     _read(folder / "metrics.json")
 
@@ -54,9 +51,11 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: expected a JSON object, found something else ({error}); move it away") from error
+        raise RunError(
+            f"{path}: expected a JSON object, found invalid content ({error}); move the file away"
+        ) from error
     if not isinstance(metrics, dict) or not isinstance(metrics.get(_KEY, []), list):
-        raise RunError(f"{path}: expected a JSON object with a list {_KEY}, found something else; move it away")
+        raise RunError(f"{path}: expected a JSON object with a list {_KEY}, found invalid content; move the file away")
     return metrics
 
 

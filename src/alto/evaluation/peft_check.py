@@ -1,5 +1,4 @@
-"""Checks that PEFT reads an adapter's folder as it was trained: PEFT loads it onto the same base, and both are
-compared."""
+"""A check that PEFT loads an adapter as it was trained: PEFT's and ALTO's results on one base model are compared."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone, classifier_of, is_out_of_memory
-from alto.evaluation.adapter import loaded_adapters
+from alto.evaluation.target import loaded_adapters
 from alto.lora import (
     HEAD,
     PREFIX,
@@ -33,21 +32,22 @@ from alto.lora import (
 )
 from alto.records import AdapterCheck, LabelSet
 
-__all__ = ["PeftCheck"]
-
 _NUM_TOKENS = 16
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Of the logits, in norm. Rounding in 16 bits may hide an adapter; its modules and its numbers are compared exactly."""
+"""Tolerances of the relative difference of logits, in norm.
+
+Rounding to 16 bits may hide the effect of an adapter, so its modules and numbers are also compared exactly.
+"""
 
 _MAX_SHOWN = 2
 
 
 class PeftCheck:
-    """Loads finished adapters into PEFT, on a base that no job trains on any more.
+    """A check of finished adapters, which loads them with PEFT onto their base model after training.
 
     Args:
-        backbone: The base the adapters were trained on. It has no adapters afterwards.
-        num_ranks: Number of ranks it is sharded over; with several, nothing is checked.
+        backbone: The base model that the adapters were trained on. It has no adapters after a check.
+        num_ranks: Number of ranks that the base model is sharded over; with more than one, nothing is checked.
     """
 
     def __init__(self, backbone: Backbone, *, num_ranks: int = 1) -> None:
@@ -55,8 +55,8 @@ class PeftCheck:
         self._num_ranks = num_ranks
 
     def __call__(self, folder: Path) -> AdapterCheck:
-        """Compare the adapter in ``folder`` as loaded by PEFT and by ALTO: the adapted modules, their matrices and
-        scale, and the logits of a few tokens."""
+        """Compare the adapter in ``folder`` as loaded by PEFT and by ALTO: adapted modules, matrices, scales, and the
+        logits of a few tokens."""
         if self._num_ranks > 1:
             return AdapterCheck(status="unchecked", why=f"the base model is sharded over {self._num_ranks} GPUs")
         try:
@@ -70,16 +70,18 @@ class PeftCheck:
             adapter = read_saved_adapter(folder)
             eject(self._backbone.model)
             if not self._holds_parameters(adapter):
-                why = "the base model is quantised, and its layers are held here in another form than PEFT expects"
+                why = (
+                    "the base model is quantised, and its layers are stored here in a different form than PEFT expects"
+                )
                 return AdapterCheck(status="unchecked", why=why, peft=version)
             model = self._model_for(adapter)
             ours_TV = self._own_logits(adapter, model)
             with _quiet(), _restored(self._backbone.model, filter(is_bias, adapter.weights.extras)):
                 faults, theirs_TV = self._peft_logits(peft.PeftModel.from_pretrained, adapter, model)
-        except Exception as error:  # any error: the adapter is saved, and the task has its result
+        except Exception as error:  # no error here may fail the task: its adapter is already saved
             if is_out_of_memory(error):
-                return AdapterCheck(status="unchecked", why="there was no memory for it", peft=version)
-            why = f"loading it fails with {type(error).__name__}: {_first_line(error)}"
+                return AdapterCheck(status="unchecked", why="there was not enough memory for the check", peft=version)
+            why = f"loading the adapter fails with {type(error).__name__}: {_first_line(error)}"
             return AdapterCheck(status="different", why=why, peft=version)
         difference = ((theirs_TV - ours_TV).norm() / ours_TV.norm()).item()
         if not difference <= _TOLERANCES[self._backbone.dtype]:
@@ -89,13 +91,15 @@ class PeftCheck:
         )
 
     def _holds_parameters(self, adapter: SavedAdapter) -> bool:
-        """Whether all weights that the adapter names as ``target_parameters`` are parameters; those of ALTO's quantised
-        layers are made when they are used."""
+        """Return whether all ``target_parameters`` of the adapter are parameters of the model.
+
+        The weights of ALTO's quantised layers are not: they are dequantised on use.
+        """
         held = {name for name, _ in self._backbone.model.named_parameters()}
         return held.issuperset(adapter.target_parameters)
 
     def _model_for(self, adapter: SavedAdapter) -> PreTrainedModel:
-        """The base model; with a new classification head where the adapter has one."""
+        """Return the base model, with a new classification head if the adapter has one."""
         if not adapter.has_head:
             return self._backbone.model
         names = tuple(f"LABEL_{index}" for index in range(len(adapter.weights.extras[HEAD])))
@@ -117,9 +121,9 @@ class PeftCheck:
     def _peft_logits(
         self, load: Callable[..., Any], adapter: SavedAdapter, base: PreTrainedModel
     ) -> tuple[list[str], Tensor]:
-        """The differences in PEFT's modules, as sentences, and PEFT's logits."""
+        """Return the differences in PEFT's modules, as sentences, and PEFT's logits."""
         device = self._backbone.device
-        # PEFT draws random weights before it reads those of the adapter.
+        # PEFT draws random numbers to initialise weights before it reads the adapter.
         with torch.random.fork_rng([device] if device.type == "cuda" else []), self._backbone.own_attention():
             model = load(base, str(adapter.folder), torch_device=str(device)).eval()
             layers = {module_of(name): layer for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
@@ -141,24 +145,27 @@ def _faults(adapter: SavedAdapter, layers: Mapping[str, Any]) -> list[str]:
     changed = [name for name in matrices if name in layers and not _is_same(matrices[name], scales[name], layers[name])]
     kinds = (
         (absent, "without the adapter it was trained with"),
-        (others, "with one that was not trained"),
-        (changed, "with other numbers or another scale"),
+        (others, "with an adapter that was not trained"),
+        (changed, "with different numbers or a different scale"),
     )
     return [f"{_named(names)} {fault}" for names, fault in kinds if names]
 
 
 def _faults_of_extras(adapter: SavedAdapter, model: Any) -> list[str]:
-    """PEFT rounds biases to the dtype of the parameters that they replace."""
+    """Return the differences in the extra tensors.
+
+    PEFT rounds biases to the dtype of the parameters that they replace.
+    """
     changed = []
     for name, tensor in adapter.weights.extras.items():
         held = model.get_parameter(_parameter_of(name, adapter)).cpu()
         if not torch.equal(tensor.to(held.dtype), held):
             changed.append(name)
-    return [f"{_named(changed)} with other numbers"] if changed else []
+    return [f"{_named(changed)} with different numbers"] if changed else []
 
 
 def _parameter_of(extra: str, adapter: SavedAdapter) -> str:
-    """Full name of the parameter in which PEFT holds a further tensor of ``adapter``."""
+    """Return the full name of the parameter that holds the extra tensor ``extra`` in PEFT's model."""
     if extra == HEAD or is_whole(extra):
         return f"{PREFIX}{module_of_whole(extra)}.modules_to_save.default.weight"
     return extra_in_peft(extra, adapter.weights) + (".default.weight" if is_magnitude(extra) else "")
@@ -168,7 +175,7 @@ def _is_same(matrices: tuple[Tensor, Tensor], scale: float, layer: Any) -> bool:
     (active,) = layer.active_adapters
     pair = (layer.lora_A, layer.lora_B)
     if active not in layer.lora_A:
-        pair = (layer.lora_embedding_A, layer.lora_embedding_B)  # parameters, no modules
+        pair = (layer.lora_embedding_A, layer.lora_embedding_B)  # parameters, not modules
     held = (getattr(part[active], "weight", part[active]).float().cpu() for part in pair)
     are_equal = all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(matrices, held, strict=True))
     return are_equal and math.isclose(layer.scaling[active], scale)
@@ -185,7 +192,7 @@ def _first_line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings of PEFT and of bitsandbytes, which it imports; the check compares the results instead."""
+    """Silence warnings of PEFT and of bitsandbytes, which it imports; the check compares results instead."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -198,8 +205,8 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _restored(model: PreTrainedModel, parameters: Iterable[str]) -> Iterator[None]:
-    """Restores every module of ``model`` afterwards, also after an error, and the values of ``parameters``, which PEFT
-    overwrites; no parameter requires grad then."""
+    """Restore the modules of ``model``, and the values of ``parameters``, which PEFT overwrites, when the context ends,
+    even after an error. No parameter requires gradients afterwards."""
     modules = dict(model.named_modules())
     values = {parameter: parameter.clone() for parameter in map(model.get_parameter, parameters)}
     try:

@@ -1,4 +1,4 @@
-"""Greedy continuations of validation prompts by the base and by adapters, to be read side by side."""
+"""Greedy continuations of validation prompts by the base model and by adapters, for side-by-side reading."""
 
 from __future__ import annotations
 
@@ -12,29 +12,26 @@ import torch
 from alto.backbone import Backbone
 from alto.data import Conversation, LabelledText, Pair
 from alto.errors import DataError
-from alto.evaluation.adapter import loaded_adapters
-from alto.evaluation.generate import complete, max_positions
-from alto.evaluation.guarded import Guard, failure_text
-from alto.evaluation.prompts import Prompt, prompt_of
+from alto.evaluation.generate import Prompt, complete, max_positions, prompt_of
+from alto.evaluation.scorers import Guard, failure_text
 from alto.evaluation.settings import EvaluationSettings
+from alto.evaluation.target import loaded_adapters
 from alto.lora import read_saved_adapter
 from alto.records import Sample, Samples
 
-__all__ = ["Sampler"]
-
 
 class Sampler:
-    """Lets the base model and several of its adapters continue the same prompts.
+    """A sampler that lets the base model and several adapters continue the same prompts.
 
     Args:
-        rows: Validation rows. The first ``num_samples`` of those with a prompt, shorter than the model's positions, and
-            a reply in text are used.
-        backbone: The base; no job trains on it meanwhile.
-        num_samples: Prompts that are continued.
-        max_new_tokens: Longest continuation.
+        rows: Validation rows. The first ``num_samples`` rows are used that have a reply and a prompt shorter than the
+            model's positions.
+        backbone: The base model; no job may train on it while samples are generated.
+        num_samples: Number of prompts to continue.
+        max_new_tokens: Maximum length of a continuation.
 
     Raises:
-        DataError: No row has a prompt and a reply.
+        DataError: No row has such a prompt and a reply.
     """
 
     def __init__(
@@ -48,19 +45,19 @@ class Sampler:
         self._prompts = list(islice(_usable(rows, backbone), num_samples))
         if not self._prompts:
             raise DataError(
-                "num_samples: expected a validation row with a reply in text after a prompt that the model has "
-                "positions for, found none; add such rows, or remove num_samples"
+                "num_samples: expected a validation row with a text reply after a prompt that fits into the "
+                "model's positions, found none; add such rows, or remove num_samples"
             )
         self._backbone = backbone
         self._max_new_tokens = max_new_tokens
 
     def __call__(self, adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Samples:
-        """Continue the prompts by the base and by every adapter. A generation that fails is no error: the reason is in
-        the result.
+        """Continue the prompts with the base model and with every adapter. If generation fails, return the reason
+        instead of raising an error.
 
         Args:
             adapters: Adapter folders by job.
-            on_turn: Called after every token; what it raises is raised.
+            on_turn: Called after every token; its exceptions are raised from here.
         """
         guard = Guard(on_turn)
         try:
@@ -97,12 +94,12 @@ class Sampler:
 
 
 def _usable(rows: Iterable[Conversation | Pair | LabelledText], backbone: Backbone) -> Iterator[Prompt]:
-    """Prompts of the rows that have one, with a position left to write to."""
+    """Yield the prompts of rows that have one, if it leaves at least one position for the answer."""
     limit = max_positions(backbone)
     for row in rows:
         try:
             prompt = prompt_of(row, backbone.tokenizer)
-        except DataError:  # a row without a prompt, or that the chat template refuses
+        except DataError:  # the row has no prompt, or the chat template refuses it
             continue
         if prompt is not None and (limit is None or len(prompt.ids) < limit):
             yield prompt

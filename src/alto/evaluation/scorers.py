@@ -2,28 +2,32 @@
 
 from __future__ import annotations
 
+import re
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
-__all__ = ["Answer", "OnTurn", "Scorer", "ScorerFailedError"]
+from alto.data import Conversation
+from alto.errors import AltoError
 
 OnTurn = Callable[[], None]
-"""Called regularly; what it raises ends the scoring."""
+"""A callback that is called regularly; an exception that it raises ends the scoring."""
 
 
 class ScorerFailedError(Exception):
-    """Signal inside this package: the scorer gives no scores, for the reason in its message."""
+    """Raised inside this package when a scorer returns no scores; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One row with the text that a job generated for it.
+    """A row and the text that a model generated for it.
 
     Attributes:
         prompt: The text as the model saw it.
         reference: The row's own reply.
-        answer: The generated text, without the token that ended it.
+        answer: The generated text, without the end token.
     """
 
     prompt: str
@@ -32,16 +36,139 @@ class Answer:
 
 
 class Scorer(Protocol):
-    """Scores the answers of one adapter."""
+    """The interface of scorers."""
 
     def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> Sequence[float]:
-        """A finite number for each of ``answers``, in their order; higher is better.
+        """Return a finite score for each of ``answers``, in the same order; higher is better.
 
         Args:
             answers: Answers of one adapter.
-            on_turn: Called regularly; what it raises ends the scoring.
+            on_turn: Called regularly; an exception that it raises ends the scoring.
 
         Raises:
-            ScorerFailedError: There are no such scores.
+            ScorerFailedError: The scorer returns no such scores.
         """
         ...
+
+
+_MARK = "####"
+_NUMBER = re.compile(r"-?(\d+(\.\d+)?|\.\d+)")
+_THOUSANDS_COMMA = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
+
+
+def final_answer(text: str) -> str | None:
+    """Return the rest of the line after the last ``####`` in ``text``; None if there is none.
+
+    Thousands separators, dollar signs, surrounding spaces and one final period are removed. Everything else is kept:
+    ``18.0`` and ``18 eggs`` differ from ``18``.
+    """
+    _, mark, rest = text.rpartition(_MARK)
+    if not mark:
+        return None
+    line = rest.lstrip(" ").partition("\n")[0]
+    answer = line.replace("$", "").strip().removesuffix(".").strip()
+    return _THOUSANDS_COMMA.sub("", answer) or None
+
+
+def final_number(text: str) -> str | None:
+    """Return the final answer of ``text`` as written (``18.0`` differs from ``18``); None if it is not a number."""
+    answer = final_answer(text)
+    return answer if answer is not None and _NUMBER.fullmatch(answer) else None
+
+
+def reply_position(conversation: Conversation) -> int | None:
+    """Return the index of the last trained reply, which is the reference; None if the row is plain text."""
+    replies = [at for at, message in enumerate(conversation) if message.role == "assistant" and message.is_trained]
+    return replies[-1] if replies else None
+
+
+T = TypeVar("T")
+
+_POLL_S = 0.05
+
+
+class TooLateError(Exception):
+    """Raised inside this package when work is not finished in time."""
+
+
+def pause(seconds: float, on_turn: OnTurn) -> None:
+    """Wait for ``seconds``, and call ``on_turn`` regularly meanwhile."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        on_turn()
+        time.sleep(min(_POLL_S, left))
+
+
+def within(timeout_s: float, work: Callable[[], T], on_turn: OnTurn) -> T:
+    """Run ``work`` in its own thread, and return its result.
+
+    A thread that is not finished in time keeps running as a daemon, which does not keep the process alive.
+
+    Args:
+        work: Called once.
+        on_turn: Called before the work starts and regularly while it runs; its exceptions are raised from here.
+
+    Raises:
+        TooLateError: ``work`` does not finish in time.
+        BaseException: Any exception that ``work`` raises.
+    """
+    on_turn()
+    outcome = _Outcome[T]()
+    threading.Thread(target=outcome.fill, args=(work,), daemon=True, name="alto-scorer").start()
+    deadline = time.monotonic() + timeout_s
+    while not outcome.is_there.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+        on_turn()
+        if time.monotonic() >= deadline:
+            raise TooLateError(f"no result within {timeout_s:g} s")
+    return outcome.result()
+
+
+class _Outcome(Generic[T]):
+    """The return value or the exception of a thread's work."""
+
+    def __init__(self) -> None:
+        self.is_there = threading.Event()
+        self._values: list[T] = []
+        self._error: BaseException | None = None
+
+    def fill(self, work: Callable[[], T]) -> None:
+        try:
+            self._values.append(work())
+        except BaseException as error:  # includes SystemExit
+            self._error = error
+        finally:
+            self.is_there.set()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._values[0]
+
+
+_MAX_REASON_CHARS = 500
+
+
+class Guard:
+    """A wrapper of a callback that remembers the callback's latest exception.
+
+    Attributes:
+        raised: The latest exception of the callback; None if it raised none.
+    """
+
+    def __init__(self, on_turn: OnTurn) -> None:
+        self._on_turn = on_turn
+        self.raised: BaseException | None = None
+
+    def __call__(self) -> None:
+        try:
+            self._on_turn()
+        except BaseException as error:
+            self.raised = error
+            raise
+
+
+def failure_text(error: Exception) -> str:
+    """Return the message of ``error`` in one line of at most 500 characters."""
+    text = str(error) if isinstance(error, AltoError | ScorerFailedError) else f"{type(error).__name__}: {error}"
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 1] + "…"

@@ -2,27 +2,264 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import http.client
+import importlib
+import json
+import math
+import os
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from alto.data import ChatTemplate, Conversation, LabelledText, Pair
-from alto.errors import DataError
-from alto.evaluation.answers import reply_position
-from alto.evaluation.http_scorer import HttpScorer
+from alto.errors import DataError, SpecError
+from alto.evaluation.generate import reply_text
 from alto.evaluation.matching import check_keys, matching_of, tool_calls_in
-from alto.evaluation.prompts import reply_text
-from alto.evaluation.python_scorer import PythonScorer
-from alto.evaluation.scorers import Scorer
+from alto.evaluation.scorers import (
+    Answer,
+    OnTurn,
+    Scorer,
+    ScorerFailedError,
+    TooLateError,
+    pause,
+    reply_position,
+    within,
+)
 from alto.spec import Scoring
 
-__all__ = ["check_key_names", "check_references", "needed_of", "scorable", "scorer_of"]
+# Scoring of answers by a server, for example one that asks a language model.
+#
+# Error messages are written here, not by the server or the HTTP library, so that they never contain secrets from the
+# headers.
+
+NUM_RETRIES = 2
+BACKOFF_S = (0.5, 1.0)
+"""Seconds to wait before each retry."""
+
+_RETRIED = (408, 425, 429, 500, 502, 503, 504)
+_MAX_BYTES = 16 * 1024**2
+
+
+class HttpScorer:
+    """A scorer that posts ``{"rows": [{"prompt", "reference", "answer"}, …]}`` as JSON and reads ``{"scores": […]}``.
+
+    A request that times out, fails to connect or gets a temporary error status is retried twice. Redirects are not
+    followed, because they would send the headers to another address.
+
+    Raises:
+        SpecError: The environment variable for the headers is not set, or does not hold headers.
+    """
+
+    def __init__(self, scoring: Scoring) -> None:
+        assert scoring.url is not None
+        self._url = scoring.url
+        self._address = scoring.address
+        self._timeout_s = scoring.timeout_s
+        self._rows_per_request = scoring.rows_per_request
+        self._headers = {
+            "Accept": "application/json",
+            "User-Agent": "alto",
+            **_headers(scoring.headers_env),
+            "Content-Type": "application/json",
+        }
+        self._opener = urllib.request.build_opener(_NoRedirects)
+
+    def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float]:
+        scores: list[float] = []
+        for start in range(0, len(answers), self._rows_per_request):
+            scores += self._scores(answers[start : start + self._rows_per_request], on_turn)
+        return scores
+
+    def _scores(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float]:
+        body = json.dumps({"rows": [asdict(one) for one in answers]}).encode()
+        failure = ""
+        for attempt in range(1 + NUM_RETRIES):
+            if attempt:
+                pause(BACKOFF_S[attempt - 1], on_turn)
+            reply, failure = self._post(body, on_turn)
+            if reply is not None:
+                return self._checked(reply, len(answers))
+        raise ScorerFailedError(f"{self._address}: {failure}, {1 + NUM_RETRIES} times")
+
+    def _post(self, body: bytes, on_turn: OnTurn) -> tuple[bytes | None, str]:
+        """Send one request, and return the server's reply; or None and the reason of a failure worth a retry.
+
+        Raises:
+            ScorerFailedError: The request failed in a way that a retry cannot fix.
+        """
+
+        def ask() -> tuple[int, bytes | None, str]:
+            request = urllib.request.Request(self._url, data=body, headers=self._headers, method="POST")
+            try:
+                with self._opener.open(request, timeout=self._timeout_s) as response:
+                    return response.status, response.read(_MAX_BYTES + 1), ""
+            except urllib.error.HTTPError as error:
+                error.close()
+                return error.code, None, ""
+            except Exception as error:  # its message may contain the headers
+                reason = error.reason if isinstance(error, urllib.error.URLError) else error
+                if isinstance(reason, TimeoutError):
+                    return 0, None, f"no result within {self._timeout_s:g} s"
+                return 0, None, f"no connection ({type(reason).__name__})"
+
+        try:
+            status, reply, failure = within(self._timeout_s, ask, on_turn)
+        except TooLateError as error:
+            return None, str(error)
+        if failure or status in _RETRIED:
+            return None, failure or _status(status)
+        if status != http.client.OK or reply is None:
+            raise ScorerFailedError(f"{self._address}: expected status 200, found {_status(status)}")
+        return reply, ""
+
+    def _checked(self, reply: bytes, num_rows: int) -> list[float]:
+        expected = f'expected {{"scores": […]}} with {num_rows} finite numbers'
+        try:
+            found: Any = json.loads(reply) if len(reply) <= _MAX_BYTES else None
+        except (ValueError, RecursionError):
+            raise ScorerFailedError(f"{self._address}: {expected}, found no JSON") from None
+        scores = found.get("scores") if isinstance(found, Mapping) else None
+        if not isinstance(scores, list):
+            what = "an object without such a list" if isinstance(found, Mapping) else type(found).__name__
+            raise ScorerFailedError(f"{self._address}: {expected}, found {what}")
+        if len(scores) != num_rows:
+            raise ScorerFailedError(f"{self._address}: {expected}, found {len(scores)} scores")
+        if not all(_is_number(score) for score in scores):
+            position = next(at for at, score in enumerate(scores) if not _is_number(score))
+            raise ScorerFailedError(f"{self._address}: {expected}, found no such number at position {position}")
+        return [float(score) for score in scores]
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *_: object) -> None:
+        """Return None, so that no redirect is followed and its status counts as an error."""
+
+
+def _headers(variable: str | None) -> dict[str, str]:
+    """Return the headers in an environment variable. Error messages do not contain their values."""
+    if variable is None:
+        return {}
+    remedy = f'set it, for example: export {variable}=\'{{"Authorization": "Bearer …"}}\''
+    text = os.environ.get(variable)
+    if text is None:
+        raise SpecError(
+            f"select_by.headers_env: expected the environment variable {variable}, found that it is not set; {remedy}"
+        )
+    try:
+        headers = json.loads(text)
+    except ValueError:
+        headers = None
+    if not isinstance(headers, dict) or not all(_is_header(*pair) for pair in headers.items()):
+        raise SpecError(
+            f"select_by.headers_env: expected a JSON object of header names and string values in the environment "
+            f"variable {variable}, found invalid content; {remedy}"
+        )
+    return headers
+
+
+def _is_header(name: str, value: object) -> bool:
+    is_name = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
+    return is_name and isinstance(value, str) and value.isascii() and value.isprintable()
+
+
+def _is_number(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _status(code: int) -> str:
+    return f"status {code} {http.client.responses.get(code, '')}".strip()
+
+
+class PythonScorer:
+    """A scorer that calls ``function(prompt=…, reference=…, answer=…)`` for one row after another, in separate threads
+    of this process.
+
+    Args:
+        name: Dotted name of the function; it is imported and runs with all rights of this process.
+        timeout_s: Maximum seconds per call.
+
+    Raises:
+        SpecError: There is no such function.
+    """
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._function = _imported(name)
+
+    def __call__(self, answers: Sequence[Answer], on_turn: OnTurn) -> list[float]:
+        return [self._score(number, one, on_turn) for number, one in enumerate(answers, start=1)]
+
+    def _score(self, number: int, one: Answer, on_turn: OnTurn) -> float:
+        def call() -> tuple[Any, str]:
+            try:
+                return self._function(prompt=one.prompt, reference=one.reference, answer=one.answer), ""
+            except BaseException as error:  # includes SystemExit
+                return None, _described(error)
+
+        try:
+            found, failure = within(self._timeout_s, call, on_turn)
+        except TooLateError as error:
+            raise ScorerFailedError(f"{self._name}: row {number}: {error}; increase timeout_s") from None
+        if failure:
+            raise ScorerFailedError(f"{self._name}: row {number}: it raised {failure}")
+        try:
+            score = math.nan if isinstance(found, str | bytes) else float(found)
+        except Exception:
+            score = math.nan
+        if not math.isfinite(score):
+            raise ScorerFailedError(
+                f"{self._name}: row {number}: expected a finite number, found {found!r:.60} ({type(found).__name__})"
+            )
+        return score
+
+
+def _imported(name: str) -> Callable[..., object]:
+    module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
+    remedy = (
+        "correct the name, or install its package (for a module in a different folder, set the environment variable "
+        "PYTHONPATH)"
+    )
+    try:
+        found: Any = importlib.import_module(module_name)
+    except Exception as error:
+        raise SpecError(
+            f"select_by.function: expected a module {module_name!r} that can be imported, found {_described(error)}; "
+            f"{remedy}"
+        ) from error
+    for part in function_name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise SpecError(
+            f"select_by.function: expected a function {function_name!r} in the module {module_name!r}, found "
+            f"{'none' if found is None else type(found).__name__}; {remedy}"
+        )
+    return found
+
+
+def _described(error: BaseException) -> str:
+    """Return the type, message and source line of an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    try:
+        said = str(error)
+    except Exception:
+        said = ""
+    return f"{type(error).__name__}{': ' if said else ''}{said:.200}{place}"
 
 
 def scorer_of(scoring: Scoring) -> Scorer:
-    """The scorer of generated texts that ``scoring`` names.
+    """Return the scorer of generated texts that ``scoring`` names.
 
     Raises:
-        SpecError: There is no such Python function, or the headers of requests are not set.
+        SpecError: The Python function does not exist, or the request headers are not set.
     """
     matching = matching_of(scoring)
     if matching is not None:
@@ -35,13 +272,13 @@ def scorer_of(scoring: Scoring) -> Scorer:
 
 
 def needed_of(scoring: Scoring) -> str:
-    """What the reply of a row must have to be scored, after "replies that"."""
+    """Return the property that a row's reply needs to be scored; it completes the phrase "replies that ..."."""
     matching = matching_of(scoring)
     return "are text after a prompt" if matching is None else matching.needed
 
 
 def scorable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring) -> list[Conversation]:
-    """The rows that ``scoring`` can score."""
+    """Return the rows that ``scoring`` can score."""
     matching = matching_of(scoring)
     found = []
     for row in rows:
@@ -53,20 +290,21 @@ def scorable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scorin
 
 
 def check_key_names(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring) -> None:
-    """Check that every key to compare is in a reply with a JSON value, where there are such replies.
+    """Check that every key to compare is in at least one reply, if any replies have JSON values.
 
     Raises:
-        DataError: One is in none.
+        DataError: A key is in no reply.
     """
     if scoring.keys and (with_values := scorable(rows, Scoring(scorer="json"))):
         check_keys(scoring, [_reference(row, scoring) for row in with_values])
 
 
 def check_references(rows: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:
-    """Check that ``rows``, which can be scored, do not fail for all answers alike.
+    """Check that correct answers to ``rows``, which can be scored, would be recognised.
 
     Raises:
-        DataError: A key to compare is in no row; or the chat template writes calls of tools in a form that is not read.
+        DataError: A key to compare is in no row, or the chat template writes tool calls in a form that ALTO cannot
+            read.
     """
     check_keys(scoring, [_reference(row, scoring) for row in rows])
     if scoring.scorer != "tool_call":
@@ -79,17 +317,17 @@ def check_references(rows: Sequence[Conversation], scoring: Scoring, tokenizer: 
         written = ChatTemplate(tokenizer).text(row[: position + 1], open_turn=False)
         if tool_calls_in(written)[-len(wanted) :] != wanted:
             raise DataError(
-                "expected a chat template that writes calls of tools as JSON objects with name and arguments, found "
-                f"{written.strip()[-200:]!r}; use scorer python with a function that reads this form"
+                "expected a chat template that writes tool calls as JSON objects with name and arguments, found "
+                f"{written.strip()[-200:]!r}; use scorer python with a function that reads this format"
             )
         return
 
 
 def _reference(row: Conversation, scoring: Scoring) -> str:
-    """The reply of ``row`` that is compared; empty where it has none."""
+    """Return the reply of ``row`` with which answers are compared; empty if there is none."""
     position = reply_position(row)
     if position is None:
         return ""
-    # The others compare texts, and the chat template decides how a call is written.
+    # The other scorers compare texts, in which the form of a tool call depends on the chat template.
     reads_calls = scoring.scorer in ("tool_call", "python", "http")
     return reply_text(row[position]) if reads_calls or row[position].content.strip() else ""

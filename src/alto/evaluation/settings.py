@@ -10,28 +10,26 @@ from alto.errors import SpecError
 from alto.records import GenerationBackend, Metric
 from alto.spec import Scoring, parse_metric
 
-__all__ = ["EvaluationSettings"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationSettings:
     """Settings of one evaluation.
 
     Attributes:
-        metric: A word; a scorer of generated answers with its settings, as ``select_by`` has them, without ``at``,
-            ``num_rows`` and ``max_new_tokens``; or a function that scores them. ``auto`` measures the preference where
-            rows are pairs; of others the loss, and their answers where all can be scored: by the built-in scorer of the
-            run's ``select_by``, else by exact match. Adapters with a head are measured by what the head learned.
-        batch_size: Texts generated at a time, of all adapters; affects speed and memory, and the result by rounding
-            only.
-        max_new_tokens: Longest text; less where the model's positions end before.
-        limit: Use only the first rows; None uses all.
-        baseline: Measure the base model without an adapter as well.
-        predictions: Generate an answer to every row, by the base model too, also where no metric needs it.
-        backend: Generates the answers: ``alto``, or ``vllm``, which measures nothing else.
+        metric: A word; a scorer of answers with the settings of ``select_by`` except ``at``, ``num_rows`` and
+            ``max_new_tokens``; or a function that scores answers. ``auto`` measures the preference if rows are pairs;
+            else the loss, and the score of answers if all rows can be scored: by the built-in scorer of the run's
+            ``select_by``, or by exact match. Adapters with a classification head are always measured on their labels.
+        batch_size: Number of texts generated at a time, over all adapters. It affects speed and memory; results differ
+            by rounding only.
+        max_new_tokens: Maximum length of a generated text; less if the model has fewer positions left.
+        limit: Number of rows to use, from the first; None uses all.
+        baseline: Also measure the base model without an adapter.
+        predictions: Generate an answer to every row, with the base model too, even if no metric needs it.
+        backend: The engine that generates answers: ``alto``, or ``vllm``, which can measure nothing else.
 
     Raises:
-        SpecError: A value is out of its domain.
+        SpecError: A value is not allowed.
     """
 
     metric: Metric | Mapping[str, Any] | Scoring | Callable[..., float] = "auto"
@@ -55,12 +53,12 @@ class EvaluationSettings:
         if self.backend == "vllm" and self.metric != "auto" and not is_generated:
             what = self.metric if found is None else found.scorer
             raise SpecError(
-                f"backend: expected alto for the metric {what!r}, found vllm, which only generates; leave it out, or "
-                "measure a score of generated answers"
+                f"backend: expected alto for the metric {what!r}, found vllm, which only generates answers; leave "
+                "backend out, or measure a score of generated answers"
             )
 
     @property
     def scoring(self) -> Scoring | None:
-        """The scorer that ``metric`` names; None where it names none."""
+        """The scorer that ``metric`` names; None if it names none."""
         found = parse_metric(self.metric)
         return found if isinstance(found, Scoring) else None

@@ -1,22 +1,19 @@
-"""Resolves what a user names: a run, jobs of a run, or folders of adapters."""
+"""Resolves the adapters that a user names: a run, jobs of a run, or adapter folders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from alto.backbone import resolve_model
+from alto.backbone import Backbone, resolve_model
 from alto.data.rows import listed
 from alto.errors import RunNotFoundError, SpecError
-from alto.lora import HEAD, SavedAdapter, is_adapter, read_saved_adapter
+from alto.lora import HEAD, SavedAdapter, ServedAdapters, check_fit, is_adapter, read_saved_adapter, serving
 from alto.records import LabelSet
 from alto.runs import RunDir, load_run_task, read_history
-from alto.spec import BaseModelSpec, Task
-from alto.spec.chat_template import TEMPLATE_NAME
-from alto.spec.labels import LABELS_NAME, labels_beside
-
-__all__ = ["BASE", "EvaluationTarget", "adapter_folder", "best_of_jobs", "chat_template_beside", "find_target"]
+from alto.spec import LABELS_NAME, TEMPLATE_NAME, BaseModelSpec, Task, labels_beside
 
 BASE = "base"
 """Name of the base model without an adapter in results."""
@@ -24,13 +21,13 @@ BASE = "base"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationTarget:
-    """Adapters of one base model, and what is needed to measure them.
+    """Adapters of one base model, and the settings needed to measure them.
 
     Attributes:
-        adapters: By name: a job's id, ``best`` for a run's best, or the folder as it was given.
-        base_model: Their base model, loaded as for their training but never compiled.
-        task: Defines how rows are read: the task of the first run, or one with only the dataset set.
-        run_dirs: The runs through which they were found.
+        adapters: Adapters by name: a job's id, ``best`` for the best one of a run, or the folder as it was given.
+        base_model: Their base model, loaded as for training but not compiled.
+        task: The task of the first run, or a new one for the named dataset; it defines how rows are read.
+        run_dirs: Directories of the runs among the targets.
     """
 
     adapters: Mapping[str, SavedAdapter]
@@ -48,27 +45,29 @@ def find_target(
     dataset: str | None,
     trust_remote_code: bool = False,
 ) -> EvaluationTarget:
-    """The adapters that ``targets`` name: the best ones of runs, or the folders themselves.
+    """Return the adapters that ``targets`` name: the best adapter of each run, or the adapter in each folder.
 
     Args:
-        jobs: Of a run that is the only target, the best adapters of these jobs instead.
-        all_jobs: Of all its jobs that have one.
-        base: The base model; None takes the one that the adapters name.
-        dataset: Where the rows are; None takes the run's dataset.
-        trust_remote_code: Whether the caller allows code of the base model.
+        jobs: If a run is the only target, use the best adapters of these jobs instead.
+        all_jobs: If a run is the only target, use the best adapters of all its jobs that have one.
+        base: The base model; None uses the model that the adapters name.
+        dataset: Path or name of the held-out rows; None uses the run's dataset.
+        trust_remote_code: Whether the caller allows the base model's custom code to run.
 
     Raises:
-        UntrustedCodeError: The task of a run asks for that code, and it is not allowed.
+        UntrustedCodeError: The task of a run needs custom code, which is not allowed.
         RunNotFoundError: There is no such adapter.
         RunError, UnsupportedError: See :func:`read_saved_adapter`.
-        SpecError: A run's task cannot be read, the adapters have several bases or labels, or no base model, labels or
-            rows are named.
+        SpecError: A run's task cannot be read; the adapters have different base models or labels; or the base model,
+            labels or rows are not named.
     """
     if not targets:
         raise SpecError("targets: expected at least one run or adapter, found none; name one")
     runs = [RunDir.open(target) for target in targets if (target / "task.yaml").is_file()]
     if jobs and all_jobs:
-        raise SpecError(f"job: expected some jobs or all, found {', '.join(jobs)} and all; leave one of both out")
+        raise SpecError(
+            f"job: expected either names of jobs or all jobs, found both ({', '.join(jobs)} and all); leave one out"
+        )
     if (jobs or all_jobs) and (len(targets) > 1 or not runs):
         found = "no task.yaml in it" if len(targets) == 1 else f"{len(targets)} folders"
         raise RunNotFoundError(
@@ -81,8 +80,8 @@ def find_target(
         folders = {_name(target, targets): adapter_folder(target) for target in targets}
     if dataset is None and (len(targets) > 1 or not runs):
         raise SpecError(
-            f"dataset: expected rows to evaluate {', '.join(map(str, targets))} on, found none named, and no single "
-            "run that has some; name them with --dataset"
+            f"dataset: expected rows on which to evaluate {', '.join(map(str, targets))}, found no dataset and no "
+            "single run that has rows; name them with --dataset"
         )
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
     tasks = _tasks(runs, trust_remote_code=trust_remote_code)
@@ -109,24 +108,24 @@ def find_target(
 
 
 def chat_template_beside(folders: Mapping[str, Path]) -> str | None:
-    """The chat template beside the adapters, by which they were trained; None where there is none.
+    """Return the chat template in the adapters' folders, with which they were trained; None if there is none.
 
     Raises:
-        SpecError: They have different ones.
+        SpecError: The adapters have different chat templates.
     """
     found = {name: folder / TEMPLATE_NAME for name, folder in folders.items()}
     texts = {name: file.read_text(encoding="utf-8") if file.is_file() else None for name, file in found.items()}
     if len(set(texts.values())) > 1:
         raise SpecError(
             f"targets: expected adapters that were trained with one chat template, found several ({TEMPLATE_NAME} in "
-            f"{', '.join(str(found[name]) for name, text in texts.items() if text is not None)}); evaluate those of "
-            "each template by themselves"
+            f"{', '.join(str(found[name]) for name, text in texts.items() if text is not None)}); evaluate the "
+            "adapters of each template separately"
         )
     return next(iter(texts.values()))
 
 
 def _as_evaluated(base: BaseModelSpec, model: str) -> BaseModelSpec:
-    """``base`` for evaluations, under the name or path ``model``."""
+    """Return ``base`` with settings for evaluation, under the name or path ``model``."""
     return replace(base, id=model, torch_compile=False)
 
 
@@ -135,13 +134,13 @@ def _tasks(runs: Sequence[RunDir], *, trust_remote_code: bool) -> list[Task]:
 
 
 def _common_task(runs: Sequence[RunDir], tasks: Sequence[Task]) -> Task:
-    """The task of the first run, whose base is loaded as that of every other is."""
+    """Return the task of the first run, after a check that all runs load the base model in the same way."""
     ways = {str(run.root): _as_evaluated(task.base_model, "") for run, task in zip(runs, tasks, strict=True)}
     if len(set(ways.values())) > 1:
         found = "; ".join(f"{name}: {_loading_keys(way)}" for name, way in ways.items())
         raise SpecError(
-            f"targets: expected runs whose base model is loaded in one way, found {found}; evaluate those of each "
-            "way by themselves"
+            f"targets: expected runs that load the base model in the same way, found {found}; evaluate the runs of "
+            "each way separately"
         )
     return tasks[0]
 
@@ -151,14 +150,13 @@ def _method_of(labels: LabelSet) -> str:
 
 
 def _common_labels(adapters: Mapping[str, SavedAdapter], of_runs: Mapping[str, LabelSet | None]) -> LabelSet | None:
-    """The labels of the heads of all adapters; None where none has a head.
+    """Return the labels that the heads of all adapters share; None if no adapter has a head.
 
     Args:
-        adapters: By name.
-        of_runs: The labels of the runs that some of them are of, by folder.
+        of_runs: Labels of the adapters' runs, by run directory.
 
     Raises:
-        SpecError: Some have a head and some have not; they have different labels; or the labels of one are unknown.
+        SpecError: Only some adapters have a head, their labels differ, or the labels of an adapter are unknown.
         RunError: A file of labels is damaged.
     """
     with_head = [adapter for adapter in adapters.values() if adapter.has_head]
@@ -167,8 +165,8 @@ def _common_labels(adapters: Mapping[str, SavedAdapter], of_runs: Mapping[str, L
     without = next((adapter for adapter in adapters.values() if not adapter.has_head), None)
     if without is not None:
         raise SpecError(
-            f"targets: expected adapters that all have a classification head or none, found {with_head[0].folder} with "
-            f"one and {without.folder} without; evaluate them by themselves"
+            f"targets: expected adapters that either all have a classification head or all have none, found "
+            f"{with_head[0].folder} with a head and {without.folder} without one; evaluate them separately"
         )
     found = {adapter.folder: _labels_of(adapter, of_runs) for adapter in with_head}
     if len(set(found.values())) > 1:
@@ -176,13 +174,13 @@ def _common_labels(adapters: Mapping[str, SavedAdapter], of_runs: Mapping[str, L
             f"{folder}: {labels.problem_type}, {listed(labels.names)}" for folder, labels in found.items()
         )
         raise SpecError(
-            f"targets: expected adapters whose heads have the same labels, found {named}; evaluate them by themselves"
+            f"targets: expected adapters whose heads have the same labels, found {named}; evaluate them separately"
         )
     return next(iter(found.values()))
 
 
 def _labels_of(adapter: SavedAdapter, of_runs: Mapping[str, LabelSet | None]) -> LabelSet:
-    """The labels of an adapter with a head: of the run that it is in, or beside it."""
+    """Return the labels of an adapter with a head: the labels of its run, or the labels in its folder."""
     inside = (labels for run, labels in of_runs.items() if adapter.folder.is_relative_to(Path(run)))
     labels = next(inside, None) or labels_beside(adapter.folder)
     count = len(adapter.weights.extras[HEAD])
@@ -204,21 +202,21 @@ def _loading_keys(base: BaseModelSpec) -> str:
 def _name(target: Path, targets: Sequence[Path]) -> str:
     if len(targets) == 1 and (target / "task.yaml").is_file():
         return "best"
-    return str(target) if str(target) != BASE else f"./{target}"  # the name of the base model alone
+    return str(target) if str(target) != BASE else f"./{target}"  # BASE is the name of the base model without adapter
 
 
 def adapter_folder(target: Path) -> Path:
-    """The folder of the best adapter of a run, or of the adapter itself.
+    """Return the folder of the best adapter if ``target`` is a run, else ``target`` itself.
 
     Raises:
-        RunNotFoundError: There is none.
+        RunNotFoundError: There is no adapter.
     """
     if (target / "task.yaml").is_file():
         run = RunDir.open(target)
         if not run.best.is_dir():
             raise RunNotFoundError(
                 f"expected the best adapter of the run in {run.best}, found none: the run is not finished, or no job "
-                f"gave a result; resume it, or name a job with --job (jobs that have one: {_listed(_bests(run))})"
+                f"gave a result; resume it, or name a job with --job (jobs with a best adapter: {_listed(_bests(run))})"
             )
         return run.best
     if not is_adapter(target):
@@ -230,10 +228,10 @@ def adapter_folder(target: Path) -> Path:
 
 
 def best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
-    """Folders of the best adapters of ``jobs``; of all that have one where none is named.
+    """Return the folders of the best adapters of ``jobs``; without ``jobs``, of all jobs that have one.
 
     Raises:
-        RunNotFoundError: One of them has none, or none has, or some were removed.
+        RunNotFoundError: A named job has no best adapter, no job has one, or some were removed.
     """
     bests = _bests(run)
     removed = [job for job in _ended_with_best(run) if job not in bests and (job in jobs or not jobs)]
@@ -241,24 +239,25 @@ def best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
         named = ", ".join(removed[:5]) + (" and others" if len(removed) > 5 else "")
         raise RunNotFoundError(
             f"job: expected the best adapters of {named} in {run.root}, found that they were removed when the task "
-            "ended or by alto prune; a new run keeps them with keep: all. Name jobs that have one with --job: "
-            f"{_listed(bests)}"
+            "ended or by alto prune; a new run keeps them with keep: all. Name other jobs with --job (jobs with a "
+            f"best adapter): {_listed(bests)}"
         )
     for job in jobs:
         if job not in bests:
             raise RunNotFoundError(
-                f"job: expected a job of {run.root} with a best adapter, found {job!r}; jobs that have one: "
+                f"job: expected a job of {run.root} with a best adapter, found {job!r}; jobs with a best adapter: "
                 f"{_listed(bests)}"
             )
     if not bests:
         raise RunNotFoundError(
-            f"job: expected jobs of {run.root} with a best adapter, found none that has been evaluated yet; resume it"
+            f"job: expected jobs of {run.root} with a best adapter, found no job that has been evaluated yet; resume "
+            "the run"
         )
     return {job: bests[job] for job in (jobs or bests)}
 
 
 def _ended_with_best(run: RunDir) -> list[str]:
-    """The jobs of a finished run that had a best adapter when it ended; none of a run whose journal is gone."""
+    """Return the jobs of a finished run that had a best adapter when it ended; none if the journal is missing."""
     try:
         history = read_history(run.root)
     except RunNotFoundError:
@@ -288,7 +287,31 @@ def _base_model(adapters: Mapping[str, SavedAdapter], base: str | None) -> str:
         named.setdefault(resolve_model(adapter.base_model), adapter.base_model)
     if len(named) > 1:
         raise SpecError(
-            f"base: expected adapters of one base model, found {', '.join(named.values())}; evaluate those of each by "
-            "themselves, or name the one that all are for with --base"
+            f"base: expected adapters of one base model, found {', '.join(named.values())}; evaluate the "
+            "adapters of each separately, or name the base model of all of them with --base"
         )
     return next(iter(named.values()))
+
+
+@contextlib.contextmanager
+def loaded_adapters(backbone: Backbone, adapters: Sequence[SavedAdapter | None], base: str) -> Iterator[ServedAdapters]:
+    """Load ``adapters`` onto ``backbone`` inside the context, one per slot; None means the base model alone.
+
+    Args:
+        base: Name of the base model in error messages.
+
+    Raises:
+        TargetModuleError: An adapter does not fit the model.
+    """
+    for adapter in adapters:
+        if adapter is not None:
+            check_fit(
+                backbone.model,
+                adapter,
+                base,
+                remedy="name the model it was trained on with --base",
+                otherwise=", or evaluate it with PEFT",
+            )
+    weights = [None if adapter is None else (adapter.weights, adapter.scales) for adapter in adapters]
+    with serving(backbone.model, weights, backbone.run_once, backbone.rows_in_pass) as served:
+        yield served

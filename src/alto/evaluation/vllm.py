@@ -1,4 +1,4 @@
-"""Generation with vLLM: one engine, and a LoRA request for every adapter. ``pip install 'alto-lora[vllm]'``."""
+"""Generation with vLLM: one engine, and a LoRA request per adapter. Needs ``pip install 'alto-lora[vllm]'``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from tempfile import TemporaryDirectory
 from alto.backbone import load_config, resolve_model
 from alto.errors import DataError, UnsupportedError
 from alto.lora import SavedAdapter, is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
-from alto.spec import BaseModelSpec
-from alto.spec.base_model import QUANTISATION_KEYS
-
-__all__ = ["complete_with_vllm"]
+from alto.spec import QUANTISATION_KEYS, BaseModelSpec
 
 _MAX_LORAS = 8
-"""Adapters that it has on the GPU at a time; the others wait in the machine's memory."""
+"""Maximum number of adapters on the GPU at a time; the others wait in host memory."""
 
 
 def complete_with_vllm(
@@ -26,18 +23,16 @@ def complete_with_vllm(
     ends: Sequence[int],
     max_new_tokens: int,
 ) -> list[list[list[int]]]:
-    """The result of :func:`alto.evaluation.generate.complete`, up to the rounding of vLLM's kernels.
+    """Return the result of :func:`alto.evaluation.generate.complete`, up to the rounding of vLLM's kernels.
 
     Args:
-        base: The base model.
-        adapters: None is the base alone.
+        adapters: The adapters; None means the base model alone.
         prompts: Token ids of each prompt.
-        ends: Tokens that end a text, beside those the model's own file names.
-        max_new_tokens: Largest number of new tokens of a text.
+        ends: Tokens that end a text, in addition to those that the model's own files name.
 
     Raises:
-        UnsupportedError: vLLM is not installed, or cannot serve the base model or an adapter as it is asked to.
-        DataError: A prompt leaves no position to write to.
+        UnsupportedError: vLLM is not installed, or cannot serve the base model or an adapter as requested.
+        DataError: vLLM rejects a prompt, for example because it is too long.
     """
     try:
         from vllm import LLM, SamplingParams
@@ -81,15 +76,15 @@ def complete_with_vllm(
             )
     except ValueError as error:
         raise DataError(
-            f"exact_match: expected prompts that vLLM takes, found: {error}; leave long rows out, or use a base model "
-            "with more positions"
+            f"exact_match: expected prompts that vLLM accepts, found: {error}; leave long rows out, or use a base "
+            "model with more positions"
         ) from error
     texts = [_without_end(output.outputs[0].token_ids, ends) for output in outputs]
     return [texts[start : start + len(prompts)] for start in range(0, len(texts), len(prompts))]
 
 
 def _as_vllm_reads(adapter: SavedAdapter, base: BaseModelSpec, folder: Path) -> Path:
-    """The folder of ``adapter``; or ``folder``, with the matrices of its experts by themselves."""
+    """Return the folder of ``adapter``, or ``folder`` with separate matrices for every expert if vLLM needs them."""
     if not adapter.has_experts:
         return adapter.folder
     model_type = load_config(base).get_text_config().model_type
@@ -107,7 +102,7 @@ def _check(base: BaseModelSpec, adapters: Sequence[SavedAdapter]) -> None:
             raise UnsupportedError(f"backend: expected {expected}, found {found}; leave --backend out")
     if base.quantisation != "none":
         raise UnsupportedError(
-            "backend: expected a base model as it lies on disk, found one that is to be quantised "
+            "backend: expected a base model that is loaded as stored on disk, found one that is quantised on loading "
             f"({', '.join(QUANTISATION_KEYS.values())}), which vLLM does differently; leave --backend out"
         )
 

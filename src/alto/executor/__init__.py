@@ -1,15 +1,13 @@
 """Runs tasks on a device: trains, evaluates and saves their jobs."""
 
-from alto.executor.assembly import BankSize, build_trainer
-from alto.executor.beginning import RunStart
 from alto.executor.conclusion import Hooks
 from alto.executor.context import TaskContext
 from alto.executor.executor import Executor, run_alone
-from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches
-from alto.executor.model_notes import model_notes
 from alto.executor.planned_job import (
+    JobState,
     PlannedJob,
+    initial_states,
     plan_jobs,
     resolve_early_exit,
     resolve_rungs,
@@ -17,8 +15,8 @@ from alto.executor.planned_job import (
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.session import TaskSession
-from alto.executor.shared_bank import SharedBank
-from alto.executor.stages import load_base, with_references
+from alto.executor.shared_bank import BankSize, SharedBank, build_trainer
+from alto.executor.stages import RunStart, load_base, model_notes, with_references
 from alto.executor.start_adapter import StartAdapter
 from alto.executor.trainer import Trainer
 

@@ -1,4 +1,4 @@
-"""A cache on disk of measurements and reference log-probs."""
+"""A cache on disk for measurements and reference log-probs."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from alto.backbone import resolve_model
-from alto.runs import replace_file
-from alto.spec.base_objects import is_object_name
-from alto.spec.cache_home import cache_home
-from alto.spec.outside import read_json
+from alto.base import cache_home, read_json, replace_file
+from alto.spec import is_object_name
 from alto.version import version_of
-
-__all__ = ["Kind", "discard", "load", "name_of", "revise", "save", "versions", "weights_of"]
 
 Kind: TypeAlias = Literal["profiles", "estimates", "references"]
 """Kinds of entries, each in its own folder: profiles of steps, estimates of tasks, reference log-probs."""
 
 
 _MAX_BYTES = 1024**3
-"""Largest size of an entry; reference log-probs of a large dataset take some megabytes."""
+"""Largest size of an entry in bytes; reference log-probs of a large dataset take some megabytes."""
 
 
 def load(kind: Kind, key: Mapping[str, Any]) -> Any:
-    """The entry saved under ``key``, as plain JSON values; None if there is none. An unreadable entry is deleted."""
+    """Return the entry saved under ``key``, as plain JSON values; None if there is none. Delete it if it is damaged."""
     try:
         measured = read_json(_file(kind, key), _MAX_BYTES)["measured"]
         if measured is None:
@@ -43,13 +39,8 @@ def load(kind: Kind, key: Mapping[str, Any]) -> Any:
 
 
 def discard(kind: Kind, key: Mapping[str, Any], why: object) -> None:
-    """Delete the damaged entry of ``key`` and warn with the name of its file.
-
-    Args:
-        kind: Kind of the entry.
-        key: Key that it was saved under.
-        why: What is wrong with the entry, for the warning.
-    """
+    """Delete the damaged entry of ``key`` and warn with the name of its file. ``why`` says in the warning what is
+    damaged."""
     file = _file(kind, key)
     warnings.warn(f"{file} is damaged ({why!s:.200}); it is discarded, and measured again", stacklevel=2)
     with contextlib.suppress(OSError):
@@ -57,7 +48,7 @@ def discard(kind: Kind, key: Mapping[str, Any], why: object) -> None:
 
 
 def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
-    """Save ``measured`` under ``key``. Where the cache cannot be written, the next run measures again.
+    """Save ``measured`` under ``key``. If the cache cannot be written, the next run measures again.
 
     Args:
         kind: Kind of the entry.
@@ -71,12 +62,12 @@ def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
 
 
 def revise(kind: Kind, name: str, change: Callable[[Any], Any]) -> None:
-    """Replace an entry by what ``change`` makes of it. Nothing is changed where it is gone or cannot be written.
+    """Replace an entry by the result of ``change``. Do nothing if the entry is gone or cannot be written.
 
     Args:
         kind: Kind of the entry.
-        name: From :func:`name_of`.
-        change: Takes the measurement and returns the new one, as JSON values; None leaves the entry as it is.
+        name: Name of the entry, from :func:`name_of`.
+        change: Takes the measurement and returns the new one, as JSON values; None leaves the entry unchanged.
     """
     file = cache_home() / kind / f"{name}.json"
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -87,18 +78,19 @@ def revise(kind: Kind, name: str, change: Callable[[Any], Any]) -> None:
 
 
 def name_of(key: Mapping[str, Any]) -> str:
-    """The name of the entry that is saved under ``key``."""
+    """Return the name of the entry that is saved under ``key``."""
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of the packages that affect results and speed of a base model; None where one is not installed."""
+    """Return versions of the packages that affect results and speed of a base model; None for one that is not
+    installed."""
     return {name: version_of(name) for name in ("alto-lora", "torch", "transformers", "bitsandbytes")}
 
 
 def weights_of(model: str) -> list[tuple[str, int, int]]:
-    """Names, sizes and modification times of a local model's files; empty for a hub id, and for a model that was given
-    as an object and has no files."""
+    """Return names, sizes and modification times of a local model's files; empty for a hub id, and for a model that was
+    given as an object and has no files."""
     if is_object_name(model):
         return []
     folder = Path(resolve_model(model))

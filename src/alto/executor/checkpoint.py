@@ -1,13 +1,13 @@
-"""States of jobs on disk. A committed set of states survives the death of the process at any time.
+"""Job states on disk. A committed set of states survives the death of the process at any time.
 
-A job has up to two states: ``best``, the adapter of its best evaluation, and ``last``, the adapter and optimizer
-state at its last save, while it can be resumed. A state is a folder in PEFT's own format; ``last`` adds
-``optimizer.safetensors``, the tensors of :class:`alto.lora.OptimizerState`. ``state.json``, written last, holds the
-step and the other files' digests.
+A job has up to two states: ``best``, the adapter of its best evaluation, and ``last``, the adapter and optimizer state
+at its last save, which exists while the job can be resumed. A state is a folder in PEFT's own format; ``last`` adds
+``optimizer.safetensors``, the tensors of :class:`alto.lora.OptimizerState`. ``state.json`` is written last and holds
+the step and the other files' digests.
 
-A checkpoint of the run refers to one state of every job by its step. Saving never touches a state that the last
-committed checkpoint refers to: that one moves aside to ``<kind>.previous`` and is removed once the next checkpoint is
-in the journal (:meth:`StateStore.remove_predecessors`).
+A checkpoint of the run refers to states by job, kind and step. Saving never overwrites a state that the last committed
+checkpoint refers to: it moves this state to ``<kind>.previous``, which is removed once the next checkpoint is in the
+journal (:meth:`StateStore.remove_predecessors`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,9 @@ from typing import Literal, TypeAlias
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from alto.base import open_regular, read_json, sync_folder, writing
 from alto.lora import AdapterWeights, OptimizerState, read_adapter
-from alto.runs import RunDir, sync_folder, writing
-from alto.spec.outside import open_regular, read_json
-
-__all__ = ["Kind", "StateStore", "read_state", "write_state"]
+from alto.runs import RunDir
 
 Kind: TypeAlias = Literal["best", "last"]
 KINDS: tuple[Kind, ...] = ("best", "last")
@@ -40,9 +38,8 @@ _STATE_FILE = "state.json"
 class StateStore:
     """The states of all jobs of one run.
 
-    One executor at a time may use it. Each of its ranks has a store of its own and saves the states of its own jobs;
-    states saved by other ranks are reported to it (:meth:`saved_elsewhere`), so every store has the list of uncommitted
-    states.
+    Only one executor may use it at a time. Each of its ranks has its own store and saves the states of its own jobs.
+    States saved by other ranks are reported with :meth:`saved_elsewhere`, so every store knows all uncommitted states.
     """
 
     def __init__(self, run: RunDir) -> None:
@@ -50,7 +47,7 @@ class StateStore:
         self._uncommitted: set[Path] = set()
 
     def save(self, job: str, kind: Kind, step: int, fill: Callable[[Path], None]) -> None:
-        """Save a state in :meth:`folder`, atomically; it becomes part of a checkpoint at the next :meth:`commit`.
+        """Save a state in :meth:`folder`, atomically. It becomes part of a checkpoint at the next :meth:`commit`.
 
         Args:
             job: Id of the job.
@@ -88,8 +85,8 @@ class StateStore:
         self._uncommitted.add(self.folder(job, kind))
 
     def remove_predecessors(self) -> None:
-        """Remove what the saved states replace; the checkpoint that refers to them is durable. One rank does this,
-        before any commits."""
+        """Remove the states that the saved ones replace. Call it on one rank, after the checkpoint is durable and
+        before any rank commits."""
         for folder in self._uncommitted:
             shutil.rmtree(_beside(folder, "previous"), ignore_errors=True)
 
@@ -102,11 +99,11 @@ class StateStore:
         self._uncommitted.clear()
 
     def folder(self, job: str, kind: Kind) -> Path:
-        """Folder of a state."""
+        """Return the folder of a state."""
         return self._run.job(job, kind)
 
     def restore(self, steps: Mapping[tuple[str, Kind], int]) -> bool:
-        """Restore the checkpoint that refers to ``steps``; states saved later are deleted.
+        """Restore the checkpoint that refers to ``steps``, and delete states saved later.
 
         Returns:
             False, with nothing changed, if one of its states is missing or damaged.
@@ -141,7 +138,7 @@ def write_state(folder: Path, optimizer: OptimizerState) -> None:
 
 
 def read_state(folder: Path) -> tuple[AdapterWeights, OptimizerState]:
-    """The optimizer state in a ``last/`` folder."""
+    """Return the adapter and the optimizer state in a ``last/`` folder."""
     step = read_json(folder / _STATE_FILE)["step"]
     return read_adapter(folder), OptimizerState(step=step, tensors=load_file(folder / _OPTIMIZER_FILE))
 
@@ -161,7 +158,7 @@ def _seal(folder: Path, step: int) -> None:
 
 
 def _is_intact(folder: Path, step: int) -> bool:
-    """Whether ``folder`` holds the state of ``step``, every byte as it was written."""
+    """Return whether ``folder`` holds the state of ``step`` and every file matches its digest."""
     try:
         state = read_json(folder / _STATE_FILE)
         if state["step"] != step:

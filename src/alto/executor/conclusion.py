@@ -1,4 +1,4 @@
-"""The end of a task: chooses the best job, or raises why there is none."""
+"""The end of a task: chooses the best job, or raises an error that says why there is none."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from typing import TypeAlias
 
 from alto.early_exit import choose, scores_of
 from alto.errors import NoResultError
+from alto.executor.lifecycle import JobLifecycle
 from alto.executor.recorder import JournalRecorder
-from alto.executor.task_state import TaskState
-from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint, Samples
+from alto.executor.slot_manager import TaskState
+from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint, RungResult, Samples, Standing
 from alto.runs import RunDir
 
-__all__ = ["Check", "Hooks", "Judge", "TextGenerator", "conclude"]
-
 Check: TypeAlias = Callable[[Path], AdapterCheck]
-"""Checks that PEFT reads an adapter (its folder) as it was trained."""
+"""A check that PEFT loads an adapter (its folder) as it was trained."""
 
 Judge: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Judgement]
-"""Scores the answers of adapters (folders by job). It calls the given function regularly; an error of that function
-ends it. A scorer that fails is no error: the judgement says why."""
+"""A scorer for the answers of adapters (folders by job). It calls the given function regularly, and an error of that
+function ends it. If scoring fails, it raises no error: the judgement says why."""
 
 TextGenerator: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Samples]
-"""Continues prompts by the base and by adapters (folders by job, the winner first), as a :data:`Judge` scores them: a
-generation that fails is no error."""
+"""A generator that continues prompts with the base model and with adapters (folders by job, the winner first). It calls
+the given function as a :data:`Judge` does; if generation fails, it raises no error."""
 
 
 def _never() -> bool:
@@ -40,10 +39,10 @@ class Hooks:
 
     Attributes:
         is_interrupted: Called before every step; once it returns true, the task stops and can be resumed.
-        judge: Chooses the winner among the finalists, in this process only; None chooses by the metric.
-        generate: Generates the samples of the best adapters, in this process only; None generates none.
-        check: Checks the best adapter, for the journal; called on the first rank. None: no check.
-        clock: Returns the time in seconds that a budget is held to; it never goes back.
+        judge: Scores the finalists, in this process only, to choose the winner; without it (None) the metric chooses.
+        generate: Generates samples of the best adapters, in this process only; None generates none.
+        check: Checks the best adapter on the first rank, for the journal; None checks nothing.
+        clock: Returns the time in seconds for the budget; never goes back.
     """
 
     is_interrupted: Callable[[], bool] = _never
@@ -58,9 +57,9 @@ class _Choice:
     """The winner of a task.
 
     Attributes:
-        winner: Its best evaluation.
-        tied: Best evaluations of jobs within noise of it.
-        runner_up: The next best job; None where there is no other.
+        winner: The winner's best evaluation.
+        tied: Best evaluations of the jobs within noise of the winner.
+        runner_up: The next best job; None if there is no other.
     """
 
     winner: LossPoint
@@ -71,19 +70,19 @@ class _Choice:
 def conclude(
     state: TaskState, recorder: JournalRecorder, run_dir: RunDir, hooks: Hooks, stop_if_asked: Callable[[], None]
 ) -> None:
-    """Choose the winner of a task whose jobs have all ended, generate its samples, check its adapter, and record all
-    of it.
+    """Choose the winner of a task whose jobs have all ended, generate samples, check the winning adapter, and record
+    the result.
 
     Args:
-        state: Of the task.
+        state: State of the task.
         recorder: Writes the result into the journal.
         run_dir: Contains the best adapters of all jobs.
-        hooks: Judge finalists, generate samples and check the best adapter.
-        stop_if_asked: Raises if the run has to stop; called while adapters generate texts.
+        hooks: Functions that judge finalists, generate samples and check the best adapter.
+        stop_if_asked: Raises an error if the run has to stop; called while adapters generate texts.
 
     Raises:
         NoResultError: No job was ever evaluated with a finite loss.
-        TaskInterruptedError: The run was stopped while adapters generated texts; a resumed run does it again.
+        TaskInterruptedError: The run was stopped while adapters generated texts; a resumed run generates them again.
     """
     chosen = _first_choice(state)
     if chosen is None:
@@ -103,7 +102,8 @@ def conclude(
 
 
 def _first_choice(state: TaskState) -> _Choice | None:
-    """The best job by the losses; without validation the one that did all its steps. None where there is neither."""
+    """Return the job that the metric chooses, or without validation the job that did all its steps; None if there is
+    none."""
     if not state.context.data.has_validation:
         finished = _finished(state)
         return None if finished is None else _Choice(winner=finished, tied=(), runner_up=None)
@@ -115,7 +115,7 @@ def _first_choice(state: TaskState) -> _Choice | None:
 
 
 def _finished(state: TaskState) -> LossPoint | None:
-    """The end of the job that did all its steps without validation; None where it has ended before."""
+    """Return the last step of the job that did all its steps without validation; None if the job ended early."""
     done = (job for job in state.jobs.values() if state.selection.decision_on(job.id) is None)
     nan = math.nan
     points = (
@@ -128,8 +128,8 @@ def _finished(state: TaskState) -> LossPoint | None:
 def _judged(
     state: TaskState, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, stop_if_asked: Callable[[], None]
 ) -> _Choice | None:
-    """The finalist with the best answers, those within noise of it, and the one with the next best answers; None where
-    the scorer failed."""
+    """Return the finalist with the best answers, the finalists within noise of it, and the runner-up; None if the
+    scorer failed."""
     finalists = state.selection.leaders(state.context.task.num_finalists)
     judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
     scores = scores_of(judgement)
@@ -148,20 +148,80 @@ def _why_there_is_none(state: TaskState) -> str:
     unpaid = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]
     if unpaid:
         return (
-            f"search.budget was spent before the first evaluation of {len(unpaid)} of {len(decisions)}; raise it, or "
-            "lower eval_steps"
+            f"search.budget was spent before the first evaluation of {len(unpaid)} of {len(decisions)} jobs; raise "
+            "it, or lower eval_steps"
         )
     by_user = [decision for decision in decisions if decision and decision.reason is ExitReason.STOPPED]
     if not failed and by_user:
         return (
-            f"{len(by_user)} of {len(decisions)} were stopped before their first evaluation; start a new run with: "
-            "alto tune"
+            f"{len(by_user)} of {len(decisions)} jobs were stopped before their first evaluation; start a new run "
+            "with: alto tune"
         )
     if not failed:
-        return f"all {len(decisions)} diverged before; lower the learning rates"
+        return f"all {len(decisions)} jobs diverged before that; lower the learning rates"
     row, fits = failed[0].evidence["row_tokens"], state.slot_manager.largest_micro_batch
     remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
     return (
-        f"{len(failed)} of {len(decisions)} have a row that does not fit into memory by itself, of {row:,} tokens "
-        f"(the largest micro-batch that fitted has {fits:,}); {remedy}, or set gradient_checkpointing: true"
+        f"{len(failed)} of {len(decisions)} jobs have a row that does not fit into memory even alone: it has {row:,} "
+        f"tokens (the largest micro-batch that fitted has {fits:,}); {remedy}, or set gradient_checkpointing: true"
     )
+
+
+def hold_rung(
+    state: TaskState,
+    recorder: JournalRecorder,
+    lifecycle: JobLifecycle,
+    judge: Judge | None,
+    stop_if_asked: Callable[[], None],
+) -> RungResult:
+    """Decide the next rung, which all jobs have reached, and end the jobs that it drops; for the arguments see
+    :func:`_score_rung`."""
+    selection = state.selection
+    rung, index = selection.next_rung, selection.rungs_held
+    assert rung is not None
+    # The selection counts the steps of a job that ran ahead, so the journal records them too.
+    for job in state.jobs.values():
+        recorder.losses(job)
+    _score_rung(state, recorder, judge, stop_if_asked)
+    result = selection.select()
+    recorder.rung_held(index, rung, result)
+    for decision in result.dropped:
+        lifecycle.end(state.jobs[decision.job], decision)
+    return result
+
+
+def _score_rung(
+    state: TaskState, recorder: JournalRecorder, judge: Judge | None, stop_if_asked: Callable[[], None]
+) -> None:
+    """Score the jobs at the next rung if the task names this rung in ``select_by.at``. The selection and the journal
+    get the scores; if scoring fails, the journal gets the reason and the metric decides.
+
+    Args:
+        state: State of the task; every job that trains waits at the rung.
+        recorder: Writes the scores into the journal.
+        judge: Scores adapters.
+        stop_if_asked: Raises an error if the run has to stop.
+
+    Raises:
+        TaskInterruptedError: The run was stopped; a resumed run scores the rung again.
+    """
+    selection, scoring = state.selection, state.context.task.scoring
+    rung, index = selection.next_rung, selection.rungs_held
+    if judge is None or rung is None or scoring is None or not scoring.is_at(rung.progress):
+        return
+    standings = [one for one in selection.standings() if math.isfinite(one.validation_loss)]
+    if len(standings) < 2:
+        return
+    try:
+        judgement = judge({one.job: _adapter(state, one) for one in standings}, stop_if_asked)
+    finally:
+        state.slot_manager.bank.reinject()  # the judge has injected other adapters into the base model
+    scores = scores_of(judgement)
+    recorder.rung_scored(index, rung, judgement, scores)
+    selection.observe_scores(scores)
+
+
+def _adapter(state: TaskState, standing: Standing) -> Path:
+    """Return the folder of the adapter that is scored for a job: its present adapter while it trains, or its best
+    adapter if it has ended."""
+    return state.slot_manager.saved(state.jobs[standing.job], "last" if standing.is_training else "best")

@@ -1,4 +1,4 @@
-"""One task that is ready to be profiled or trained: everything that stays the same while it runs."""
+"""The context of one task that is ready to be profiled or trained: everything that stays the same while it runs."""
 
 from __future__ import annotations
 
@@ -23,30 +23,27 @@ from alto.executor.tally import Evaluated
 from alto.lora import adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
-from alto.spec import BaseModelSpec, EarlyExit, Job, Task
-from alto.spec.metric import LOSS
-
-__all__ = ["TaskContext"]
+from alto.spec import LOSS, BaseModelSpec, EarlyExit, Job, Task
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TaskContext:
     """A task whose base model and rows are loaded and whose jobs are planned for them.
 
-    Every job refers to the context of its task: objective, rows, metric and early-exit settings come from there.
+    Every job refers to the context of its task for objective, rows, metric and early-exit settings.
 
     Attributes:
-        base: Which base model ``backbone`` is, and how it was loaded.
-        data: Tokenised rows; after :func:`alto.executor.stages.with_references` they include reference log-probs, where
-            the objective needs them.
-        jobs: The jobs of the search space, without those that are added while the task runs.
+        base: Specification of the base model in ``backbone`` and of how it was loaded.
+        data: Tokenised rows; after :func:`alto.executor.stages.with_references` they include reference log-probs if the
+            objective needs them.
+        jobs: The jobs of the search space, without jobs that are added while the task runs.
         objective: Loss and metrics of the jobs.
         policy: Decides which jobs end early.
-        references: Source of the reference log-probs in ``data``; None where there are none.
-        start: The adapter that jobs begin with; None where they begin with new ones.
-        ranks: This process among those that train the task; all of them hold an equal context.
-        asked: Early exit as the task asks for it, before it was fitted to rows and machine; None where it stays as it
-            is, as in a run that is resumed.
+        references: Source of the reference log-probs in ``data``; None if there are none.
+        start: The adapter that jobs begin with; None if they begin with new adapters.
+        ranks: This process among the ranks that train the task; all ranks hold equal contexts.
+        asked: Early-exit settings as the user gave them, before they were fitted to rows and machine; None if they are
+            not to be fitted, as in a resumed run.
     """
 
     task: Task
@@ -77,17 +74,17 @@ class TaskContext:
         Args:
             backbone: The base model that the task names, loaded as ``task.base_model`` says.
             data: The task's rows, encoded with its tokenizer.
-            ranks: This process among those that will train it; None where it is alone.
-            start: The adapter that jobs begin with; None where they begin with new ones.
-            asked: Early exit as the task asks for it; None where it stays as it is.
+            ranks: This process among the ranks that train the task; None if it is alone.
+            start: The adapter that jobs begin with; None if they begin with new adapters.
+            asked: Early-exit settings as the user gave them; None if they are not to be fitted.
 
         Raises:
-            TargetModuleError: A job's targets or rank do not fit the base model, or are not those of ``start``.
+            TargetModuleError: A job's targets or rank do not fit the base model, or differ from those of ``start``.
             UnsupportedError: A job's optimizer is not installed or does not support the model's device; or no installed
                 package provides the task's method.
-            UnsupportedModelError: A row is too long to be batched with others on this base model; or transformers has
-                no sequence classification for it, or one that computes something else; or a job trains with the
-                load-balancing loss of its routers, and it computes another one.
+            UnsupportedModelError: A row is too long to be batched with others on this base model; transformers has no
+                sequence classification for it, or computes other logits than ALTO; or a job trains with the
+                load-balancing loss of its routers, and the model computes a different loss.
         """
         backbone.check_length(max(split.longest_sequence for split in data.splits))
         if task.label_set is not None:
@@ -111,8 +108,8 @@ class TaskContext:
         )
 
     def at_forward_share(self, forward_share: float) -> TaskContext:
-        """Return the task with the evaluations that its share pays for where the time to evaluate a token, over the
-        time to train it, is ``forward_share``."""
+        """Return the context with the evaluations that ``early_exit.evaluation_share`` pays for, if evaluating a token
+        takes ``forward_share`` times as long as training it."""
         if self.asked is None:
             return self
         asked = self.task.replace(early_exit=self.asked)
@@ -125,65 +122,65 @@ class TaskContext:
 
     @property
     def fits_rungs(self) -> bool:
-        """Whether rungs may keep fewer jobs to fit a budget of time."""
+        """Whether rungs may keep fewer jobs to fit a time budget."""
         return self.asked is not None and may_fit_rungs(self.task.replace(early_exit=self.asked))
 
     @property
     def evaluation_notes(self) -> tuple[str, ...]:
-        """A notice where the winner is not measured on all validation rows."""
+        """A note if the winner is not measured on all validation rows."""
         final, num_rows = self.task.early_exit.final_evaluations, len(self.data.validation)
         if final is None or final[1] >= num_rows:
             return ()
         return (
-            f"The validation loss of the winner will be of {final[1]:,} of the {num_rows:,} rows, as many as "
-            "early_exit.evaluation_share pays for; raise it to measure more.",
+            f"The validation loss of the winner will be measured on {final[1]:,} of the {num_rows:,} rows, as many as "
+            "early_exit.evaluation_share allows; raise it to measure more.",
         )
 
     @cached_property
     def row_tokens(self) -> float:
-        """Mean tokens of a training row."""
+        """Mean number of tokens of a training row."""
         return self.data.train.num_tokens / len(self.data.train)
 
     @cached_property
     def evaluation_order(self) -> tuple[int, ...]:
-        """The order in which validation rows are evaluated; empty where every evaluation is on all rows."""
+        """The order in which validation rows are evaluated; empty if every evaluation is on all rows."""
         if self.task.early_exit.evaluations is None:
             return ()
         return evaluation_order(len(self.data.validation), self.task.data_seed)
 
     @property
     def evaluation_tokens(self) -> int:
-        """Tokens of one evaluation on all rows. One that is a job's best so far, as most are, reads the test rows too,
-        unless adapters are tested in the end."""
+        """Tokens of one evaluation on all rows. It includes the test rows, because most evaluations are the best of
+        their job so far and read them too, unless adapters are tested at the end."""
         held_out = self.data.splits[1:2] if self.evaluation_order else self.data.splits[1:]
         return sum(split.num_tokens for split in held_out)
 
     @property
     def has_final_evaluations(self) -> bool:
-        """Whether evaluations are on few rows, so that the best adapters are measured in the end."""
+        """Whether evaluations are on few rows, so that the best adapters are measured again at the end."""
         return bool(self.evaluation_order)
 
     @property
     def row_weights(self) -> tuple[float, ...]:
-        """Weights of the validation rows in `evaluation_order`."""
+        """Weights of the validation rows in ``evaluation_order``."""
         weights = self.data.validation.weights
         return tuple(weights[row] for row in self.evaluation_order)
 
     def kept_rows(self, found: Evaluated) -> tuple[float, ...]:
-        """Return the losses of rows that decisions are made of, as they are in the journal: six significant digits.
-        None where every evaluation is on all rows."""
+        """Return the losses of rows that decisions are based on, with six significant digits as in the journal; empty
+        if every evaluation is on all rows."""
         if not self.evaluation_order:
             return ()
         return tuple(float(f"{value:.6g}") for value in found.rows_of(LOSS))
 
     @property
     def row_values(self) -> tuple[str, ...]:
-        """What evaluations keep of every row: the loss, and the metric that the task selects by."""
+        """Names of the values that evaluations keep for every row: the loss, and the metric that selects jobs."""
         return tuple(dict.fromkeys((LOSS, self.task.metric)))
 
     @property
     def row_metric(self) -> str | None:
-        """The metric that the task selects by; None where that is the loss."""
+        """The metric that selects jobs; None if that is the loss."""
         return None if self.task.metric == LOSS else self.task.metric
 
     def plan(self, job: Job) -> PlannedJob:
@@ -191,7 +188,7 @@ class TaskContext:
 
         Raises:
             SpecError, DataError: The objective cannot learn from the task's rows with the job's settings.
-            TargetModuleError, UnsupportedError, UnsupportedModelError: As :meth:`of`.
+            TargetModuleError, UnsupportedError, UnsupportedModelError: See :meth:`of`.
         """
         self.objective.check(self.data.train, [job.config])
         train = self.data.train
@@ -204,7 +201,7 @@ class TaskContext:
 
 
 def _check_start(start: StartAdapter, task: Task, backbone: Backbone, jobs: tuple[PlannedJob, ...]) -> None:
-    """Check that every job, and every one that the search may add, trains an adapter of the kind of ``start``."""
+    """Check that every job, and every job that the search may add, trains the same kind of adapter as ``start``."""
     for job in jobs:
         start.check_job(job.id, job.config, job.shape)
     for config in task.extreme_configs():

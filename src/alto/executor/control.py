@@ -1,4 +1,4 @@
-"""User commands to a running task: stop, resume or clone a job."""
+"""User commands for a running task: stop, resume or clone a job."""
 
 from __future__ import annotations
 
@@ -6,33 +6,30 @@ from collections.abc import Sequence
 from typing import Self
 
 from alto.errors import AltoError, JobCommandError, RunBusyError, RunWriteError
-from alto.executor.base_evaluation import start_like_others
-from alto.executor.clone import clone_job, describe_changes
-from alto.executor.job_state import JobState
-from alto.executor.lifecycle import JobLifecycle
+from alto.executor.exploration import clone_job, describe_changes
+from alto.executor.lifecycle import JobLifecycle, start_like_others
+from alto.executor.planned_job import JobState
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
-from alto.executor.task_state import TaskState
+from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason
 from alto.runs import Action, Answer, Command, Event, Mailbox
 from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened
 
-__all__ = ["Control"]
-
 
 class Control:
-    """Carries out the commands in a run's mailbox. Made by :meth:`build`.
+    """Carries out the commands in a run's mailbox. Built by :meth:`build`.
 
     Every rank carries out the same commands; only the first rank answers them. A command is answered when its effect is
-    committed; until then it stays in the mailbox, so a task that dies in between reads it again. The journal records
-    which commands took effect.
+    committed. Until then it stays in the mailbox, so a task whose process dies in between reads it again when it is
+    resumed. The journal records which commands took effect.
 
     Args:
-        state: Of the task.
+        state: State of the task.
         lifecycle: Changes the state of jobs.
         recorder: Writes refusals and start values of clones into the journal.
-        mailbox: Of the run.
-        answers: Answers to commands that took effect before the run was resumed, by id.
+        mailbox: Mailbox of the run.
+        answers: Answers by command id, for commands that took effect before the run was resumed.
     """
 
     def __init__(
@@ -59,22 +56,22 @@ class Control:
         mailbox: Mailbox,
         resume_state: ResumeState,
     ) -> Self:
-        """With the answers recorded in the journal of an interrupted run.
+        """Build a control with the answers recorded in the journal of an interrupted run.
 
         Args:
-            state, lifecycle, recorder, mailbox: As of the constructor.
-            resume_state: What the run is resumed from; an empty one contains no command.
+            state, lifecycle, recorder, mailbox: See the constructor.
+            resume_state: State that the run is resumed from; an empty one contains no command.
         """
         found = (_answered(entry.event) for entry in resume_state.entries)
         return cls(state, lifecycle, recorder, mailbox, dict(answer for answer in found if answer is not None))
 
     @property
     def has_answers(self) -> bool:
-        """Whether a user waits for the next checkpoint."""
+        """Whether a user is waiting for the next checkpoint."""
         return bool(self._unsent)
 
     def pending(self) -> list[Command]:
-        """The commands in the mailbox; only the first rank reads it."""
+        """Return the commands in the mailbox; only the first rank reads it."""
         return self._mailbox.pending()
 
     def apply(self, commands: Sequence[Command]) -> None:
@@ -87,13 +84,13 @@ class Control:
             self._unsent.append(command.id)
 
     def send_answers(self) -> None:
-        """Answer the commands whose effect is committed."""
+        """Answer the commands whose effects are committed."""
         for command in self._unsent if self._is_first else ():
             self._mailbox.answer(command, self._answers[command])
         self._unsent = []
 
     def close(self) -> None:
-        """Refuse the remaining commands: the task has ended."""
+        """Refuse the remaining commands, because the task has ended."""
         for command in self.pending() if self._is_first else ():
             answer = Answer(done=False, message="the task has just ended; give the command again")
             self._mailbox.answer(command.id, answer)
@@ -106,7 +103,7 @@ class Control:
         try:
             return Answer(done=True, message=self._carry_out(command))
         except (RunBusyError, RunWriteError):
-            raise  # not caused by the command, whose effect may not be in the journal
+            raise  # the command is not the cause, and its effect may be missing in the journal
         except AltoError as error:
             self._recorder.command_refused(command.id, command.job, str(error))
             return Answer(done=False, message=str(error))
@@ -151,7 +148,7 @@ class Control:
         state, context = self._state, origin.context
         if context.task.refit is not None:
             raise JobCommandError(
-                "expected a run that compares jobs, found a refit, which has no validation to compare a clone by; "
+                "expected a run that compares jobs, found a refit, which has no validation to compare clones; "
                 f"clone a job of {context.task.refit.run}, and refit that run again"
             )
         job = clone_job(origin.planned.job, command.changes, state.jobs.values(), warm=command.warm, task=context.task)
@@ -169,19 +166,19 @@ class Control:
     def _check_warm_start(self, origin: JobState, clone: JobState) -> None:
         if self._state.selection.best(origin.id) is None:
             raise JobCommandError(
-                f"expected a job with a finite validation loss to start from, found none of {origin.id} yet; "
+                f"expected a job with a finite validation loss to start from, found that {origin.id} has none yet; "
                 "wait for its first evaluation, or let the clone start with new weights"
             )
         if clone.shape != origin.shape:
             raise JobCommandError(
                 f"expected the ranks, targets, magnitudes and biases of {origin.id} in a clone that starts from its "
-                "weights, found others; leave r, target_modules, use_dora and bias as they are, or let the clone start "
-                "with new weights"
+                "weights, found different ones; do not change r, target_modules, use_dora and bias, or let the clone "
+                "start with new weights"
             )
 
 
 def _answered(event: Event) -> tuple[str, Answer] | None:
-    """The command that an event is the effect of, and its answer; None of all other events."""
+    """Return the command that caused an event, and its answer; None for events that no command caused."""
     match event:
         case CommandRefused(command=command, why=why):
             return command, Answer(done=False, message=why)

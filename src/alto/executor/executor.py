@@ -1,4 +1,5 @@
-"""Trains the tasks that share a base model: steps the jobs of all together, each task as if it were alone."""
+"""The training loop for the tasks that share a base model: it steps the jobs of all tasks together, each task as if it
+were alone."""
 
 from __future__ import annotations
 
@@ -9,13 +10,11 @@ from typing import ParamSpec
 import torch
 
 from alto.errors import DeviceMemoryError
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import RowTooLargeError
+from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.planned_job import JobState
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank
 from alto.scheduler import TokenShares, slot_shares
-
-__all__ = ["Executor", "run_alone"]
 
 P = ParamSpec("P")
 
@@ -24,14 +23,14 @@ def run_alone(session: TaskSession) -> None:
     """Train one task by itself until no job is left; the result is in the journal.
 
     Args:
-        session: Built with a bank that no other task has.
+        session: A session built with a bank that no other task uses.
 
     Raises:
         NoResultError: No job was ever evaluated with a finite loss.
         TaskInterruptedError: The run was stopped, and everything is on disk.
-        RunBusyError: Its lock was removed, so another process may work on the run.
-        DeviceMemoryError: There is no memory to continue; the run can be resumed from its last checkpoint.
-        RunWriteError: The run directory cannot be written any more.
+        RunBusyError: The lock was removed, so another process may work on the run.
+        DeviceMemoryError: Memory is too small to continue; the run can be resumed from its last checkpoint.
+        RunWriteError: The run directory can no longer be written.
     """
     executor = Executor(session.bank)
     try:
@@ -50,13 +49,13 @@ def run_alone(session: TaskSession) -> None:
 class Executor:
     """Runs task sessions whose jobs share a bank.
 
-    An error in the work of one session ends that session alone. On several ranks there is one session.
+    An error in the work of one session ends only that session. With several ranks there is only one session.
 
     Args:
-        bank: That the sessions were built with.
+        bank: The bank shared by all sessions.
 
     Attributes:
-        sessions: By name, in the order in which they were attached.
+        sessions: Sessions by name, in the order in which they were attached.
     """
 
     def __init__(self, bank: SharedBank) -> None:
@@ -70,12 +69,12 @@ class Executor:
         """Let the jobs of another task train from the next turn on.
 
         Args:
-            name: Of the task here, unique.
-            session: Built with this executor's bank.
-            weight: Its share of slots and tokens, relative to those of the others; positive.
+            name: Unique name of the session in this executor.
+            session: A session built with this executor's bank.
+            weight: Its share of slots and tokens relative to other sessions; positive.
 
         Raises:
-            Exception: What the beginning of the session raises; it is not attached then.
+            Exception: The session could not begin; it is not attached.
         """
         assert name not in self.sessions, f"{name!r} is attached"
         try:
@@ -87,46 +86,56 @@ class Executor:
         self._weights[name] = weight
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Set the share of every session, as :meth:`attach` takes it."""
+        """Set the weight of every session; see :meth:`attach`."""
         assert weights.keys() == self.sessions.keys()
         self._weights = dict(weights)
 
     def turn(self) -> dict[str, Exception | None]:
-        """One step of the sessions whose turn it is, and what comes before and after it.
+        """Run one training step and its bookkeeping.
 
         Returns:
-            The sessions that have ended, with the error that ended them; None where the task has its result.
+            The sessions that have ended, with the error that ended them; None for a task that has its result.
 
         Raises:
-            DeviceMemoryError: There is no memory to continue; every session is saved.
-            Exception: An error that is no session's own. All can be resumed from their last checkpoints.
+            DeviceMemoryError: Memory is too small to continue; every session is saved.
+            Exception: An error that belongs to no single session. All sessions can be resumed from their last
+                checkpoints.
         """
         self._ended = {}
-        for name, session in list(self.sessions.items()):
-            self._within(name, self._prepare, name, session)
-        for name, session in list(self.sessions.items()):
-            self._within(name, session.check_jobs)  # a clone that was just added may have needed a larger bank
-        if self.sessions:
-            self._admit()
-            self._step({name: active for name, session in self.sessions.items() if (active := session.state.active())})
-        for name, session in list(self.sessions.items()):
-            self._within(name, session.save_if_due)
+        self._apply_commands_and_decide_rungs()
+        self._conclude_finished()
+        self._admit_jobs()
+        self._step_and_evaluate()
+        self._save_if_due()
         return self._ended
 
     # -- one turn ------------------------------------------------------------------------------------------------
 
-    def _prepare(self, name: str, session: TaskSession) -> None:
-        if session.prepare():
-            return
+    def _apply_commands_and_decide_rungs(self) -> None:
+        for name, session in list(self.sessions.items()):
+            self._run_isolated(name, session.prepare)
+
+    def _conclude_finished(self) -> None:
+        for name, session in list(self.sessions.items()):
+            if session.is_finished:
+                self._run_isolated(name, self._conclude, name, session)
+            else:
+                self._run_isolated(name, session.check_jobs)  # a new clone may have needed a larger bank
+
+    def _conclude(self, name: str, session: TaskSession) -> None:
         try:
             session.conclude()
         finally:
             if len(self.sessions) > 1:
-                self.bank.reinject()  # finished adapters were served, or checked, on the same base
+                self.bank.reinject()  # the finished adapters were injected into the same base model
         self._end(name, None)
 
-    def _admit(self) -> None:
-        """Divide the slots; sessions that have too many give theirs up before others take them."""
+    def _save_if_due(self) -> None:
+        for name, session in list(self.sessions.items()):
+            self._run_isolated(name, session.save_if_due)
+
+    def _admit_jobs(self) -> None:
+        """Divide the slots among the sessions. Sessions with too many slots free theirs first."""
         shares: Mapping[str, int | None] = dict.fromkeys(self.sessions)
         if len(self.sessions) > 1:
             wanted = {name: len(session.state.selection.training) for name, session in self.sessions.items()}
@@ -137,21 +146,18 @@ class Executor:
             taken = frozenset(
                 slot for other, mine in self.sessions.items() if other != name for slot in mine.state.slots()
             )
-            self._within(name, session.admit_jobs, shares[name], taken)
+            self._run_isolated(name, session.admit_jobs, shares[name], taken)
 
     def _choose(self, ready: Mapping[str, Sequence[JobState]]) -> Mapping[str, Sequence[JobState]]:
-        """Those of the sessions with jobs that train in the next step."""
+        """Return the sessions that train in the next step, with their jobs."""
         if len(ready) < 2:
             return ready
         costs = {name: sum(job.step_tokens for job in active) for name, active in ready.items()}
         return {name: ready[name] for name in self._shares.choose(costs, self._weights)}
 
-    def _step(self, ready: Mapping[str, Sequence[JobState]]) -> None:
-        """One step.
-
-        Args:
-            ready: The jobs that could train, by session.
-        """
+    def _step_and_evaluate(self) -> None:
+        """Run one training step of the sessions whose turn it is, then evaluate the jobs that are due."""
+        ready = {name: active for name, session in self.sessions.items() if (active := session.state.active())}
         jobs_of = self._choose(ready)
         jobs = [job for active in jobs_of.values() for job in active]
         if not jobs:
@@ -182,19 +188,19 @@ class Executor:
         stepped = {name: [job for job in active if trainer.has_stepped(job)] for name, active in jobs_of.items()}
         self._count(stepped, ready)
         for name, active in stepped.items():
-            self._within(name, self.sessions[name].stepped, [(job, *losses_of[id(job)]) for job in active])
+            self._run_isolated(name, self.sessions[name].stepped, [(job, *losses_of[id(job)]) for job in active])
         if no_memory is not None:
             for name, session in list(self.sessions.items()):
-                self._within(name, session.save)
+                self._run_isolated(name, session.save)
             raise no_memory
-        for name in failures.keys() & self.sessions.keys():  # after the step that was done is counted
+        for name in failures.keys() & self.sessions.keys():  # only now, so that the finished step is counted
             self._end(name, failures[name])
 
     def _prepare_next(self, jobs_of: Mapping[str, Sequence[JobState]]) -> Mapping[str, Exception]:
-        """Make the batches of the next step; returns the sessions whose batches cannot be made, with the errors.
+        """Make the batches of the next step, and return the errors of the sessions whose batches cannot be made.
 
         Raises:
-            Exception: An error that is no session's own.
+            Exception: An error that belongs to no single session.
         """
         trainer = self.bank.trainer
         try:
@@ -214,7 +220,7 @@ class Executor:
         return {}
 
     def _count(self, stepped: Mapping[str, Sequence[JobState]], ready: Iterable[str]) -> None:
-        """Count the tokens of a step that ``stepped`` have taken, where several sessions were ``ready``."""
+        """Count the tokens of a step that the jobs in ``stepped`` have taken, if several sessions were ``ready``."""
         names = list(ready)
         if len(names) < 2:
             return
@@ -224,14 +230,14 @@ class Executor:
             self.sessions[name].received = self._shares.received[name]
 
     def _handle(self, error: Exception, jobs_of: Mapping[str, Sequence[JobState]]) -> None:
-        """Find the session that an error of the step belongs to; the others are as they were before the step.
+        """End the session that caused an error of the step; all other sessions are as they were before the step.
 
         Raises:
-            Exception: ``error``, where there is no such session.
+            Exception: ``error``, if no session is the cause.
         """
         if isinstance(error, RowTooLargeError):
             owner = next(name for name, active in jobs_of.items() if any(job.slot == error.slot for job in active))
-            self._within(owner, self.sessions[owner].row_too_large, error)
+            self._run_isolated(owner, self.sessions[owner].row_too_large, error)
             return
         if len(self.sessions) == 1 or isinstance(error, torch.AcceleratorError):  # then the device cannot be used again
             raise error
@@ -240,7 +246,7 @@ class Executor:
             try:
                 trainer.backward(active)
             except RowTooLargeError:
-                pass  # found again in the next step
+                pass  # the next step finds it again and ends the job
             except Exception as own:
                 self._end(name, own)
             trainer.forget()
@@ -249,8 +255,8 @@ class Executor:
 
     # -- the ends of sessions ------------------------------------------------------------------------------------
 
-    def _within(self, name: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Do the work of one session, which its errors end."""
+    def _run_isolated(self, name: str, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Do the work of one session; an error ends the session."""
         if name not in self.sessions:
             return
         try:

@@ -1,4 +1,4 @@
-"""Adds the jobs that a task's search chooses while it runs, and ends the task where its budget is spent."""
+"""The search of a running task: adds the jobs that it chooses, and ends jobs when the budget is spent."""
 
 from __future__ import annotations
 
@@ -6,42 +6,86 @@ import contextlib
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from alto.errors import SpecError
-from alto.executor.clone import next_id
-from alto.executor.job_state import JobState
+from alto.errors import JobCommandError, SpecError
 from alto.executor.lifecycle import JobLifecycle
-from alto.executor.task_state import TaskState
+from alto.executor.planned_job import JobState
+from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throughput
 from alto.search import Need, TimeSpent, Trial, beyond_budget, forks_of, next_configuration
-from alto.spec import Job, JobConfig
-from alto.spec.metric import LOSS
-from alto.spec.search_space import Sampled
+from alto.spec import JOB_ALIASES, JOB_FIELDS, LOSS, Job, JobConfig, Sampled, Task, canonical_keys, find_method
 
-__all__ = ["EXPLORING_SHARE", "Exploration"]
+
+def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, task: Task) -> Job:
+    """Return a new job with the configuration of ``origin`` and ``changes`` to it.
+
+    ``lora_alpha`` keeps its ratio to ``r`` unless it is given. A given number of epochs replaces ``max_steps``.
+
+    Args:
+        origin: The job to clone.
+        changes: New values by key, in any spelling of a job's keys and of the settings of the task's method.
+        others: All jobs of the task.
+        warm: Whether the clone starts from the weights of ``origin``; then it may have the configuration of another
+            job.
+        task: The task of these jobs.
+
+    Raises:
+        JobCommandError: Another job already has this configuration.
+        SpecError: A change is not valid.
+    """
+    of = find_method(task.method)
+    fields, aliases = (*JOB_FIELDS, *of.known_keys), {**JOB_ALIASES, **of.aliases}
+    changes = canonical_keys(changes, fields=fields, aliases=aliases, where="the clone")
+    values = origin.config.to_dict()
+    if isinstance(changes.get("r"), int) and "lora_alpha" not in changes:
+        values["lora_alpha"] *= changes["r"] / values["r"]
+    if "num_train_epochs" in changes:
+        values["max_steps"] = None
+    values |= changes
+    config = task.job_config(values)
+    twin = next((job.id for job in others if job.config == config), None)
+    if twin is not None and not warm:
+        raise JobCommandError(
+            f"expected a configuration that no other job has, found that {twin} has it; change a setting, or start "
+            "from the job's weights"
+        )
+    return Job(id=next_id(job.id for job in others), config=config)
+
+
+def describe_changes(origin: Job, clone: Job) -> str:
+    """Return the settings that differ between the two jobs, as text."""
+    before, after = origin.config.to_dict(), clone.config.to_dict()
+    return ", ".join(f"{key}={after[key]}" for key in after if after[key] != before[key]) or "nothing changed"
+
+
+def next_id(ids: Iterable[str]) -> str:
+    """Return the id for a job that is added to the jobs with ``ids``."""
+    numbers = [job.removeprefix("job-") for job in ids]
+    return f"job-{max(map(int, numbers)) + 1:0{max(map(len, numbers))}d}"
+
 
 EXPLORING_SHARE = 0.4
-"""Share of a budget of samples, time or money from which on slots that become free are left to the jobs that train, so
-that the best of them come to their end; none is added while any job trains. Source: two searches of 150 s."""
+"""Spent share of a budget (samples, time or money) from which the search adds no job while any job trains. Free slots
+then go to the training jobs, so that the best of them reach their last step. Source: two searches of 150 s."""
 
 _MARGIN = 0.05
-"""Share that training the leading job to its end may take longer than expected."""
+"""Share by which the leading job may take longer than expected until its last step."""
 
 _TURNS, _LEAST_TURNS = 64, 4
-"""Latest turns whose durations are compared with the predicted ones, and how many that takes."""
+"""Number of latest turns whose durations are compared with their predictions, and the smallest number needed."""
 
 
 class Exploration:
-    """Carries out what the search of a task decides.
+    """Carries out the decisions of a task's search.
 
     Args:
-        state: Of the task.
+        state: State of the task.
         lifecycle: Adds and ends jobs.
         spent_before_s: Seconds that the task took before it was interrupted.
-        throughput: Measured duration of steps; None where it was not measured.
-        clock: Returns the time in seconds; it never goes back.
+        throughput: Measured duration of steps; None if it was not measured.
+        clock: Returns the time in seconds; never goes back.
     """
 
     def __init__(
@@ -65,11 +109,8 @@ class Exploration:
         self._is_exhausted = False
 
     def suggest(self, num_slots: int) -> None:
-        """Add jobs for the slots that no job of the task can use now.
-
-        Args:
-            num_slots: Slots that the task may have.
-        """
+        """Add jobs for the slots that no present job of the task can use now. ``num_slots`` is the number of slots that
+        the task may have."""
         search = self._task.search
         if search.algorithm != "tpe":
             return
@@ -81,7 +122,7 @@ class Exploration:
             self._is_exhausted = not self._add_suggestion()
 
     def exchange(self, rung_index: int, result: RungResult) -> None:
-        """Let the best of a population continue in the place of those that ended at a rung."""
+        """Replace the jobs of a population that ended at a rung by copies of its best jobs."""
         search, state = self._task.search, self._state
         if search.algorithm != "pbt":
             return
@@ -101,21 +142,21 @@ class Exploration:
             self._lifecycle.add_fork(self._job(config, {}), origin, fork.replaces)
 
     def stepped(self, jobs: Sequence[JobState]) -> None:
-        """Note that ``jobs`` have taken a step together."""
+        """Add the predicted duration of a step that ``jobs`` have taken together."""
         tokens = sum(job.step_tokens for job in jobs)
         self._predicted_s += 1.0 if self._throughput is None else self._throughput.duration_s(len(jobs), tokens)
 
     def evaluated(self, num_jobs: int) -> None:
-        """Note that so many jobs were evaluated."""
+        """Add the predicted duration of an evaluation of ``num_jobs`` jobs."""
         self._predicted_s += num_jobs * self._evaluation_s
 
     def look_at_clock(self) -> TimeSpent:
-        """Return the time that the task has taken; called once a turn, on the first rank."""
+        """Return the time that the task has taken. Called once per turn, on the first rank."""
         now = self._clock()
         if self._predicted_s > 0:
             self._turns.append((now - self._looked_at, self._predicted_s))
         self._looked_at, self._predicted_s = now, 0.0
-        # Before that, what was measured holds; without a measurement nothing is known.
+        # With too few turns, trust the measured throughput; without one, the slowdown is unknown.
         slowdown = 0.0 if self._throughput is None else 1.0
         if len(self._turns) >= _LEAST_TURNS:
             slowdown = sum(taken for taken, _ in self._turns) / sum(predicted for _, predicted in self._turns)
@@ -126,8 +167,7 @@ class Exploration:
         )
 
     def spent_share(self, time: TimeSpent) -> float:
-        """Share of its samples, its time or its money that the task has spent, the largest of them; 0 without
-        limits."""
+        """Return the spent share of the task's budget: the largest of its samples, time and money; 0 without limits."""
         share = 0.0
         if self._max_duration_s is not None:
             share = time.spent_s / self._max_duration_s
@@ -136,8 +176,8 @@ class Exploration:
         return share
 
     def keep_to_budget(self, time: TimeSpent) -> None:
-        """End the jobs that have to end so that the leading one can be trained to its end; all of them where the budget
-        is spent."""
+        """End jobs so that the leading job can reach its last step within the budget; end all jobs if the budget is
+        spent."""
         selection = self._state.selection
         if self.spent_share(time) >= 1:
             self._end(selection.training)
@@ -146,7 +186,7 @@ class Exploration:
             self._end(beyond_budget(selection.front_runners(), needs))
 
     def can_finish_another(self, time: TimeSpent) -> bool:
-        """Whether a job as long as the longest can be trained to its end with what is left of the budget."""
+        """Return whether the remaining budget allows another job, as long as the longest, to reach its last step."""
         if not self._is_limited:
             return True
         jobs = self._state.jobs.values()
@@ -166,13 +206,15 @@ class Exploration:
 
     @property
     def _evaluation_s(self) -> float:
-        """Seconds of one evaluation of one job; on the test rows, too, as they may be read with it."""
+        """Predicted seconds of one evaluation of one job, including the test rows that it may read; 0 without a
+        measurement."""
         if self._throughput is None:
-            return 0.0  # as a part of the turns that were timed
+            return 0.0  # the timed turns include it
         return self._throughput.eval_token_s * self._state.context.evaluation_tokens
 
     def _need(self, job: JobState, time: TimeSpent, *, done: int | None = None) -> Need:
-        """What ``job`` needs after ``done`` steps, None for those that it has done."""
+        """Return the share of the remaining budget that ``job`` needs after ``done`` steps (None: after its present
+        steps)."""
         done = job.step if done is None else done
         share = reserved = 0.0
         if self._max_duration_s is not None:
@@ -187,8 +229,8 @@ class Exploration:
         return Need(share=share, reserved=reserved)
 
     def _alone_s(self, job: JobState, done: int) -> float:
-        """Predicted seconds of the steps and evaluations after ``done``, alone; without a measurement a step counts as
-        one, so that the latest turns tell how long it takes."""
+        """Return the predicted seconds of the steps and evaluations after ``done`` if the job trains alone. Without a
+        measurement a step counts as 1, and the slowdown of the latest turns converts it to seconds."""
         num_steps = job.total_steps - done
         if self._throughput is None:
             return float(num_steps)
@@ -196,7 +238,7 @@ class Exploration:
         return num_steps * self._throughput.duration_s(1, job.step_tokens) + num_evaluations * self._evaluation_s
 
     def _end(self, jobs: Sequence[str]) -> None:
-        """End jobs for the sake of the budget."""
+        """End jobs because of the budget."""
         selection = self._state.selection
         for job_id in jobs:
             job = self._state.jobs[job_id]
@@ -205,24 +247,24 @@ class Exploration:
             self._lifecycle.end(job, decision)
 
     def _changed(self, config: JobConfig, changes: Mapping[str, float]) -> JobConfig:
-        """``config`` with those of ``changes`` that its other settings allow: no dropout comes to adapters on experts,
-        for instance."""
+        """Return ``config`` with those of ``changes`` that its other settings allow. For instance, adapters on experts
+        allow no dropout."""
         for key, value in changes.items():
             with contextlib.suppress(SpecError):
                 config = self._task.job_config({**config.to_dict(), key: value})
         return config
 
     def _num_able(self) -> int:
-        """Jobs that a slot is of use to now: those that have not ended and do not wait at a rung."""
+        """Return the number of jobs that can use a slot now: jobs that have not ended and do not wait at a rung."""
         selection, ahead = self._state.selection, self._state.ahead
         return sum(not selection.is_waiting(job) or job in ahead for job in selection.training)
 
     def _chosen(self) -> list[JobState]:
-        """The jobs that the search has chosen, oldest first."""
+        """Return the jobs that the search has chosen, oldest first."""
         return [job for job in self._state.jobs.values() if job.planned.job.values]
 
     def _add_suggestion(self) -> bool:
-        """Add one job; false where the search space has no further one."""
+        """Add one job; return false if the search space has no further configuration."""
         context = self._state.context
         values = context.ranks.broadcast(self._next_values() if context.ranks.is_first else None, dict[str, Any] | None)
         if values is None:
@@ -236,7 +278,7 @@ class Exploration:
         known = {job.config for job in self._state.jobs.values()}
         while True:
             values = next_configuration(space, trials, seed)
-            # Two spellings, such as 2*r and a number, may mean the same.
+            # Different values, such as 2*r and a number, may give the same configuration.
             if values is None or self._task.job_config({**self._task.fixed, **values}) not in known:
                 return values
             trials.append(Trial(values=values, has_ended=True))
@@ -245,7 +287,7 @@ class Exploration:
         return [self._trial(job) for job in self._chosen()]
 
     def _trial(self, job: JobState) -> Trial:
-        """How far a job came, by its values at exactly equal shares of the steps."""
+        """Return a job as a trial: its values at exactly equal shares of the steps, and how it ended."""
         selection = self._state.selection
         decision, best = selection.decision_on(job.id), selection.best(job.id)
         reached = map(self._value_of, selection.at_rungs(job.id))
@@ -260,7 +302,7 @@ class Exploration:
         )
 
     def _value_of(self, point: LossPoint) -> float:
-        """Lower is better."""
+        """Return the value of an evaluation for the search; lower is better."""
         return point.validation_loss if self._task.metric == LOSS else -point.score
 
     def _job(self, config: JobConfig, values: dict[str, Any]) -> JobState:
@@ -269,6 +311,6 @@ class Exploration:
         return JobState(planned=context.plan(job), context=context)
 
     def _bounds(self) -> dict[str, tuple[float, float]]:
-        """The ranges of the search space."""
+        """Return the sampled ranges of the search space, by key."""
         axes = (axis for group in self._task.search_space.groups for axis in group)
         return {axis.key: (axis.values.min, axis.values.max) for axis in axes if isinstance(axis.values, Sampled)}

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from alto.errors import DeviceMemoryError
-from alto.executor.base_evaluation import start_like_others
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import RowTooLargeError
-from alto.executor.recorder import JournalRecorder
-from alto.executor.tally import Evaluated
-from alto.executor.task_state import TaskState
-from alto.records import ExitDecision, ExitReason
-from alto.runs import RunDir
-from alto.spec.metric import loss_scale
+from collections.abc import Collection, Iterator
 
-__all__ = ["JobLifecycle"]
+from alto.errors import DeviceMemoryError
+from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.planned_job import JobState
+from alto.executor.recorder import JournalRecorder
+from alto.executor.slot_manager import TaskState
+from alto.executor.tally import Evaluated
+from alto.records import ExitDecision, ExitReason, Throughput
+from alto.runs import RunDir
+from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
+from alto.spec import LOSS, loss_scale, places_at
 
 
 class JobLifecycle:
@@ -22,7 +22,7 @@ class JobLifecycle:
     Args:
         state: State of the task; modified.
         recorder: Writes each change into the journal.
-        run_dir: Of the run, whose lock is checked before states are saved.
+        run_dir: The run directory; its lock is checked before states are saved.
     """
 
     def __init__(self, state: TaskState, recorder: JournalRecorder, run_dir: RunDir) -> None:
@@ -36,9 +36,9 @@ class JobLifecycle:
 
         Args:
             job: A pending or parked job.
-            slot: Counted over all ranks.
-            reason: Why this job, for the journal.
-            is_data_parallel: It enters the same local slot on every rank.
+            slot: Slot number, counted over all ranks.
+            reason: Reason for this choice, for the journal.
+            is_data_parallel: Whether it enters the same local slot on every rank.
         """
         slot_manager = self._state.slot_manager
         slot_manager.admit(job, slot, is_data_parallel=is_data_parallel)
@@ -55,11 +55,11 @@ class JobLifecycle:
 
         Args:
             job: A job that has not ended.
-            decision: Why it ends early; None after its last step.
-            command: Id of the user's command; None where a rule ended the job.
+            decision: Reason for an early exit; None after the last step.
+            command: Id of the user's command; None if a rule ended the job.
         """
         self._recorder.losses(job)
-        # A job that its user stops can be resumed while the task runs.
+        # A job that a user has stopped can be resumed while the task runs.
         job.is_resumable = self._keeps_all or (decision is not None and decision.reason is ExitReason.STOPPED)
         slot = self._state.slot_manager.evict(job) if job.slot is not None else None
         best = self._state.selection.best(job.id)
@@ -69,11 +69,11 @@ class JobLifecycle:
             self._recorder.job_exited(job, slot, best, decision, command)
 
     def finish(self, job: JobState, test: Evaluated | None) -> None:
-        """End a job that nothing has evaluated, after its last step.
+        """End a job after its last step in a task without validation.
 
         Args:
             job: The job, in its slot.
-            test: Its loss on the test rows; None where it was not measured.
+            test: Its loss on the test rows; None if it was not measured.
         """
         self._recorder.losses(job)
         job.is_resumable = self._keeps_all
@@ -92,7 +92,7 @@ class JobLifecycle:
         self.end(job, decision)
 
     def reopen(self, job: JobState, command: str) -> None:
-        """Resume a job that was ended, for the user's command with that id.
+        """Resume a job that had ended, for the user's command with id ``command``.
 
         Raises:
             DeviceMemoryError: Its adapter does not fit; nothing is changed.
@@ -104,22 +104,22 @@ class JobLifecycle:
         self._recorder.job_reopened(job, command)
 
     def add_clone(self, clone: JobState, origin: JobState, command: str) -> None:
-        """Add a clone of a job while the task runs; it is pending.
+        """Add a clone as a pending job while the task runs.
 
         Args:
             clone: The new job.
-            origin: The job that it is a clone of.
+            origin: The cloned job.
             command: Id of the user's command.
 
         Raises:
-            DeviceMemoryError: Its adapter does not fit; nothing is changed.
+            DeviceMemoryError: The clone's adapter does not fit; nothing is changed.
         """
         self._add(clone)
         self._state.selection.add(clone.id, clone.total_steps, loss_scale(clone.config.model_dump()))
         self._recorder.job_added(clone, origin=origin.id, command=command)
 
     def add_suggestion(self, job: JobState) -> None:
-        """Add a job that the search suggests; it is pending. One whose adapter does not fit into memory ends as
+        """Add a job that the search suggests; it is pending. A job whose adapter does not fit into memory ends as
         ``failed``."""
         state = self._state
         try:
@@ -139,15 +139,15 @@ class JobLifecycle:
         start_like_others(job, state, self._recorder)
 
     def add_fork(self, fork: JobState, origin: JobState, replaces: str) -> None:
-        """Add a job that continues where ``origin`` is, with its weights and optimizer state; it is parked.
+        """Add a job that continues the training of ``origin`` with its weights and optimizer state; it is parked.
 
         Args:
             fork: The new job.
-            origin: A job that trains, of the same shape.
-            replaces: The job that ended for it.
+            origin: A job that trains, with the same shape.
+            replaces: The ended job that the new job replaces.
 
         Raises:
-            DeviceMemoryError: As in :meth:`add_clone`.
+            DeviceMemoryError: The adapter does not fit; nothing is added.
         """
         fork.forked_at = origin.step
         self._add(fork)
@@ -165,7 +165,7 @@ class JobLifecycle:
         self._state.jobs[job.id] = job
 
     def _fit(self, job: JobState) -> None:
-        """Make the bank large enough for ``job`` too."""
+        """Make the bank large enough for ``job`` as well."""
         state = self._state
         state.slot_manager.fit([*(one for one in state.jobs.values() if one.fits), job])
 
@@ -174,10 +174,10 @@ class JobLifecycle:
         self._recorder.job_parked(job, slot, "fewer_slots")
 
     def save(self) -> None:
-        """Commit a checkpoint: all states, and the journal up to here, are durable.
+        """Commit a checkpoint: all states and the journal up to here are durable.
 
         Raises:
-            RunBusyError: As of :meth:`alto.runs.RunDir.check_lock`; no rank has written a state.
+            RunBusyError: The lock is lost (:meth:`alto.runs.RunDir.check_lock`); no rank has written a state.
             RunWriteError: The run directory cannot be written.
         """
         state, ranks = self._state, self._state.context.ranks
@@ -192,3 +192,126 @@ class JobLifecycle:
             state.slot_manager.remove_predecessors(state.jobs.values())
         ranks.barrier()  # until the journal is on disk too
         state.slot_manager.commit()
+
+
+def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecorder) -> None:
+    """Give a clone or suggestion that begins with new weights the start value of a job with the same objective
+    settings.
+
+    Args:
+        clone: A job that was just added to the task.
+        state: State of the task; its selection keeps the value.
+        recorder: Writes the value into the journal.
+    """
+    metric = state.context.task.metric
+    for job in state.jobs.values():
+        start = state.selection.start_of(job.id)
+        if start is not None and job.config.objective == clone.config.objective:
+            state.selection.observe_base(clone.id, start)
+            metrics = {} if metric == LOSS else {metric: start.score}
+            rows = {metric: start.score_rows} if start.score_rows else {}
+            rows = {LOSS: start.loss_rows} if start.loss_rows else rows
+            known = Evaluated(loss=start.validation_loss, metrics=metrics, rows=rows)
+            recorder.base_evaluated([([clone.id], known, None)], state.context)
+            return
+
+
+class Admission:
+    """Admits and parks jobs."""
+
+    def __init__(self, state: TaskState, lifecycle: JobLifecycle) -> None:
+        self._state = state
+        self._lifecycle = lifecycle
+        self._planned_for: tuple[int, ResidentLimits] | None = None
+
+    def admit_jobs(self, share: int | None = None, taken: Collection[int] = ()) -> bool:
+        """Admit and park jobs as the scheduler plans, where its plan may have changed.
+
+        Args:
+            share: Most slots that the task may have; None sets no limit.
+            taken: Slots held by jobs of other tasks.
+
+        Returns:
+            Whether a plan was made.
+        """
+        state, ranks = self._state, self._state.context.ranks
+        limits = ResidentLimits(
+            num_slots=state.slot_manager.num_slots,
+            share=share,
+            taken=frozenset(taken),
+            max_tokens=state.context.task.max_tokens_per_step,
+            num_ranks=ranks.size,
+        )
+        if self._planned_for == (state.selection.num_changes, limits):
+            return False
+        plan = plan_residents(self._demands(), limits)
+        for parking in plan.park:
+            self._lifecycle.park(state.jobs[parking.job], parking.reason)
+        if plan.park:
+            ranks.barrier()  # a rank may read the state that another rank has just saved
+        for admission in plan.admit:
+            self._lifecycle.admit(
+                state.jobs[admission.job],
+                admission.slot,
+                admission.reason,
+                is_data_parallel=admission.is_data_parallel,
+            )
+        state.ahead = plan.ahead
+        self._planned_for = (state.selection.num_changes, limits)
+        return True
+
+    def _demands(self) -> Iterator[JobDemand]:
+        """Yield what each job that has not ended needs of the bank."""
+        selection = self._state.selection
+        scoring = self._state.context.task.scoring
+        # Scored rungs need the adapter as it is at the rung, and a job that runs ahead no longer has it.
+        certain = selection.certain_to_be_kept() if scoring is None or not scoring.rungs else frozenset()
+        for job in self._state.competing():
+            yield JobDemand(
+                job=job.id,
+                batch_size=job.config.rows_per_step,
+                num_tokens=job.step_tokens,
+                slot=job.slot,
+                is_data_parallel=job.is_data_parallel,
+                is_waiting=selection.is_waiting(job.id),
+                may_run_ahead=job.id in certain,
+                has_started=job.step > 0,
+            )
+
+
+class GpuOffers:
+    """Offers to continue with fewer GPUs.
+
+    It reports, once for each number of remaining jobs, how long they would take with one GPU each. The queue may then
+    stop this executor and resume the task with that number of GPUs.
+
+    Args:
+        state: State of the task.
+        recorder: Writes offers into the journal.
+        throughput: Measured duration of steps on the ranks of this executor; without it (None), nothing is offered.
+    """
+
+    def __init__(self, state: TaskState, recorder: JournalRecorder, throughput: Throughput | None) -> None:
+        self._state = state
+        self._recorder = recorder
+        self._throughput = throughput
+        self._num_offered: int | None = None
+
+    def offer(self) -> None:
+        """Record an offer if there is a new one."""
+        context, training = self._state.context, self._state.active()
+        if (
+            self._throughput is None
+            or len(training) != len(self._state.selection.training)
+            or len(training) == self._num_offered
+        ):
+            return
+        jobs = [
+            LastJob(num_tokens=job.step_tokens, num_steps=job.total_steps - job.step, step=job.step) for job in training
+        ]
+        rungs = context.policy.rungs
+        places = [(rung.progress, places_at(rungs, index, len(self._state.jobs))) for index, rung in enumerate(rungs)]
+        forecast = forecast_last_jobs(jobs, self._throughput, context.ranks.size, places=places)
+        if forecast is not None:
+            self._num_offered = len(training)
+            self._recorder.gpus_offered(forecast)

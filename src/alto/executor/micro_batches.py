@@ -2,28 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
-from alto.backbone import release_memory
+from alto.backbone import is_out_of_memory, release_memory
 from alto.data import JobRows, PassSize, split_into_micro_batches
 from alto.errors import DeviceMemoryError
-from alto.executor.memory_errors import MemoryEvent, NoMemoryError, Phase, RowTooLargeError
 
-__all__ = ["MicroBatches", "OnMemoryEvent"]
+Phase: TypeAlias = Literal["forward", "backward", "update", "evaluation", "bank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEvent:
+    """An out-of-memory event, with the new limits.
+
+    Attributes:
+        phase: The work that did not fit.
+        slots: Local slots of the jobs whose rows did not fit.
+        num_tokens: Tokens of the micro-batch that did not fit; 0 for other work.
+        max_tokens_per_pass: Largest number of tokens of a micro-batch from now on.
+        jobs: Ids of the resident jobs in ``slots``; empty while no bank holds a job.
+        num_slots: Number of slots of the bank from now on; None if it is unchanged.
+    """
+
+    phase: Phase
+    slots: tuple[int, ...]
+    num_tokens: int
+    max_tokens_per_pass: int
+    jobs: tuple[str, ...] = ()
+    num_slots: int | None = None
+
+
+class NoMemoryError(MemoryError):
+    """Internal signal: the work of ``phase`` did not fit into memory."""
+
+    def __init__(self, phase: Phase) -> None:
+        super().__init__(phase)
+        self.phase: Phase = phase
+
+
+class RowTooLargeError(Exception):
+    """Internal signal: a row of the job in ``slot`` does not fit, even in a micro-batch of its own."""
+
+    def __init__(self, slot: int, num_tokens: int) -> None:
+        super().__init__(slot, num_tokens)
+        self.slot = slot
+        self.num_tokens = num_tokens
+
+
+@contextmanager
+def watching(phase: Phase) -> Iterator[None]:
+    """Turn every out-of-memory error of the enclosed work into :class:`NoMemoryError`.
+
+    A caller that catches it must leave its ``except`` clause before it tries again: until then the error keeps the
+    stack frames alive, and with them their tensors.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise NoMemoryError(phase) from error
+
 
 OnMemoryEvent: TypeAlias = Callable[[MemoryEvent], None]
 
 
 class MicroBatches:
-    """Runs work one micro-batch at a time; where one does not fit into memory, it starts again with smaller ones.
+    """Runs work one micro-batch at a time; if one does not fit into memory, the work starts again with smaller ones.
 
     Args:
         max_tokens: Initial largest number of tokens of a micro-batch.
-        on_memory_event: Called each time memory ran out.
-        can_retry: Whether it may start again. It cannot where other ranks have begun the micro-batch too: they wait for
-            this rank in a collective, so the executor ends and is started again with smaller micro-batches.
-        is_padded: Whether the model computes padded rows; then padding counts as tokens in all numbers here.
+        on_memory_event: Called each time memory runs out.
+        can_retry: Whether the work may start again. It cannot if other ranks have begun the micro-batch too: they wait
+            for this rank in a collective, so the executor ends and is started again with smaller micro-batches.
+        is_padded: Whether the model computes padded rows; then all token counts here include padding.
 
     Attributes:
         max_tokens: Largest number of tokens of a micro-batch, halved after one did not fit. A longer row is a
@@ -50,15 +105,15 @@ class MicroBatches:
         split_jobs: bool = False,
         num_micro_batches: int = 0,
     ) -> None:
-        """Run ``work``. A single row is tried twice, as the memory released after the first attempt may be enough.
+        """Run ``work``. A single row is tried twice, because the memory released after the first attempt may be enough.
 
         Args:
             work: Rows by slot.
-            run_micro_batch: Runs one micro-batch; raises :class:`NoMemoryError` where it does not fit.
+            run_micro_batch: Runs one micro-batch; raises :class:`NoMemoryError` if it does not fit.
             forget: Undoes all micro-batches so far.
-            prepare: Called before the first micro-batch, also where it starts again.
+            prepare: Called before the first micro-batch of every attempt.
             split_jobs: See :func:`alto.data.split_into_micro_batches`.
-            num_micro_batches: Smallest number of micro-batches: where ``work`` has fewer, the last ones are empty.
+            num_micro_batches: Smallest number of micro-batches; if ``work`` has fewer, the last ones are empty.
 
         Raises:
             RowTooLargeError: A single row does not fit; all micro-batches are undone.
@@ -85,33 +140,33 @@ class MicroBatches:
                     f"expected memory for the {phase} of a micro-batch of {num_tokens:,} tokens, found less; the "
                     f"next attempt uses micro-batches of at most {self.max_tokens:,} tokens"
                 )
-            if (slots, rows) in refused:  # it cannot be split further
+            if (slots, rows) in refused:  # a single row, which cannot be split further
                 raise RowTooLargeError(jobs[0].slot, num_tokens)
             refused.add((slots, rows))
 
     def count(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:
-        """Number of micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
+        """Return the number of micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
         return len(self.split(work, split_jobs=split_jobs))
 
     def split(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> list[list[JobRows]]:
-        """The micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
+        """Return the micro-batches of ``work``; ``work`` and ``split_jobs`` as in :meth:`run`."""
         return list(split_into_micro_batches(work, self.max_tokens, split_jobs=split_jobs, is_padded=self._is_padded))
 
     def fits(self, job: JobRows) -> bool:
-        """Whether the rows of a job are in one micro-batch, if they need not be split."""
+        """Return whether the rows of a job fit into one micro-batch, so that they need not be split."""
         return self.num_tokens([job]) <= self.max_tokens
 
     def num_tokens(self, jobs: Sequence[JobRows]) -> int:
-        """Tokens of ``jobs`` as one micro-batch."""
+        """Return the tokens of ``jobs`` as one micro-batch."""
         return sum((job.size for job in jobs), start=PassSize()).positions(is_padded=self._is_padded)
 
     def report(self, phase: Phase, slots: Sequence[int], num_tokens: int = 0) -> None:
         """Report that memory ran out, and the new size of micro-batches.
 
         Args:
-            phase: What did not fit.
+            phase: The work that did not fit.
             slots: Local slots of the jobs in the micro-batch.
-            num_tokens: Tokens of the micro-batch; 0 where it was other work.
+            num_tokens: Tokens of the micro-batch; 0 for other work.
         """
         self._on_memory_event(
             MemoryEvent(phase=phase, slots=tuple(slots), num_tokens=num_tokens, max_tokens_per_pass=self.max_tokens)
@@ -125,7 +180,7 @@ class MicroBatches:
         split_jobs: bool,
         num_micro_batches: int,
     ) -> tuple[Phase, list[JobRows]] | None:
-        """The error of the first micro-batch that does not fit; None when all are done."""
+        """Return the phase and the jobs of the first micro-batch that does not fit; None if all fit."""
         micro_batches = self.split(work, split_jobs=split_jobs)
         for jobs in [*micro_batches, *[[]] * (num_micro_batches - len(micro_batches))]:
             try:

@@ -1,11 +1,11 @@
-"""Jobs of a task, resolved on its base model and its rows, before their first step."""
+"""The jobs of a task, resolved for its base model and its rows, before their first step."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transformers import PreTrainedModel
 
@@ -13,49 +13,34 @@ from alto.backbone import router_coefficient
 from alto.data import DataOrder, MixtureOrder, TaskData
 from alto.early_exit import budgeted, evaluation_steps, policy_from
 from alto.errors import SpecError
-from alto.lora import AdapterShape, adapter_shape, check_optimizer
+from alto.executor.context import TaskContext
+from alto.lora import AdapterShape, AdapterWeights, adapter_shape, check_optimizer
 from alto.search import population_rungs
-from alto.spec import Job, JobConfig, Task
-from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.method import learns_from_pairs
-from alto.spec.metric import LOSS
-from alto.spec.rungs import ceil_share, rung_step
-
-__all__ = [
-    "USUAL_FORWARD_SHARE",
-    "PlannedJob",
-    "budget_evaluations",
-    "may_fit_rungs",
-    "plan_job",
-    "plan_jobs",
-    "resolve_early_exit",
-    "resolve_rungs",
-    "trains_router_loss",
-]
-
+from alto.spec import LOSS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_share, learns_from_pairs, rung_step
 
 USUAL_FORWARD_SHARE = 0.45
-"""Time to evaluate a token over the time to train it, where it is not measured. Source: two CPU cores, SmolLM2-135M."""
+"""Time to evaluate a token divided by the time to train it, used if it is not measured. Source: two CPU cores,
+SmolLM2-135M."""
 
 _WITH_ROW_LOSSES = ("sft", "dpo", "orpo", "cpo")
-"""Methods whose loss is a mean over rows, none of which depends on another."""
+"""Methods whose loss is a mean over independent rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedJob:
-    """One job, resolved on this base model and data.
+    """One job, resolved for this base model and data.
 
     Attributes:
         job: The job of the task.
         shape: Ranks and targets of its adapter.
-        order: The rows that each step trains.
+        order: The rows of each training step.
         total_steps: Number of steps without early exit.
-        schedule_steps: Steps that its learning-rate schedule spans; more where a winner is trained again on all rows,
-            up to the step of its best checkpoint.
-        evaluation_steps: Counts of steps done after which it is evaluated; none where there is no validation.
-        evaluation_rows: By these counts, on how many validation rows; empty where every evaluation is on all.
-        ranking_steps: Those of them after which it is compared with other jobs: at rungs, and at its end.
-        router_aux_loss_coef: Factor of the load-balancing loss of the routers in its loss; 0 where it is not added.
+        schedule_steps: Number of steps of its learning-rate schedule; larger than ``total_steps`` for a refit, which
+            stops at the step of the winner's best checkpoint.
+        evaluation_steps: Step counts after which it is evaluated; empty without validation.
+        evaluation_rows: Number of validation rows by step count; empty if every evaluation is on all rows.
+        ranking_steps: Step counts after which it is compared with other jobs: at rungs, and at its end.
+        router_aux_loss_coef: Factor of the routers' load-balancing loss in its loss; 0 if it is not added.
     """
 
     job: Job
@@ -73,7 +58,7 @@ class PlannedJob:
         return self.job.id
 
     def evaluations_after(self, step: int, num_rows: int) -> float:
-        """Return how many evaluations on all ``num_rows`` validation rows those after ``step`` steps amount to."""
+        """Return the evaluations after ``step`` steps, counted as evaluations on all ``num_rows`` validation rows."""
         later = [at for at in self.evaluation_steps if at > step]
         return sum(self.evaluation_rows.get(at, num_rows) for at in later) / num_rows if num_rows else 0.0
 
@@ -83,8 +68,8 @@ class PlannedJob:
 
     @property
     def treats_tokens_alike(self) -> bool:
-        """Whether equal tokens at equal places are computed alike, so that rows can share their beginnings: a step
-        draws nothing for each of them, and counts none."""
+        """Whether equal tokens at equal positions give equal results, so that rows can share their beginnings. That
+        holds if a step draws no random numbers for tokens and counts none for router losses."""
         draws = self.config.lora_dropout or self.config.neftune_noise_alpha
         return not draws and not self.router_aux_loss_coef
 
@@ -92,14 +77,14 @@ class PlannedJob:
 def plan_job(
     job: Job, task: Task, model: PreTrainedModel, num_rows: int, sources: Sequence[tuple[str, int]] = ()
 ) -> PlannedJob:
-    """``job`` resolved on a base model.
+    """Return ``job`` resolved for a base model.
 
     Args:
-        job: Of ``task``'s search space, or added while it runs.
-        task: Its evaluation points and rungs decide when the job is evaluated.
+        job: A job of ``task``'s search space, or a job added while the task runs.
+        task: The task; its evaluation points and rungs decide when the job is evaluated.
         model: The base model, with or without injected adapters.
         num_rows: Rows of the training split.
-        sources: Names and rows of the sources of a mixture; empty where there is one dataset.
+        sources: Names and numbers of rows of a mixture's sources; empty for a single dataset.
 
     Raises:
         TargetModuleError: Its targets do not fit the base model.
@@ -141,14 +126,15 @@ def _order(config: JobConfig, num_rows: int, sources: Sequence[tuple[str, int]])
 def plan_jobs(
     task: Task, model: PreTrainedModel, num_rows: int, sources: Sequence[tuple[str, int]] = ()
 ) -> tuple[PlannedJob, ...]:
-    """Every job of ``task``; arguments and errors as of :func:`plan_job`, of jobs that its search may add too."""
+    """Plan every job of ``task``. Arguments and errors are as in :func:`plan_job`; jobs that the search may add are
+    checked too."""
     jobs = tuple(plan_job(job, task, model, num_rows, sources) for job in task.jobs)
     _check_suggestions(task, model)
     return jobs
 
 
 def _check_suggestions(task: Task, model: PreTrainedModel) -> None:
-    """Check that jobs that the search may add while the task runs fit the base model."""
+    """Check that the jobs that the search may add while the task runs fit the base model."""
     known = {_adapter_settings(job.config) for job in task.jobs}
     for config in task.extreme_configs():
         settings = _adapter_settings(config)
@@ -160,10 +146,10 @@ def _check_suggestions(task: Task, model: PreTrainedModel) -> None:
 
 
 def trains_router_loss(task: Task, model: PreTrainedModel) -> bool:
-    """Whether a job of ``task``, or one that its search may add, trains with the load-balancing loss of the routers.
+    """Return whether a job of ``task``, or a job that its search may add, trains with the routers' load-balancing loss.
 
     Raises:
-        UnsupportedModelError: As :func:`plan_job`.
+        UnsupportedModelError: See :func:`plan_job`.
     """
     configs = (*(job.config for job in task.jobs), *task.extreme_configs())
     coefficients = [router_coefficient(model, config.router_aux_loss_coef, task.method) for config in configs]
@@ -171,20 +157,20 @@ def trains_router_loss(task: Task, model: PreTrainedModel) -> bool:
 
 
 def _adapter_settings(config: JobConfig) -> tuple[object, ...]:
-    """What decides the adapter and the optimizer of a job."""
+    """Return the settings that decide the adapter and the optimizer of a job."""
     return tuple(getattr(config, key) for key in (*SHAPE_FIELDS, "optim"))
 
 
 def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
-    """``task`` with explicit rungs.
+    """Return ``task`` with explicit rungs.
 
-    Those of a preset come after the learning-rate warmup of every job. Where answers
-    choose among finalists, all finalists train to their end. A population is ranked at every interval. A single
-    configuration has nothing to be selected from.
+    Rungs of a preset come after the learning-rate warmup of every job. If answers choose among finalists, all finalists
+    train to their end. A population is ranked at every interval. A task with a single configuration has no selection.
 
     Args:
         num_rows: Rows of the training split.
-        begins: False for a run that is resumed: it keeps selecting as it began, also where an earlier version began it.
+        begins: False for a resumed run, which keeps the selection that it began with, even if an earlier version began
+            it.
     """
     early_exit, search = task.early_exit, task.search
     if begins and _is_one_configuration(task):
@@ -203,21 +189,20 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     configs = [job.config for job in task.jobs]
     shares = [config.lr_warmup_share(config.total_steps(num_rows)) for config in configs]
     steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
-    is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # rungs that are scored are a user's own
+    is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # the user has chosen the scored rungs
     return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares), steps=steps if is_fitted else ()))
 
 
 def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_share: float = USUAL_FORWARD_SHARE) -> Task:
-    """Return ``task`` with explicit rungs and, where its evaluations have a share of the time, explicit evaluations.
+    """Return ``task`` with explicit rungs and, if its evaluations get a share of the time, explicit evaluations.
 
     Args:
-        task: The task.
         data: Its rows, tokenised.
-        begins: False for a run that is resumed: it keeps those that it began with.
-        forward_share: Time to evaluate a token over the time to train it.
+        begins: False for a resumed run, which keeps the settings that it began with.
+        forward_share: Time to evaluate a token divided by the time to train it.
 
     Raises:
-        SpecError: It sets evaluations that its method or metric cannot compare.
+        SpecError: The task sets evaluations that its method or metric cannot compare.
     """
     resolved = resolve_rungs(task, len(data.train), begins=begins)
     if not begins:
@@ -225,21 +210,21 @@ def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_shar
     if task.early_exit.evaluations is not None and not _has_comparable_rows(task):
         raise SpecError(
             f"early_exit.evaluations: expected metric loss and one of the methods {', '.join(_WITH_ROW_LOSSES)}, whose "
-            f"losses on some rows can be compared, found {task.metric} and {task.method}. Remove it."
+            f"losses on a part of the rows can be compared, found {task.metric} and {task.method}. Remove the key."
         )
     has_preset = not task.early_exit.has_own_rungs
     return budget_evaluations(resolved, data, has_preset=has_preset, forward_share=forward_share)
 
 
 def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_share: float) -> Task:
-    """Return ``task`` with the evaluations that ``early_exit.evaluation_share`` pays for; as it is where that does not
+    """Return ``task`` with the evaluations that ``early_exit.evaluation_share`` pays for; unchanged if that does not
     apply.
 
     Args:
-        task: Its rungs are resolved, see :func:`resolve_rungs`.
+        task: A task with resolved rungs, see :func:`resolve_rungs`.
         data: Its rows, tokenised.
-        has_preset: Whether its rungs are those of a preset, of which some may be left out.
-        forward_share: Time to evaluate a token over the time to train it.
+        has_preset: Whether its rungs come from a preset; some of these may be left out.
+        forward_share: Time to evaluate a token divided by the time to train it.
     """
     early_exit = task.early_exit
     applies = early_exit.enabled and early_exit.policy == "alto" and early_exit.evaluation_share != "all"
@@ -263,12 +248,12 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
 
 
 def _has_comparable_rows(task: Task) -> bool:
-    """Whether evaluations on some of the rows can be compared by the rows that they have in common."""
+    """Return whether evaluations on some of the rows can be compared by their common rows."""
     return task.metric == LOSS and task.method in _WITH_ROW_LOSSES
 
 
 def may_fit_rungs(task: Task) -> bool:
-    """Whether the rungs of ``task`` may keep fewer jobs to fit a budget of time: rungs of a preset may, where all jobs
+    """Return whether the rungs of ``task`` may keep fewer jobs to fit a time budget: rungs of a preset may, if all jobs
     begin with the task and none repeats another. Call it before :func:`resolve_rungs`."""
     early_exit, is_fixed = task.early_exit, task.search.algorithm in ("grid", "random")
     ranks_jobs = early_exit.enabled and early_exit.select and not _is_one_configuration(task)
@@ -276,7 +261,108 @@ def may_fit_rungs(task: Task) -> bool:
 
 
 def _is_one_configuration(task: Task) -> bool:
-    """Whether all jobs of ``task`` are alike but for their seeds, its search adds none and no rungs are scored."""
+    """Return whether all jobs of ``task`` differ only in their seeds, the search adds no jobs and no rung is scored."""
     has_scored_rungs = task.scoring is not None and bool(task.scoring.rungs)
     is_fixed = task.search.algorithm in ("grid", "random") and not has_scored_rungs
     return is_fixed and len({job.config.replace(seed=0) for job in task.jobs}) == 1
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class JobState:
+    """One job of a running task.
+
+    Attributes:
+        planned: The constant part of the job: configuration, shape, steps.
+        context: The task's context, with rows, objective, metric and early-exit settings.
+        starts_warm: Whether the job is a clone that begins with the adapter in its ``start`` folder.
+        forked_at: Step from which it continues the state of another job; 0 for all other jobs.
+        fits: Whether a bank with a slot for its adapter fits into memory, as far as is known.
+        step: Steps done.
+        slot: Its slot, counted over all ranks; None while it is pending, parked or has ended.
+        is_data_parallel: Whether every rank holds a copy of its adapter in the same local slot and trains a part of its
+            rows; ``slot`` is then the slot of the first copy.
+        saved_step: Step of its ``last`` state on disk, or the step after which it ended for good; 0 before the first
+            save.
+        is_resumable: Whether its ``last`` state is kept, so that it can be resumed; false for a job that has ended for
+            good.
+        saved_best_step: Step of its ``best`` state on disk; 0 before the first save.
+        unsaved_losses: Training losses since the last ``train`` event.
+        unsaved_router_losses: Load-balancing losses of the same steps; empty if it trains without them.
+        unsaved_best: Step and weights of its best adapter if it is not on disk yet; only the rank that will write the
+            weights holds them.
+    """
+
+    planned: PlannedJob
+    context: TaskContext = field(repr=False)
+    starts_warm: bool = False
+    forked_at: int = 0
+    fits: bool = True
+    step: int = 0
+    slot: int | None = None
+    is_data_parallel: bool = False
+    saved_step: int = 0
+    is_resumable: bool = True
+    saved_best_step: int = 0
+    unsaved_losses: list[float] = field(default_factory=list)
+    unsaved_router_losses: list[float] = field(default_factory=list)
+    unsaved_best: tuple[int, AdapterWeights | None] | None = None
+
+    @property
+    def id(self) -> str:
+        return self.planned.id
+
+    @property
+    def config(self) -> JobConfig:
+        return self.planned.config
+
+    @property
+    def shape(self) -> AdapterShape:
+        return self.planned.shape
+
+    @property
+    def order(self) -> DataOrder | MixtureOrder:
+        return self.planned.order
+
+    @property
+    def total_steps(self) -> int:
+        return self.planned.total_steps
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it must be evaluated after the steps it has done."""
+        return self.step in self.planned.evaluation_steps
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return self.config.learning_rate_at(self.step, self.planned.schedule_steps)
+
+    @property
+    def step_tokens(self) -> int:
+        """Expected number of tokens of one of its steps, rounded up."""
+        num_rows = min(self.config.rows_per_step, len(self.context.data.train))
+        return math.ceil(num_rows * self.context.row_tokens)
+
+    @property
+    def next_step_tokens(self) -> int:
+        """Number of tokens of its next step."""
+        rows = self.order.rows_of_step(self.step)
+        return sum(self.context.data.train.num_row_tokens[row] for row in rows)
+
+    @property
+    def needs_own_slot(self) -> bool:
+        """Whether the bank needs one more slot for it; false for a job that the search adds, which takes the place of
+        another."""
+        is_initial = any(job is self.planned for job in self.context.jobs)
+        return is_initial or not (self.forked_at or self.planned.job.values)
+
+    def samples_until(self, num_steps: int) -> int:
+        """Return the training rows that the job itself has read after ``num_steps`` steps; a row counts each time it is
+        read."""
+        num_rows = len(self.context.data.train)
+        return self.config.samples_after(num_steps, num_rows) - self.config.samples_after(self.forked_at, num_rows)
+
+
+def initial_states(context: TaskContext) -> list[JobState]:
+    """Return the state of every job of a task before its first step; none is resident."""
+    return [JobState(planned=job, context=context) for job in context.jobs]

@@ -1,8 +1,8 @@
 """The processes (ranks) of one executor, and the messages between them.
 
-Every rank makes the same decisions from the same records, so messages are small: the losses of a step,
-what only the first rank can read (a signal, the clock, the mailbox), and barriers. Adapters are never sent. Messages
-are tensors and typed JSON; no message can name code to be run.
+Every rank makes the same decisions from the same records, so messages are small: the losses of a step, inputs that only
+the first rank can read (a signal, the clock, the mailbox), and barriers. Adapters are never sent. Messages are tensors
+and typed JSON; no message can name code to run.
 """
 
 from __future__ import annotations
@@ -27,25 +27,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from alto.errors import RankConnectionError
 
-__all__ = ["Ranks"]
-
 T = TypeVar("T")
 
 TIMEOUT = timedelta(hours=1)
 """Timeout of a collective between ranks; the heartbeat's timeout is much shorter."""
 
 PROOF_TIMEOUT = timedelta(minutes=2)
-"""How long the other end of a new connection may take to prove that it is a rank."""
+"""Time that the other end of a new connection has to prove that it is a rank."""
 
 _SECRET_BYTES = 32
 
 
 class Ranks:
-    """This process among those of its executor. All of them call the same methods in the same order.
+    """This process among the ranks of its executor. All ranks call the same methods in the same order.
 
     Attributes:
-        rank: The number of this one, from 0.
-        size: How many there are.
+        rank: Number of this rank, from 0.
+        size: Number of ranks.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -55,10 +53,10 @@ class Ranks:
     @classmethod
     def join(cls, device: torch.device) -> Ranks:
         """Connect to the other ranks that the environment names (``RANK``, ``WORLD_SIZE``), through the folder
-        ``ALTO_RENDEZVOUS``; without these variables the process is the only rank.
+        ``ALTO_RENDEZVOUS``. Without these variables the process is the only rank.
 
-        Tensors on ``device`` go over NCCL where that is a GPU; all else goes over gloo. Each rank listens for the
-        others on the interface that ``GLOO_SOCKET_IFNAME`` names, so another process can be the first to connect: each
+        Tensors on ``device`` go over NCCL if it is a GPU; everything else goes over gloo. Each rank listens for the
+        others on the interface that ``GLOO_SOCKET_IFNAME`` names, so another process may connect first. Therefore each
         connection begins with a proof that its other end can read the folder.
 
         Raises:
@@ -77,12 +75,12 @@ class Ranks:
         return cls(rank, size)
 
     def mesh(self, device: torch.device) -> DeviceMesh | None:
-        """What a base model is sharded over; None for one that is whole."""
+        """Return the device mesh over which the base model is sharded; None if the base model is whole."""
         return None if self.is_alone else init_device_mesh(device.type, (self.size,))
 
     @property
     def is_first(self) -> bool:
-        """Whether this one writes what is written once: the journal, answers, reports."""
+        """Whether this rank writes everything that is written once: the journal, answers, reports."""
         return self.rank == 0
 
     @property
@@ -90,7 +88,7 @@ class Ranks:
         return self.size == 1
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """The element-wise sums over all ranks; a value that only one rank has is kept exactly."""
+        """Return the element-wise sums over all ranks; a value that only one rank has is kept exactly."""
         if self.is_alone or not values:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -98,7 +96,7 @@ class Ranks:
         return [float(value) for value in total.tolist()]
 
     def max(self, value: float) -> float:
-        """The largest ``value`` of any rank."""
+        """Return the largest ``value`` of all ranks."""
         if self.is_alone:
             return value
         largest = torch.tensor(value, dtype=torch.float64)
@@ -106,15 +104,15 @@ class Ranks:
         return float(largest.item())
 
     def any(self, flag: bool) -> bool:
-        """Whether ``value`` is true on any rank."""
+        """Return whether ``flag`` is true on any rank."""
         return self.max(float(flag)) > 0.0
 
     def broadcast(self, value: T, kind: Any) -> T:
-        """The ``value`` of the first rank; those of the others are ignored.
+        """Return the ``value`` of the first rank; the values of other ranks are ignored.
 
         Args:
-            kind: The type of the value, such as ``bool`` or ``TaskOutcome | None``: what JSON and back gives an equal
-                value of. A float keeps its bits.
+            kind: Type of the value, such as ``bool`` or ``TaskOutcome | None``. A JSON round trip must give an equal
+                value; floats keep their bits.
 
         Raises:
             RankConnectionError: The received value has another type.
@@ -132,8 +130,8 @@ class Ranks:
         return value if self.is_first else _decoded(codec, raw.numpy().tobytes(), kind)
 
     def broadcast_tensor(self, value: Tensor | None, shape: Sequence[int], dtype: torch.dtype) -> Tensor | None:
-        """A tensor of ``shape`` and ``dtype`` on the CPU that the first rank has, or None where it has none; the
-        others' ``value`` does not count."""
+        """Return the first rank's ``value``, a tensor of ``shape`` and ``dtype`` on the CPU or None; the ``value`` of
+        other ranks is ignored."""
         if self.is_alone or not self.broadcast(value is not None, bool):
             return value if self.is_first else None
         tensor = torch.zeros(*shape, dtype=dtype)
@@ -144,7 +142,7 @@ class Ranks:
         return tensor
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a tensor over all ranks, in place; all of them have the same bits then."""
+        """Sum a tensor over all ranks, in place; afterwards all ranks have the same bits."""
         if not self.is_alone:
             dist.all_reduce(tensor)
 
@@ -157,13 +155,13 @@ def prove_connections(rank: int, size: int, secret: bytes, timeout: timedelta = 
     """Exchange proofs with every other rank, over the connection that all later messages between the two take.
 
     A process that has taken over one end cannot get the proof from the other end, which is connected to another
-    process; and without special rights no process can write into a TCP connection of two others.
+    process. Without special rights no process can write into a TCP connection of two others.
 
     Args:
-        rank: Of this process.
-        size: How many ranks there are.
-        secret: Shared by all ranks and known to no other process.
-        timeout: How long the other end of a connection may take.
+        rank: Number of this rank.
+        size: Number of ranks.
+        secret: A secret shared by all ranks and known to no other process.
+        timeout: Time that the other end of a connection has.
 
     Raises:
         RankConnectionError: A rank did not prove that it has ``secret``.
@@ -171,11 +169,11 @@ def prove_connections(rank: int, size: int, secret: bytes, timeout: timedelta = 
     others = [other for other in range(size) if other != rank]
     sent = []
     for other in others:
-        with contextlib.suppress(RuntimeError):  # a broken connection proves nothing either; it is handled below
+        with contextlib.suppress(RuntimeError):  # a broken connection gives no proof either; it is handled below
             sent.append(dist.isend(_proof(secret, rank, other), other))
     wrong = [other for other in others if not _is_proven(secret, other, rank, timeout)]
     for work in sent:
-        with contextlib.suppress(RuntimeError):  # an end without proof is not read from
+        with contextlib.suppress(RuntimeError):  # a receiver that gets no proof reports it itself
             assert work is not None
             work.wait(timeout)
     if wrong:
@@ -198,7 +196,7 @@ def _is_proven(secret: bytes, sender: int, receiver: int, timeout: timedelta) ->
 
 
 def _proof(secret: bytes, sender: int, receiver: int) -> Tensor:
-    """Proof, ``[32]`` bytes, for ``receiver`` only, that ``sender`` has the secret."""
+    """Return the proof, ``[32]`` bytes and valid for ``receiver`` only, that ``sender`` has the secret."""
     digest = hmac.digest(secret, f"{sender}>{receiver}".encode(), "sha256")
     return torch.tensor(list(digest), dtype=torch.uint8)
 
@@ -209,7 +207,7 @@ def _codec(kind: Any) -> TypeAdapter[Any]:
 
 
 def _encoded(codec: TypeAdapter[Any], value: object) -> bytes:
-    return json.dumps(codec.dump_python(value)).encode()  # mode "json" would lose what is not finite
+    return json.dumps(codec.dump_python(value)).encode()  # mode "json" would lose non-finite numbers
 
 
 def _decoded(codec: TypeAdapter[Any], text: bytes, kind: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Records a task in its journal: one method for each event."""
+"""Records a task in its journal, with one method for each event."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import MemoryEvent
+from alto.executor.micro_batches import MemoryEvent
+from alto.executor.planned_job import JobState
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import note_refusal, refusal_event
 from alto.executor.tally import Evaluated
@@ -45,19 +45,19 @@ from alto.runs.events import (
     WarmupEnded,
 )
 from alto.scheduler import LastJobsForecast, ReceivedShare
-from alto.spec.metric import LOSS
-
-__all__ = ["JournalRecorder", "describe_job"]
+from alto.spec import LOSS
 
 
 class JournalRecorder:
-    """Writes events into the journal. It changes the jobs' states in one way: recorded losses are removed from
-    ``unsaved_losses`` and ``unsaved_router_losses``.
+    """Writes events into the journal.
+
+    It changes the state of jobs in one way: recorded losses are removed from ``unsaved_losses`` and
+    ``unsaved_router_losses``.
 
     Args:
-        journal: Of the run; a silent one on all ranks but the first.
-        run_dir: Holds, with several ranks, a note of the micro-batch that did not fit into memory.
-        ranks: This process among those that train the task.
+        journal: Journal of the run; it writes nothing on ranks other than the first.
+        run_dir: The run directory; with several ranks it holds a note of the micro-batch that did not fit into memory.
+        ranks: This process among the ranks that train the task.
     """
 
     def __init__(self, journal: Journal, run_dir: RunDir, ranks: Ranks) -> None:
@@ -68,11 +68,11 @@ class JournalRecorder:
         self._has_begun = False
 
     def begin(self, events: Iterable[Event], refusal: Mapping[str, Any] | None) -> None:
-        """Record that the task begins or is resumed, then the memory events until now.
+        """Record that the task starts or is resumed, then the memory events until now.
 
         Args:
-            events: ``TaskStarted`` or ``TaskResumed`` first.
-            refusal: Facts of the ``OutOfMemory`` that ended the previous attempt, which could not record it.
+            events: Events to record; the first is ``TaskStarted`` or ``TaskResumed``.
+            refusal: Facts of the ``OutOfMemory`` event that ended the previous attempt, which could not record it.
         """
         for event in events:
             self._journal.append(event)
@@ -82,9 +82,9 @@ class JournalRecorder:
         self._record_memory_events()
 
     def memory_ran_out(self, event: MemoryEvent) -> None:
-        """Record a memory event; one before the task begins is recorded after its first event."""
+        """Record a memory event. An event before the task begins is recorded after the task's first event."""
         if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
-            note_refusal(self._run_dir, _out_of_memory(event))  # for the next attempt: this one ends
+            note_refusal(self._run_dir, _out_of_memory(event))  # for the next attempt, because this one ends
             return
         self._unreported.append(event)
         if self._has_begun:
@@ -93,11 +93,11 @@ class JournalRecorder:
     def base_evaluated(
         self, found: Iterable[tuple[Sequence[str], Evaluated, Evaluated | None]], context: TaskContext
     ) -> None:
-        """The evaluations of the frozen base.
+        """Record evaluations of the jobs' starting point.
 
         Args:
-            found: Ids of the jobs that one applies to, and what it gives on the validation rows and on the test rows.
-            context: The task.
+            found: For each evaluation the ids of its jobs, its result on the validation rows and its result on the test
+                rows.
         """
         values = tuple(
             StartMeasurement(
@@ -117,12 +117,12 @@ class JournalRecorder:
         self._journal.append(KernelsCompiled(done=done, total=total, duration_s=duration_s))
 
     def job_admitted(self, job: JobState, reason: str, ranks: Sequence[int]) -> None:
-        """A job has entered its slot, for the first time or again.
+        """Record that a job has entered its slot, for the first time or again.
 
         Args:
             job: The job, with its slot.
-            reason: Why this job was chosen.
-            ranks: The ranks that train it; recorded where there are several in all.
+            reason: Reason for choosing this job.
+            ranks: The ranks that train the job; recorded only if the executor has several ranks.
         """
         assert job.slot is not None
         kind = JobResumed if job.step else JobAdmitted
@@ -130,26 +130,25 @@ class JournalRecorder:
         self._journal.append(kind(job=job.id, slot=job.slot, step=job.step, reason=reason, ranks=of_several))
 
     def job_parked(self, job: JobState, slot: int | None, reason: str) -> None:
-        """A job was parked: it has left ``slot`` and its state is kept; ``reason`` is why."""
+        """Record that a job was parked because of ``reason``: it has left ``slot``, and its state is kept."""
         self._journal.append(JobParked(job=job.id, slot=slot, step=job.step, reason=reason))
 
     def job_completed(self, job: JobState, slot: int | None, best: LossPoint | None) -> None:
-        """A job has done all its steps.
+        """Record that a job has done all its steps.
 
         Args:
-            job: The job.
-            slot: The one that it has left; None where it was in none.
-            best: Its best evaluation; None without one that is finite.
+            slot: The slot that it has left; None if it was in none.
+            best: Its best evaluation; None if no evaluation was finite.
         """
         self._journal.append(JobCompleted(**_ending(job, slot, best)))
 
     def job_finished(self, job: JobState, slot: int, test: Evaluated | None) -> None:
-        """A job that there is no validation for has done all its steps.
+        """Record that a job without validation has done all its steps.
 
         Args:
-            job: The job; its last adapter is the one that counts.
-            slot: The one that it has left.
-            test: Loss and metrics on the test rows; None where they were not measured.
+            job: The job; its last adapter is its result.
+            slot: The slot that it has left.
+            test: Loss and metrics on the test rows; None if they were not measured.
         """
         self._journal.append(
             JobCompleted(
@@ -172,13 +171,12 @@ class JournalRecorder:
         decision: ExitDecision,
         command: str | None = None,
     ) -> None:
-        """A job has ended before its last step.
+        """Record that a job has ended before its last step.
 
         Args:
-            job: The job.
-            slot, best: As of :meth:`job_completed`.
-            decision: Why.
-            command: Id of the user's command; None where a rule ended the job.
+            slot, best: See :meth:`job_completed`.
+            decision: Reason for the exit.
+            command: Id of the user's command; None if a rule ended the job.
         """
         ending = _ending(job, slot, best)
         evidence = dict(decision.evidence)
@@ -187,13 +185,13 @@ class JournalRecorder:
     def job_added(
         self, job: JobState, *, origin: str | None = None, command: str | None = None, replaces: str | None = None
     ) -> None:
-        """A job was added while the task runs.
+        """Record that a job was added while the task runs.
 
         Args:
             job: The new job.
-            origin: The job that it is a clone or a copy of; None of a suggestion.
-            command: Id of the user's command; None where there was none.
-            replaces: The job that ended for it; None where there is none.
+            origin: The job that was cloned or forked; None for a suggestion.
+            command: Id of the user's command; None if there was none.
+            replaces: The ended job that it replaces; None if there is none.
         """
         description = describe_job(job)
         self._journal.append(
@@ -213,11 +211,11 @@ class JournalRecorder:
         )
 
     def job_reopened(self, job: JobState, command: str) -> None:
-        """A job that was ended is resumed."""
+        """Record that a job that had ended is resumed."""
         self._journal.append(JobReopened(job=job.id, step=job.step, command=command))
 
     def losses(self, job: JobState) -> None:
-        """The training losses of a job that are not recorded yet."""
+        """Record the training losses of a job that are not recorded yet."""
         if job.unsaved_losses:
             first_step = job.step - len(job.unsaved_losses) + 1
             self._journal.append(
@@ -233,14 +231,14 @@ class JournalRecorder:
     def job_evaluated(
         self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool, test: Evaluated | None = None
     ) -> None:
-        """An evaluation of a job.
+        """Record an evaluation of a job.
 
         Args:
             job: The job, at the step of the evaluation.
             found: Loss and metrics on the validation rows.
             train_ema: Exponentially smoothed training loss.
-            is_best: Whether it is the best of the job so far.
-            test: Loss on the test rows; None where it was not measured.
+            is_best: Whether this is the job's best evaluation so far.
+            test: Loss on the test rows; None if it was not measured.
         """
         self._journal.append(
             JobEvaluated(
@@ -259,13 +257,12 @@ class JournalRecorder:
         )
 
     def best_measured(self, best: LossPoint, found: Evaluated, context: TaskContext, test: Evaluated | None) -> None:
-        """Record that the best adapter of a job was measured in the end.
+        """Record the final measurement of a job's best adapter.
 
         Args:
-            best: Its best evaluation.
+            best: The job's best evaluation.
             found: Loss and metrics on the rows of the measurement.
-            context: The task.
-            test: Loss on the test rows; None where it was not measured.
+            test: Loss on the test rows; None if it was not measured.
         """
         self._journal.append(
             BestMeasured(
@@ -279,7 +276,8 @@ class JournalRecorder:
         )
 
     def rung_held(self, index: int, rung: Rung, result: RungResult) -> None:
-        """Jobs were ranked at ``rung``, number ``index`` from 0; ``result`` has those that continue."""
+        """Record that jobs were ranked at ``rung`` with number ``index``, from 0; ``result`` names the jobs that
+        continue."""
         self._journal.append(
             WarmupEnded(
                 rung=index,
@@ -290,17 +288,17 @@ class JournalRecorder:
         )
 
     def command_refused(self, command: str, job: str, why: str) -> None:
-        """A user's command could not be carried out.
+        """Record that a user's command could not be carried out.
 
         Args:
-            command: Its id.
+            command: Id of the command.
             job: The job that it names.
             why: The reason, as a sentence.
         """
         self._journal.append(CommandRefused(command=command, job=job, why=why))
 
     def gpus_offered(self, forecast: LastJobsForecast) -> None:
-        """Fewer jobs are left than ranks."""
+        """Record that fewer jobs than ranks are left."""
         self._journal.append(
             GpusOffered(
                 num_gpus=forecast.num_gpus,
@@ -310,11 +308,11 @@ class JournalRecorder:
         )
 
     def checkpoint(self, jobs: Iterable[JobState], time_s: Mapping[str, float]) -> None:
-        """Commit what is on disk of ``jobs``: this event survives a loss of power when the call returns.
+        """Commit the states of ``jobs`` that are on disk. The event survives a loss of power once this call returns.
 
         Args:
-            jobs: All of the task.
-            time_s: Seconds that the task has spent, by what on.
+            jobs: All jobs of the task.
+            time_s: Seconds that the task has spent, by activity.
         """
         saved = {
             job.id: SavedJob(
@@ -338,11 +336,12 @@ class JournalRecorder:
         )
 
     def task_interrupted(self, training: Sequence[str]) -> None:
-        """The task was interrupted, with ``training`` still to train."""
+        """Record that the task was interrupted while the jobs in ``training`` still had to train."""
         self._journal.append(TaskInterrupted(training=tuple(training)))
 
     def rung_scored(self, index: int, rung: Rung, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
-        """The answers of the jobs at ``rung``, number ``index`` from 0, were scored, or the scorer failed."""
+        """Record the scores of the answers of the jobs at ``rung``, number ``index`` from 0, or the scorer's
+        failure."""
         self._journal.append(
             RungScored(
                 rung=index,
@@ -354,27 +353,28 @@ class JournalRecorder:
         )
 
     def finalists_judged(self, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
-        """The answers of the best jobs were scored, or the scorer failed."""
+        """Record the scores of the answers of the best jobs, or the scorer's failure."""
         self._journal.append(FinalistsJudged(scores=tuple(scores), scorer=judgement.scorer, failure=judgement.failure))
 
     def samples_generated(self, samples: Samples) -> None:
-        """Validation prompts were continued by the base and the best adapters, or the generation failed."""
+        """Record the continuations of validation prompts by the base model and the best adapters, or the failure to
+        generate them."""
         self._journal.append(SamplesGenerated(samples=samples.rows, failure=samples.failure))
 
     def adapter_checked(self, job: str, found: AdapterCheck) -> None:
-        """The best adapter was checked with PEFT, or could not be loaded."""
+        """Record the check of the best adapter with PEFT, or that it could not be loaded."""
         self._journal.append(AdapterChecked(job=job, **asdict(found)))
 
     def task_completed(
         self, winner: LossPoint, tied: Iterable[LossPoint], jobs: Iterable[JobState], time_s: Mapping[str, float]
     ) -> None:
-        """The best job, and the cost of the task.
+        """Record the best job and the cost of the task.
 
         Args:
             winner: Best evaluation of the best job.
             tied: Best evaluations of other jobs whose score by the task's metric is within noise of the winner's.
-            jobs: All of the task.
-            time_s: Seconds that the task has spent, by what on.
+            jobs: All jobs of the task.
+            time_s: Seconds that the task has spent, by activity.
         """
         jobs = list(jobs)
         self._journal.append(
@@ -398,7 +398,7 @@ class JournalRecorder:
 
 
 def describe_job(job: JobState) -> JobDescription:
-    """A job as it is planned, for the journal."""
+    """Return the description of a planned job for the journal."""
     return JobDescription(
         job=job.id,
         config=job.config.model_dump(mode="json"),

@@ -1,4 +1,4 @@
-"""Restores the last committed checkpoint of a run whose process has died."""
+"""Restores the last committed checkpoint of a run whose process has ended."""
 
 from __future__ import annotations
 
@@ -10,19 +10,11 @@ from functools import cached_property
 from typing import Any, cast
 
 from alto.backbone import base_differences
+from alto.base import read_json, replace_file, writing
 from alto.data import TaskData, digest_of, running_digests
 from alto.errors import RunChangedError, RunError, RunNotFoundError
 from alto.executor.checkpoint import Kind, StateStore
-from alto.runs import (
-    JournalEntry,
-    Mailbox,
-    RunDir,
-    RunHistory,
-    check_can_continue,
-    read_intact_events,
-    replace_file,
-    writing,
-)
+from alto.runs import JournalEntry, Mailbox, RunDir, RunHistory, check_can_continue, read_intact_events
 from alto.runs.events import (
     NO_SEQ,
     BaseDescription,
@@ -36,28 +28,8 @@ from alto.runs.events import (
     decode,
     encode,
 )
-from alto.runs.events.codec import event_from
-from alto.runs.events.names import WIRE_NAMES
-from alto.spec import EarlyExit, JobConfig, Task
-from alto.spec.base_model import QUANTISATION_KEYS
-from alto.spec.outside import read_json
-from alto.spec.refit import Refit
-
-__all__ = [
-    "ResumeState",
-    "check_base",
-    "check_data",
-    "check_jobs",
-    "check_precision",
-    "check_start",
-    "data_fingerprint",
-    "data_fingerprints",
-    "note_refusal",
-    "read_refusal",
-    "recover",
-    "refit_fact",
-    "refusal_event",
-]
+from alto.runs.events.codec import WIRE_NAMES, event_from
+from alto.spec import QUANTISATION_KEYS, EarlyExit, JobConfig, Refit, Task
 
 _REFUSAL_FILE = "oom.json"
 
@@ -70,13 +42,13 @@ _PRECISION = ("dtype", *QUANTISATION_KEYS.values(), "adapter_dtype", "optim_stat
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeState:
-    """What a run is resumed from.
+    """The state that a run is resumed from.
 
     Attributes:
-        lines: The journal up to the checkpoint, as JSON has it; empty for a run that begins.
-        notes: What was lost, as sentences.
+        lines: The journal up to the checkpoint, as JSON values; empty for a run that begins.
+        notes: Sentences that say what was lost.
         refusal: Facts of an ``OutOfMemory`` event: the smallest micro-batch that ended an attempt of several ranks.
-        extends_run: Whether the run has its result, and a user's command gives it more to train.
+        extends_run: Whether the run already has a result and a user's command adds more training to it.
     """
 
     lines: Sequence[Mapping[str, Any]] = ()
@@ -100,7 +72,7 @@ class ResumeState:
 
     @property
     def started(self) -> TaskStarted:
-        """The first event of a run that is resumed."""
+        """The first event of the resumed run."""
         event = self.entries[0].event
         if not isinstance(event, TaskStarted):
             raise RunError(
@@ -111,21 +83,21 @@ class ResumeState:
 
     @property
     def checkpoint(self) -> CheckpointSaved | None:
-        """What the run is resumed from; None if it begins at its first step."""
+        """The checkpoint that the run is resumed from; None if it begins at its first step."""
         events = (entry.event for entry in reversed(self.entries))
         return next((event for event in events if isinstance(event, CheckpointSaved)), None)
 
     @property
     def base(self) -> BaseDescription | None:
-        """Fingerprint and precision of the base model that it was trained on; None where version 0.1 began the run, or
-        where the journal's record is not valid."""
+        """Fingerprint and precision of the base model that the run was trained on; None if version 0.1 began the run,
+        or if the journal's record is not valid."""
         events = (entry.event for entry in reversed(self.entries))
         bases = (event.base for event in events if isinstance(event, TaskStarted | TaskResumed))
         return next((base for base in bases if base is not None), None)
 
     @property
     def max_tokens_per_pass(self) -> int | None:
-        """``max_tokens_per_pass`` after memory last ran out; None if it never did."""
+        """The value of ``max_tokens_per_pass`` after memory last ran out; None if it never did."""
         events = (entry.event for entry in self.entries)
         limits = [event.max_tokens_per_pass for event in events if isinstance(event, OutOfMemory)][-1:]
         limits += [self.refusal["max_tokens_per_pass"]] if self.refusal is not None else []
@@ -133,25 +105,24 @@ class ResumeState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the task has its result, and nothing more to train."""
+        """Whether the task has its result and nothing more to train."""
         if self.extends_run:
             return False
         return bool(self.lines) and isinstance(decode(self.lines[-1]).event, TaskCompleted)
 
 
 def recover(run: RunDir) -> ResumeState:
-    """Restore the states of ``run`` as of its last intact checkpoint; its journal is cut when a `Journal` is opened
-    with the returned state.
+    """Restore the states of ``run`` as of its last intact checkpoint. Opening a `Journal` with the returned state then
+    cuts the journal there.
 
-    States of earlier checkpoints are removed once the next one is durable. A journal line or a state that is damaged
-    afterwards costs everything since an earlier checkpoint whose states are all still there; without one, the run
-    starts from the beginning. A finished run is not changed; where a command waits that gives it more to train,
-    it continues after its result, if its last checkpoint is intact. The function is idempotent, also when it is
-    interrupted.
+    States of a checkpoint are removed once the next checkpoint is durable. If a journal line or a state is damaged
+    later, the run falls back to the latest checkpoint whose states are all intact; without one, it starts from the
+    beginning. A finished run is not changed, unless a waiting command adds more training to it: then it continues after
+    its result, if its last checkpoint is intact. The function is idempotent, even if it is interrupted.
 
     Raises:
         JobCommandError: A finished run is to train further jobs, and has not kept all states.
-        RunError: The same, and a state of its last checkpoint is damaged.
+        RunError: A finished run is to train further jobs, and a state of its last checkpoint is missing or damaged.
         RunWriteError: The run directory cannot be written.
     """
     entries, is_cut = _readable_entries(run)
@@ -164,9 +135,9 @@ def recover(run: RunDir) -> ResumeState:
         check_can_continue(run)
     if has_result and not (ends and _is_restored(store, entries[ends[-1] - 1])):
         raise RunError(
-            f"expected the states of all jobs of the finished run {run.root} as it saved them, found some missing or "
-            f"changed, so it cannot train further jobs; put {run.root}/jobs back as it was, or remove {run.control} "
-            "and start a new run with: alto tune"
+            f"expected the states of all jobs of the finished run {run.root} as it saved them, found missing or "
+            f"changed states, so it cannot train further jobs; put {run.root}/jobs back as it was, or remove "
+            f"{run.control} and start a new run with: alto tune"
         )
     end = next((end for end in reversed(ends) if _is_restored(store, entries[end - 1])), 0)
     if not end:
@@ -175,17 +146,18 @@ def recover(run: RunDir) -> ResumeState:
     notes = _notes(sum(other > end for other in ends), from_beginning=not end)
     if has_result:
         end = len(entries)  # the result follows its last checkpoint, and changes no state
-        notes += ("The run was finished and a command continued it; its result is that of all its jobs together.",)
+        notes += ("The run was finished and then continued by a command; its result covers all its jobs.",)
     if is_cut:
         notes += ("The journal has a damaged line; the events after it are lost.",)
     if is_damaged:
-        notes += (f"{_REFUSAL_FILE} is damaged and is not used; the largest micro-batch that fits is found again.",)
+        notes += (f"{_REFUSAL_FILE} is damaged and is not used; the largest micro-batch that fits is found anew.",)
     lines = [encode(entry) for entry in entries[:end]]
     return ResumeState(lines=lines, notes=notes, refusal=refusal, extends_run=has_result)
 
 
 def _readable_entries(run: RunDir) -> tuple[list[JournalEntry], bool]:
-    """The entries before the first one that is damaged, and whether a whole line was left out for what it holds."""
+    """Return the entries before the first damaged one, and whether a complete line was left out because of its
+    contents."""
     try:
         lines = read_intact_events(run.journal_file)
     except RunNotFoundError:
@@ -200,7 +172,7 @@ def _readable_entries(run: RunDir) -> tuple[list[JournalEntry], bool]:
 
 
 def note_refusal(run: RunDir, event: OutOfMemory) -> None:
-    """Note, for the next attempt, which micro-batch of this one did not fit into memory.
+    """Write a note for the next attempt about the micro-batch of this attempt that did not fit into memory.
 
     Raises:
         RunWriteError: The run directory cannot be written.
@@ -212,29 +184,33 @@ def note_refusal(run: RunDir, event: OutOfMemory) -> None:
 
 
 def refusal_event(facts: Mapping[str, Any]) -> OutOfMemory:
-    """The event whose facts :func:`note_refusal` has written.
+    """Return the event whose facts :func:`note_refusal` has written.
 
     Raises:
-        TypeError: They are no such facts.
+        TypeError: ``facts`` are not the facts of such an event.
     """
     return cast(OutOfMemory, event_from(WIRE_NAMES[OutOfMemory], facts))
 
 
 def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
-    """The facts of the ``OutOfMemory`` event that ended an attempt of several ranks; None where none can be read."""
+    """Return the facts of the ``OutOfMemory`` event that ended an attempt of several ranks; None if none can be
+    read."""
     refusal, _ = _refusal(run)
     return refusal
 
 
 def data_fingerprint(data: TaskData, chat_template: str | None = None) -> str:
-    """A digest of every token and every target of a task's data, of how its pairs are laid out, and of the chat
-    template where the task sets one."""
+    """Return a digest of every token and every target of a task's data, of the layout of its pairs, and of the chat
+    template if the task sets one."""
     return _with_template(digest_of(*data.splits), chat_template)
 
 
 def data_fingerprints(data: TaskData, chat_template: str | None = None) -> dict[str, str]:
-    """:func:`data_fingerprint`, by which a run is resumed, and those by which runs are compared: of training and
-    validation rows, and of validation rows alone, without test rows and chat template."""
+    """Return the digests of a task's data by name.
+
+    ``fingerprint`` is :func:`data_fingerprint`, which a resumed run checks. The other digests serve to compare runs,
+    and leave out test rows and chat template: one of training and validation rows, and one of validation rows alone.
+    """
     digests = dict(zip(data.named_splits, running_digests(*data.splits), strict=True))
     *_, last = digests.values()
     found = {"fingerprint": _with_template(last, chat_template)}
@@ -249,16 +225,16 @@ def _with_template(digest: str, chat_template: str | None) -> str:
 
 
 def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: str, remedy: str) -> None:
-    """Check that ``found`` is the base model of a run; a run whose journal does not record its base passes.
+    """Check that ``found`` is the base model of a run; a run whose journal does not record its base model passes.
 
     Args:
         resume_state: State read from the run's journal.
-        found: From :func:`alto.backbone.base_fingerprint`.
-        model: Its name, for the message.
-        remedy: What to do about another base model, for the message.
+        found: Fingerprint from :func:`alto.backbone.base_fingerprint`.
+        model: Name of the base model, for the message.
+        remedy: Advice for a different base model, for the message.
 
     Raises:
-        RunChangedError: It is another one.
+        RunChangedError: The base model is a different one.
     """
     differences = base_differences(asdict(resume_state.base), found) if resume_state.base is not None else ()
     if differences:
@@ -269,10 +245,10 @@ def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: st
 
 
 def check_precision(resume_state: ResumeState, found: BaseDescription) -> None:
-    """Check that base and adapters have the precision that they had when the run began.
+    """Check that base model and adapters have the same precision as when the run began.
 
     Raises:
-        RunChangedError: They have another one.
+        RunChangedError: The precision is different.
     """
     if resume_state.base is None:
         return
@@ -293,30 +269,30 @@ def check_data(started: TaskStarted, data: TaskData, chat_template: str | None =
     """Check that a run is resumed with the data that it began with.
 
     Raises:
-        RunChangedError: Rows, tokenizer, chat template or max_length are other ones.
+        RunChangedError: Rows, tokenizer, chat template or max_length are different.
     """
     if started.data.get("fingerprint") != data_fingerprint(data, chat_template):
         remedy = "put the files (and the model's tokenizer) back as they were, or start a new run with: alto tune"
-        if started.base is None:  # as version 0.1 began it
+        if started.base is None:  # version 0.1 began the run
             remedy = (
-                "version 0.1 of ALTO, which began it, made other tokens of some rows than this version does; if the "
-                "files are as they were, a new run is needed: alto tune; if not, put them back, then continue with: "
-                "alto resume"
+                "version 0.1 of ALTO, which began the run, made different tokens from some rows than this version; if "
+                "the files are unchanged, start a new run with: alto tune; otherwise put them back, then continue "
+                "with: alto resume"
             )
         raise RunChangedError(
-            f"expected the data that the run began with, found other rows or tokens in {started.dataset}; {remedy}"
+            f"expected the data that the run began with, found different rows or tokens in {started.dataset}; {remedy}"
         )
 
 
 def check_start(started: TaskStarted, found: StartFact | None) -> None:
-    """Check that the jobs of a run begin with the adapter that they began with; its folder may be another one.
+    """Check that the jobs of a run begin with the same adapter as when the run began; its folder may be different.
 
     Args:
         started: The first event of the run.
-        found: The adapter as it is now; None where jobs begin with new ones.
+        found: The adapter as it is now; None if jobs begin with new adapters.
 
     Raises:
-        RunChangedError: It is another one.
+        RunChangedError: The adapter is a different one.
     """
     before = started.init_adapter
     if (None if before is None else before.fingerprint) == (None if found is None else found.fingerprint):
@@ -324,27 +300,27 @@ def check_start(started: TaskStarted, found: StartFact | None) -> None:
     if before is None or found is None:
         expected, now = ("none" if fact is None else fact.path for fact in (before, found))
         raise RunChangedError(
-            f"init_adapter: expected what the run began with ({expected}), found {now}; put task.yaml back as it was, "
-            "or start a new run with: alto tune"
+            f"init_adapter: expected the value that the run began with ({expected}), found {now}; put task.yaml back "
+            "as it was, or start a new run with: alto tune"
         )
     raise RunChangedError(
-        f"init_adapter: expected the adapter that the run began with, found another one in {found.path}; put its files "
-        "back as they were, or start a new run with: alto tune"
+        f"init_adapter: expected the adapter that the run began with, found a different one in {found.path}; put its "
+        "files back as they were, or start a new run with: alto tune"
     )
 
 
 def refit_fact(refit: Refit) -> RefitFact:
-    """What is trained again, for the journal."""
+    """Return the journal's description of a refit."""
     return RefitFact(run=refit.run, job=refit.job, steps=refit.steps)
 
 
 def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Task) -> None:
     """Check that a run is resumed with the jobs, the method, the metric, the evaluation points and the early-exit
-    settings it began with.
+    settings that it began with.
 
     Args:
         started: The first event of the run.
-        configs: Of all jobs that begin with ``task`` as it is now, by id.
+        configs: Configurations of all jobs of the present ``task``, by id.
         task: The task as it is now.
 
     Raises:
@@ -366,13 +342,13 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         changed.append("eval_steps")
     if changed:
         raise RunChangedError(
-            f"expected task.yaml to be as it was when the run began, found other settings of {', '.join(changed)}; "
+            f"expected task.yaml to be as it was when the run began, found different settings of {', '.join(changed)}; "
             "put it back, change single jobs with: alto job clone, or start a new run with: alto tune"
         )
 
 
 def _refusal(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
-    """The result of :func:`read_refusal`, and whether its file is damaged."""
+    """Return the result of :func:`read_refusal`, and whether its file is damaged."""
     try:
         facts = read_json(run.root / _REFUSAL_FILE)
         limit = facts["max_tokens_per_pass"]
@@ -400,5 +376,5 @@ def _notes(num_damaged: int, *, from_beginning: bool) -> tuple[str, ...]:
     if not num_damaged:
         return ()
     subject = "The last checkpoint is" if num_damaged == 1 else f"The last {num_damaged} checkpoints are"
-    start = "starts from the beginning" if from_beginning else "continues from the one before"
+    start = "starts from the beginning" if from_beginning else "continues from the checkpoint before"
     return (f"{subject} damaged; the run {start}.",)

@@ -1,5 +1,5 @@
-"""Reference log-probs: log-probabilities of every reply of the data under the frozen base, or under the adapter that
-jobs begin with. Computed once, shared by all jobs, and cached for later tasks."""
+"""Reference log-probs: log-probabilities of every reply in the data under the frozen base model, or under the adapter
+that jobs begin with. They are computed once, shared by all jobs, and cached for later tasks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,18 @@ from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, dum
 from alto.errors import DeviceMemoryError, ModelError
 from alto.executor import cache
 from alto.executor.context import TaskContext
-from alto.executor.memory_errors import RowTooLargeError, watching
-from alto.executor.micro_batches import MicroBatches
+from alto.executor.micro_batches import MicroBatches, RowTooLargeError, watching
 from alto.executor.start_adapter import Within, beginning_with
 from alto.objectives import reference_sums
-from alto.spec.base_model import LOAD_IN_4BIT
+from alto.spec import LOAD_IN_4BIT
 
 COLUMNS = 4
-"""Numbers for every pair: the log-probs of both replies, and the part of each that is of tokens beyond the length of
-the shorter reply."""
-
-__all__ = ["References", "find_references"]
+"""Numbers for every pair: the log-probs of both replies, and for each reply the part that comes from tokens beyond the
+length of the shorter reply."""
 
 PART_ROWS = 2048
-"""Pairs that are computed and saved together: a later run does not compute what an interrupted one has saved."""
+"""Pairs that are computed and saved together. A later run does not recompute the parts that an interrupted run has
+saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +35,7 @@ class References:
 
     Attributes:
         data: The task's data, whose rows have reference log-probs.
-        is_cached: An earlier task has computed them.
+        is_cached: Whether an earlier task had computed all of them.
         duration_s: Duration of the computation in this run.
     """
 
@@ -52,21 +50,23 @@ def find_references(
     on_turn: Callable[[], None] = lambda: None,
     restore: Callable[[], None] = lambda: None,
 ) -> References:
-    """Log-probabilities of every reply in a task's data under what its jobs begin with: the base model, or the adapter
-    on it that ``init_adapter`` names, as TRL has it. They are found before any adapter is injected or outside
-    of their micro-batches; each rank computes its share of the rows. Those of a base that was given as an object, and
-    that no name loads, are not cached: its fingerprint samples its weights.
+    """Find the log-probabilities of every reply in a task's data under the starting point of its jobs: the base model,
+    or the adapter on it that ``init_adapter`` names, as in TRL.
+
+    The adapters of a bank are never active meanwhile. Each rank computes its share of the rows. The results are cached,
+    except for a base model that was given as an object and that no name loads, because its fingerprint only samples its
+    weights.
 
     Args:
-        context: Of the task, all ranks an equal one.
-        micro_batches: Cuts the rows into what fits into memory.
-        on_turn: Called before every micro-batch, on all ranks; what it raises ends the computation.
-        restore: Puts the adapters of a bank back, where the one that jobs begin with has taken their place.
+        context: The task's context, equal on all ranks.
+        micro_batches: Splits the rows into micro-batches that fit into memory.
+        on_turn: Called before every micro-batch, on all ranks; an error that it raises ends the computation.
+        restore: Puts the adapters of a bank back after the jobs' starting adapter has replaced them.
 
     Raises:
-        DeviceMemoryError: A pair does not fit into memory by itself; or a micro-batch does not, and other ranks have
-            begun it.
-        ModelError: The base model gives a reply a number that is not finite.
+        DeviceMemoryError: A single pair does not fit into memory; or a micro-batch does not, and other ranks have
+            already begun it.
+        ModelError: The base model gives a reply a log-probability that is not finite.
     """
     ranks, data = context.ranks, context.data
     began = time.perf_counter()
@@ -149,16 +149,16 @@ def _computed(
     num_broken = int((~references.isfinite()).any(1).sum())
     if num_broken:
         raise ModelError(
-            f"expected finite log-probabilities of every reply under the base model, found others in {num_broken} of "
-            f"{len(dataset)} pairs; its weights are broken, or {backbone.dtype} is too narrow for it "
-            "(dtype: float32)"
+            f"expected finite log-probabilities of every reply under the base model, found infinite or NaN ones in "
+            f"{num_broken} of {len(dataset)} pairs; the model's weights are broken, or {backbone.dtype} is too narrow "
+            "for it (dtype: float32)"
         )
     return references
 
 
 def _key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
-    """Everything that they depend on. The loaded files and precision of the base model are used, not the requested
-    ones."""
+    """Return everything that the log-probs depend on: the loaded files and precision of the base model, not the
+    requested ones."""
     backbone = context.backbone
     return {
         "base": context.base.key() | {"id": backbone.path, "dtype": str(backbone.dtype)},
@@ -168,6 +168,6 @@ def _key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
         "device": backbone.device.type,
         "columns": COLUMNS,
         "data": digest_of(dataset),
-        "tenant": context.task.tenant,  # who finds them is told so, and must not learn what another has trained
+        "tenant": context.task.tenant,  # a cache hit is reported, and must not reveal what another tenant has trained
         **({} if context.start is None else {"adapter": context.start.fact.fingerprint}),
     }

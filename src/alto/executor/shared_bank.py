@@ -5,23 +5,150 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
 
 from alto.backbone import Backbone, release_memory
 from alto.errors import DeviceMemoryError
-from alto.executor.assembly import BankSize, build_trainer
 from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import MemoryEvent, NoMemoryError, watching
-from alto.executor.micro_batches import MicroBatches
-from alto.executor.planned_job import PlannedJob
+from alto.executor.micro_batches import MemoryEvent, MicroBatches, NoMemoryError, watching
+from alto.executor.planned_job import JobState, PlannedJob
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
-from alto.lora import eject, inject
-from alto.spec import AdapterDtype
+from alto.kernels import choose_backend
+from alto.lora import (
+    ADAPTER_DTYPES,
+    AdapterBank,
+    BankLayout,
+    ExtraTensor,
+    SlotAdamW,
+    TargetModule,
+    adaptable,
+    bank_bytes,
+    eject,
+    find_shared_inputs,
+    initial_values,
+    inject,
+)
+from alto.spec import AdapterDtype, OptimizerName
 
-__all__ = ["BankMember", "SharedBank"]
+# Builds a trainer. This is the only place where a bank is made and injected into a base model, for training and for
+# profiling.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BankSize:
+    """The size of one rank's bank and the optimizers of its jobs; equal on all ranks.
+
+    Attributes:
+        modules: Every module that at least one job targets, in the model's order.
+        max_rank: Largest rank of any job.
+        rank_step: Greatest common divisor of the ranks of all jobs.
+        num_slots: Number of jobs that the bank can hold.
+        optims: Optimizers of the jobs.
+        extras: Further trained tensors of all jobs.
+        adapter_dtype: Precision of adapters and their gradients.
+        working_dtype: Dtype of the bank's working copies of its weights; None if it keeps none.
+        state_dtype: Dtype of the moments of ``adamw_torch``; see :class:`alto.lora.SlotAdamW`.
+    """
+
+    modules: tuple[TargetModule, ...]
+    max_rank: int
+    rank_step: int
+    num_slots: int
+    optims: frozenset[OptimizerName]
+    extras: tuple[ExtraTensor, ...] = ()
+    adapter_dtype: AdapterDtype = "float32"
+    working_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls,
+        jobs: Sequence[PlannedJob],
+        backbone: Backbone,
+        *,
+        num_slots: int,
+        adapter_dtype: AdapterDtype = "float32",
+        optim_state_dtype: AdapterDtype | None = None,
+    ) -> Self:
+        """Return the smallest bank size whose slots fit each of ``jobs``.
+
+        Args:
+            jobs: At least one job.
+            backbone: The base model for which the jobs were planned, with or without injected adapters.
+            num_slots: Number of slots of one rank's bank.
+            adapter_dtype: The task's ``adapter_dtype``.
+            optim_state_dtype: The task's ``optim_state_dtype``.
+        """
+        targeted = {module for job in jobs for module in job.shape.targets}
+        return cls(
+            modules=tuple(module for module in adaptable(backbone.model) if module in targeted),
+            max_rank=max(job.shape.rank for job in jobs),
+            rank_step=math.gcd(*(rank for job in jobs for rank in job.shape.ranks)),
+            num_slots=num_slots,
+            optims=frozenset(job.config.optim for job in jobs),
+            extras=BankLayout.extras_of(job.shape for job in jobs),
+            adapter_dtype=adapter_dtype,
+            working_dtype=working_dtype_on(backbone, adapter_dtype),
+            state_dtype=state_dtype_of(optim_state_dtype),
+        )
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Bytes of one slot: an adapter of the largest rank on all modules, its gradient and its optimizer state."""
+        layout = BankLayout(modules=self.modules, max_rank=self.max_rank, extras=self.extras)
+        dtypes = (ADAPTER_DTYPES[self.adapter_dtype], self.working_dtype, self.state_dtype)
+        return bank_bytes(layout, 1, self.optims, *dtypes)
+
+
+def working_dtype_on(backbone: Backbone, adapter_dtype: AdapterDtype) -> torch.dtype | None:
+    """Return the dtype of the working copies that a bank on ``backbone`` keeps of its weights; None if there are
+    none."""
+    ops = choose_backend(device=backbone.device)
+    found: torch.dtype | None = ops.working_dtype(backbone.dtype, ADAPTER_DTYPES[adapter_dtype])
+    return found
+
+
+def state_dtype_of(optim_state_dtype: AdapterDtype | None) -> torch.dtype | None:
+    """Return the dtype of the moments of ``adamw_torch`` for ``task.optim_state_dtype``; see
+    :class:`alto.lora.SlotAdamW`."""
+    return None if optim_state_dtype is None else ADAPTER_DTYPES[optim_state_dtype]
+
+
+def build_trainer(
+    backbone: Backbone, size: BankSize, micro_batches: MicroBatches, ranks: Ranks | None = None
+) -> Trainer:
+    """Build a trainer with an empty bank. It wraps the targeted modules of ``backbone`` in place and replaces a bank
+    that was injected before.
+
+    Args:
+        backbone: The base model; this runs one forward pass of a few tokens on it.
+        size: Size of this rank's bank.
+        micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
+        ranks: This process among the ranks that train together; None if it is alone.
+    """
+    layout = BankLayout(
+        modules=size.modules,
+        max_rank=size.max_rank,
+        rank_step=size.rank_step,
+        shared_inputs=find_shared_inputs(backbone.model, backbone.run_once),
+        extras=size.extras,
+    )
+    bank = AdapterBank(
+        layout,
+        size.num_slots,
+        device=backbone.device,
+        dtype=ADAPTER_DTYPES[size.adapter_dtype],
+        initial=initial_values(backbone.model, size.extras),
+    )
+    bank.keep_copies(size.working_dtype)
+    bank.keep_square_sums(choose_backend(device=backbone.device).gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
+    optimizer = SlotAdamW(bank, size.optims, size.state_dtype)
+    forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
+    return Trainer(backbone, bank, optimizer, forward_context, micro_batches, ranks or Ranks())
 
 
 class BankMember(Protocol):
@@ -29,42 +156,43 @@ class BankMember(Protocol):
 
     @property
     def context(self) -> TaskContext:
-        """The task."""
+        """The task's context."""
 
     @property
     def jobs(self) -> Collection[JobState]:
         """Every job that may be admitted before the bank is fitted again."""
 
     def leave(self, job: JobState) -> None:
-        """Save a job, then free its slot. Errors of this method and the next two end this task alone, before its next
-        step."""
+        """Save a job, then free its slot. An error of this method or of the next two ends only this task, before its
+        next step."""
 
     def enter_again(self, job: JobState, slot: int) -> None:
-        """Put a job that has left into a slot."""
+        """Put a job that has left the bank into a slot."""
 
     def lose_slot(self, job: JobState, slot: int) -> None:
-        """Record that the bank has no longer a slot for a job, whose state is on disk."""
+        """Record that the bank no longer has a slot for a job, whose state is on disk."""
 
     def memory_ran_out(self, event: MemoryEvent) -> None:
-        """Record that memory ran out, with this task's jobs involved."""
+        """Record an out-of-memory event that involves jobs of this task."""
 
 
 class SharedBank:
-    """Owns the trainer, whose bank has slots for the jobs of all members.
+    """The bank that the jobs of all members share, and its trainer.
 
-    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a bank, and makes the
+    A bank that does not fit into memory is made with half the slots, down to one. Every rank has a bank and makes the
     same calls.
 
     Args:
         backbone: The base model of all members.
-        ranks: This process among those that train together; members other than the first need a single rank.
-        adapter_dtype: Of all adapters.
-        optim_state_dtype: Of the moments of all adapters, as ``task.optim_state_dtype``.
+        ranks: This process among the ranks that train together; several members need a single rank.
+        adapter_dtype: Precision of all adapters.
+        optim_state_dtype: Precision of the moments of all adapters; see ``task.optim_state_dtype``.
 
     Attributes:
-        adapter_dtype: Of all adapters.
-        optim_state_dtype: Of the moments of all adapters.
-        trainer: Trains the jobs in the slots; replaced when the bank is fitted. There is one from the first member on.
+        adapter_dtype: Precision of all adapters.
+        optim_state_dtype: Precision of the moments of all adapters.
+        trainer: Trains the jobs in the slots; replaced when the bank is fitted. It exists once the first member is
+            attached.
     """
 
     trainer: Trainer
@@ -91,11 +219,11 @@ class SharedBank:
         return self.trainer.slots.num_slots
 
     def attach(self, member: BankMember, *, max_tokens: int) -> None:
-        """Add the jobs of another task; the bank grows where they need more slots, modules or a larger rank.
+        """Add the jobs of another task; the bank grows if they need more slots, more modules or a larger rank.
 
         Args:
             member: The task.
-            max_tokens: Largest number of tokens of a micro-batch that it allows.
+            max_tokens: Largest number of tokens of a micro-batch that the task allows.
 
         Raises:
             DeviceMemoryError: Not even one slot fits; the bank is as before.
@@ -110,29 +238,29 @@ class SharedBank:
         self.trainer.micro_batches.max_tokens = self._max_tokens
 
     def detach(self, member: BankMember) -> None:
-        """Forget a task, none of whose jobs has a slot; the bank stays as large as it is."""
+        """Remove a task, none of whose jobs has a slot; the bank keeps its size."""
         self._note_what_fits()
         del self._members[member]
         self.trainer.micro_batches.max_tokens = self._max_tokens
 
     def fit(self) -> None:
-        """Make the bank large enough for the jobs of all members; resident jobs stay, as far as there are slots.
+        """Make the bank large enough for the jobs of all members; resident jobs stay if there are enough slots.
 
         Raises:
-            DeviceMemoryError: Not even one slot of that size fits; the bank is as before.
+            DeviceMemoryError: Not even one slot of the needed size fits; the bank is as before.
         """
         wanted, before = self._size_for_all(), self._size
         if wanted == self._wanted:
             return
         residents = [(member, job, job.slot) for member in self._members for job in member.jobs if job.slot is not None]
-        # A job that was data-parallel goes where the first of its copies was, until the next plan.
+        # A data-parallel job returns to the slot of its first copy only, until the next plan.
         for member, job, _ in residents:
             member.leave(job)
         self._ranks.barrier()
         if before is not None:
             self._note_what_fits()
             del self.trainer
-            eject(self._backbone.model)  # which holds the bank too
+            eject(self._backbone.model)  # its wrapped modules hold the bank too
         try:
             self._build(wanted)
         except DeviceMemoryError:
@@ -143,20 +271,21 @@ class SharedBank:
         self._readmit(residents)
 
     def bytes_for(self, job: JobState) -> int:
-        """Bytes of the adapter of ``job``, with its gradient and the state of its optimizer."""
+        """Return the bytes of the adapter of ``job``, with its gradient and its optimizer state."""
         return self._size_for([job.planned], num_slots=1).bytes_per_slot
 
     def reinject(self) -> None:
-        """Wrap the base model's modules again, after something else has wrapped or unwrapped them."""
+        """Wrap the base model's modules again after other code has wrapped or unwrapped them."""
         self.trainer.use(inject(self._backbone.model, self.trainer.bank, self._backbone.rows_in_pass))
 
     @property
     def _max_tokens(self) -> int:
-        """Most tokens of a micro-batch that all members allow, and that fit into memory."""
+        """Largest number of tokens of a micro-batch that all members allow and that fits into memory."""
         return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
 
     def _note_what_fits(self) -> None:
-        """Note whether memory has ever run out at the size of the micro-batches that the members allow."""
+        """Remember the present size of micro-batches if out-of-memory events have made it smaller than the members
+        allow."""
         if self._size is not None and (tokens := self.trainer.micro_batches.max_tokens) < self._max_tokens:
             self._fitting_tokens = tokens
 
@@ -197,7 +326,7 @@ class SharedBank:
                     list(self._members)[-1].memory_ran_out(event)
                 return
             del trainer
-            eject(self._backbone.model)  # which holds the bank too
+            eject(self._backbone.model)  # its wrapped modules hold the bank too
             release_memory()
             if size.num_slots == 1:
                 raise DeviceMemoryError(self._no_bank(size))
@@ -213,7 +342,7 @@ class SharedBank:
             )
 
     def _try_build_trainer(self, size: BankSize) -> Trainer | None:
-        """None where it does not fit."""
+        """Return a trainer with a bank of ``size``; None if the bank does not fit."""
         micro_batches = MicroBatches(
             self._max_tokens,
             self._memory_ran_out,
@@ -227,7 +356,7 @@ class SharedBank:
             return None
 
     def _memory_ran_out(self, event: MemoryEvent) -> None:
-        """Report it to every member with jobs in the slots of ``event``."""
+        """Report ``event`` to every member with jobs in its slots."""
         for member in self._members:
             here = [job for job in member.jobs if job.slot is not None and self.trainer.local_slot(job) in event.slots]
             if here or len(self._members) == 1:
@@ -236,6 +365,6 @@ class SharedBank:
     def _no_bank(self, size: BankSize) -> str:
         return (
             f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
-            f"and optimizer state, {size.bytes_per_slot / 2**20:,.1f} MiB, found less left on {self._backbone.device} "
+            f"and optimizer state, {size.bytes_per_slot / 2**20:,.1f} MiB, found less free on {self._backbone.device} "
             "beside the base model; lower r, target fewer modules, or free memory on the device"
         )

@@ -4,43 +4,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
+from alto.early_exit import Selection
 from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import OnMemoryEvent
+from alto.executor.planned_job import JobState
 from alto.executor.shared_bank import SharedBank
-from alto.executor.stopwatch import Stopwatch
+from alto.executor.tally import Stopwatch
 from alto.executor.trainer import Trainer
 from alto.lora import AdapterWeights, ModuleNames, read_adapter, write_adapter
 from alto.runs import RunDir
-
-__all__ = ["SlotManager"]
 
 
 class SlotManager:
     """Moves the jobs of one task between the slots of the bank and their folders.
 
-    Every rank has a slot manager and makes the same calls; jobs that are resident on another rank are only noted.
+    Every rank has a slot manager and makes the same calls; a job that is resident on another rank is only noted.
 
     Args:
-        bank: Shared with the other tasks of the executor.
-        context: The task.
+        bank: The bank shared with the other tasks of the executor.
+        context: The task's context.
         run_dir: Holds the states of jobs.
-        on_memory_event: Called each time memory ran out, with the jobs of this task that are involved.
-        stopwatch: Adds up what the task spends its time on.
+        on_memory_event: Called each time memory runs out, with the jobs of this task that are involved.
+        stopwatch: Adds up the time that the task spends on each activity.
 
     Attributes:
-        bank: Shared with the other tasks of the executor.
-        context: The task.
+        bank: The bank shared with the other tasks of the executor.
+        context: The task's context.
         jobs: Every job that may be admitted before the next :meth:`fit`.
-        on_lost_slot: Called with a job whose slot another task's arrival has cost, and the slot.
-        error: What ends this task at its next turn: another task's arrival must not fail by it.
+        on_lost_slot: Called with a job and its slot, when the job loses the slot because a new bank has fewer slots.
+        error: An error of this task while the bank was made anew. It ends this task at its next turn, and not the task
+            that needed the new bank.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class SlotManager:
         self.bank.attach(self, max_tokens=max_tokens_per_pass)
 
     def detach(self) -> None:
-        """Free the slots of all jobs, and leave the bank; what is not saved is lost."""
+        """Free the slots of all jobs and leave the bank; unsaved state is lost."""
         for job in self.jobs:
             if job.slot is not None:
                 self._free(job)
@@ -85,7 +86,7 @@ class SlotManager:
 
     @property
     def trainer(self) -> Trainer:
-        """Trains the resident jobs; replaced where the bank is fitted."""
+        """Trains the resident jobs; replaced when the bank is fitted."""
         return self.bank.trainer
 
     @property
@@ -94,9 +95,9 @@ class SlotManager:
         return self.bank.num_slots
 
     def is_free(self, slot: int) -> bool:
-        """Whether the bank has ``slot``, counted over all ranks, and no job of any task is in it.
+        """Return whether the bank has ``slot``, counted over all ranks, and no job of any task is in it.
 
-        All ranks find the same: only a single one has several tasks.
+        A slot of another rank counts as free: with several ranks, only this task uses the bank.
         """
         if slot >= self.num_slots:
             return False
@@ -109,18 +110,17 @@ class SlotManager:
         return self.trainer.micro_batches.largest
 
     def ranks_of(self, job: JobState) -> list[int]:
-        """The ranks that train a resident job."""
+        """Return the ranks that train a resident job."""
         if job.is_data_parallel:
             return list(range(self._ranks.size))
         return [self._rank_of(job)]
 
     def admit(self, job: JobState, slot: int, *, is_data_parallel: bool = False) -> None:
-        """Put a job without a slot into ``slot``, as it was when it left its last one.
+        """Put a job without a slot into ``slot``, with the state that it had when it left its last slot.
 
         Args:
-            job: The job; its state says where it was.
-            slot: Counted over all ranks.
-            is_data_parallel: Put it into the same local slot of every rank's bank.
+            slot: Slot number, counted over all ranks.
+            is_data_parallel: Whether to put it into the same local slot of every rank's bank.
         """
         assert self.is_free(slot), f"slot {slot} is another job's"
         job.slot, job.is_data_parallel = slot, is_data_parallel
@@ -148,15 +148,15 @@ class SlotManager:
         return self._free(job)
 
     def leave(self, job: JobState) -> None:
-        """Save a job and free its slot, while the bank is fitted. One that cannot be saved ends this task at its next
-        turn; on several ranks, which have a single task, the error is raised."""
+        """Save a job and free its slot while the bank is made anew. A job that cannot be saved ends this task at its
+        next turn; with several ranks, which have a single task, the error is raised."""
         with self._own_errors():
             self.evict(job)
         if job.slot is not None:
             self._free(job)
 
     def enter_again(self, job: JobState, slot: int) -> None:
-        """Put a job that has left into ``slot``; errors as in :meth:`leave`."""
+        """Put a job that has left the bank into ``slot``; errors are as in :meth:`leave`."""
         with self._own_errors():
             self.admit(job, slot)
 
@@ -170,11 +170,12 @@ class SlotManager:
             self.error = self.error or error
 
     def keep_best(self, job: JobState) -> None:
-        """Note that the adapter in the job's slot is its best so far."""
+        """Keep the adapter in the job's slot as its best so far."""
         job.unsaved_best = (job.step, self.trainer.bank.read(self._local_slot(job)) if self._is_ours(job) else None)
 
     def save(self, job: JobState) -> None:
-        """Save the job's state, where it is not on disk already; only the best adapter of one that ended for good."""
+        """Save the job's state if it is not on disk already; for a job that has ended for good, only its best
+        adapter."""
         with self.stopwatch.timing("saving"):
             self._save(job)
 
@@ -203,13 +204,13 @@ class SlotManager:
         job.saved_step = job.step
 
     def saved(self, job: JobState, kind: Literal["best", "last"]) -> Path:
-        """The folder of the adapter that the job has now, or of its best so far; saved where it is not on disk."""
+        """Return the folder of the job's present adapter (``last``) or best adapter; save it if it is not on disk."""
         self.save(job)
         return self._store.folder(job.id, kind)
 
     def remove_predecessors(self, jobs: Iterable[JobState]) -> None:
-        """Remove the states that the saved ones replace, and the last ones of ``jobs`` that have ended for good: the
-        journal has a checkpoint that refers to none of them."""
+        """Remove the states that the saved states replace, and the ``last`` states of jobs that have ended for good.
+        The checkpoint in the journal must refer to none of them."""
         self._store.remove_predecessors()
         for job in jobs:
             if not job.is_resumable:
@@ -220,12 +221,12 @@ class SlotManager:
         self._store.commit()
 
     def has_free_slot(self) -> bool:
-        """Whether a slot of the bank is free."""
+        """Return whether a slot of the bank is free."""
         return any(map(self.is_free, range(self.num_slots)))
 
     @contextlib.contextmanager
     def holding_best(self, job: JobState) -> Iterator[None]:
-        """Hold the saved best adapter of a job that has ended in a free slot until the block is left."""
+        """Put the saved best adapter of an ended job into a free slot until the block is left."""
         job.slot = next(slot for slot in range(self.num_slots) if self.is_free(slot))
         local_slot = self.trainer.local_slot(job)
         if local_slot is not None:
@@ -246,7 +247,7 @@ class SlotManager:
         clone.starts_warm = True
 
     def give_state(self, fork: JobState, origin: JobState) -> None:
-        """Let ``fork`` continue where ``origin`` is: weights, optimizer state and step are copied bit by bit."""
+        """Let ``fork`` continue the training of ``origin``: weights, optimizer state and step are copied bit by bit."""
         self.save(origin)
         self._ranks.barrier()  # until the rank that saves it has done so
         if self._ranks.is_first:
@@ -263,11 +264,11 @@ class SlotManager:
         fork.step = fork.saved_step = origin.step
 
     def fit(self, jobs: Iterable[JobState]) -> None:
-        """Make the bank large enough for ``jobs``, those that are resident included. A job that loses its slot, as the
-        new bank has fewer, is reported to ``on_lost_slot``; its state is on disk.
+        """Make the bank large enough for ``jobs``, which include the resident jobs. A job that loses its slot because
+        the new bank has fewer slots is reported to ``on_lost_slot``; its state is on disk.
 
         Raises:
-            DeviceMemoryError: Not even one slot of that size fits; the bank is as large as before.
+            DeviceMemoryError: Not even one slot of the needed size fits; the bank is as before.
         """
         before, self.jobs = self.jobs, tuple(jobs)
         try:
@@ -277,7 +278,7 @@ class SlotManager:
             raise
 
     def lose_slot(self, job: JobState, slot: int) -> None:
-        """Report that the bank has no longer a slot for ``job``; errors as in :meth:`leave`."""
+        """Report that the bank no longer has a slot for ``job``; errors are as in :meth:`leave`."""
         with self._own_errors():
             self.on_lost_slot(job, slot)
 
@@ -294,8 +295,8 @@ class SlotManager:
         return self.trainer.slots.rank_of(job.slot)
 
     def _is_ours(self, job: JobState) -> bool:
-        """Whether this rank writes the states of a resident job; those of a data-parallel one are written by the first
-        rank that has it."""
+        """Return whether this rank writes the states of a resident job. For a data-parallel job, the first rank that
+        has it does."""
         return self._rank_of(job) == self._ranks.rank
 
     def _local_slot(self, job: JobState) -> int:
@@ -304,3 +305,55 @@ class SlotManager:
 
     def _write_adapter(self, folder: Path, job: JobState, weights: AdapterWeights) -> None:
         write_adapter(folder, weights, job.config, self.context.backbone.path, self._names)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class TaskState:
+    """The state of a running task, equal on all ranks except for the contents of the banks.
+
+    Attributes:
+        context: The task's context.
+        jobs: Every job by id; jobs that are added while the task runs come last.
+        selection: Knows which jobs train, wait at a rung, or have ended.
+        slot_manager: Moves jobs between slots and disk.
+        ahead: Jobs that wait at a rung and continue in idle slots.
+    """
+
+    context: TaskContext
+    jobs: dict[str, JobState]
+    selection: Selection
+    slot_manager: SlotManager
+    ahead: frozenset[str] = frozenset()
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer of the resident jobs; :meth:`SlotManager.fit` may replace it."""
+        return self.slot_manager.trainer
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Adds up the time that the task spends on each activity."""
+        return self.slot_manager.stopwatch
+
+    def is_competing(self, job: JobState) -> bool:
+        """Return whether the job has not ended."""
+        return self.selection.is_training(job.id)
+
+    def active(self) -> list[JobState]:
+        """Return the resident jobs that take the next step."""
+        return [job for job in self.jobs.values() if job.slot is not None and self._trains(job)]
+
+    def slots(self) -> frozenset[int]:
+        """Return the slots of the resident jobs."""
+        return frozenset(job.slot for job in self.jobs.values() if job.slot is not None)
+
+    def in_slot(self, slot: int) -> JobState:
+        """Return the job that is resident in ``slot``."""
+        return next(job for job in self.jobs.values() if job.slot == slot)
+
+    def competing(self) -> Iterator[JobState]:
+        """Yield the jobs that have not ended."""
+        return (self.jobs[job] for job in self.selection.training)
+
+    def _trains(self, job: JobState) -> bool:
+        return job.id in self.ahead or not self.selection.is_waiting(job.id)

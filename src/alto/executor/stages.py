@@ -1,54 +1,339 @@
-"""The stages of a task before training. Each can be run and tested by itself.
+"""The stages of a task before training. Each stage can be run and tested by itself.
 
 load base -> context (plan the jobs) -> reference log-probs -> bank -> train (:class:`alto.executor.Executor`)
 """
 
 from __future__ import annotations
 
+import platform
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
-from alto.backbone import Backbone, is_out_of_memory, load_backbone
-from alto.early_exit import Selection, selection_of
-from alto.errors import DeviceMemoryError
+from alto.backbone import Backbone, config_notes, device_name, is_out_of_memory, load_backbone, router_notes
+from alto.base import resume_command
+from alto.data import TaskData
+from alto.early_exit import Selection, rung_notes, selection_of
+from alto.errors import DeviceMemoryError, TaskInterruptedError
+from alto.executor.conclusion import Hooks
 from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState, initial_states
+from alto.executor.evaluations import evaluate_base
+from alto.executor.lifecycle import JobLifecycle
 from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
-from alto.executor.planned_job import PlannedJob
+from alto.executor.planned_job import JobState, PlannedJob, initial_states
+from alto.executor.profiling.planning import disk_bytes, disk_notes, free_bytes
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
+from alto.executor.recorder import JournalRecorder, describe_job
+from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start, data_fingerprints, refit_fact
 from alto.executor.references import find_references
 from alto.executor.shared_bank import SharedBank
-from alto.executor.slot_manager import SlotManager
-from alto.executor.stopwatch import Stopwatch
-from alto.executor.task_state import TaskState
-from alto.runs import RunDir
-from alto.runs.events import JobAdded, JobExited, JobReopened, ReferenceFact
-from alto.spec import BaseModelSpec, Job, Task
-from alto.spec.base_model import LOAD_IN_4BIT
-from alto.spec.metric import loss_scale
-from alto.spec.validation import plain
+from alto.executor.slot_manager import SlotManager, TaskState
+from alto.executor.tally import Stopwatch
+from alto.lora import bias_notes, rank_notes, tying_notes, untrained_notes
+from alto.records import TaskPlan, Throughput
+from alto.runs import Event, RunDir
+from alto.runs.events import (
+    BaseDescription,
+    JobAdded,
+    JobExited,
+    JobReopened,
+    ProfileMeasured,
+    ReferenceFact,
+    TaskResumed,
+    TaskStarted,
+)
+from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Job, JobConfig, Task, loss_scale, metric_notes, plain
+from alto.version import version_of
 
-__all__ = ["build_state", "check_resumable", "load_base", "max_tokens_per_pass", "with_references"]
+
+def model_notes(model: PreTrainedModel, configs: Sequence[JobConfig], method: str) -> tuple[str, ...]:
+    """Return notes about the base model: parts that the jobs do not train, ranks larger than a module's smaller side,
+    an output head tied to the embeddings, requested biases that do not exist, dropout of the base model, and the
+    load-balancing loss of its routers.
+
+    Args:
+        model: The base model, with or without weights, with or without injected adapters.
+        configs: Configurations of all jobs.
+        method: The task's method.
+    """
+    return (
+        *untrained_notes(model, configs),
+        *rank_notes(model, configs),
+        *tying_notes(model, configs),
+        *bias_notes(model, configs),
+        *config_notes(model.config),
+        *router_notes(model, [config.router_aux_loss_coef for config in configs], method),
+    )
+
+
+_REPORT_EVERY_S = 5.0
+"""Seconds between two events about kernels that are being compiled."""
+
+FROM_CHECKPOINT = "from_checkpoint"
+"""Journal reason of an admission that the scheduler did not plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStart:
+    """The inputs of a run that starts or is resumed.
+
+    Attributes:
+        run_dir: The run directory.
+        resume_state: State of an interrupted run; an empty one starts the task from its first step.
+        forecast: Measured memory, packing and duration of the task; None if nothing was measured.
+        base: Fingerprint and precision of the base model, for the journal; None if they are not recorded.
+    """
+
+    run_dir: RunDir
+    resume_state: ResumeState = field(default_factory=ResumeState)
+    forecast: TaskPlan | None = None
+    base: BaseDescription | None = None
+
+    @property
+    def is_resumed(self) -> bool:
+        return bool(self.resume_state.lines)
+
+    def throughput(self, num_ranks: int) -> Throughput | None:
+        """Return the measured duration of steps on ``num_ranks`` ranks; None if it was not measured."""
+        if not self.is_resumed:
+            return None if self.forecast is None else self.forecast.throughput
+        if self.resume_state.started.num_ranks != num_ranks:
+            return None
+        events = (entry.event for entry in self.resume_state.entries)
+        return next((event.throughput for event in events if isinstance(event, ProfileMeasured)), None)
+
+
+def begin_task(state: TaskState, start: RunStart, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
+    """Record that a task begins, or restore its jobs from the last checkpoint."""
+    first = [_resume_event(state, start)] if start.is_resumed else _begin_events(state, start)
+    recorder.begin(first, start.resume_state.refusal)
+    _compile_kernels(state, recorder)
+    if start.is_resumed:
+        _restore_jobs(state, start, lifecycle)
+    else:
+        with state.stopwatch.timing("evaluation"):
+            evaluate_base(state, recorder)
+
+
+def _compile_kernels(state: TaskState, recorder: JournalRecorder) -> None:
+    """Compile the kernels that the first step would otherwise wait for, and record the progress."""
+    configs = [job.config for job in state.jobs.values()]
+    began_s = reported_s = time.monotonic()
+    for done, total in state.trainer.compile_kernels(configs):
+        now_s = time.monotonic()
+        if done in (0, total) or now_s - reported_s >= _REPORT_EVERY_S:
+            reported_s = now_s
+            recorder.kernels_compiled(done, total, now_s - began_s)
+
+
+def _restore_jobs(state: TaskState, start: RunStart, lifecycle: JobLifecycle) -> None:
+    """Restore every job as the checkpoint recorded it."""
+    assert start.resume_state.checkpoint is not None
+    for job_id, saved in start.resume_state.checkpoint.jobs.items():
+        job = state.jobs[job_id]
+        job.step = job.saved_step = saved.step
+        job.saved_best_step = saved.best_step
+        job.is_resumable = saved.is_resumable
+        # If the bank now has fewer slots, or a job of another task in this slot, the job stays parked.
+        if saved.slot is not None and state.slot_manager.is_free(saved.slot):
+            lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
+
+
+def _begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
+    """Yield the events before the first job is admitted: the task's description, its expected memory and duration."""
+    context, jobs = state.context, list(state.jobs.values())
+    task, data, configs = context.task, context.data, [job.config for job in jobs]
+    yield TaskStarted(
+        task=task.name,
+        model=task.model,
+        base_model=context.backbone.path,
+        base=start.base,
+        dataset=task.dataset_name,
+        method=task.method,
+        metric=task.metric,
+        eval_steps=task.eval_steps,
+        num_train=len(data.train),
+        num_validation=len(data.validation),
+        validation_weights=tuple(data.validation.weights),
+        evaluation_order=context.evaluation_order,
+        data=_described(data, data_fingerprints(data, context.base.chat_template)),
+        notes=(
+            *start.resume_state.notes,
+            *task.notes,
+            *_object_notes(context.base),
+            *_refit_notes(context),
+            *(() if context.start is None else context.start.notes),
+            *data.notes,
+            *model_notes(context.backbone.model, configs, task.method),
+            *_padding_notes(context.backbone),
+            *compile_notes(state),
+            *_fusion_notes(context.backbone),
+            *metric_notes(task.metric, task.method, configs),
+            *_rung_notes(state),
+            *context.evaluation_notes,
+            *_disk_notes(state, start.run_dir),
+        ),
+        references=context.references,
+        gpu_hour_price=task.search.budget.gpu_hour_price,
+        init_adapter=None if context.start is None else context.start.fact,
+        refit=None if task.refit is None else refit_fact(task.refit),
+        fused=context.backbone.fusion.described(),
+        max_slots=state.slot_manager.num_slots,
+        packing=_packing(state),
+        early_exit=task.early_exit.resolved().model_dump(mode="json"),
+        device=str(context.backbone.device),
+        num_ranks=context.ranks.size,
+        versions=_versions(),
+        jobs=tuple(describe_job(job) for job in jobs),
+    )
+    if start.forecast is not None:
+        yield _profile(start.forecast)
+
+
+def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
+    how: dict[str, Any] = {}
+    if data.max_length is not None:
+        how = {"form": data.form, "of_messages": data.of_messages, "max_length": data.max_length}
+    return {**data.counts(), **how, **fingerprints}
+
+
+def _resume_event(state: TaskState, start: RunStart) -> TaskResumed:
+    """Return the event of a resumed run. It describes the base model if the journal does not yet."""
+    return TaskResumed(
+        notes=start.resume_state.notes,
+        base=start.base if start.resume_state.base is None else None,
+        versions=_versions(),
+        max_slots=state.slot_manager.num_slots,
+        num_ranks=state.context.ranks.size,
+        fused=state.context.backbone.fusion.described(),
+    )
+
+
+def _packing(state: TaskState) -> dict[str, Any]:
+    """Return the settings that decide which jobs share a forward pass; runs with equal settings are bit-identical."""
+    task = state.context.task
+    return {
+        "max_slots": task.max_slots,
+        "max_tokens_per_step": task.max_tokens_per_step,
+        "max_tokens_per_pass": task.max_tokens_per_pass,
+        "gradient_checkpointing": task.gradient_checkpointing,
+        "device": device_name(state.context.backbone.device),
+    }
+
+
+def _refit_notes(context: TaskContext) -> tuple[str, ...]:
+    refit = context.task.refit
+    if refit is None:
+        return ()
+    [job] = context.jobs
+    return (
+        f"Refit of {refit.run}: the configuration of its best job, {refit.job}, is trained on all "
+        f"{len(context.data.train):,} rows, including the validation rows, for the {refit.steps:,} steps of its best "
+        f"checkpoint (its learning-rate schedule has {job.schedule_steps:,} steps). There is no validation.",
+    )
+
+
+def _disk_notes(state: TaskState, run_dir: RunDir) -> tuple[str, ...]:
+    needed = disk_bytes(state.context, state.slot_manager.num_slots)
+    return disk_notes(needed, free_bytes(run_dir.root), run_dir.root)
+
+
+def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
+    if not backbone.is_padded:
+        return ()
+    why = backbone.why_padded.split("; ")[0]
+    return (
+        f"Rows are padded to the longest row of a forward pass, which costs time and memory: {why}. Losses and "
+        "adapters are computed only from the rows' own tokens.",
+    )
+
+
+def compile_notes(state: TaskState) -> tuple[str, ...]:
+    """Return a note on how many groups of linear layers have their adapters inside the compiled layers, and why not
+    all."""
+    if not state.context.backbone.is_compiled:
+        return ()
+    inside, total = state.trainer.graph_groups
+    note = f"torch_compile: adapters are inside the compiled layers for {inside} of {total} inputs of linear modules"
+    if inside == total:
+        return (f"{note}.",)
+    why = "rows are padded" if state.context.backbone.is_padded else "jobs train biases (bias) or magnitudes (use_dora)"
+    return (f"{note}; for the others they run outside the compiled layers, with more kernel launches, as {why}.",)
+
+
+def _fusion_notes(backbone: Backbone) -> tuple[str, ...]:
+    """Return a note on modules of the base model that run without fused kernels on a GPU."""
+    fusion = backbone.fusion
+    if backbone.device.type != "cuda" or not fusion.kept:
+        return ()
+    kept = "; ".join(f"{name}: {why}" for name, why in fusion.kept.items())
+    if fusion.counts:
+        return (f"Some modules of the base model run without fused kernels ({kept}).",)
+    return (f"No module of the base model runs with fused kernels ({kept}).",)
+
+
+def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
+    if base.is_loadable:
+        return ()
+    return (
+        f"The base model was given as an object, {base.id}, and no name was found that loads the same model and "
+        "tokenizer, so the adapter's files have this description instead of a name. To use the adapter elsewhere, save "
+        "the model (save_pretrained).",
+    )
+
+
+def _rung_notes(state: TaskState) -> tuple[str, ...]:
+    jobs, policy, task = state.jobs.values(), state.context.policy, state.context.task
+    rungs = policy.rungs
+    if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may end jobs
+        rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
+    rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
+    return rung_notes(rungs, rises)
+
+
+def _profile(forecast: TaskPlan) -> ProfileMeasured:
+    return ProfileMeasured(
+        is_cached=forecast.is_cached,
+        profile_s=forecast.profile_s,
+        memory=forecast.memory,
+        throughput=forecast.throughput,
+        slot_bytes=forecast.slot_bytes,
+        max_slots=forecast.max_slots,
+        max_tokens_per_step=forecast.max_tokens_per_step,
+        max_tokens_per_pass=forecast.max_tokens_per_pass,
+        gradient_checkpointing=forecast.gradient_checkpointing,
+        peak_bytes=forecast.peak_bytes,
+        duration_s=forecast.duration_s,
+        expected_duration_s=forecast.expected_duration_s,
+    )
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in ("alto-lora", "torch", "transformers")},
+    }
 
 
 def load_base(
     spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool = False
 ) -> Backbone:
-    """The base model, whole or this rank's share of it.
+    """Load the base model, or this rank's share of it.
 
     Args:
-        spec: Which base model, and how it is loaded.
+        spec: Specification of the base model and of how it is loaded.
         device: Device of its weights.
-        ranks: This process among those that share it.
-        gradient_checkpointing: Recompute each layer's activations in the backward pass.
+        ranks: This process among the ranks that share the model.
+        gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
 
     Raises:
-        DeviceMemoryError: It does not fit.
-        AltoError: As :func:`alto.backbone.load_backbone`.
+        DeviceMemoryError: The model does not fit.
+        AltoError: See :func:`alto.backbone.load_backbone`.
     """
     try:
         return load_backbone(
@@ -57,25 +342,59 @@ def load_base(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        share = f"its share of {ranks.size}" if ranks.size > 1 else "all of it"
+        share = f"its share of {ranks.size}" if ranks.size > 1 else "the whole model"
         raise DeviceMemoryError(
             f"model: expected memory for the base model {spec.id!r} ({share}) on {device}, found less; set num_gpus "
-            f"to more than {ranks.size}, so that each holds a part of it, or {LOAD_IN_4BIT}"
+            f"to more than {ranks.size}, so that each GPU holds a part, or {LOAD_IN_4BIT}"
         ) from error
 
 
+def state_before_training(
+    context: TaskContext, recorder: JournalRecorder, start: RunStart, hooks: Hooks, bank: SharedBank | None
+) -> TaskState:
+    """Run the stages between the context and the training; for arguments and errors see
+    :meth:`alto.executor.TaskSession.build`."""
+    ranks, resume_state = context.ranks, start.resume_state
+
+    def stop_if_asked() -> None:
+        if ranks.broadcast(hooks.is_interrupted(), bool):
+            raise TaskInterruptedError(
+                "stopped on request while reference log-probs were precomputed; the finished ones are on disk; "
+                f"continue with: {resume_command(start.run_dir.root)}"
+            )
+
+    check_resumable(context, resume_state)
+    micro_batches = MicroBatches(
+        max_tokens_per_pass(context, resume_state),
+        recorder.memory_ran_out,
+        can_retry=ranks.is_alone,
+        is_padded=context.backbone.is_padded,
+    )
+    context = with_references(
+        context, micro_batches, stop_if_asked, bank.reinject if bank is not None else lambda: None
+    )
+    return build_state(
+        context,
+        resume_state,
+        start.run_dir,
+        bank,
+        max_tokens_per_pass=micro_batches.max_tokens,
+        on_memory_event=recorder.memory_ran_out,
+    )
+
+
 def max_tokens_per_pass(context: TaskContext, resume_state: ResumeState) -> int:
-    """Initial largest number of tokens of a micro-batch: the task's setting, or the lower limit after memory last ran
-    out."""
+    """Return the initial largest number of tokens of a micro-batch: the task's setting, or the lower limit that was set
+    when memory last ran out."""
     return min(context.task.max_tokens_per_pass or sys.maxsize, resume_state.max_tokens_per_pass or sys.maxsize)
 
 
 def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
-    """Check that a run is resumed as the task that it began as; a run that begins passes.
+    """Check that a run is resumed with the task that it began with; a run that begins passes.
 
     Raises:
         RunChangedError: The data, the adapter that jobs begin with, the jobs, the method, the metric, the evaluation
-            points or the early-exit settings are other ones than the run began with.
+            points or the early-exit settings differ from those at the beginning of the run.
     """
     if resume_state.lines:
         check_data(resume_state.started, context.data, context.base.chat_template)
@@ -89,16 +408,16 @@ def with_references(
     on_turn: Callable[[], None] = lambda: None,
     restore: Callable[[], None] = lambda: None,
 ) -> TaskContext:
-    """``context`` with the log-probs of every reply in its data under what jobs begin with (the base, or the adapter
-    that ``init_adapter`` names), where its objective needs them.
+    """Return ``context`` with the log-probs of every reply in its data under the jobs' starting point (the base model,
+    or the adapter that ``init_adapter`` names), if its objective needs them.
 
     Args:
         micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
-        on_turn: Called before every micro-batch, on all ranks; what it raises ends the stage.
-        restore: Puts the adapters of other tasks back, where those that jobs begin with have taken their place.
+        on_turn: Called before every micro-batch, on all ranks; an error that it raises ends the stage.
+        restore: Puts the adapters of other tasks back after the jobs' starting adapter has replaced them.
 
     Raises:
-        DeviceMemoryError, ModelError: As :func:`alto.executor.references.find_references`.
+        DeviceMemoryError, ModelError: See :func:`alto.executor.references.find_references`.
     """
     if not context.objective.needs_reference:
         return context
@@ -116,15 +435,15 @@ def build_state(
     max_tokens_per_pass: int,
     on_memory_event: OnMemoryEvent,
 ) -> TaskState:
-    """The bank and the state of every job, as of the run's last checkpoint; no job is resident yet.
+    """Build the bank and the state of every job as of the run's last checkpoint; no job is resident yet.
 
     Args:
-        context: With references, where its objective needs them.
-        resume_state: Of an interrupted run; an empty one begins the task.
+        context: The task's context, with reference log-probs if its objective needs them.
+        resume_state: State of an interrupted run; an empty one starts the task from its first step.
         run_dir: Holds the states of jobs.
-        bank: Of the executor; None makes one for this task alone.
+        bank: The executor's bank; None makes one for this task alone.
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
-        on_memory_event: Called each time memory ran out.
+        on_memory_event: Called each time memory runs out.
 
     Raises:
         DeviceMemoryError: Not even one slot fits beside the base model.
@@ -150,7 +469,7 @@ def build_state(
 
 
 def _added(context: TaskContext, resume_state: ResumeState) -> list[tuple[PlannedJob, JobAdded]]:
-    """The jobs that were added while the task ran."""
+    """Return the jobs that were added while the task ran, with their events."""
     return [
         (context.plan(_job_of(entry.event, context.task)), entry.event)
         for entry in resume_state.entries
@@ -159,7 +478,7 @@ def _added(context: TaskContext, resume_state: ResumeState) -> list[tuple[Planne
 
 
 def _misfits(resume_state: ResumeState) -> set[str]:
-    """The jobs that ended as their adapters do not fit into memory."""
+    """Return the jobs that ended because their adapters do not fit into memory."""
     found: set[str] = set()
     for entry in resume_state.entries:
         match entry.event:

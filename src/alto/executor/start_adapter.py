@@ -18,10 +18,9 @@ from alto.lora.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from alto.runs.events import StartFact
 from alto.spec import JobConfig
 
-__all__ = ["StartAdapter", "Within", "beginning_with"]
-
 Within: TypeAlias = Callable[[int], AbstractContextManager[None]]
-"""Takes the tokens of a forward pass; inside the context, the pass computes with the adapter that jobs begin with."""
+"""A context for a forward pass of the given number of tokens; inside, the pass computes with the adapter that jobs
+begin with."""
 
 _MAX_SHOWN = 3
 
@@ -33,7 +32,7 @@ class StartAdapter:
     Attributes:
         saved: The adapter as it was read.
         fact: Its folder and fingerprint, for the journal.
-        notes: Notices about it, as sentences.
+        notes: Notes about it, as sentences.
     """
 
     saved: SavedAdapter
@@ -42,19 +41,19 @@ class StartAdapter:
 
     @classmethod
     def read(cls, folder: Path, backbone: Backbone, *, model: str, notes: tuple[str, ...] = ()) -> Self:
-        """The adapter in ``folder``, checked against the base model.
+        """Read the adapter in ``folder`` and check it against the base model.
 
         Args:
-            folder: In PEFT's format.
+            folder: Adapter folder in PEFT's format.
             backbone: The base model.
-            model: Its name, for messages.
-            notes: What the caller has found about it.
+            model: Name of the base model, for messages.
+            notes: Notes of the caller about the adapter.
 
         Raises:
             RunNotFoundError: There is no adapter.
             RunError: A file cannot be read.
-            UnsupportedError: The adapter is more than plain LoRA.
-            TargetModuleError: It does not fit the base model.
+            UnsupportedError: The adapter is not plain LoRA.
+            TargetModuleError: The adapter does not fit the base model.
         """
         saved = read_saved_adapter(folder)
         check_fit(backbone.model, saved, model, remedy="name the model it was trained on in 'model'")
@@ -70,12 +69,11 @@ class StartAdapter:
         same further tensors.
 
         Args:
-            job: Its name, for messages.
-            config: Its configuration.
-            shape: Its adapter on the base model.
+            job: Name of the job, for messages.
+            shape: Shape of the job's adapter on the base model.
 
         Raises:
-            TargetModuleError: It trains another one.
+            TargetModuleError: The job trains a different kind of adapter.
         """
         scale = adapter_scale(config)
         modules = zip(shape.targets, shape.ranks, shape.ratios, strict=True)
@@ -88,7 +86,7 @@ class StartAdapter:
             *_of_numbers(wanted, found),
             *_of_names(wanted_extras, extras),
             *(
-                f"{name} of {extras[name]}, where the adapter's is of {size}"
+                f"{name} with shape {extras[name]}, but {size} in the adapter"
                 for name, size in wanted_extras.items()
                 if extras.get(name, size) != size
             ),
@@ -96,15 +94,15 @@ class StartAdapter:
         if differences:
             more = f" and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
             raise TargetModuleError(
-                f"init_adapter: expected that {job} trains an adapter with the modules, ranks, scales and further "
-                f"tensors of {self.saved.folder}, found {'; '.join(differences[:_MAX_SHOWN])}{more}; leave out r, "
-                "lora_alpha, target_modules and the like, which are then those of the adapter, or correct them"
+                f"init_adapter: expected {job} to train an adapter with the modules, ranks, scales and other tensors "
+                f"of {self.saved.folder}, found {'; '.join(differences[:_MAX_SHOWN])}{more}; remove r, lora_alpha, "
+                "target_modules and similar keys, so that the adapter sets them, or correct them"
             )
 
     @contextlib.contextmanager
     def applied(self, backbone: Backbone) -> Iterator[Within]:
-        """Put the adapter on ``backbone`` while the context lasts, in the place of any bank; afterwards the base has no
-        adapters. All ranks have to call it alike."""
+        """Put the adapter on ``backbone`` inside the context, instead of any bank; afterwards the base model has no
+        adapters. All ranks must call it alike."""
         weights = (self.weights, self.saved.scales)
         with serving(backbone.model, [weights], backbone.run_once, backbone.rows_in_pass) as served:
             yield lambda num_tokens: served.use(served.schedule([num_tokens]))
@@ -112,12 +110,13 @@ class StartAdapter:
 
 @contextlib.contextmanager
 def beginning_with(start: StartAdapter | None, backbone: Backbone, restore: Callable[[], None]) -> Iterator[Within]:
-    """Within the context, forward passes compute what jobs begin with: the adapter, or where there is none, the base.
+    """Enter a context in which forward passes compute the jobs' starting point: the adapter, or without one, the base
+    model.
 
     Args:
-        start: The adapter; None where jobs begin with new ones, which change nothing.
-        backbone: The base model, with the adapters of a bank or without.
-        restore: Puts the adapters of a bank back; called only where they were replaced.
+        start: The adapter; None if jobs begin with new adapters, which change nothing.
+        backbone: The base model, with or without the adapters of a bank.
+        restore: Puts the adapters of a bank back; called only if they were replaced.
     """
     if start is None:
         yield lambda num_tokens: contextlib.nullcontext()
@@ -130,7 +129,7 @@ def beginning_with(start: StartAdapter | None, backbone: Backbone, restore: Call
 
 
 def _fingerprint(folder: Path) -> str:
-    """A digest of the description and the tensors of an adapter."""
+    """Return a digest of the description and the tensors of an adapter."""
     digest = hashlib.sha256()
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         with (folder / name).open("rb") as file:
@@ -140,13 +139,13 @@ def _fingerprint(folder: Path) -> str:
 
 def _of_names(wanted: Mapping[str, object], found: Mapping[str, object]) -> Iterator[str]:
     for name in sorted(wanted.keys() ^ found.keys()):
-        yield f"{name} in the adapter alone" if name in wanted else f"{name}, which the adapter does not have"
+        yield f"{name} only in the adapter" if name in wanted else f"{name}, which the adapter does not have"
 
 
 def _of_numbers(wanted: Mapping[str, tuple[int, float]], found: Mapping[str, tuple[int, float]]) -> Iterator[str]:
     for name in sorted(wanted.keys() & found.keys()):
         (rank, scale), (other_rank, other_scale) = wanted[name], found[name]
         if rank != other_rank:
-            yield f"rank {other_rank} on {name}, where the adapter's is {rank}"
+            yield f"rank {other_rank} on {name}, but {rank} in the adapter"
         elif not math.isclose(scale, other_scale, rel_tol=1e-6):
-            yield f"a scale of {other_scale:g} on {name}, where the adapter's is {scale:g}"
+            yield f"a scale of {other_scale:g} on {name}, but {scale:g} in the adapter"

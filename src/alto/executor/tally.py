@@ -1,18 +1,19 @@
-"""Sums the results of one job over the micro-batches of an evaluation."""
+"""Sums up the results of one job over the micro-batches of an evaluation."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from alto.objectives import DerivedMetrics, Terms
 from alto.records import LabelSet
-from alto.spec.metric import source_metric
-
-__all__ = ["Derivation", "Evaluated", "Tally"]
+from alto.spec import source_metric
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +21,10 @@ class Evaluated:
     """The result of evaluating a job on a split.
 
     Attributes:
-        loss: As in training.
-        metrics: What its objective measures beside it, by name.
-        rows: By name: the loss (as the mean over the row's trained tokens; of a pair, its loss) and the metric that the
-            task chooses by, of every evaluated row; without those of which only the mean is known.
+        loss: The same loss as in training.
+        metrics: Other metrics of the objective, by name.
+        rows: Values of every evaluated row by name: the loss (the mean over the row's trained tokens; for a pair, the
+            pair's loss) and the metric that selects jobs. A value of which only the mean is known is missing.
     """
 
     loss: float
@@ -31,13 +32,13 @@ class Evaluated:
     rows: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     def rows_of(self, name: str | None) -> tuple[float, ...]:
-        """The value of every row; empty where they are not known, or ``name`` is None."""
+        """Return the value of every row; empty if the values are not known or ``name`` is None."""
         return self.rows.get(name, ()) if name is not None else ()
 
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """Makes metrics of sums over the rows of a split (:class:`alto.objectives.DerivedMetrics`)."""
+    """Computes metrics from sums over the rows of a split (:class:`alto.objectives.DerivedMetrics`)."""
 
     source: DerivedMetrics
     labels: LabelSet
@@ -51,14 +52,14 @@ class Derivation:
 
 
 class Tally:
-    """Sums over the rows of a split, and values of each of them.
+    """Sums over the rows of a split, and single values of each row.
 
     Args:
-        metrics: Names of what is summed beside the loss.
-        derivation: Makes further metrics of sums; None where there are none.
-        row_values: Those of which every row is kept: the loss or one of ``metrics``.
-        weights: Weight of every row of the split in its mean.
-        sources: Of a mixture the name and the rows of every source, in order: the loss of each is a metric of its own.
+        metrics: Names of the metrics that are summed beside the loss.
+        row_values: Names of the values that are kept for every row: the loss or one of ``metrics``.
+        weights: Weight of every row of the split in the mean.
+        sources: Name and number of rows of every source of a mixture, in order; the loss of each source is a metric.
+        derivation: Computes further metrics from sums; None if there are none.
         rows: The rows to evaluate, in the order in which their values are kept; None for all, in their order.
     """
 
@@ -91,12 +92,12 @@ class Tally:
         self._known: set[str] = set()
 
     def values(self) -> list[float]:
-        """All sums in one list, to be summed over the ranks; see :meth:`evaluated`."""
+        """Return all sums in one list, to be summed over the ranks; see :meth:`evaluated`."""
         flags = [float(name in self._known) for name in self._row_values]
         return [*self._sums, *self._statistics, *flags, *(value for rows in self._rows.values() for value in rows)]
 
     def evaluated(self, values: Sequence[float]) -> Evaluated:
-        """The evaluation from ``values``: those of :meth:`values`, summed over all ranks."""
+        """Return the evaluation for ``values``, the lists of :meth:`values` summed over all ranks."""
         left, total = iter(values), sum(self._weights)
         loss, *metrics = (value / total for value in itertools.islice(left, len(self._sums)))
         statistics = list(itertools.islice(left, len(self._statistics)))
@@ -111,7 +112,8 @@ class Tally:
         return Evaluated(loss=loss, metrics={**means, **derived, **of_sources}, rows=rows)
 
     def _source_losses(self, sums: Sequence[float]) -> dict[str, float]:
-        """The mean loss of the evaluated rows of every source that has some; ``sums`` are their weighted losses."""
+        """Return the mean loss of every source that has evaluated rows; ``sums`` are the weighted losses of the
+        rows."""
         return {
             source_metric(name): sum(sums[at] for at in positions) / sum(self._weights[at] for at in positions)
             for name, positions in self._sources
@@ -151,3 +153,29 @@ def _rows_of_sources(sources: Sequence[tuple[str, int]]) -> Iterator[tuple[str, 
     for name, count in sources:
         yield name, range(first, first + count)
         first += count
+
+
+class Stopwatch:
+    """Adds up the time that a task spends on each activity.
+
+    Args:
+        before_s: Seconds by activity, from before the task was interrupted.
+
+    Attributes:
+        time_s: Seconds by activity: ``training``, ``evaluation``, ``saving``.
+    """
+
+    def __init__(self, before_s: Mapping[str, float] | None = None) -> None:
+        self.time_s = {"training": 0.0, "evaluation": 0.0, "saving": 0.0, **(before_s or {})}
+
+    def add(self, what: Literal["training", "evaluation", "saving"], seconds: float) -> None:
+        self.time_s[what] += seconds
+
+    @contextlib.contextmanager
+    def timing(self, what: Literal["training", "evaluation", "saving"]) -> Iterator[None]:
+        """Add the time until the block is left."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(what, time.perf_counter() - began_s)

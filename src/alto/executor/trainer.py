@@ -1,7 +1,7 @@
-"""The arithmetic of jobs on one device: a bank on a frozen base, stepped and evaluated for any set of slots.
+"""The arithmetic of jobs on one device: a bank on a frozen base model, stepped and evaluated for any set of slots.
 
-Each rank has a trainer with a bank of its own. All are called with the same jobs and run their share, in as
-many micro-batches as the rank that needs most: a micro-batch gathers the base from all ranks.
+Each rank has a trainer with its own bank. All trainers are called with the same jobs and run their share, in as many
+micro-batches as the rank that needs most: every micro-batch gathers the base model from all ranks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from torch import Tensor
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import EvaluationSplit, JobRows, share_rows
 from alto.errors import DeviceMemoryError
+from alto.executor.auxiliary import Divergences, RouterBalance
 from alto.executor.context import TaskContext
-from alto.executor.divergence import Divergences
-from alto.executor.forward_plan import schedule_of, training_pass
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import NoMemoryError, watching
-from alto.executor.micro_batches import MicroBatches
-from alto.executor.prepared import PreparedStep
-from alto.executor.rank_share import JobBatch, RankShare, slot_of
+from alto.executor.forward_plan import JobBatch, PreparedStep, RankShare, schedule_of, slot_of, training_pass
+from alto.executor.micro_batches import MicroBatches, NoMemoryError, watching
+from alto.executor.planned_job import JobState
 from alto.executor.ranks import Ranks
-from alto.executor.router_balance import RouterBalance
 from alto.executor.start_adapter import Within
 from alto.executor.tally import Derivation, Evaluated, Tally
 from alto.kernels import upload
@@ -43,28 +39,26 @@ from alto.lora import (
 from alto.objectives import Learners, job_losses, micro_batch_terms, terms_of, token_losses
 from alto.spec import JobConfig
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
-    """Trains the jobs in its slots; makes no decisions. :func:`alto.executor.assembly.build_trainer` makes one.
+    """Trains the jobs in its slots; makes no decisions. Built by :func:`alto.executor.shared_bank.build_trainer`.
 
-    Rows and objective come from the context of each job's task: the bank may hold jobs of several tasks, which train in
-    the same micro-batches. In every list of jobs, those of a task are next to each other.
+    Rows and objective come from the context of each job's task. The bank may hold jobs of several tasks, which train in
+    the same micro-batches. In every list of jobs, the jobs of a task are next to each other.
 
-    Where memory runs out in a step or an evaluation, it starts again from the same state with smaller micro-batches.
+    If memory runs out in a step or an evaluation, the work starts again from the same state with smaller micro-batches.
 
     Args:
         backbone: The base model, whose targeted modules are wrapped for ``bank``.
-        bank: Of this rank; the banks of all ranks have as many slots.
-        optimizer: Of the bank's rows.
+        bank: Bank of this rank; the banks of all ranks have the same number of slots.
+        optimizer: Optimizer of the bank's rows.
         forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
         micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
-        ranks: This process among those that train together.
+        ranks: This process among the ranks that train together.
 
     Attributes:
         slots: Maps slots to ranks and local slots.
-        balance: The load-balancing losses of the last step; None where no job of it trains with them.
+        balance: The load-balancing losses of the last step; None if no job of the step trains with them.
     """
 
     def __init__(
@@ -90,7 +84,7 @@ class Trainer:
         self.balance: RouterBalance | None = None
 
     def use(self, forward_context: ForwardContext) -> None:
-        """Use another context, after the modules of the base model were wrapped again."""
+        """Use another forward context, after the modules of the base model were wrapped again."""
         self._forward_context = forward_context
 
     @property
@@ -104,10 +98,11 @@ class Trainer:
         return self._ranks.is_alone
 
     def compile_kernels(self, configs: Sequence[JobConfig]) -> Iterator[tuple[int, int]]:
-        """Compile the kernels that steps of jobs with ``configs`` launch, one at each turn; called between two steps.
+        """Compile the kernels that steps of jobs with ``configs`` launch, one at each iteration; called between two
+        steps.
 
         Returns:
-            Number of kernels that are compiled, and of all; nothing where there is nothing to compile.
+            An iterator over pairs: kernels compiled so far, and all kernels; empty if there is nothing to compile.
         """
         return compile_kernels(
             self.bank,
@@ -119,11 +114,11 @@ class Trainer:
         )
 
     def forget(self) -> None:
-        """Forget all gradients, after an error in :meth:`backward`."""
+        """Clear all gradients, after an error in :meth:`backward`."""
         self.bank.grads_ZP.zero_()
 
     def local_slot(self, job: JobState) -> int | None:
-        """Local slot of a resident job in this rank's bank; None where it is on another rank."""
+        """Return the local slot of a resident job in this rank's bank; None if the job is on another rank."""
         return self._share.local_slot(job)
 
     def admit_fresh(self, job: JobState, local_slot: int) -> None:
@@ -141,8 +136,8 @@ class Trainer:
         self.optimizer.reset(local_slot, job.config.optim)
 
     def readmit(self, job: JobState, local_slot: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
-        """Give ``local_slot`` of this rank's bank to a job that was parked, with the ``weights`` and the state of its
-        ``optimizer`` that it had."""
+        """Give ``local_slot`` of this rank's bank to a parked job, with its saved ``weights`` and ``optimizer``
+        state."""
         self.bank.occupy(local_slot, job.shape)
         self.bank.write(local_slot, weights)
         self.optimizer.write(local_slot, job.config.optim, optimizer)
@@ -152,13 +147,14 @@ class Trainer:
         self.bank.release(local_slot)
 
     def step(self, jobs: Sequence[JobState]) -> list[float]:
-        """One optimizer step of every resident job in ``jobs`` on its next batch; does not count the step.
+        """Run one optimizer step of every resident job in ``jobs`` on its next batch; the job's step count is not
+        changed.
 
         Returns:
-            The training loss of each before the step, as its objective has it.
+            The training loss of each job before the step, as its objective defines it.
 
         Raises:
-            RowTooLargeError, DeviceMemoryError: As :meth:`backward` and :meth:`update` do.
+            RowTooLargeError, DeviceMemoryError: See :meth:`backward` and :meth:`update`.
         """
         losses = self.backward(jobs)
         self.update(jobs)
@@ -166,12 +162,17 @@ class Trainer:
         return self.read(losses)
 
     def backward(self, jobs: Sequence[JobState]) -> Tensor:
-        """Losses ``[len(jobs)]`` of ``jobs`` on their next batches, as far as this rank has their rows, without those
-        of routers; the gradients of both are left in the bank, those of a data-parallel job summed over the ranks.
+        """Run the forward and backward pass of ``jobs`` on their next batches.
+
+        The gradients are left in the bank and include the routers' load-balancing losses; gradients of a data-parallel
+        job are summed over the ranks.
+
+        Returns:
+            Losses ``[len(jobs)]`` without the routers' losses, from the rows that this rank has; see :meth:`read`.
 
         Raises:
-            RowTooLargeError: One of their rows does not fit into memory by itself; no gradients are left.
-            DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
+            RowTooLargeError: A single row does not fit into memory; no gradients are left.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
         here = self._share.here(jobs)
         index_of = {
@@ -235,14 +236,14 @@ class Trainer:
         return losses
 
     def prepare(self, jobs: Sequence[JobState]) -> None:
-        """Make the batches of the step after this one, which ``jobs`` have not counted yet, and send them to the
-        device. Called after :meth:`update` and before :meth:`read`: the device computes meanwhile.
+        """Make the batches of the step after the present one, which ``jobs`` have not counted yet, and send them to the
+        device. Called after :meth:`update` and before :meth:`read`, while the device computes.
 
-        A step of other jobs, or with smaller micro-batches, makes its own batches, and so does one whose batches do not
-        fit into memory beside those of the present step.
+        If the next step has other jobs or smaller micro-batches, it makes its own batches. The same holds if these
+        batches do not fit into memory beside the batches of the present step.
 
         Raises:
-            Exception: A batch cannot be made: rows that cannot be read, for example.
+            Exception: A batch cannot be made, for example because rows cannot be read.
         """
         self._prepared.forget()
         jobs = [job for job in jobs if job.step + 1 < job.total_steps]
@@ -258,16 +259,17 @@ class Trainer:
                 raise
 
     def read(self, losses: Tensor) -> list[float]:
-        """The losses of :meth:`backward`, over all ranks. Read last: this is the first host-device synchronisation of
-        the step."""
+        """Return the losses of :meth:`backward`, summed over all ranks. Called last: this is the first host-device
+        synchronisation of the step."""
         return self._ranks.sum([float(loss) for loss in losses.tolist()])
 
     def update(self, jobs: Sequence[JobState]) -> Tensor:
-        """Clip and apply the gradients of ``jobs``, which end with it; returns the norms before clipping of this rank's
-        jobs.
+        """Clip and apply the gradients of ``jobs``, which are invalid afterwards; return the norms before clipping of
+        this rank's jobs.
 
         Raises:
-            DeviceMemoryError: There is no memory for it; :meth:`has_stepped` returns whether a job has taken the step.
+            DeviceMemoryError: Memory is too small for the optimizer step; :meth:`has_stepped` says which jobs have
+                taken it.
         """
         by_local_slot = self._share.here(jobs)
         local_slots, jobs = list(by_local_slot), list(by_local_slot.values())
@@ -283,22 +285,22 @@ class Trainer:
                     self._update([jobs[index] for index in left], norms if len(left) == len(jobs) else norms[left])
                 break
             except NoMemoryError:
-                pass  # tried again outside of this clause, which keeps the tensors to be released
+                pass  # retry outside of this clause, because the error keeps the tensors that must be released
             release_memory()
             self.micro_batches.report("update", [local_slots[index] for index in left])
             num_before, left = len(left), [index for index in left if not self.has_stepped(jobs[index])]
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
                     f"expected memory for the optimizer's step of {len(left)} jobs, found none left on "
-                    f"{self._backbone.device}; free some, or lower max_slots"
+                    f"{self._backbone.device}; free memory, or lower max_slots"
                 )
             is_last_try = len(left) == num_before
         assert norms is not None
         return norms
 
     def has_stepped(self, job: JobState) -> bool:
-        """Whether the adapter of a resident job has taken the step that the job has not counted yet. If another rank
-        could not take the step, this executor has ended."""
+        """Return whether the adapter of a resident job has taken the step that the job has not counted yet. A job on
+        another rank has taken it: otherwise this executor would have ended."""
         local_slot = self.local_slot(job)
         return local_slot is None or self.optimizer.steps[local_slot] > job.step
 
@@ -309,17 +311,14 @@ class Trainer:
         split: EvaluationSplit = "validation",
         rows: Sequence[Sequence[int]] | None = None,
     ) -> list[Evaluated]:
-        """Evaluate every resident job in ``jobs`` on rows of a split; the loss is that of training.
+        """Evaluate every resident job in ``jobs`` on rows of a split; the loss is the training loss.
 
         Args:
-            jobs: Resident jobs.
-            split: Rows to evaluate on.
-            rows: For each job the rows to evaluate it on, in the order in which their values are kept; None for all
-                rows of the split.
+            rows: Rows for each job, in the order in which their values are kept; None for all rows of the split.
 
         Raises:
-            RowTooLargeError: A row does not fit into memory by itself.
-            DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
+            RowTooLargeError: A single row does not fit into memory.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
         here = self._share.here(jobs)
         of_jobs = [None] * len(jobs) if rows is None else rows
@@ -360,19 +359,16 @@ class Trainer:
         within: Within = lambda num_tokens: nullcontext(),
         rows: Sequence[int] | None = None,
     ) -> list[Evaluated]:
-        """Evaluate what jobs begin with, the frozen base or a saved adapter on it, on a split of a task, with its
-        objective as each of ``configs`` sets it.
+        """Evaluate the jobs' starting point, the frozen base model or a saved adapter on it, on a split of a task, once
+        for each of ``configs`` with its settings of the objective.
 
         Args:
-            context: The task.
-            configs: Configurations of jobs.
-            split: Rows to evaluate on.
-            within: Inside, forward passes compute what jobs begin with; by default, the base.
-            rows: The rows to evaluate on, as :meth:`evaluate` takes them for a job.
+            within: Context in which forward passes compute the starting point; by default, the base model.
+            rows: The rows to evaluate, in the order in which their values are kept; None for all rows of the split.
 
         Raises:
-            RowTooLargeError: A row does not fit into memory by itself.
-            DeviceMemoryError: A micro-batch does not fit, and other ranks have begun it.
+            RowTooLargeError: A single row does not fit into memory.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
         tallies = [_new_tally(context, split, rows) for _ in configs]
         dataset, shares_beginnings = context.data.held_out(split), self._backbone.shares_beginnings
@@ -384,7 +380,7 @@ class Trainer:
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
                 batch = self._share.collate(parts)
-                # What jobs begin with does not differ from itself.
+                # The starting point is its own reference, so its divergence is 0.
                 kl_J = torch.zeros(len(batch.slots), dtype=torch.float64, device=self._backbone.device)
                 batch = replace(batch, kl_J=kl_J)
                 with within(sum(batch.job_tokens)):
@@ -403,7 +399,7 @@ class Trainer:
         tallies: Iterable[Tally],
         num_micro_batches: int,
     ) -> None:
-        """Evaluate one micro-batch at a time; where memory runs out, all tallies are reset."""
+        """Evaluate one micro-batch at a time; reset all tallies if memory runs out."""
         tallies = list(tallies)
 
         def forget() -> None:
@@ -413,7 +409,7 @@ class Trainer:
         self.micro_batches.run(work, accumulate, forget=forget, split_jobs=True, num_micro_batches=num_micro_batches)
 
     def _evaluated(self, tallies: Sequence[Tally]) -> list[Evaluated]:
-        """The evaluations from the tallies of all ranks."""
+        """Return the evaluations from the tallies of all ranks."""
         values = [tally.values() for tally in tallies]
         totals = iter(self._ranks.sum([value for of_one in values for value in of_one]))
         return [
@@ -429,7 +425,7 @@ class Trainer:
         self.optimizer.step(updates, norms)
 
     def _learners(self, jobs: Sequence[JobState]) -> list[Learners]:
-        """The jobs of a micro-batch, grouped by task."""
+        """Return the jobs of a micro-batch, grouped by task."""
         groups = [list(group) for _, group in itertools.groupby(jobs, key=lambda job: id(job.context))]
         return [
             Learners(of_task[0].context.objective, tuple(job.config for job in of_task), self._heads)
@@ -438,7 +434,7 @@ class Trainer:
 
 
 def _batches(jobs: Sequence[JobState], *, steps_ahead: int = 0) -> list[JobBatch]:
-    """The next batch of every job, or one that comes ``steps_ahead`` later."""
+    """Return the next batch of every job, or a batch that comes ``steps_ahead`` steps later."""
     return [(job, job.context.data.train, tuple(job.order.rows_of_step(job.step + steps_ahead))) for job in jobs]
 
 

@@ -9,16 +9,13 @@ from alto.export.metrics import loss_unit
 from alto.export.notebook import result_html
 from alto.export.pages import page_environment, plotly_bundle
 from alto.export.plain import PlainView
-from alto.export.plan import plan_text, schedule_text
-from alto.export.preview import preview_text
+from alto.export.plan import plan_text, preview_text, run_list, schedule_text
 from alto.export.queue_report import write_queue_report
 from alto.export.queue_view import LiveQueueView, open_queue_view, queue_summary, task_list
 from alto.export.report import report_page, write_report
 from alto.export.run_drawings import RunFigures, run_figures
-from alto.export.run_list import run_list
 from alto.export.tables import JobTable, job_table, run_notes
-from alto.export.terminal import LiveView, final_summary, open_view
-from alto.export.watch import watch_run
+from alto.export.terminal import LiveView, final_summary, open_view, watch_run
 from alto.export.wording import describe_task
 from alto.runs import RunHistory
 
@@ -54,7 +51,6 @@ __all__ = [
     "run_notes",
     "schedule_text",
     "task_list",
-    "timestamp",
     "watch_run",
     "write_comparison",
     "write_queue_report",

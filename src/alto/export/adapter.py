@@ -1,4 +1,4 @@
-"""Exports the task's best adapter as one folder: PEFT's files, metrics, a model card."""
+"""Exports the task's best adapter as one folder: PEFT's files, metrics and a model card."""
 
 from __future__ import annotations
 
@@ -10,19 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_json, replace_file, sync_folder, writing
 from alto.errors import RunNotFoundError
 from alto.export.card import ModelUse, adapter_tags, card_header
 from alto.export.metrics import format_metric, loss_unit, metric_name
 from alto.export.wording import describe_adapter_check
 from alto.records import JobResult, TaskOutcome
-from alto.runs import replace_file, sync_folder, writing
-from alto.spec.base_objects import is_object_name
-from alto.spec.chat_template import TEMPLATE_NAME
-from alto.spec.labels import LABELS_NAME
-from alto.spec.metric import LOSS
-from alto.spec.outside import read_json
-
-__all__ = ["METRICS_NAME", "export_best", "is_outdated"]
+from alto.spec import LABELS_NAME, LOSS, TEMPLATE_NAME, is_object_name
 
 METRICS_NAME = "metrics.json"
 
@@ -42,11 +36,11 @@ def export_best(
 
     Args:
         result: Result of the task.
-        best_of_job: The winner's own ``best/`` folder, PEFT format.
+        best_of_job: The winner's own ``best/`` folder, in PEFT's format.
         base_model_of: Reads the name of the base model from an adapter's folder.
-        model, dataset, method: As the task names them, for the card.
-        use: How the winner is loaded and asked, for the card; its labels are kept beside it as ``labels.json``.
-        chat_template: Text of the template that the task sets, kept beside the adapter; None where it sets none.
+        model, dataset, method: Names from the task, for the card.
+        use: How the winner is loaded and prompted, for the card; its labels are written to ``labels.json``.
+        chat_template: Text of the template that the task sets, written beside the adapter; None without one.
 
     Raises:
         RunNotFoundError: The winner's folder is gone.
@@ -61,8 +55,8 @@ def export_best(
     metrics = _metrics(result) | _rows(use)
     if not best_of_job.is_dir():
         raise RunNotFoundError(
-            f"expected the best adapter of {result.best_job} in {best_of_job}, found none; without it the run has no "
-            "result any more: put the folder back, or start a new run"
+            f"expected the best adapter of {result.best_job} in {best_of_job}, found no such folder; "
+            "the run has no result without it: put the folder back, or start a new run"
         )
     try:
         with writing(Path(result.run_dir), folder):
@@ -84,8 +78,8 @@ def export_best(
 
 
 def is_outdated(result: TaskOutcome) -> bool:
-    """Whether the run's ``best/`` is of an earlier result than ``result``: a finished run may have trained further
-    jobs. A folder whose ``metrics.json`` cannot be read is not."""
+    """Return whether the run's ``best/`` belongs to an earlier result than ``result``: a finished run may have trained
+    further jobs. False if its ``metrics.json`` cannot be read."""
     try:
         facts = read_json(Path(result.adapter_dir) / METRICS_NAME)
     except (OSError, ValueError):
@@ -120,13 +114,13 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
 
 
 def _rows(use: ModelUse) -> dict[str, Any]:
-    """The form of the rows, by which an export of the folder alone knows how the model is asked."""
+    """Return the form of the rows; from it, an export of only this folder knows how the model is prompted."""
     found = {key: use.rows[key] for key in ("form", "of_messages") if key in use.rows}
     return {"rows": found} if found else {}
 
 
 def _worth(result: TaskOutcome) -> dict[str, Any]:
-    """The validation loss; of a refit, which has none, the run whose winner it is."""
+    """Return the validation loss; for a refit, which has none, the run whose winner was trained again."""
     if result.refit_of:
         return {"refit_of": result.refit_of}
     return {"validation_loss": _best(result).best_validation_loss}
@@ -137,12 +131,12 @@ def _strict_values(metrics: Mapping[str, float]) -> dict[str, float | str]:
 
 
 def _strict(value: float) -> float | str:
-    """Strict JSON has no NaN and no infinity."""
+    """Convert NaN and infinity to text, because strict JSON has neither."""
     return value if math.isfinite(value) else str(value)
 
 
 def _finalists(result: TaskOutcome) -> dict[str, Any]:
-    """The scores of the finalists and the winner's own, where answers chose it, or why they did not; else empty."""
+    """Return the scores of the finalists and of the winner if answers chose it, or why they did not; else empty."""
     if result.scorer_failure:
         return {"scorer": result.scorer, "scorer_failure": result.scorer_failure}
     if not result.finalists:
@@ -159,7 +153,7 @@ def _finalists(result: TaskOutcome) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Card:
-    """What a model card says of a task; see :func:`export_best`."""
+    """Facts about a task for its model card; see :func:`export_best`."""
 
     model: str
     dataset: str
@@ -168,7 +162,7 @@ class _Card:
     chat_template: str | None
 
     def text(self, result: TaskOutcome, base_model: str) -> str:
-        """The card of the best adapter of ``result``."""
+        """Return the card of the best adapter of ``result``."""
         best = _best(result)
         tables = {
             "measured on the validation rows": _written(best.best_metrics),
@@ -188,10 +182,10 @@ LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pyp
 {shown}"""
 
     def _origin(self, result: TaskOutcome) -> str:
-        """Where the adapter comes from, and what it is worth."""
+        """Describe how the adapter was chosen, and its losses."""
         best = _best(result)
         chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
-        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which chose nothing"
+        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which were not used to choose"
         if result.refit_of:
             return (
                 f"the refit of\n`{Path(result.refit_of).name}`, whose winner was trained on all rows for "
@@ -206,7 +200,7 @@ at step {best.best_step} of {best.total_steps}{tested}"""
         if self.chat_template is None:
             return ""
         return f"""
-It was trained with the chat template in `{TEMPLATE_NAME}`, not with the tokenizer's own.
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the template of the tokenizer.
 """
 
 

@@ -1,4 +1,4 @@
-"""Parts of every model card: the header, as the Hugging Face hub reads it, and Python that runs the model."""
+"""Parts of every model card: the header, which the Hugging Face hub reads, and Python code that runs the model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from alto.records import LabelSet
-from alto.spec.base_objects import is_object_name
-from alto.spec.chat_template import TEMPLATE_NAME
-
-__all__ = ["ModelUse", "adapter_tags", "card_header", "with_code", "without_header"]
+from alto.spec import TEMPLATE_NAME, is_object_name
 
 TokenizerPlace = Literal["base", "base_with_template", "folder"]
 
@@ -20,16 +17,16 @@ _LIMIT = "---\n"
 _FOLDER = 'folder = "path/to/this/folder"'
 _CODE = re.compile(r"```python\n(?:(?!```).)*path/to/this/folder(?:(?!```).)*```\n", re.DOTALL)
 _PIPELINES = {"AutoModelForImageTextToText": "image-text-to-text"}
-"""The hub's name for the use of a model, by the class that loads it, where that is not ``text-generation``."""
+"""The hub's pipeline tag by the class that loads a model, for classes whose tag is not ``text-generation``."""
 
 
 def card_header(base_model: str, *, library: str, pipeline: str, tags: Sequence[str]) -> str:
-    """The header of a card, with the keys that PEFT 0.21 and transformers write.
+    """Return the header of a card, with the keys that PEFT 0.21 and transformers write.
 
     Args:
-        base_model: What ``from_pretrained`` takes; empty leaves the key out.
+        base_model: The argument of ``from_pretrained``; an empty one omits the key.
         library, pipeline: ``library_name`` and ``pipeline_tag``.
-        tags: In any order.
+        tags: The tags, in any order.
     """
     lines = [f"base_model: {json.dumps(base_model)}"] if base_model else []
     lines += [f"library_name: {library}", f"pipeline_tag: {pipeline}", "tags:"]
@@ -38,12 +35,12 @@ def card_header(base_model: str, *, library: str, pipeline: str, tags: Sequence[
 
 
 def adapter_tags(base_model: str) -> list[str]:
-    """The tags of an adapter: those of PEFT, the base model's among them where it has a name, and ALTO's."""
+    """Return the tags of an adapter: ALTO's tag, PEFT's tags, and one for the base model if that has a name."""
     return ["alto", "lora", "transformers", *([f"base_model:adapter:{base_model}"] if base_model else [])]
 
 
 def without_header(card: str) -> str:
-    """The text of a card behind its header, if it has one."""
+    """Return the text of a card without its header."""
     if not card.startswith(_LIMIT):
         return card
     _, found, text = card.removeprefix(_LIMIT).partition(f"\n{_LIMIT}")
@@ -51,20 +48,19 @@ def without_header(card: str) -> str:
 
 
 def with_code(card: str, code: str) -> str:
-    """``card`` with ``code`` in place of the Python that ALTO wrote into it; as it is where it has none."""
+    """Replace the Python code that ALTO wrote into ``card`` by ``code``; unchanged if there is no such code."""
     return _CODE.sub(lambda _: code, card, count=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUse:
-    """Facts about a trained model that decide how it is loaded and asked.
+    """Facts about a trained model that decide how it is loaded and prompted.
 
     Attributes:
         model_class: Name of transformers' class that loads the base model.
         has_template: Whether the tokenizer has a chat template, or the task sets one.
         labels: Labels of the classification head; None without a head.
-        rows: ``form`` and ``of_messages`` of its training rows, as in a run's journal; empty where they
-            are not known.
+        rows: ``form`` and ``of_messages`` of its training rows, as in a run's journal; empty if unknown.
         trust_remote_code: Whether the base model comes with code of its own.
     """
 
@@ -76,18 +72,19 @@ class ModelUse:
 
     @property
     def pipeline(self) -> str:
-        """The hub's name for the use of the model."""
+        """The hub's pipeline tag of the model."""
         if self.labels is not None:
             return "text-classification"
         return _PIPELINES.get(self.model_class, "text-generation")
 
     def adapter_code(self, base_model: str, tokenizer_in: TokenizerPlace) -> str:
-        """A block of Python that loads the adapter and gives one result of it.
+        """Return a block of Python code that loads the adapter and prints one result.
 
         Args:
-            base_model: As the adapter names it: what ``from_pretrained`` takes, or the name of an object.
-            tokenizer_in: ``folder`` where the tokenizer is beside the adapter; ``base`` where it is that of the base
-                model, which ``base_with_template`` gives the template beside the adapter.
+            base_model: Name of the base model in the adapter: the argument of ``from_pretrained``, or the name of an
+                object.
+            tokenizer_in: ``folder`` if the tokenizer is beside the adapter; ``base`` for the tokenizer of the base
+                model; ``base_with_template`` for the latter with the template beside the adapter.
         """
         settings = {} if self.labels is None else self.labels.to_config()
         tokenizer = self._load("AutoTokenizer", "folder" if tokenizer_in == "folder" else repr(base_model))
@@ -106,7 +103,7 @@ class ModelUse:
         return self._block(imports, lines, needs_path=tokenizer_in == "base_with_template")
 
     def merged_code(self) -> str:
-        """A block of Python that loads the merged model from its folder and gives one result of it."""
+        """Return a block of Python code that loads the merged model from its folder and prints one result."""
         tokenizer, model = self._load("AutoTokenizer", "folder"), self._load(self._class, "folder")
         imports = [f"from transformers import {self._class}, AutoTokenizer"]
         return self._block(imports, [f"tokenizer = {tokenizer}", f"model = {model}.eval()"])
@@ -117,14 +114,14 @@ class ModelUse:
 
     @property
     def _is_chat(self) -> bool:
-        """Whether texts reach the model through the chat template."""
+        """Whether texts are formatted with the chat template."""
         if self.labels is not None:
             return bool(self.rows.get("of_messages"))
         return self.has_template and not self._is_raw
 
     @property
     def _is_raw(self) -> bool:
-        """Whether replies follow their prompts as they are, without template and line break."""
+        """Whether replies follow their prompts directly, without template and line break."""
         form = str(self.rows.get("form", ""))
         return form == "text" or form.startswith("raw_")
 
@@ -134,7 +131,7 @@ class ModelUse:
         return f"{of}.from_pretrained({', '.join([where, *(f'{key}={value!r}' for key, value in given.items())])})"
 
     def _block(self, imports: Sequence[str], loading: Sequence[str], *, needs_path: bool = False) -> str:
-        """``loading`` between its imports and one result."""
+        """Return a block of Python code: imports, ``loading``, and one result."""
         result = self._answer() if self.labels is None else self._label(self.labels)
         standard = ["from pathlib import Path", ""] if needs_path else []
         outside = imports if self.labels is None else ["import torch", *imports]
@@ -161,7 +158,7 @@ class ModelUse:
     def _label(self, labels: LabelSet) -> list[str]:
         inputs = [
             'text = "Hello"',
-            'inputs = tokenizer(text, return_tensors="pt")  # of two texts: tokenizer(text, text_pair, ...)',
+            'inputs = tokenizer(text, return_tensors="pt")  # for two texts: tokenizer(text, text_pair, ...)',
         ]
         if self._is_chat:
             inputs = [

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from alto.records import ExitReason, Lead
 from alto.runs import JobHistory, RunHistory
-from alto.runs.configurations import ConfigurationHistory, repeated_configurations
 from alto.runs.events import RungScored
-from alto.runs.lead import lead_of_winner
-from alto.spec.metric import LOSS, loss_scale
-
-__all__ = ["choice_notes"]
+from alto.runs.lead import ConfigurationHistory, lead_of_winner, repeated_configurations
+from alto.spec import LOSS, loss_scale
 
 _MAX_NAMES = 3
 
 
 def choice_notes(history: RunHistory) -> tuple[str, ...]:
-    """Sentences on the winner of a finished run: whether its scorer failed, which others lie within noise of it, why it
-    won where early exit had ended it as underperforming, and where a budget ended it. Empty where none applies."""
+    """Return notices about the winner of a finished run; empty if none applies.
+
+    They say whether its scorer failed, which other jobs are within noise of it, why it won although early exit had
+    ended it as underperforming, and where a budget ended it.
+    """
     winner = history.best
     if history.result is None or winner is None:
         return ()
@@ -80,7 +80,7 @@ def _what_repetitions_say(winner: JobHistory, configurations: Sequence[Configura
     metric = configurations[0].metric.replace("_", " ")
     first, *others = map(_spread, configurations)
     next_best = f"; the next best configuration ({configurations[1].jobs[0].job}): {others[0]}" if others else ""
-    last = ", those with a job that diverged or failed after all others"
+    last = "; configurations with a job that diverged or failed rank last"
     ranked = (
         f"Configurations were ranked by their means{last if any(one.has_failed for one in configurations) else ''}."
     )
@@ -90,7 +90,7 @@ def _what_repetitions_say(winner: JobHistory, configurations: Sequence[Configura
 def _spread(one: ConfigurationHistory) -> str:
     seeds = "1 seed" if len(one.jobs) == 1 else f"{len(one.jobs)} seeds"
     if math.isnan(one.mean):
-        return f"not known, as a job has no finite loss, over {seeds}"
+        return f"unknown over {seeds}, as a job has no finite loss"
     return f"{one.mean:.4g}{'' if math.isnan(one.deviation) else f' ± {one.deviation:.2g}'} over {seeds}"
 
 
@@ -107,12 +107,12 @@ def _why_underperforming(history: RunHistory, winner: JobHistory) -> str:
     rank = f", as rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}" if "num_competing" in evidence else ""
     dropped_at = (rung.progress for rung in reversed(history.rungs) if winner.job in rung.dropped)
     progress = next(dropped_at, winner.progress)
-    why = "no job that continued reached a better one"
+    why = "no job that continued has a better adapter"
     if history.finalists:
         is_counted = all(score.num_correct is not None for score in history.finalists)
         why = "it gave the most right answers" if is_counted else "its answers had the best score"
         if history.result is not None and history.result.within_noise:
-            why = "no finalist had a score that is better by more than noise"
+            why = "no finalist's score was better by more than noise"
     is_papers = history.started is not None and history.started.early_exit.get("policy") == "paper"
     remedy = "A larger select_ratio lets" if is_papers else "A larger early_exit.min_kept, or later rungs, lets"
     return (

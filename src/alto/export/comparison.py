@@ -1,4 +1,4 @@
-"""Two finished runs side by side, in the terminal and as a page."""
+"""Shows two finished runs side by side, in the terminal and as a page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from alto.base import replace_file
 from alto.errors import RunWriteError
 from alto.export.figures import CurveFigure, choose_view, curve_data
 from alto.export.metrics import loss_unit
@@ -27,12 +28,10 @@ from alto.export.wording import (
     short_name,
     short_path,
 )
-from alto.runs import RunHistory, read_history, replace_file
-
-__all__ = ["comparison_table", "write_comparison"]
+from alto.runs import RunHistory, read_history
 
 _ROLES = ("first", "second")
-"""What colours the curve of each run."""
+"""The role of each run's curve, which decides its colour."""
 
 
 def comparison_table(
@@ -44,11 +43,9 @@ def comparison_table(
     same_validation: bool | None,
     same_loss: bool,
 ) -> RenderableType:
-    """The facts of two runs, then the settings of their best jobs that differ.
+    """Return a table of the facts of two runs, then of the settings in which their best jobs differ.
 
-    Args:
-        run_dirs: Their folders.
-        facts, settings, same_data, same_validation, same_loss: As of :class:`alto.results.RunComparison`.
+    All arguments are attributes of :class:`alto.results.RunComparison`.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
@@ -74,12 +71,12 @@ def write_comparison(
     same_validation: bool | None,
     same_loss: bool,
 ) -> Path:
-    """Write the same as one page that needs nothing else, with the validation curves of both best jobs, and what both
-    generate for the prompts that the samples of both runs have.
+    """Write the comparison as one self-contained page, with the validation curves of both best jobs and their
+    generations for the prompts that both runs sampled.
 
     Args:
         path: The HTML file.
-        run_dirs, facts, settings, same_data, same_validation, same_loss: As of :func:`comparison_table`.
+        run_dirs, facts, settings, same_data, same_validation, same_loss: See :func:`comparison_table`.
 
     Raises:
         RunNotFoundError, RunError: The journal of a run is gone, or damaged.
@@ -105,13 +102,14 @@ def write_comparison(
         replace_file(path, page)
     except OSError as error:
         raise RunWriteError(
-            f"html: expected a file that can be written, found that {path} cannot ({error.strerror}); choose another"
+            f"html: expected a writable file, found that {path} cannot be written ({error.strerror}); choose another "
+            "file"
         ) from error
     return path
 
 
 def _curves(histories: Sequence[RunHistory], names: Sequence[str]) -> CurveFigure:
-    """The validation loss of the best job of each run, over the share of its steps."""
+    """Draw the validation loss of the best job of each run over the share of its steps."""
     traces: list[dict[str, Any]] = []
     curves: dict[str, list[float]] = {}
     for role, name, history in zip(_ROLES, names, histories, strict=True):
@@ -137,7 +135,7 @@ def _curves(histories: Sequence[RunHistory], names: Sequence[str]) -> CurveFigur
 
 
 def _common_samples(histories: Sequence[RunHistory]) -> list[dict[str, Any]]:
-    """Prompts that the samples of both runs have, with the text of each run's best adapter."""
+    """Return the prompts that both runs sampled, with the text of each run's best adapter."""
     first, second = ({sample.prompt: sample for sample in history.samples} for history in histories)
     return [
         {
@@ -165,18 +163,24 @@ def _warnings(
             "be compared."
         )
     elif same_validation and same_data is False:
-        found.append("The runs were trained on different rows. They were validated on the same ones.")
+        found.append("The runs were trained on different rows, but validated on the same rows.")
     if same_validation is None:
-        found.append("A journal does not record its validation rows: whether the losses can be compared is not known.")
+        found.append(
+            "The journal of a run does not record its validation rows: it is unknown whether the losses can be "
+            "compared."
+        )
     if not same_loss:
-        found.append("The best jobs have different losses, by method or by its settings: they cannot be compared.")
+        found.append(
+            "The best jobs compute different losses, because their methods or the settings of these differ: the losses "
+            "cannot be compared."
+        )
     if not settings:
         found.append("The best jobs have the same configuration.")
     return found
 
 
 def _short_names(run_dirs: Sequence[str]) -> list[str]:
-    """The names of the folders; where they are equal, with the folders that they are in."""
+    """Return the names of the folders; if they are equal, with their parent folders."""
     names = [clean(Path(run_dir).name) for run_dir in run_dirs]
     return names if len(set(names)) == len(names) else [short_path(run_dir) for run_dir in run_dirs]
 

@@ -1,7 +1,7 @@
 """The figures of the report as plotly.js traces: plain lists and dicts, no colours.
 
-A trace names its role in ``meta.role`` (an outcome or ``best``); the page gives every role its colour in
-the light and the dark scheme. Text that comes from a user is escaped for plotly, which reads a little HTML.
+A trace names its role in ``meta.role`` (an outcome or ``best``); the page gives every role its colour in the light and
+the dark scheme. Text that comes from a user is escaped for plotly, which interprets some HTML.
 """
 
 from __future__ import annotations
@@ -17,28 +17,11 @@ from alto.export.metrics import is_share, metric_name
 from alto.export.tables import JobRow
 from alto.export.wording import describe_rung, format_count, format_duration, format_loss, format_share
 from alto.runs import JobHistory, RunHistory
-from alto.spec.metric import source_of
-
-__all__ = [
-    "TRAINING_LOSS",
-    "VALIDATION_LOSS",
-    "CurveFigure",
-    "OccupancyFigure",
-    "Quantity",
-    "View",
-    "choose_view",
-    "curve_data",
-    "curve_figure",
-    "metric_quantity",
-    "occupancy_figure",
-    "point_view",
-    "role_of",
-    "sorted_roles",
-]
+from alto.spec import source_of
 
 FAR = 10
-"""Losses that many times their scale above the lowest are those of diverged jobs. The scale is the extent of the best
-curves, the lowest loss, or 1.0, whichever is the highest."""
+"""Losses further above the lowest loss than this multiple of the scale belong to diverged jobs. The scale is the extent
+of the best curves, the lowest loss, or 1.0, whichever is the highest."""
 
 # Later roles are drawn over earlier ones.
 _DRAWING_ORDER = (
@@ -59,10 +42,9 @@ class Quantity:
     """A quantity that is drawn for every job.
 
     Attributes:
-        values_of: Its value at each evaluation of a job.
+        values_of: Returns the value at each evaluation of a job.
         hover: Name and value as a plotly hover template.
         tick_format: Format of the axis, in d3's syntax; empty for plotly's default.
-        more_is_better: Whether higher values are better.
         is_bounded: Whether values have a fixed range, so that no curve can flatten the others.
     """
 
@@ -78,7 +60,7 @@ TRAINING_LOSS = Quantity(values_of=lambda job: [point.train_ema for point in job
 
 
 def metric_quantity(metric: str) -> Quantity:
-    """A metric for which higher is better, or the loss on a source of a mixture."""
+    """Return the quantity of a metric, for which higher is better, or of the loss on a source of a mixture."""
     return Quantity(
         values_of=lambda job: [metrics.get(metric, math.nan) for metrics in job.metrics],
         hover=f"{html.escape(metric_name(metric))} %{{y:{'.1%' if is_share(metric) else '.4f'}}}",
@@ -90,14 +72,14 @@ def metric_quantity(metric: str) -> Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """The range of values a figure shows at first, and what it leaves out at the end where the worse ones are.
+    """The range of values that a figure shows at first, and what it leaves out at the end of the worse values.
 
     Attributes:
-        low, high: Its ends.
-        more_is_better: Whether the worse values are the lower ones.
-        num_outside: Jobs whose curve leaves the view there.
+        low, high: Ends of the range.
+        more_is_better: Whether higher values are better.
+        num_outside: Number of jobs whose curve leaves the view at the end of the worse values.
         worst: The worst finite value of any job.
-        num_not_finite: Jobs with a value that is infinite or not a number.
+        num_not_finite: Number of jobs with a value that is infinite or not a number.
     """
 
     low: float
@@ -136,8 +118,8 @@ class CurveFigure:
 
     Attributes:
         traces: Plotly traces of the curves.
-        rungs: Rungs: their places on the axis, labels, and labels for narrow figures.
-        view: The view that it opens with; None if there is nothing to show.
+        rungs: The rungs: places on the axis, labels, and labels for narrow figures.
+        view: The initial view; None if there is nothing to show.
     """
 
     traces: list[dict[str, Any]]
@@ -148,14 +130,14 @@ class CurveFigure:
 def choose_view(
     curves: Mapping[str, Sequence[float]], *, more_is_better: bool = False, is_bounded: bool = False, best: str = ""
 ) -> View | None:
-    """The range that shows the jobs worth comparing, however far others diverge.
+    """Choose the range that shows the jobs worth comparing, however far other jobs diverge; None without finite values.
 
-    The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to where these
-    curves typically began. Losses up to four extents above the lowest stay in view, and those that are no outliers
-    of the best quarter: at most three interquartile ranges above its upper quartile. So up to three quarters of the
-    jobs may diverge without flattening the rest. In view are also the curve ``best`` from its lowest point to at least
-    its median, and the lowest points of half of the jobs, except those so high (``FAR``) that their jobs have diverged.
-    Where higher is better, the rule is mirrored; where values are bounded, everything is in view.
+    The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to the typical
+    first loss of these curves. The view contains losses up to four extents above the lowest, and losses that are not
+    outliers of the best quarter: at most three interquartile ranges above its upper quartile. So up to three quarters
+    of the jobs may diverge without flattening the rest. The view also contains the curve ``best`` from its lowest point
+    to at least its median, and the lowest points of the better half of the jobs, except those of diverged jobs
+    (``FAR``). If higher is better, the rule is mirrored; if values are bounded, everything is in view.
 
     Args:
         curves: Values of the curve by job id.
@@ -191,12 +173,14 @@ def choose_view(
 
 
 def point_view(values: Sequence[float], *, more_is_better: bool = False, is_bounded: bool = False) -> View | None:
-    """The range that shows one value of every job: all but far outliers (three interquartile ranges above the upper
-    quartile of those that have not diverged, ``FAR``), and those that are not finite.
+    """Choose the range that shows one value of every job; None without finite values.
+
+    It leaves out values that are not finite and far outliers: values more than three interquartile ranges above the
+    upper quartile of the jobs that have not diverged (``FAR``).
 
     Args:
         values: A value of each job.
-        more_is_better: Whether higher values are better; the rule is mirrored then.
+        more_is_better: Whether higher values are better; then the rule is mirrored.
         is_bounded: Whether values have a fixed range; then everything is in view.
     """
     sign = -1.0 if more_is_better else 1.0
@@ -220,13 +204,13 @@ def point_view(values: Sequence[float], *, more_is_better: bool = False, is_boun
 
 
 def _outer_fence(values: Sequence[float]) -> float:
-    """Three interquartile ranges above the upper quartile: Tukey's limit of far outliers."""
+    """Return Tukey's limit of far outliers: three interquartile ranges above the upper quartile."""
     lower, _, upper = statistics.quantiles([*values, *values], n=4, method="inclusive")
     return upper + 3 * (upper - lower)
 
 
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
-    """One curve per job over the share of its own steps, with a line at every rung; the best job is drawn last.
+    """Draw one curve per job over the share of its own steps, with a line at every rung; the best job is drawn last.
 
     Args:
         history: The run.
@@ -259,7 +243,7 @@ def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity
 
 
 def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[str, Any]:
-    """``figure`` as ``templates/report.js`` draws it.
+    """Return ``figure`` as data for ``templates/report.js``.
 
     Args:
         figure: The figure.
@@ -277,13 +261,13 @@ def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OccupancyFigure:
-    """Bars of all stays over the time in which the run was worked on, and where that time has gaps.
+    """Bars for the stays of jobs in slots, over the time in which the run was worked on.
 
     Attributes:
         traces: Plotly traces of the bars.
-        lanes: Name of every slot, from above.
+        lanes: Name of every slot, from top to bottom.
         unit: Unit of the time axis.
-        gaps: Interruptions: their places on the axis, and labels with their durations.
+        gaps: Interruptions: places on the axis, and labels with their durations.
     """
 
     traces: list[dict[str, Any]]
@@ -293,15 +277,15 @@ class OccupancyFigure:
 
 
 def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFigure:
-    """Horizontal bars, one per stay of a job in a slot, grouped by outcome.
+    """Draw one horizontal bar for each stay of a job in a slot, grouped by outcome.
 
-    Interruptions are cut out of the axis; a clock that was set back shortens bars, never below zero.
+    Interruptions are cut out of the axis. If the clock was set back, bars become shorter, but never negative.
     """
     seconds, unit = _time_unit(history.duration_s)
     labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
     bars: dict[str, dict[str, Any]] = {}
     num_ranks = max([history.num_ranks, *(stay.rank + 1 for stay in history.occupancy)])
-    # A run that was resumed with another number of ranks has had banks of several sizes.
+    # A run that was resumed with a different number of ranks has had banks of several sizes.
     num_local = max([history.num_slots // history.num_ranks, *(stay.local_slot + 1 for stay in history.occupancy)])
     has_ranks = num_ranks > 1
     for stay in history.occupancy:
@@ -352,7 +336,8 @@ def _curve(
 
 
 def _rung_labels(history: RunHistory) -> list[tuple[float, str, str]]:
-    """Every rung, at the share after which jobs were first evaluated for it; the second label leaves out that share."""
+    """Return every rung: the share of steps after which jobs were first evaluated for it, a label with this share, and
+    a label without."""
     labels = []
     for rung in history.rung_settings:
         outcome = next((found for found in history.rungs if math.isclose(found.progress, rung.progress)), None)
@@ -383,12 +368,12 @@ def _empty_bar(role: str) -> dict[str, Any]:
 
 
 def role_of(job: JobHistory, best: JobHistory | None) -> str:
-    """What colours a job: its outcome, or ``best``."""
+    """Return the role that decides a job's colour: its outcome, or ``best``."""
     return "best" if job is best else job.outcome
 
 
 def sorted_roles(roles: Iterable[str]) -> list[str]:
-    """The distinct ones of ``roles`` in the order in which they are drawn: the best job last, over all others."""
+    """Return the distinct roles in the order in which they are drawn: the best job last, over all others."""
     return sorted(set(roles), key=_drawing_order)
 
 

@@ -1,4 +1,4 @@
-"""Tasks on GPUs over time, planned and actual: the data of a figure that ``templates/gantt.js`` draws."""
+"""Data of a figure that shows tasks on GPUs over time, planned and actual; ``templates/gantt.js`` draws it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ from alto.export.pages import render_page, write_page
 from alto.export.wording import clean, format_duration
 from alto.records import Gpu, Node, Placement
 
-__all__ = ["gantt_figure", "write_gantt"]
-
 MAX_LANES = 64
-"""Largest number of GPUs with a lane each; beyond it there is one lane per node."""
+"""Largest number of GPUs with a lane each; with more GPUs, there is one lane per node."""
 MAX_BARS = 4000
 """Largest number of tasks drawn, the longest first."""
 
 NUM_HUES = 6
-"""Colours that tasks take by turns; neighbours differ."""
+"""Number of colours; consecutive tasks take different ones, in turn."""
 
 _UNITS = ((2 * 86400.0, 86400.0, "days"), (2 * 3600.0, 3600.0, "hours"), (120.0, 60.0, "minutes"))
 
@@ -34,18 +32,18 @@ def gantt_figure(
     *,
     gaps: Sequence[tuple[float, float]] = (),
 ) -> dict[str, Any]:
-    """A lane for every GPU, or for every node where there are many, in it a bar for every task. Tasks that share a GPU
-    at a time have lanes of it below each other.
+    """Return a figure with a lane for every GPU, or for every node if there are many GPUs, and a bar for every task.
+    Tasks that share a GPU at the same time get separate lanes of it, below each other.
 
     Args:
-        planned: Placements that were planned, drawn as thin bars above the actual ones; may be empty.
+        planned: Planned placements, drawn as thin bars above the actual ones; may be empty.
         actual: Placements that ran, one per attempt. Both count seconds from the same moment.
         nodes: Nodes of the cluster.
-        gaps: Interruptions, which are cut out of the placements: the second at which each is, and its seconds.
+        gaps: Interruptions, which are cut out of the placements: the time of each and its duration, in seconds.
 
     Returns:
-        ``lanes``, ``unit``, ``traces`` (one a hue and kind), ``gaps`` (places on the axis, and labels) and ``note``, a
-        sentence about what was left out.
+        ``lanes``, ``unit``, ``traces`` (one for each hue and kind), ``gaps`` (places on the axis, and labels), and
+        ``note``, sentences about what was left out.
     """
     gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
     is_fine = len(gpus) <= MAX_LANES
@@ -57,17 +55,17 @@ def gantt_figure(
     lanes = [_lane(gpu, depth, is_fine=is_fine) for gpu in gpus for depth in range(most[gpu] + 1)]
     seconds, unit = _unit(max((place.end_s for place in (*planned, *actual)), default=0.0))
     hues = {task: index % NUM_HUES for index, task in enumerate(dict.fromkeys(p.task for p in (*planned, *actual)))}
-    notes = [] if is_fine else ["A row is a node; tasks in it may run at the same time."]
+    notes = [] if is_fine else ["Each row is a node; tasks in one row may run at the same time."]
     if any(most.values()):
         gpu = next(gpu for gpu in gpus if most[gpu])
         first, second = _lane(gpu, 0, is_fine=True), _lane(gpu, 1, is_fine=True)
-        notes.append(f"Tasks in one place at the same time have rows below each other: {first}, {second}.")
+        notes.append(f"Tasks that run in the same place at the same time have separate rows: {first}, {second}.")
     traces = []
     for kind, placements in (("planned", planned), ("actual", actual)):
         drawn = placements
         if len(placements) > MAX_BARS:
             drawn = sorted(placements, key=lambda place: -place.duration_s)[:MAX_BARS]
-            notes.append(f"Of {len(placements):,} {kind} tasks the {MAX_BARS:,} longest are drawn.")
+            notes.append(f"Only the {MAX_BARS:,} longest of {len(placements):,} {kind} tasks are drawn.")
         traces += _traces(
             kind,
             drawn,
@@ -88,7 +86,7 @@ def gantt_figure(
 def write_gantt(
     path: Path, planned: Sequence[Placement], actual: Sequence[Placement], nodes: Sequence[Node], *, title: str
 ) -> None:
-    """Write the picture as one page that needs nothing else.
+    """Write the figure as one self-contained page.
 
     Args:
         path: The HTML file.
@@ -135,11 +133,11 @@ def _traces(
 
 
 def _depths(placements: Sequence[Placement]) -> Iterator[tuple[Placement, int]]:
-    """Each placement with the number of its lane among those of its GPUs: the first that is free then."""
+    """Yield each placement with the index of its lane on its GPUs: the first lane that is free at its start."""
     ends: dict[Gpu, list[float]] = {}
     for placement in sorted(placements, key=lambda place: place.start_s):
         lanes = [ends.setdefault(gpu, []) for gpu in placement.gpus]
-        # At equal times, ends come first; the times of attempts are rounded.
+        # A task may start when another ends; the times of attempts are rounded.
         start_s = placement.start_s + 1e-3
         depth = next(
             number
@@ -159,5 +157,5 @@ def _lane(gpu: Gpu, depth: int, *, is_fine: bool) -> str:
 
 
 def _unit(span_s: float) -> tuple[float, str]:
-    """Seconds of the unit that suits a span, and its name."""
+    """Return the seconds of the unit that suits a span, and the unit's name."""
     return next(((seconds, name) for least, seconds, name in _UNITS if span_s >= least), (1.0, "seconds"))

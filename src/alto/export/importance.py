@@ -1,13 +1,13 @@
-"""Estimates how much of the task's selection metric each setting explains alone, from the jobs of a run.
+"""Estimates how much of the task's selection metric each setting alone explains, from the jobs of a run.
 
 Jobs that were stopped early cannot be compared by their last evaluations, so jobs are compared at exactly equal
-progress, as rungs compare them. One comparison cannot answer everything: at the first rung all jobs are there, but what
-learns fastest leads; later only those that continued are there. So there are two comparisons where enough jobs
-continued, and beside them the value that the winner has: where the first one favours another value, the report says so.
+progress, as at rungs. One comparison is not enough: at the first rung all jobs are present, but the fastest learners
+lead; later, only the jobs that continued are present. So there are two comparisons if enough jobs continued. The report
+also shows the winner's value, and says so if the first comparison favours another value.
 
-Scores are turned into ranks, which neither a diverging job nor a scale can distort; the share of the differences
-between ranks that a setting explains is epsilon squared of a one-way analysis of variance: eta squared less what chance
-would give it.
+Scores are turned into ranks, which neither a diverging job nor a scale can distort. The share of the differences
+between ranks that a setting explains is epsilon squared of a one-way analysis of variance: eta squared, corrected for
+chance.
 """
 
 from __future__ import annotations
@@ -24,18 +24,8 @@ from alto.export.wording import format_setting, tidy_config, varying_keys
 from alto.records import ExitReason, LossPoint, Rung
 from alto.runs import JobHistory, RunHistory
 
-__all__ = [
-    "MIN_JOBS",
-    "Comparison",
-    "Importance",
-    "SettingImportance",
-    "first_equal_share",
-    "importance_of_settings",
-    "point_at",
-]
-
 MIN_JOBS = 8
-"""Smallest number of jobs with a finite loss; with fewer, chance dominates."""
+"""Smallest number of jobs with a finite loss; with fewer jobs, chance dominates."""
 
 _WORST = (math.inf, math.inf)
 
@@ -45,13 +35,13 @@ NUM_BINS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingImportance:
-    """What one setting alone explains.
+    """How much one setting alone explains.
 
     Attributes:
         key: Configuration key.
-        share: Part of the differences between the ranks of the jobs, in [0, 1].
+        share: Share of the differences between the ranks of the jobs that it explains, in [0, 1].
         best, worst: The value, or the range of values, whose jobs ranked best and worst on average.
-        is_winners: Whether the chosen job has the best value, or one in the best range.
+        is_winners: Whether the chosen job has the best value, or a value in the best range.
     """
 
     key: str
@@ -67,10 +57,9 @@ class Comparison:
 
     Attributes:
         progress: Share of its steps after which every job is compared.
-        num_jobs: Jobs compared.
-        num_left_out: Jobs that have not reached that point, jobs that ended before it for a reason unrelated to their
-            loss, and clones, which began with the weights of another job.
-        settings: Share of each setting.
+        num_jobs: Number of compared jobs.
+        num_left_out: Number of other jobs: jobs that have not reached that point, jobs that ended before it for a
+            reason unrelated to their loss, and clones, which began with the weights of another job.
     """
 
     progress: float
@@ -84,18 +73,18 @@ class Comparison:
         return max(0.0, 1.0 - sum(setting.share for setting in self.settings))
 
     def of(self, key: str) -> SettingImportance | None:
-        """What the setting ``key`` explains; None where it could not be compared."""
+        """Return the importance of the setting ``key``; None if it could not be compared."""
         return next((setting for setting in self.settings if setting.key == key), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Importance:
-    """Settings compared at one equal share of training, or at two.
+    """Settings compared after one or two equal shares of training.
 
     Attributes:
-        winner: By configuration key, the value of the chosen job.
-        comparisons: Of all jobs at the first point; then of those that continued at the last point that enough of them
-            have reached, where there is one.
+        winner: Value of the chosen job by configuration key.
+        comparisons: A comparison of all jobs at the first point; then, if there is one, a comparison of the jobs that
+            continued, at the last point that enough of them have reached.
     """
 
     winner: Mapping[str, str]
@@ -103,19 +92,19 @@ class Importance:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All settings that were compared: those of the latest comparison first, the most important first."""
+        """All settings that were compared, by importance; the settings of the latest comparison come first."""
         return tuple(
             dict.fromkeys(setting.key for comparison in reversed(self.comparisons) for setting in comparison.settings)
         )
 
     @property
     def overturned(self) -> tuple[SettingImportance, ...]:
-        """Settings of the first comparison whose best value is not the winner's, as far as they explain anything."""
+        """Settings of the first comparison that explain something and whose best value is not the winner's."""
         return tuple(found for found in self.comparisons[0].settings if found.share > 0 and not found.is_winners)
 
 
 def importance_of_settings(history: RunHistory) -> Importance | None:
-    """The importance of the settings that vary; None if there are too few jobs or settings."""
+    """Return the importance of the settings that vary; None if there are too few jobs or settings."""
     first = _compared(history, first_equal_share(history))
     best = history.best
     if first is None or best is None:
@@ -132,15 +121,15 @@ def importance_of_settings(history: RunHistory) -> Importance | None:
 
 
 def first_equal_share(history: RunHistory) -> float:
-    """The share of its steps after which every job can be compared: that after the first rung, or without rungs the
-    last share that all jobs have reached; 0 where no job was evaluated."""
+    """Return the share of its steps after which every job can be compared: the share at the first rung, or without
+    rungs the last share that all jobs have reached; 0 if no job was evaluated."""
     reached = [job.evaluations[-1].progress for job in history.jobs.values() if job.evaluations and not job.origin]
     return min(map(history.share_after, history.rung_settings), default=min(reached)) if reached else 0.0
 
 
 def point_at(job: JobHistory, progress: float) -> LossPoint | None:
-    """The standing of a job after exactly that share of its steps, interpolated between evaluations; None where it has
-    not reached it."""
+    """Return the loss point of a job after exactly that share of its steps, interpolated between evaluations; None if
+    the job has not reached it."""
     if not job.evaluations or not 0 < progress <= 1:
         return None
     return point_at_share(job.evaluations, Rung(progress=progress, keep=1.0), job.total_steps, job.start)
@@ -174,7 +163,7 @@ def _compared(history: RunHistory, progress: float) -> Comparison | None:
 
 
 def _score_at(job: JobHistory, progress: float) -> tuple[float, float] | None:
-    """The score of a job there; the worst one if it diverged."""
+    """Return the score of a job at that progress; the worst score if it diverged, None if there is none."""
     point = point_at(job, progress)
     if point is not None:
         return point.sort_key if math.isfinite(point.validation_loss) else _WORST
@@ -182,7 +171,7 @@ def _score_at(job: JobHistory, progress: float) -> tuple[float, float] | None:
 
 
 def _ranks(scores: Mapping[str, tuple[float, float]]) -> dict[str, float]:
-    """Ranks from 1, best first; equal scores share the mean of their ranks."""
+    """Return ranks from 1, best first; equal scores share the mean of their ranks."""
     ordered = sorted(scores.values())
     first = {score: ordered.index(score) for score in set(ordered)}
     return {job: first[score] + (ordered.count(score) + 1) / 2 for job, score in scores.items()}
@@ -213,7 +202,7 @@ def _judge(
 
 
 def _groups(values: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Jobs by the value of a setting, or by ranges of it where most jobs have a value of their own."""
+    """Group jobs by the value of a setting, or by ranges of it if most jobs have different values."""
     by_value: dict[str, list[str]] = {}
     for job, value in values.items():
         by_value.setdefault(format_setting(value), []).append(job)

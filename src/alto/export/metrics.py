@@ -8,47 +8,35 @@ from dataclasses import dataclass
 
 from alto.export.wording import clean, format_loss, format_share
 from alto.runs import JobHistory, RunHistory
-from alto.spec.metric import source_of
-
-__all__ = [
-    "describe_metrics",
-    "describe_test",
-    "format_metric",
-    "is_share",
-    "loss_unit",
-    "metric_meaning",
-    "metric_name",
-    "short_metric",
-    "shown_metrics",
-]
+from alto.spec import source_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Words:
-    """Of one metric: its name in a narrow column, and what it is, with its unit."""
+    """The name of a metric in a narrow column, and its meaning with the unit."""
 
     short: str
     meaning: str
 
 
-# Of the metrics those that have columns and curves.
+# The metrics that have columns and curves.
 _WORDS: Mapping[str, _Words] = {
     "reward_accuracy": _Words(
         short="accuracy",
-        meaning="Share of the validation pairs whose chosen reply earns a higher reward than the rejected one.",
+        meaning="Share of the validation pairs whose chosen reply earns a higher reward than the rejected reply.",
     ),
     "reward_margin": _Words(
         short="margin",
-        meaning="Reward of the chosen reply less that of the rejected one, in nats times beta, as a mean over the "
+        meaning="Reward of the chosen reply minus the reward of the rejected reply, in nats times beta; mean over the "
         "validation pairs.",
     ),
     "accuracy": _Words(
         short="accuracy",
-        meaning="Share of the validation rows whose label, or every one of whose labels, is predicted.",
+        meaning="Share of the validation rows for which the label, or every label, is predicted correctly.",
     ),
     "macro_f1": _Words(
         short="macro F1",
-        meaning="F1 of each label (the harmonic mean of precision and recall), as a mean over the labels.",
+        meaning="Mean over the labels of F1, the harmonic mean of precision and recall.",
     ),
     "pearson": _Words(short="Pearson", meaning="Correlation of predicted numbers and labels, from -1 to 1."),
 }
@@ -63,8 +51,8 @@ _LOSS_UNITS: Mapping[str, str] = {
 
 
 def shown_metrics(history: RunHistory) -> tuple[str, ...]:
-    """The metrics that have a column and a curve, as far as they were measured: first the one that the task selects by,
-    where that is not the loss."""
+    """Return the measured metrics that have a column and a curve; the metric that the task selects by comes first,
+    unless that is the loss."""
     measured = {name for job in history.jobs.values() for name in job.best_metrics}
     of_sources = [
         name
@@ -75,12 +63,12 @@ def shown_metrics(history: RunHistory) -> tuple[str, ...]:
 
 
 def metric_name(metric: str) -> str:
-    """``reward_accuracy`` is ``reward accuracy``."""
+    """Return the name in words: ``reward accuracy`` for ``reward_accuracy``."""
     return clean(metric.replace("_", " "))
 
 
 def short_metric(metric: str) -> str:
-    """The name in a narrow column."""
+    """Return the name for a narrow column."""
     source = source_of(metric)
     if source is not None:
         return clean(f"on {source}")
@@ -88,7 +76,7 @@ def short_metric(metric: str) -> str:
 
 
 def metric_meaning(metric: str) -> str:
-    """A sentence about the metric; empty for a metric of another package."""
+    """Return a sentence about the metric; empty for a metric of another package."""
     source = source_of(metric)
     if source is not None:
         return f"Validation loss on the rows of the source {source} of the mixture."
@@ -96,24 +84,25 @@ def metric_meaning(metric: str) -> str:
 
 
 def is_share(metric: str) -> bool:
-    """Whether its values are fractions, by the name it has."""
+    """Return whether the values of the metric are fractions, judged by its name."""
     return metric.endswith("accuracy") and source_of(metric) is None
 
 
 def format_metric(metric: str, value: float | None) -> str:
-    """A value: a fraction in percent, all else as a loss is written, a dash where there is none."""
+    """Format a value: a fraction in percent, any other value like a loss, a missing value as a dash."""
     if value is not None and is_share(metric) and math.isfinite(value):
         return format_share(value)
     return format_loss(value)
 
 
 def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> str:
-    """``reward accuracy 71 %, reward margin 0.2100``; empty where none of ``names`` was measured."""
+    """Return text such as ``reward accuracy 71 %, reward margin 0.2100``; empty if none of ``names`` was measured."""
     return ", ".join(f"{metric_name(name)} {format_metric(name, metrics[name])}" for name in names if name in metrics)
 
 
 def describe_test(history: RunHistory, job: JobHistory) -> str:
-    """``0.3969, accuracy 83 %, macro f1 0.8301``: the loss and the metrics on the test rows; empty without them."""
+    """Return loss and metrics on the test rows, such as ``0.3969, accuracy 83 %, macro f1 0.8301``; empty without test
+    rows."""
     if job.best_test_loss is None:
         return ""
     names = tuple(dict.fromkeys((history.metric, *_WORDS)))
@@ -122,5 +111,5 @@ def describe_test(history: RunHistory, job: JobHistory) -> str:
 
 
 def loss_unit(method: str) -> str:
-    """The unit of a method's loss."""
-    return _LOSS_UNITS.get(method, f"as {clean(method)} counts")
+    """Return the unit of a method's loss."""
+    return _LOSS_UNITS.get(method, f"in the unit of {clean(method)}")

@@ -1,7 +1,6 @@
-"""A run as a cell of a notebook: what was chosen, the validation curves and the table of jobs.
+"""Shows a run in a notebook: the chosen job, the validation curves and the table of jobs.
 
-Everything is HTML and SVG without a script, so that it is shown in notebooks that are not trusted, and where they are
-rendered without a kernel.
+Everything is HTML and SVG without scripts, so that untrusted notebooks, and viewers without a kernel, show it too.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from alto.export.tables import job_table
 from alto.export.wording import describe_refit, describe_task, format_share
 from alto.runs import RunHistory
 
-__all__ = ["result_html"]
-
 _MAX_ROWS = 12
 _WIDTH, _HEIGHT = 720, 300
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 16, 34
@@ -29,11 +26,11 @@ _NUM_TICKS = 5
 
 
 def result_html(history: RunHistory, run_dir: str) -> str:
-    """A finished run as a part of a page.
+    """Return a finished run as a fragment of a page.
 
     Args:
-        history: Of the run.
-        run_dir: Its folder, to name where the best adapter is.
+        history: The run.
+        run_dir: Folder of the run, to show where the best adapter is.
     """
     table = job_table(history)
     figure = curve_figure(history, table.rows, VALIDATION_LOSS)
@@ -54,7 +51,7 @@ def result_html(history: RunHistory, run_dir: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Curve:
-    """One curve: its points as SVG has them, in pieces where values are missing, and what is shown at the pointer."""
+    """One curve: its points in SVG syntax, split where values are missing, and the label shown at the pointer."""
 
     role: str
     pieces: tuple[str, ...]
@@ -63,8 +60,8 @@ class _Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawing:
-    """Curves in pixels; ticks and rungs with their places and labels; kinds of curves with their roles; what the view
-    leaves out."""
+    """Curves in pixels; places and labels of ticks; places of rungs; legend entries with their roles; and a note on
+    what the view leaves out."""
 
     width: int
     height: int
@@ -87,7 +84,7 @@ def _drawing(figure: CurveFigure, view: View) -> _Drawing:
         return round(_LEFT + progress * (right - _LEFT), 1)
 
     def y_of(value: float) -> float:
-        # Far outside of the view a point only has to be outside: huge numbers are no valid coordinates.
+        # A point far outside of the view only has to be outside: huge numbers are not valid coordinates.
         share = min(max((value - view.low) / (view.high - view.low), -1.0), 2.0)
         return round(bottom - share * (bottom - _TOP), 1)
 
@@ -118,12 +115,12 @@ def _drawing(figure: CurveFigure, view: View) -> _Drawing:
 
 
 def _best_first(figure: CurveFigure) -> list[dict[str, Any]]:
-    """A trace for every kind of curve, in the order of a legend."""
+    """Return one trace for every kind of curve, in the order of the legend."""
     return [trace for trace in reversed(figure.traces) if trace["showlegend"]]
 
 
 def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
-    """Two to six round values from ``low`` to ``high``, with their labels."""
+    """Return two to six round values from ``low`` to ``high``, with their labels."""
     rough = (high - low) / _NUM_TICKS
     size = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= rough)
@@ -133,7 +130,7 @@ def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def _pieces(xs: Sequence[float], ys: Sequence[Any]) -> Iterator[list[tuple[float, float]]]:
-    """Neighbouring points that all have a value."""
+    """Yield runs of consecutive points that have a value."""
     piece: list[tuple[float, float]] = []
     for x, y in zip(xs, ys, strict=True):
         if y is not None:

@@ -1,7 +1,7 @@
-"""Pages that are readable offline and without the project.
+"""HTML pages that are readable offline and without the project.
 
-Everything is inlined (plotly's own bundle once), and a page forbids itself every request by its content security
-policy. Numbers reach the scripts as JSON in which ``<``, ``>`` and ``&`` are escaped.
+Everything is inlined (plotly's own bundle once), and the content security policy of a page forbids every request.
+Numbers reach the scripts as JSON in which ``<``, ``>`` and ``&`` are escaped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from alto.base import replace_file, write_error
 from alto.export.metrics import format_metric, metric_name, short_metric
 from alto.export.wording import (
     clean,
@@ -27,26 +28,23 @@ from alto.export.wording import (
     format_share,
     short_name,
 )
-from alto.runs import replace_file, write_error
-
-__all__ = ["page_environment", "plotly_bundle", "render_fragment", "render_page", "timestamp", "write_page"]
 
 
 def render_page(template: str, **context: Any) -> str:
-    """A page of :mod:`alto.export`'s templates as HTML, which may hold plotly's bundle."""
+    """Render a template of :mod:`alto.export` as a page, which may include plotly's bundle."""
     return page_environment().get_template(template).render(**context, plotly_js=Markup(plotly_bundle()))
 
 
 def render_fragment(template: str, **context: Any) -> str:
-    """One of :mod:`alto.export`'s templates that is a part of a page, such as a notebook's, and runs no script."""
+    """Render a template of :mod:`alto.export` that is a part of a page, such as a notebook's, and runs no script."""
     return page_environment().get_template(template).render(**context)
 
 
 def page_environment(*packages: str) -> Environment:
-    """Templates of ``packages``, then of :mod:`alto.export`; every text in them is escaped.
+    """Return an environment with the templates of ``packages``, then of :mod:`alto.export`; it escapes all text.
 
     Args:
-        packages: Names of packages with a folder ``templates`` each.
+        packages: Names of packages that have a folder ``templates``.
     """
     environment = Environment(
         loader=ChoiceLoader([PackageLoader(package) for package in (*packages, "alto.export")]),
@@ -80,7 +78,7 @@ def write_page(path: Path, page: str) -> Path:
     """Write a page to ``path``, in the folder of a run or a queue, atomically.
 
     Raises:
-        RunWriteError: The disk is full or cannot be written; of the page nothing is left there.
+        RunWriteError: The disk is full or cannot be written; no part of the page is left there.
     """
     try:
         replace_file(path, page)
@@ -91,17 +89,17 @@ def write_page(path: Path, page: str) -> Path:
 
 
 def timestamp(time: float | None) -> str:
-    """Unix seconds as a date."""
+    """Format Unix seconds as a date and time."""
     return datetime.fromtimestamp(time, tz=UTC).strftime("%d %B %Y, %H:%M UTC") if time is not None else "never"
 
 
 def _finite(value: Any) -> Any:
-    """``value`` for a sorting attribute: empty when it is no finite number, so that it sorts last."""
+    """Return ``value`` for a sorting attribute: empty if it is not a finite number, so that it sorts last."""
     return "" if value is None or value != value or value in (float("inf"), float("-inf")) else value
 
 
 def plotly_bundle() -> str:
-    """The script of plotly.js."""
+    """Return the script of plotly.js."""
     # Importing plotly is slow, so only functions that write a page do it.
     from plotly.offline import get_plotlyjs
 

@@ -1,8 +1,8 @@
 """Progress of a run as plain lines, for logs and pipes; the number of lines is limited.
 
-Every job ends in at most one line and every rung in one. Repeated events are thinned: admissions are gathered into one
-line, the improvement needed for a "best so far" line grows with the number of such lines, and progress is written at
-every tenth.
+The end of a job takes at most one line, and every rung takes one. Repeated events are thinned: admissions are collected
+into one line, the improvement needed for a "best so far" line grows with the number of such lines, and progress is
+written after every tenth.
 """
 
 from __future__ import annotations
@@ -10,9 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import IO
 
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
 from alto.export.choice import choice_notes
 from alto.export.metrics import describe_test, format_metric, metric_name
-from alto.export.samples import describe_samples
 from alto.export.tables import explain_exit
 from alto.export.wording import (
     clean,
@@ -38,18 +41,77 @@ from alto.export.wording import (
     tidy_config,
     varying_keys,
 )
-from alto.records import ExitReason
+from alto.records import ExitReason, Sample
 from alto.runs import JobHistory, JournalEntry, RunHistory, events
 from alto.runs.progress import outlook
-from alto.spec.metric import LOSS
+from alto.spec import LOSS
 
-__all__ = ["PlainView"]
+MAX_SHOWN = 5
+MAX_CHARS = 240
+"""Largest number of characters shown of a text; the report has the whole text."""
+
+
+def describe_samples(history: RunHistory) -> str:
+    """Return text such as ``5 validation prompts continued by the base, job-003 and job-001``, or why there are no
+    samples; empty if the task requests none."""
+    if history.sampling_failure:
+        return f"no samples were generated: {clean(history.sampling_failure)}"
+    if not history.samples:
+        return ""
+    *others, last = ["the base", *map(clean, history.samples[0].adapters)]
+    by = f"{', '.join(others)} and {last}" if others else last
+    if history.refit is not None:  # a refit also trains on these rows
+        prompts = f"{format_count_of(len(history.samples), 'prompt')} of rows that are also trained on,"
+    else:
+        prompts = format_count_of(len(history.samples), "validation prompt")
+    return f"{prompts} continued by {by}"
+
+
+def samples_text(history: RunHistory) -> list[RenderableType]:
+    """Return the first samples of a run, shortened, with each text on its own line; empty without samples."""
+    if history.sampling_failure:
+        return [Text(f"note: {describe_samples(history)}", style="yellow")]
+    if not history.samples:
+        return []
+    shown = history.samples[:MAX_SHOWN]
+    more = f"; {len(history.samples) - len(shown)} more in the report" if len(history.samples) > len(shown) else ""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(justify="right", style="dim", no_wrap=True)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for number, sample in enumerate(shown, start=1):
+        for index, (who, text, style) in enumerate(_lines(sample)):
+            table.add_row("" if index else str(number), Text(who), Text(_shortened(text), style=style))
+    return ["", Text(f"samples: {describe_samples(history)}{more}"), table, ""]
+
+
+def _lines(sample: Sample) -> list[tuple[str, str, str]]:
+    """Return for each text of a sample its author, the text, and its style."""
+    adapters = [
+        (clean(job) if index else f"★ {clean(job)}", text, "" if index else "green")
+        for index, (job, text) in enumerate(sample.adapters.items())
+    ]
+    return [
+        ("prompt", sample.prompt, "bold"),
+        ("reference", sample.reference, ""),
+        ("base", sample.base, ""),
+        *adapters,
+    ]
+
+
+def _shortened(text: str) -> str:
+    """Return ``text`` on one line, shortened, with a sign at line ends; a note replaces blank text."""
+    line = " ⏎ ".join(cleaned for part in text.splitlines() if (cleaned := clean(part)))
+    if not line:
+        return "(nothing)"
+    return line if len(line) <= MAX_CHARS else line[: MAX_CHARS - 1] + "…"
+
 
 # The text of an admission before and after the names of the jobs.
 ADMITTED, RESUMED = ("admitted", ""), ("resumed", "")
 MOVES = {"balances": ("moved", " to other ranks"), "data_parallel": ("moved", " to all ranks")}
 
-# A new best is written when it is this much better than the last one written; doubled after every ten lines.
+# A new best is written if it is better than the last written one by this fraction, which doubles every ten lines.
 SMALLEST_NEWS = 0.005
 
 
@@ -57,7 +119,7 @@ class PlainView:
     """Writes one line per noteworthy event to ``stream``; a context manager like the live view.
 
     Attributes:
-        history: The run as far as it was observed.
+        history: The run, up to the latest observed entry.
     """
 
     def __init__(self, stream: IO[str]) -> None:
@@ -78,7 +140,7 @@ class PlainView:
         self._report_admitted()
 
     def observe(self, entry: JournalEntry) -> None:
-        """Fold in one entry of the journal and write what is new."""
+        """Apply one entry of the journal and write a line about it if needed."""
         if isinstance(entry.event, events.MeasuringBegun):
             self._measuring_since = entry.time if self._measuring_since is None else self._measuring_since
             self._say(describe_measuring(entry.event), after_s=entry.time - self._measuring_since)
@@ -86,11 +148,11 @@ class PlainView:
         self.history.apply(entry)
         if isinstance(entry.event, events.TaskStarted | events.JobAdded):
             self._keys = varying_keys([tidy_config(job.config) for job in self.history.jobs.values()])
-        if not entry.is_replayed:  # those were written when they happened
+        if not entry.is_replayed:  # replayed events were written when they happened
             self._report(entry.event)
 
     def _report(self, event: events.Event) -> None:
-        """Write what ``event``, which is folded in, changes."""
+        """Write a line about ``event``, which has already been applied to the history."""
         match event:
             case events.TaskStarted(notes=notes):
                 self._on_started(event)
@@ -162,7 +224,7 @@ class PlainView:
             f"{started.num_train} rows to train and {held_out}"
         )
         if history.num_ranks > 1:
-            self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in all")
+            self._say(f"on {history.num_ranks} ranks, {format_count(history.num_slots)} slots in total")
         rungs = describe_rungs(history.rung_settings)
         if rungs:
             policy = clean(started.early_exit.get("policy", "on"))
@@ -193,7 +255,7 @@ class PlainView:
         start = (
             "" if job.is_suggested or event.forked_at else ", with its weights" if event.warm else ", from new weights"
         )
-        place = f" in the place of {clean(event.replaces)}" if event.replaces else ""
+        place = f" in place of {clean(event.replaces)}" if event.replaces else ""
         self._say(f"{self._name(job)} added: {describe_origin(job)}{start}{place}")
 
     def _on_admitted(self, job: str, admission: tuple[str, str]) -> None:
@@ -201,7 +263,7 @@ class PlainView:
             self._report_admitted()
             self._admission = admission
         self._admitted.append(job)
-        # The first admissions fill the slots; later ones are gathered, so that many jobs make few lines.
+        # The first admissions fill the slots; later ones are collected, so that many jobs take few lines.
         if len(self._admitted) >= max(1, self.history.num_slots // 2, len(self.history.jobs) // 10):
             self._report_admitted()
 
@@ -229,7 +291,7 @@ class PlainView:
         self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")
 
     def _on_exited(self, job: JobHistory) -> None:
-        # The line of their rung counts all that it dropped.
+        # The line of the rung already counts the underperforming jobs.
         if job.exit_reason != ExitReason.UNDERPERFORMING:
             self._say(
                 f"{self._name(job)} ended at {format_share(job.progress)}, {clean(job.outcome)}: {explain_exit(job)}"
@@ -277,11 +339,11 @@ class PlainView:
             self._say("; ".join(sentences))
 
     def _score(self, job: JobHistory) -> float:
-        """Sort key of a job's best; lower is better."""
+        """Return the sort key of a job's best value; lower is better."""
         return job.best_validation_loss if self.history.metric == LOSS else -job.best_score
 
     def _worth(self, job: JobHistory) -> str:
-        """A job's best value as text."""
+        """Return a job's best value as text."""
         metric = self.history.metric
         if metric == LOSS:
             return format_loss(job.best_validation_loss)
@@ -295,6 +357,6 @@ class PlainView:
         """Write a line with the time since the run began, or ``after_s`` seconds."""
         text = f"[{format_duration(self.history.duration_s if after_s is None else after_s):>11}] {line}\n"
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
-        # In a log with a narrow encoding, a character is replaced rather than the run ended.
+        # If the encoding of the log lacks a character, replace the character instead of ending the run.
         self._stream.write(text.encode(encoding, "replace").decode(encoding))
         self._stream.flush()

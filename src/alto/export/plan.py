@@ -1,4 +1,4 @@
-"""A plan in the terminal."""
+"""Shows a plan in the terminal."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from alto.export.wording import clean, format_duration, format_share
-from alto.records import MemoryProfile, Schedule, TaskPlan
-
-__all__ = ["plan_text", "schedule_text"]
+from alto.export.wording import (
+    clean,
+    format_age,
+    format_count,
+    format_count_of,
+    format_duration,
+    format_loss,
+    format_share,
+)
+from alto.records import DataPreview, MemoryProfile, PreviewExample, Schedule, Segments, TaskPlan
+from alto.runs import RunState, RunSummary
 
 _MIB = 2**20
 
 
 def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> RenderableType:
-    """Jobs, memory of several packings, the one chosen, time and cost."""
+    """Describe jobs, memory of several packings, the chosen packing, time and cost."""
     memory = plan.memory
     planned = memory.margin * memory.capacity_bytes
     smallest, largest = plan.num_parameters
@@ -28,15 +35,15 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     measured = (
         f"measured earlier in {took} (--refresh measures again)"
         if plan.is_cached
-        else f"measured now in {took}, and kept"
+        else f"measured now in {took}, and saved"
     )
     head = [
         ("jobs", f"{plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each"),
         ("rows", f"{mean:,.0f} tokens on average, {longest:,} in the longest"),
         (
             "memory",
-            f"{_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB a token of a micro-batch "
-            f"+ {_size(plan.slot_bytes)} a slot, of {_size(planned)} "
+            f"{_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB per token of a micro-batch "
+            f"+ {_size(plan.slot_bytes)} per slot, of {_size(planned)} "
             f"({format_share(memory.margin)} of {_size(memory.capacity_bytes)})",
         ),
         (
@@ -60,10 +67,10 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     disk = []
     if plan.disk_free_bytes is not None:
         free = _size(plan.disk_free_bytes)
-        disk.append(("disk", f"at most {_size(plan.disk_bytes)} while it trains, of {free} that are free"))
+        disk.append(("disk", f"at most {_size(plan.disk_bytes)} during training, of {free} free"))
     if not plan.is_cached:
         total = format_duration(plan.profile_s + plan.expected_duration_s)
-        time.append(("", f"{total} with the measuring, which a run of the same task does not repeat"))
+        time.append(("", f"{total} including the measurement, which a run of the same task does not repeat"))
     notes = [("note", clean(note)) for note in plan.notes]
     why = [("", f"one slot: {plan.why_one_slot}")] if plan.why_one_slot else []
     title = Text(f"{plan.task} on {plan.model}, {plan.device}")
@@ -72,7 +79,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
-    """A label and a text a line; a text that is too long continues below its own beginning."""
+    """Return a table with a label and a text per line; a long text continues below its own start."""
     table = Table.grid()
     table.add_column(width=12, no_wrap=True)
     table.add_column(overflow="fold")
@@ -82,7 +89,7 @@ def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
 
 
 def schedule_text(schedule: Schedule) -> RenderableType:
-    """Which task runs where and when, which of them share an executor, and how good that is."""
+    """Describe which task runs where and when, which tasks share an executor, and the quality of the schedule."""
     num_tasks = Counter(placement.executor for placement in schedule.placements if placement.executor)
     shared = [executor for executor, number in num_tasks.items() if number > 1]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
@@ -106,11 +113,11 @@ def schedule_text(schedule: Schedule) -> RenderableType:
             format_duration(placement.end_s),
             *([Text(", ".join(others))] if shared else []),
         )
-    together = " with the same tasks together" if shared else ""
+    together = " that groups the tasks in the same way" if shared else ""
     quality = {
         "optimal": f"by these estimates no schedule{together} is shorter",
-        "feasible": f"by these estimates none is shorter than {format_duration(schedule.bound_s)}",
-        "heuristic": f"by these estimates none is shorter than {format_duration(schedule.bound_s)}",
+        "feasible": f"by these estimates no schedule is shorter than {format_duration(schedule.bound_s)}",
+        "heuristic": f"by these estimates no schedule is shorter than {format_duration(schedule.bound_s)}",
     }[schedule.status]
     lines = [("together", f"about {format_duration(schedule.makespan_s)} by {schedule.method}; {quality}")]
     if schedule.notice:
@@ -120,7 +127,7 @@ def schedule_text(schedule: Schedule) -> RenderableType:
 
 def _table(plan: TaskPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for heading in ("slots", "tokens a micro-batch", "peak", "tokens/s", ""):
+    for heading in ("slots", "tokens per micro-batch", "peak", "tokens/s", ""):
         table.add_column(heading, justify="right")
     num_resident = min(plan.max_slots, plan.num_jobs)
     for packing in plan.packings:
@@ -148,7 +155,127 @@ def _size(num_bytes: float) -> str:
 
 
 def _memory_error(memory: MemoryProfile) -> str:
-    """How well the memory model describes the measured steps; a line goes through any two points."""
+    """Describe how well the memory model fits the measured steps; two points say nothing, as any line fits them."""
     if len({point.num_tokens for point in memory.points}) == 2:
         return "too few to know the memory estimate error"
     return f"memory estimate error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})"
+
+
+# Shows a task's data in the terminal, before anything is trained.
+#
+# The texts are not trusted: control characters are written out, and rich does not interpret markup in them.
+
+TRAINED_STYLE = "bold black on green"
+TRAINED_MARKS = ("⟦", "⟧")
+
+_READ = "read:        the first {:,} rows of each dataset; all numbers below count these rows. alto plan reads all rows"
+
+
+def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
+    """Return everything in ``preview``, one fact per line, then the examples.
+
+    Args:
+        marked: Whether trained tokens are put between marks instead of coloured.
+    """
+    counts, (shortest, median, longest) = preview.counts, preview.row_tokens
+    has_labels = preview.form == "text_classification"
+    trained = counts["train_trained_tokens"] / counts["train_tokens"]
+    columns = ", ".join(f"{role} from {clean(column)}" for role, column in preview.columns.items())
+    facts = [
+        f"dataset:     {clean(preview.dataset)}",
+        f"form:        {preview.form} ({columns})",
+        f"tokenizer:   {clean(preview.model)}",
+        *([] if preview.num_read is None else [_READ.format(preview.num_read)]),
+        f"training:    {_split_line(preview, 'train')}",
+        f"validation:  {_split_line(preview, 'validation')}",
+        *([f"test:        {_split_line(preview, 'test')}"] if "test_rows" in counts else []),
+        f"row length:  {shortest} to {longest} tokens, median {median:g}; max_length is {preview.max_length}",
+        *([] if has_labels else [f"trained:     {trained:.0%} of the training tokens"]),
+        *(f"note:        {clean(note)}" for note in preview.notes),
+    ]
+    marks = f"between {' and '.join(TRAINED_MARKS)}" if marked else "coloured"
+    shown = "each with the label that it is trained to predict" if has_labels else f"trained text is {marks}"
+    examples = [_example(example, number, marked) for number, example in enumerate(preview.examples, start=1)]
+    return Group(
+        *(Text(fact) for fact in facts),
+        Text(f"\nThe first examples as the model sees them{', ' if has_labels else '; '}{shown}."),
+        *examples,
+    )
+
+
+def visible(text: str) -> str:
+    """Write out control, escape and bidirectional-override characters in ``text``; keep line ends and tabs."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def _split_line(preview: DataPreview, split: str) -> str:
+    counts = preview.counts
+    rows, tokens = (format_count_of(counts[f"{split}_{what}s"], what) for what in ("row", "token"))
+    truncated, skipped = (format_count(counts[f"{split}_{what}_rows"]) for what in ("truncated", "skipped"))
+    return f"{rows}, {tokens}; {truncated} truncated, {skipped} left out"
+
+
+def _example(example: PreviewExample, number: int, marked: bool) -> Text:
+    text = Text(f"\n--- example {number}, {format_count_of(example.num_tokens, 'token')}\n")
+    _append(text, example.segments, marked)
+    if example.label:
+        text.append(f"\n--- label: {visible(example.label)}\n")
+    for side, segments in (("chosen", example.chosen), ("rejected", example.rejected)):
+        if segments:
+            text.append(f"\n--- {side}\n")
+            _append(text, segments, marked)
+    return text
+
+
+def _append(text: Text, segments: Segments, marked: bool) -> None:
+    opening, closing = TRAINED_MARKS
+    for part, is_trained in segments:
+        shown = visible(part)
+        if is_trained and marked:
+            text.append(f"{opening}{shown}{closing}")
+        else:
+            text.append(shown, style=TRAINED_STYLE if is_trained else "")
+
+
+STYLES = {
+    RunState.RUNNING: "cyan",
+    RunState.INTERRUPTED: "yellow",
+    RunState.FINISHED: "green",
+    RunState.DAMAGED: "red",
+}
+
+
+def run_list(runs: Sequence[RunSummary], now: float) -> RenderableType:
+    """Return a table with a row for each run or queue, and a line for each damaged one.
+
+    Args:
+        runs: Runs and queues, in the order of the rows.
+        now: Current time in Unix seconds, from which ages are computed.
+    """
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
+    # Commands take this name, so it is never cut.
+    table.add_column("run", no_wrap=True, min_width=max((len(clean(run.root.name)) for run in runs), default=0))
+    table.add_column("state", no_wrap=True)
+    table.add_column("task")  # may shrink: rich shrinks only columns that may wrap
+    for heading in ("jobs", "best val", "done", "age"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for run in runs:
+        table.add_row(
+            Text(clean(run.root.name)),
+            Text(run.state.value, style=STYLES[run.state]),
+            Text(_task(run), no_wrap=True, overflow="ellipsis"),
+            "–" if run.num_jobs is None else format_count(run.num_jobs),
+            format_loss(run.best_validation_loss),
+            "–" if run.share_done is None else format_share(run.share_done),
+            format_age(now - run.started_at),
+        )
+    problems = [Text(f"{clean(run.root.name)}: {clean(run.problem)}", style="yellow") for run in runs if run.problem]
+    return Group(table, *problems)
+
+
+def _task(run: RunSummary) -> str:
+    if run.is_queue:
+        return format_count_of(len(run.tasks), "task")
+    return clean(run.tasks[0]) if run.tasks else "–"

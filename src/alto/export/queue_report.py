@@ -1,5 +1,5 @@
-"""``report.html`` of a queue: its tasks with their winners and what early exit saved, planned against actual, and the
-reasons of every replanning."""
+"""``report.html`` of a queue: its tasks with their winners and the savings of early exit, the planned and the actual
+schedule, and the reasons of every replanning."""
 
 from __future__ import annotations
 
@@ -12,26 +12,24 @@ from alto.export.gantt import gantt_figure
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.wording import clean, describe_config, tidy_config, varying_keys
 from alto.runs import Attempt, QueueHistory, RunHistory, TaskHistory, TaskStage, read_history, read_queue_history
-from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
-
-__all__ = ["write_queue_report"]
+from alto.runs.progress import DeviceHours, device_hours, price_of_hour
 
 REPORT_NAME = "report.html"
 ADVICE = "; continue with: "
-"""Begins the part of a reason that says how to continue an attempt."""
+"""Start of the part of a reason that says how to continue an attempt."""
 
 
 def write_queue_report(queue_dir: str | Path, *, price: float | None = None) -> Path:
-    """Write ``report.html`` into ``queue_dir`` from its journals and return its path; it may be unfinished.
+    """Write ``report.html`` into ``queue_dir`` from its journals and return its path; the queue may be unfinished.
 
     Args:
         queue_dir: Folder of the queue.
-        price: Of an hour of one GPU; None takes that of the environment, else of each task's budget, if there is one.
+        price: Price of an hour of one GPU; None takes the price in the environment, else that in each task's budget.
 
     Raises:
         RunNotFoundError: ``queue_dir`` holds no queue.
         RunError: A journal is damaged before its last line.
-        SpecError: The price in the environment is none.
+        SpecError: The price in the environment is not a valid price.
         RunWriteError: The disk is full or cannot be written.
     """
     queue_dir = Path(queue_dir)
@@ -44,10 +42,10 @@ class _Row:
     """A task in the table; seconds count from the start of the queue, without interruptions.
 
     Attributes:
-        winner, winner_label: Id of the best job so far, and the settings in which it differs from others; empty while
-            there is none.
-        saved_share: Share of its samples that early exit saved; None where its run cannot be read.
-        hours: What its run took; None where it cannot be read.
+        winner, winner_label: Id of the best job so far, and its values of the settings that vary; empty if there is no
+            best job yet.
+        saved_share: Share of the task's samples that early exit saved; None if its run cannot be read.
+        hours: Device hours of the run; None if it cannot be read.
     """
 
     task: TaskHistory
@@ -65,13 +63,13 @@ class _Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Savings:
-    """What early exit saved in all tasks whose runs can be read.
+    """The savings of early exit in all tasks whose runs can be read.
 
     Attributes:
-        share: Of the samples of all jobs.
+        share: Saved share of the samples of all jobs.
         samples_trained, samples_budgeted: Samples of all jobs.
-        saved_h: Hours of devices, at the pace of each run; None where no task has saved any.
-        cost: What these hours cost; None where no price is known of one of them.
+        saved_h: Saved device hours, at the pace of each run; None if no task has saved any.
+        cost: Cost of these hours; None if the price of one run is unknown.
     """
 
     share: float
@@ -84,7 +82,7 @@ class _Savings:
 def _context(queue: QueueHistory, queue_dir: Path, price: float | None = None) -> dict[str, Any]:
     tasks = list(queue.tasks.values())
     planned = [task.first_plan for task in tasks if task.first_plan is not None]
-    # A queue whose journal was lost notes an empty interruption at its start.
+    # A queue whose journal was lost records an empty interruption at its start.
     gaps = [(queue.worked_s(start), end - start) for start, end in queue.interruptions if end - start >= 1.0]
     runs = {task.task: run for task in tasks if (run := _run(queue_dir / "tasks" / task.task)) is not None}
     hours = {name: _hours(run, price) for name, run in runs.items()}
@@ -137,7 +135,7 @@ def _row(
 def _run(run_dir: Path) -> RunHistory | None:
     try:
         return read_history(run_dir)
-    except RunError:  # a damaged journal of one task does not prevent the page of the queue
+    except RunError:  # the damaged journal of one task must not prevent the page of the queue
         return None
 
 
@@ -146,7 +144,7 @@ def _hours(run: RunHistory, price: float | None) -> DeviceHours:
 
 
 def _savings(runs: dict[str, RunHistory], hours: dict[str, DeviceHours]) -> _Savings | None:
-    """None where nothing was trained yet."""
+    """Sum up the savings of all runs; None if there are no samples to train."""
     budgeted = sum(run.samples_budgeted for run in runs.values())
     if not budgeted:
         return None
@@ -162,7 +160,7 @@ def _savings(runs: dict[str, RunHistory], hours: dict[str, DeviceHours]) -> _Sav
 
 
 def _attempt(attempt: Attempt, *, is_open: bool) -> str:
-    """The attempt in words; how to continue it only where it ``is_open``: no later attempt has done so."""
+    """Describe the attempt in words; say how to continue it only if it ``is_open``: no later attempt has done so."""
     gpus = ", ".join(f"{clean(gpu.node)}:{gpu.index}" for gpu in attempt.gpus)
     ended = "runs" if attempt.outcome is None else attempt.outcome
     reason = clean(attempt.reason if is_open else attempt.reason.partition(ADVICE)[0])

@@ -1,4 +1,4 @@
-"""Progress of a queue in the terminal: its tasks and GPUs, live or as plain lines, and its summary at the end."""
+"""Shows the progress of a queue in the terminal: tasks and GPUs, live or as plain lines, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from rich.text import Text
 from alto.export.wording import clean, describe_measuring, format_count_of, format_duration, format_loss, format_share
 from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
 
-__all__ = ["LiveQueueView", "PlainQueueView", "open_queue_view", "queue_summary", "task_list"]
-
 REFRESHES_PER_SECOND = 2
 STYLES = {
     TaskStage.WAITING: "dim",
@@ -31,7 +29,7 @@ STYLES = {
     TaskStage.CANCELLED: "dim",
 }
 ORDER = (TaskStage.RUNNING, TaskStage.WAITING, TaskStage.FAILED, TaskStage.FINISHED, TaskStage.CANCELLED)
-# Lines of the live view that are no task.
+# Lines of the live view that do not show tasks.
 FRAME_LINES = 8
 _BAR = 10
 _GPUS = 12
@@ -40,11 +38,11 @@ _WIDTH_OF_LOSSES = 75
 
 
 def open_queue_view(console: Console, progress: QueueProgress | None = None) -> LiveQueueView | PlainQueueView:
-    """The live table where ``console`` is a screen that can redraw itself, plain lines elsewhere.
+    """Return the live table if ``console`` is a screen that can redraw itself, else plain lines.
 
     Args:
-        console: Where it is shown.
-        progress: The progress before the first observed entry, which the view updates; by default there is none.
+        console: Console of the view.
+        progress: The progress before the first observed entry, which the view updates; by default an empty one.
     """
     can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
     return LiveQueueView(console, progress) if can_redraw else PlainQueueView(console.file, progress)
@@ -75,12 +73,12 @@ class LiveQueueView:
             self._console.print(queue_summary(self.progress))
 
     def observe(self, entry: JournalEntry) -> None:
-        """Fold in one entry; the next redraw shows it."""
+        """Apply one entry; the next redraw shows it."""
         with self._lock:
             self.progress.apply(entry)
 
     def announce(self, text: str) -> None:
-        """Show ``text`` at the top of the view at once, and as long as it lasts."""
+        """Show ``text`` at the top of the view, from now until the view ends."""
         self._announcement = text
         self._live.refresh()
 
@@ -96,7 +94,7 @@ class LiveQueueView:
         if queue.started is not None and not queue.tasks:
             return Text("Waiting for tasks", style="dim")
         if not queue.tasks:
-            return Text(f"Measuring what the tasks take … {self.progress.num_measured} measured", style="dim")
+            return Text(f"Measuring memory and time of the tasks … {self.progress.num_measured} measured", style="dim")
         tasks = sorted(queue.tasks.values(), key=lambda task: ORDER.index(task.state))
         num_lines = max(1, height - FRAME_LINES - len(queue.nodes))
         lines = itertools.accumulate(2 if _note(task) else 1 for task in tasks)
@@ -124,7 +122,7 @@ class PlainQueueView:
         pass
 
     def observe(self, entry: JournalEntry) -> None:
-        """Fold in one entry and write what is new."""
+        """Apply one entry and write a line about it if needed."""
         self.progress.apply(entry)
         line = None if entry.is_replayed else _line(self.progress, entry.event)
         if line:
@@ -135,13 +133,13 @@ class PlainQueueView:
 def queue_summary(
     progress: QueueProgress, queue_dir: str | Path | None = None, *, is_live: bool = True, now: float | None = None
 ) -> RenderableType:
-    """The table of tasks, and where their adapters lie.
+    """Return the table of tasks, and the place of their adapters.
 
     Args:
         progress: The queue and the runs of its tasks.
-        queue_dir: The queue's folder.
-        is_live: Whether a process works on it, if it is not finished.
-        now: Unix time until which what runs is counted; by default the latest event.
+        queue_dir: The queue's folder; None leaves out the place of the adapters.
+        is_live: Whether a process works on the queue, if it is not finished.
+        now: Unix time until which running tasks are counted; by default the time of the latest event.
     """
     queue = progress.queue
     status = queue.status(is_live=is_live)
@@ -166,13 +164,13 @@ def queue_summary(
 
 
 def _wall_time(queue: QueueHistory, now: float) -> str:
-    """How long the queue has worked, with the measuring before its first schedule."""
+    """Describe how long the queue has worked, and the part for measuring before its first schedule."""
     total = format_duration(queue.worked_s(now))
-    return f"{total}, {format_duration(queue.measuring_s)} of them for measuring" if queue.measuring_s else total
+    return f"{total}, including {format_duration(queue.measuring_s)} for measuring" if queue.measuring_s else total
 
 
 def task_list(progress: QueueProgress) -> RenderableType:
-    """The tasks of a queue, for whom they run, and how far they are."""
+    """Return a table of the tasks of a queue, their tenants and their progress."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("task", "state", "tenant", "priority", "GPUs", "done"):
         table.add_column(column, overflow="fold")
@@ -189,12 +187,12 @@ def task_list(progress: QueueProgress) -> RenderableType:
 
 
 def _unreadable(progress: QueueProgress) -> list[Text]:
-    """A line for each task whose progress is unknown."""
+    """Return a line for each task whose progress is unknown."""
     return [Text(f"task {clean(task)}: {clean(why)}", style="yellow") for task, why in progress.unreadable.items()]
 
 
 def gpu_lines(progress: QueueProgress) -> list[str]:
-    """Which task runs on which GPU, a line a node."""
+    """Describe which task runs on which GPU, one line per node."""
     holders = progress.holders()
     lines = []
     for node in progress.queue.nodes:
@@ -220,7 +218,11 @@ def _plan_line(queue: QueueHistory, now: float) -> str:
         return elapsed
     plan = queue.plans[-1]
     left_s = max(0.0, plan.at + plan.makespan_s - now)
-    quality = plan.status if plan.status != "feasible" else f"at most {_gap(plan.makespan_s, plan.bound_s)} too long"
+    quality = (
+        plan.status
+        if plan.status != "feasible"
+        else f"at most {_gap(plan.makespan_s, plan.bound_s)} longer than needed"
+    )
     return f"about {format_duration(left_s)} left by {plan.method} ({quality}) · {elapsed} · plan {len(queue.plans)}"
 
 
@@ -231,7 +233,7 @@ def _gap(makespan_s: float, bound_s: float) -> str:
 class _TaskTable:
     """A row for each task, and notes on single tasks under the table.
 
-    Names and states keep their width: where a terminal is narrow, bars and expected times go first, then losses.
+    On a narrow terminal, bars and expected times are dropped first, then losses; then names of tasks are cut.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class _TaskTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         has_bar, has_losses = options.max_width >= _WIDTH_OF_BARS, options.max_width >= _WIDTH_OF_LOSSES
         table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-        table.add_column("task")  # the one that may shrink: rich shrinks columns that may wrap
+        table.add_column("task")  # may shrink: rich shrinks only columns that may wrap
         table.add_column("state", no_wrap=True)
         table.add_column("GPUs", no_wrap=True, max_width=_GPUS, overflow="ellipsis")
         if has_bar:
@@ -290,7 +292,7 @@ def _gpus(task: TaskHistory) -> str:
 
 
 def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
-    """Elapsed and planned duration; only one of them on a narrow terminal."""
+    """Describe elapsed and planned duration; only one of them on a narrow terminal."""
     spent_s = task.spent_s(now)
     expected = format_duration(task.duration_s)
     if not task.attempts:
@@ -304,13 +306,13 @@ def _note(task: TaskHistory) -> str:
     if task.failure:
         return clean(task.failure)
     if task.is_cancelled:
-        return "is cancelled, saves and ends" if task.state is TaskStage.RUNNING else ""
+        return "being cancelled: saves its state, then ends" if task.state is TaskStage.RUNNING else ""
     lost = [attempt for attempt in task.attempts if attempt.outcome not in (None, "finished")]
     return f"attempt {task.attempts[-1].number}; before: {clean(lost[-1].reason)}" if lost else ""
 
 
 def _line(progress: QueueProgress, event: events.Event) -> str | None:
-    """The line for ``event``, which is folded in; None if it has none."""
+    """Return the line for ``event``, which has already been applied; None if it has none."""
     queue = progress.queue
     match event:
         case events.MeasuringBegun() as begun:

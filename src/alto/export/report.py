@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
+from alto.base import read_json
 from alto.errors import RunError
 from alto.export.choice import choice_notes
 from alto.export.importance import MIN_JOBS, importance_of_settings
@@ -13,7 +15,6 @@ from alto.export.metrics import describe_metrics, describe_test, loss_unit
 from alto.export.pages import render_page, timestamp, write_page
 from alto.export.run_drawings import run_figures
 from alto.export.tables import job_table, run_notes
-from alto.export.winner import winner_commands, winner_yaml
 from alto.export.wording import (
     clean,
     describe_refit,
@@ -24,14 +25,62 @@ from alto.export.wording import (
     tidy_config,
     varying_keys,
 )
-from alto.runs import RunHistory, Stage, read_history
-from alto.runs.device_hours import DeviceHours, device_hours, price_of_hour
+from alto.runs import JobHistory, RunHistory, Stage, read_history
 from alto.runs.lead import lead_of_winner
-from alto.runs.progress import exit_totals, rung_costs, time_saved_s
-from alto.spec.labels import LABELS_NAME
-from alto.spec.outside import read_json
+from alto.runs.progress import device_hours, exit_totals, price_of_hour, rung_costs, time_saved_s
+from alto.spec import LABELS_NAME, write_yaml
 
-__all__ = ["report_page", "write_report"]
+_LEAST_VLLM_RANK = 8
+
+
+def winner_yaml(history: RunHistory, winner: JobHistory) -> str:
+    """Return the winner's configuration as keys of a task file, without the rows to train on."""
+    keys = {"method": history.method, **winner.config}
+    if history.started is not None and history.started.model:
+        keys = {"model": history.started.model, **keys}
+    return write_yaml(keys)
+
+
+def winner_commands(
+    history: RunHistory, winner: JobHistory, run_dir: Path, *, has_labels: bool
+) -> list[tuple[str, str]]:
+    """Return what each command does, and the command.
+
+    Args:
+        history: A finished run.
+        winner: The best job of the run.
+        run_dir: Folder of the run.
+        has_labels: Whether the adapter has a classification head, so that it cannot generate text.
+    """
+    run = shlex.quote(str(run_dir))
+    alone = (
+        "Train its configuration alone, after you put the keys below and your rows into a task file",
+        "alto tune winner.yaml",
+    )
+    if has_labels:
+        return [alone]
+    return [
+        ("Compare it with the base model", f"alto eval {run} --baseline"),
+        (
+            "Write its answers and the base model's answers to a file",
+            f"alto eval {run} --save-predictions answers.jsonl",
+        ),
+        ("Serve it with vLLM", _vllm_command(history, winner, run_dir)),
+        alone,
+    ]
+
+
+def _vllm_command(history: RunHistory, winner: JobHistory, run_dir: Path) -> str:
+    base = "BASE" if history.started is None else history.started.base_model or history.started.model or "BASE"
+    rank = winner.config.get("r")
+    # vLLM allocates memory for certain ranks from 8 on, among them powers of two.
+    needed = max(_LEAST_VLLM_RANK, rank if isinstance(rank, int) else _LEAST_VLLM_RANK)
+    adapter = shlex.quote(f"{history.name}={run_dir / 'best'}")
+    return (
+        f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {1 << (needed - 1).bit_length()} "
+        f"--lora-modules {adapter}"
+    )
+
 
 REPORT_NAME = "report.html"
 RUNGS = ("early_exit", "rungs")
@@ -42,9 +91,9 @@ UNSHOWN = (
     ("data", "train_validation_fingerprint"),
     ("data", "validation_fingerprint"),
 )
-"""Settings of a group that are not listed."""
+"""Nested settings that are not listed."""
 _OF_LABELS = {"accuracy": "Accuracy", "macro_f1": "Macro F1", "mse": "MSE", "spearman": "Spearman's rho"}
-"""Titles of what is measured of classifiers and regressors."""
+"""Titles of the metrics of classifiers and regressors."""
 
 
 def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
@@ -52,12 +101,12 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
 
     Args:
         run_dir: Folder of the run.
-        price: Of an hour of one GPU; None takes that of :func:`alto.runs.device_hours.price_of_hour`, if there is one.
+        price: Price of an hour of one GPU; None takes that of :func:`alto.runs.progress.price_of_hour`.
 
     Raises:
         RunNotFoundError: ``run_dir`` holds no journal.
-        RunError: The journal is damaged before its last line, or the metrics of the best adapter are.
-        SpecError: The price in the environment is none.
+        RunError: The journal is damaged before its last line, or the metrics of an adapter are damaged.
+        SpecError: The price in the environment is not a valid price.
         RunWriteError: The disk is full or cannot be written.
     """
     run_dir = Path(run_dir)
@@ -65,32 +114,23 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
 
 
 def report_page(run_dir: Path, history: RunHistory, *, price: float | None = None, shown_as: Path | None = None) -> str:
-    """The report of a run as HTML.
+    """Return the report of a run as HTML.
 
     Args:
         run_dir: Folder of the run.
-        history: Of the run.
-        price: As of :func:`write_report`.
-        shown_as: What the page calls the folder; None is the folder itself.
+        history: The run.
+        price: See :func:`write_report`.
+        shown_as: Path of the folder that the page shows; None shows ``run_dir``.
 
     Raises:
-        RunError, SpecError: As of :func:`write_report`.
+        RunError, SpecError: See :func:`write_report`.
     """
-    of_task = None if history.started is None else history.started.gpu_hour_price
-    hours = device_hours(history, price_of_hour(price, of_task))
-    return render_report(history, shown_as or run_dir, _evaluations(run_dir), hours)
-
-
-def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str, Any]], hours: DeviceHours) -> str:
-    """The report of ``history`` as HTML; ``run_dir`` only names where the adapters lie.
-
-    Args:
-        evaluations: What ``alto eval`` found, as it is written in the metrics of adapters; ``adapter`` says of which.
-        hours: What the run took, and its price.
-    """
+    evaluations = _evaluations(run_dir)
     numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)
     measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
-    context = _context(history, run_dir)
+    of_task = None if history.started is None else history.started.gpu_hour_price
+    hours = device_hours(history, price_of_hour(price, of_task))
+    context = _context(history, shown_as or run_dir, _num_labels(run_dir / "best" / LABELS_NAME))
     titles = {name: title for name, title in _OF_LABELS.items() if name in measured}
     return render_page(
         "report.html.jinja", **context, evaluations=evaluations, measured=measured, of_labels=titles, hours=hours
@@ -98,17 +138,17 @@ def render_report(history: RunHistory, run_dir: Path, evaluations: list[dict[str
 
 
 def _num_labels(path: Path) -> int | None:
-    """Number of labels of the best adapter's classification head; None where it has none, or the file is damaged."""
+    """Return the number of labels of the best adapter's classification head; None without one, or if the file is
+    damaged."""
     try:
         return len(read_json(path)["id2label"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
+def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict[str, Any]:
     table = job_table(history)
     figures = run_figures(history, table)
-    num_labels = _num_labels(run_dir / "best" / LABELS_NAME)
     winner = history.best if history.result is not None else None
     return {
         "history": history,
@@ -153,14 +193,18 @@ def _context(history: RunHistory, run_dir: Path) -> dict[str, Any]:
 
 
 def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
-    """Of the best adapter and of every job's; of the base model, which lie beside each, the newest of those alike."""
+    """Return the evaluations of the best adapter, of every job's adapter, and of the base model.
+
+    If an adapter has several evaluations with the same dataset and settings, only the newest is returned. Evaluations
+    of the base model are stored with each adapter.
+    """
     folders = {"best": run_dir / "best"} | {path.parent.name: path for path in sorted(run_dir.glob("jobs/*/best"))}
     found: dict[str, dict[str, Any]] = {}
     for name, folder in folders.items():
         for entry in _read_evaluations(folder / "metrics.json"):
             settings = entry.get("settings")
             settings = settings if isinstance(settings, dict) else {}
-            # The report does not need the other fields: which adapter, and which base.
+            # The report shows the adapter in its own column, and needs no base model.
             shown = {k: v for k, v in settings.items() if v is not None and k not in ("weights", "base_model")}
             line = {**entry, "settings": shown, "adapter": "base" if settings.get("weights") == "base" else name}
             key = json.dumps([line["adapter"], entry.get("dataset"), settings], sort_keys=True)
@@ -176,26 +220,26 @@ def _read_evaluations(path: Path) -> list[dict[str, Any]]:
         return [dict(entry) for entry in read_json(path).get("evaluations") or ()]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise RunError(
-            f"{path}: expected a JSON object of metrics, found something else ({error}). Remove the file and evaluate "
+            f"{path}: expected a JSON object of metrics, found invalid content ({error}). Remove the file and evaluate "
             "the run again to have its evaluations in the report."
         ) from None
 
 
 def _settings(history: RunHistory) -> list[tuple[str, Any]]:
-    """Name and value of every setting of the task, nested ones dotted, as the journal has them."""
+    """Return name and value of every setting of the task in the journal; names of nested settings are dotted."""
     flat: list[tuple[str, Any]] = []
     for key, value in history.settings().items():
         if isinstance(value, dict):
             flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in UNSHOWN]
             if key == RUNGS[0]:
                 flat.append((".".join(RUNGS), describe_rungs(history.rung_settings) or None))
-        elif key != "validation_weights":  # a number for every validation row
+        elif key != "validation_weights":  # too long: a number for every validation row
             flat.append((key, value))
     return flat
 
 
 def _shared_settings(history: RunHistory) -> list[tuple[str, Any]]:
-    """What all jobs have in common."""
+    """Return the settings that all jobs have in common."""
     configs = [tidy_config(job.config) for job in history.jobs.values()]
     varying = set(varying_keys(configs))
     return [(key, value) for key, value in configs[0].items() if key not in varying] if configs else []

@@ -1,6 +1,7 @@
-"""Rows of the job table, and sentences with the reason why a job ended early.
+"""Rows of the job table, and sentences that explain why a job ended early.
 
-The table shows only the configuration keys that vary between jobs: what all jobs share belongs in the settings.
+The table shows only the configuration keys that vary between jobs; the values that all jobs share belong in the
+settings.
 """
 
 from __future__ import annotations
@@ -29,8 +30,6 @@ from alto.export.wording import (
 from alto.records import ExitReason, FinalistScore
 from alto.runs import JobHistory, RunHistory, Stage
 
-__all__ = ["JobRow", "JobTable", "explain_exit", "job_table", "run_notes"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
@@ -39,15 +38,15 @@ class JobRow:
     Attributes:
         job: Job id, safe to print.
         job_id: Job id in the run.
-        origin: Where it comes from, such as ``clone of job-001``, safe to print; empty if it came with the task.
-        settings: Value of every column of the table, as text, in the order of the columns.
+        origin: Origin of the job, such as ``clone of job-001``, safe to print; empty if it came with the task.
+        settings: Value of every configuration column of the table, as text, in the order of the columns.
         raw_settings: The same values unformatted, for sorting.
-        label: The varying configuration in one line; empty where nothing varies.
+        label: The varying configuration in one line; empty if nothing varies.
         outcome: Reason of the exit, else the stage.
         explanation: Why the job ended early, as a sentence; empty if it did not.
-        metrics: Values of the table's metrics at its best evaluation, in their order; None where there is none.
-        score: Of its answers, with the interval, as text: as a finalist, or at the last rung that scored it.
-        raw_score: The same as a number; None where it was not scored.
+        metrics: Values of the table's metrics at the job's best evaluation, in their order; None for a missing value.
+        score: Score of the job's answers with its interval, as text: as a finalist, or at the last rung that scored it.
+        raw_score: The score as a number; None if the job was not scored.
     """
 
     job: str
@@ -75,7 +74,7 @@ class JobRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTable:
-    """Rows best first, the short names of the configuration columns, and the metrics that have columns.
+    """The job table.
 
     Attributes:
         columns: Short names of the configuration columns.
@@ -89,12 +88,12 @@ class JobTable:
 
     @property
     def has_scores(self) -> bool:
-        """Whether the answers of a job were scored."""
+        """Whether the answers of any job were scored."""
         return any(row.raw_score is not None for row in self.rows)
 
 
 def job_table(history: RunHistory) -> JobTable:
-    """The job table of a run, finished or not: the chosen job first, then by their best evaluation."""
+    """Return the job table of a run, finished or not: the chosen job first, the others by their best evaluation."""
     configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
     keys = varying_keys(list(configs.values()))
     metrics = shown_metrics(history)
@@ -119,8 +118,8 @@ def job_table(history: RunHistory) -> JobTable:
 
 
 def run_notes(history: RunHistory) -> list[str]:
-    """Notices about the task's data and model (rows cut, skipped, …), the last out-of-memory event, and a difference
-    that PEFT shows in the best adapter; safe to print."""
+    """Return notices about the task's data and model (rows cut, skipped, …), the last out-of-memory event, and a
+    difference when PEFT loads the best adapter; safe to print."""
     notes = [clean(note) for note in history.notes]
     if events := history.memory_events:
         times = "" if len(events) == 1 else f" ({len(events)} times so far)"
@@ -131,14 +130,14 @@ def run_notes(history: RunHistory) -> list[str]:
 
 
 def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_repetitions: bool = False) -> str:
-    """Why ``job`` ended early, in one plain phrase with the numbers of its evidence; empty if it did not.
+    """Explain in one phrase why ``job`` ended early, with the numbers of its evidence; empty if it did not.
 
-    Evidence that does not hold the numbers of a known rule is listed as ``key value`` pairs.
+    Evidence without the numbers of a known rule is listed as ``key value`` pairs.
 
     Args:
         job: The job after the events so far.
-        rung_progress: Share of its steps at which it was ranked, if a rung ended it; its own progress otherwise.
-        has_repetitions: Whether jobs of its run repeat configurations: configurations were ranked then.
+        rung_progress: Share of its steps at which a rung ranked it; None takes its own progress.
+        has_repetitions: Whether jobs of its run repeat configurations; then configurations were ranked.
     """
     if job.exit_reason is None:
         return ""
@@ -155,7 +154,7 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
         size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
         sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
     elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
-        sentence = f"a row of {format_count(numbers['row_tokens'])} tokens does not fit into memory by itself"
+        sentence = f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
     return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
 
 

@@ -1,18 +1,21 @@
-"""Progress of a run in the terminal, and its summary at the end.
+"""Shows the progress of a run in the terminal, and a summary at the end.
 
-Names come from users: they are cleaned of escapes and drawn as rich ``Text``, which reads no markup.
+Names come from users: escapes are removed from them, and they are drawn as rich ``Text``, which interprets no markup.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rich import box
 from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -20,11 +23,9 @@ from rich.table import Table
 from rich.text import Text
 
 from alto.export.choice import choice_notes
-from alto.export.job_grid import GRID_LINES, JobGrid
-from alto.export.metrics import describe_metrics, describe_test, metric_name
-from alto.export.plain import PlainView
-from alto.export.samples import samples_text
-from alto.export.tables import JobTable, job_table, run_notes
+from alto.export.metrics import describe_metrics, describe_test, format_metric, metric_name, short_metric
+from alto.export.plain import PlainView, samples_text
+from alto.export.tables import JobRow, JobTable, job_table, run_notes
 from alto.export.wording import (
     clean,
     describe_compiling,
@@ -42,7 +43,7 @@ from alto.export.wording import (
     format_loss,
     format_share,
 )
-from alto.runs import JobHistory, JournalEntry, RunHistory, RunStatus, Stage
+from alto.runs import JobHistory, JournalEntry, RunDir, RunHistory, RunStatus, Stage, read_history
 from alto.runs.events import (
     Event,
     JobAdmitted,
@@ -56,34 +57,199 @@ from alto.runs.events import (
     TaskStarted,
     WarmupEnded,
 )
-from alto.runs.pace import Pace
+from alto.runs.history import Pace
 from alto.runs.progress import exit_totals, next_stop, outlook
-from alto.spec.metric import LOSS
+from alto.spec import LOSS
 
-__all__ = ["LiveView", "final_summary", "open_view"]
+GRID_LINES = 3
+"""Lines besides the rows: the headings, the rule, and the line for what does not fit."""
+
+GAP = 2  # the padding of a cell and the separator that the box draws
+BAR_WIDTH = 10
+WIDEST_JOB = 24
+WIDEST_SETTING = 20
+NARROWEST_NOTE = 20
+OUTCOME_STYLES = {
+    "training": "bold",
+    "completed": "cyan",
+    "overfitting": "yellow",
+    "diverging": "red",
+    "failed": "red",
+    "stopped": "magenta",
+    "budget": "magenta",
+    "underperforming": "dim",
+    "pending": "dim",
+}
+# The order in which columns are dropped on a narrow terminal; a column of worth STAYS is never dropped. Settings and
+# metrics are dropped from the last to the first. The best loss and the first metric belong to the checkpoint that is
+# kept, so they are dropped after the losses of the latest step.
+BAR, NOTE, TRAIN, LATEST, METRIC, SETTING, FIRST_METRIC, STAYS = range(8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """A column of the table; the columns with the lowest ``worth`` are dropped first."""
+
+    name: str
+    cells: Sequence[RenderableType]
+    width: int
+    worth: tuple[int, int]
+    is_number: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobGrid:
+    """Rows of the job table, drawn into the available width.
+
+    Attributes:
+        settings: Short names of the configuration columns.
+        metrics: Names of the metrics that have columns.
+        rows: Jobs, in the order in which they are drawn.
+        notes: Text of the last column for every row.
+        note_name: Heading of the last column.
+        max_rows: Largest number of rows to draw; None draws all.
+    """
+
+    settings: tuple[str, ...]
+    metrics: tuple[str, ...]
+    rows: Sequence[JobRow]
+    notes: Sequence[str]
+    note_name: str
+    max_rows: int | None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        columns, left_out = _fit(self._columns(), options.max_width)
+        grid = Table(
+            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", expand=True
+        )
+        for column in columns:
+            is_note = column.worth[0] == NOTE
+            grid.add_column(
+                Text(column.name),
+                justify="right" if column.is_number else "left",
+                width=None if is_note else column.width,
+                ratio=1 if is_note else None,
+                no_wrap=True,
+                overflow="ellipsis",
+            )
+        if not any(column.worth[0] == NOTE for column in columns):
+            grid.add_column("", ratio=1)
+        for index, row in enumerate(self._shown):
+            grid.add_row(*(column.cells[index] for column in columns), style="bold green" if row.is_best else None)
+        yield grid
+        if remainder := self._remainder(left_out, options.max_width):
+            yield Text(remainder, style="dim", no_wrap=True, overflow="ellipsis")
+
+    @property
+    def _shown(self) -> Sequence[JobRow]:
+        return self.rows if self.max_rows is None else self.rows[: self.max_rows]
+
+    def _columns(self) -> list[_Column]:
+        rows = self._shown
+        columns = [_text_column("job", [f"{'★' if row.is_best else ' '} {row.job}" for row in rows], widest=WIDEST_JOB)]
+        for index, name in enumerate(self.settings):
+            cells = [row.settings[index] for row in rows]
+            worth = (SETTING, len(self.settings) - index)
+            columns.append(_text_column(name, cells, worth=worth, widest=WIDEST_SETTING, is_number=True))
+        stages = [Text(row.outcome, style="" if row.is_best else OUTCOME_STYLES.get(row.outcome, "")) for row in rows]
+        # As wide as the longest outcome of all jobs, so that columns keep their places when other rows are shown.
+        stage_width = max((cell_len(row.outcome) for row in self.rows), default=0)
+        columns.append(_Column(name="stage", cells=stages, width=max(5, stage_width), worth=(STAYS, 0)))
+        bars = [_bar(row) for row in rows]
+        columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, worth=(BAR, 0)))
+        losses = {
+            "done": ([format_share(row.progress) for row in rows], STAYS),
+            "train": ([_loss(row.train_loss) for row in rows], TRAIN),
+            "val": ([_loss(row.validation_loss) for row in rows], LATEST),
+            "best val": ([_loss(_finite(row.best_validation_loss)) for row in rows], STAYS),
+        }
+        for name, (cells, worth_of) in losses.items():
+            columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
+        for index, metric in enumerate(self.metrics):
+            cells = [format_metric(metric, row.metrics[index]) for row in rows]
+            worth = (METRIC if index else FIRST_METRIC, len(self.metrics) - index)
+            columns.append(_text_column(short_metric(metric), cells, worth=worth, narrowest=6, is_number=True))
+        if any(row.raw_score is not None for row in self.rows):
+            columns.append(_text_column("score", [row.score for row in rows], worth=(FIRST_METRIC, 0), is_number=True))
+        if any(self.notes):
+            notes = [Text(note, style="dim") for note in self.notes[: len(rows)]]
+            columns.append(_Column(name=self.note_name, cells=notes, width=NARROWEST_NOTE, worth=(NOTE, 0)))
+        return columns
+
+    def _remainder(self, left_out: Sequence[str], width: int) -> str:
+        parts = []
+        if hidden := self.rows[len(self._shown) :]:
+            counts = Counter(row.outcome for row in hidden)
+            kinds = ", ".join(f"{number} {outcome}" for outcome, number in counts.most_common())
+            parts.append(f"… and {len(hidden)} more ({kinds})")
+        if left_out:
+            parts.append(f"hidden columns: {', '.join(left_out)}")
+        text, advice = " · ".join(parts), " (widen the terminal)"
+        return text + advice if left_out and cell_len(text + advice) <= width else text
+
+
+def _text_column(
+    name: str,
+    cells: Sequence[str],
+    *,
+    worth: tuple[int, int] = (STAYS, 0),
+    narrowest: int = 0,
+    widest: int = WIDEST_SETTING,
+    is_number: bool = False,
+) -> _Column:
+    width = min(widest, max(map(cell_len, (name, *cells))))
+    return _Column(
+        name=name, cells=[Text(cell) for cell in cells], width=max(narrowest, width), worth=worth, is_number=is_number
+    )
+
+
+def _fit(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[str]]:
+    """Return the columns that fit into ``width``, and the names of the other columns."""
+    kept = list(columns)
+    while sum(column.width for column in kept) + GAP * len(kept) > width:
+        least = min(kept, key=lambda column: column.worth)
+        if least.worth[0] == STAYS:
+            break
+        kept.remove(least)
+    return kept, [column.name for column in columns if column not in kept and column.name]
+
+
+def _bar(row: JobRow) -> ProgressBar:
+    style = "green" if row.is_best else "cyan"
+    return ProgressBar(total=1.0, completed=row.progress, width=BAR_WIDTH, complete_style=style, finished_style=style)
+
+
+def _loss(loss: float | None) -> str:
+    return format_loss(loss) if loss is None or math.isfinite(loss) else f"{loss}"
+
+
+def _finite(loss: float) -> float | None:
+    """Return a job's best loss; None if there is none yet, or no validation."""
+    return loss if math.isfinite(loss) else None
+
 
 REFRESHES_PER_SECOND = 2
-# Lines of the live view above the table, and the one below it on which the cursor rests.
+# Lines of the live view above the table, and the line below it for the cursor.
 FRAME_LINES = 7
-# Jobs that matter most while the run lasts come first; exits have no stage of their own here.
+# Jobs that matter most during the run come first; exited jobs are shown by the reason of their exit.
 LIVE_ORDER = {"training": 0, "completed": 1, "parked": 2, "pending": 4}
 EXITED_ORDER = 3
 
 
 def open_view(console: Console) -> LiveView | PlainView:
-    """The live table where ``console`` is a screen that can redraw itself, plain lines elsewhere."""
+    """Return the live table if ``console`` is a screen that can redraw itself, else plain lines."""
     can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
     return LiveView(console) if can_redraw else PlainView(console.file)
 
 
 class LiveView:
-    """Redraws the state of a run in place, as far as the terminal reaches.
+    """Redraws the state of a run in place, limited to the size of the terminal.
 
-    A context manager; ``observe`` may be called from any thread. What it drew disappears when it is left, so that
-    :func:`final_summary` can take its place; notes on the data stay.
+    A context manager; ``observe`` may be called from any thread. When the context ends, the table disappears, so that
+    :func:`final_summary` can replace it; notes on the data stay.
 
     Attributes:
-        history: The run as far as it was observed.
+        history: The run, up to the latest observed entry.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.time) -> None:
@@ -91,7 +257,7 @@ class LiveView:
         self._console = console
         self._clock = clock
         self._lock = threading.Lock()
-        self._paces: dict[str, Pace] = {}  # of every job in a slot, in steps
+        self._paces: dict[str, Pace] = {}  # steps of every job in a slot
         self._announcement = ""
         self._measuring = ""
         self._size = console.size
@@ -109,10 +275,10 @@ class LiveView:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         self._live.stop()
         if error is not None and self.history.jobs:
-            self._console.print(final_summary(self.history))  # how far it came
+            self._console.print(final_summary(self.history))
 
     def observe(self, entry: JournalEntry) -> None:
-        """Fold in one entry of the journal; the next redraw shows it."""
+        """Apply one entry of the journal; the next redraw shows it."""
         if isinstance(entry.event, MeasuringBegun):  # before the run begins
             self._measuring = describe_measuring(entry.event)
             if not entry.event.is_update:
@@ -124,14 +290,14 @@ class LiveView:
                 case JobAdmitted(job=job) | JobResumed(job=job):
                     self._paces[job] = Pace()
                 case WarmupEnded():
-                    # After exits, every other job is faster.
+                    # After exits, the remaining jobs are faster.
                     self._paces = {job: Pace() for job in self._paces}
             self._measure()
         if not entry.is_replayed:
             self._print(entry.event)
 
     def _print(self, event: Event) -> None:
-        """What stays above the table; outside of the lock, which drawing takes too."""
+        """Print lines that stay above the table. Must be called without the lock, which drawing takes too."""
         match event:
             case OutOfMemory():
                 self._console.print(Text(describe_memory_event(event), style="yellow"))
@@ -144,7 +310,7 @@ class LiveView:
                     self._console.print(Text(f"note: {clean(note)}", style="yellow"))
 
     def show(self, history: RunHistory) -> None:
-        """Replace the shown state by ``history``, the same run read again."""
+        """Replace the shown state by ``history``, a newer state of the same run."""
         with self._lock:
             self.history = history
             in_slots = (job.job for job in history.jobs.values() if job.slot is not None)
@@ -152,7 +318,7 @@ class LiveView:
             self._measure()
 
     def announce(self, text: str) -> None:
-        """Show ``text`` at the top of the view at once, and as long as it lasts."""
+        """Show ``text`` at the top of the view, from now until the view ends."""
         self._announcement = text
         self._live.refresh()
 
@@ -166,7 +332,7 @@ class LiveView:
     def _render(self) -> RenderableType:
         size = self._console.size
         if size != self._size:
-            # What was drawn for another size has been folded by the terminal and cannot be drawn over.
+            # The terminal has wrapped the lines that were drawn for the old size, so they cannot be overdrawn.
             self._console.control(Control.clear(), Control.home())
             self._size = size
         with self._lock:
@@ -217,7 +383,7 @@ class LiveView:
         return [line, Text(facts_line, style="dim", no_wrap=True, overflow="ellipsis")]
 
     def _next_stop(self, job: JobHistory, now: float) -> str:
-        """When a job in a slot reaches its next rung or its end; empty for one that has ended or not begun."""
+        """Describe when a job in a slot reaches its next rung or its end; empty if it has ended or not begun."""
         if job.has_ended or not job.step:
             return ""
         stop, num_steps = next_stop(self.history, job)
@@ -229,11 +395,11 @@ class LiveView:
 
 
 def _wall_time(history: RunHistory) -> str:
-    """How long the run took, with the measuring before its first step."""
+    """Describe how long the run took, and the part for measuring before its first step."""
     if not history.measuring_s:
         return format_duration(history.duration_s)
     total_s = history.duration_s + history.measuring_s
-    return f"{format_duration(total_s)}, {format_duration(history.measuring_s)} of them for measuring"
+    return f"{format_duration(total_s)}, including {format_duration(history.measuring_s)} for measuring"
 
 
 def final_summary(
@@ -244,14 +410,14 @@ def final_summary(
     is_live: bool = True,
     now: float | None = None,
 ) -> RenderableType:
-    """The table of jobs, what was saved, and where the best adapter lies.
+    """Return the table of jobs, the savings, and the path of the best adapter.
 
     Args:
         history: A run, finished or not.
-        run_dir: Its folder, to show the path of the adapter; None leaves it out.
-        max_rows: Rows shown at most, best first; None shows all.
-        is_live: Whether a process works on it, if it is not finished.
-        now: Unix seconds, to show how long a run that is worked on still takes; None leaves it out.
+        run_dir: Folder of the run, to show the path of the adapter; None leaves it out.
+        max_rows: Largest number of rows to show, best first; None shows all.
+        is_live: Whether a process works on the run, if it is not finished.
+        now: Current time in Unix seconds, to show the remaining time of a live run; None leaves it out.
     """
     table = job_table(history)
     status = history.status(is_live=is_live)
@@ -303,7 +469,7 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
     job = history.jobs[best.job_id]
     metrics, tested = describe_metrics(job.best_metrics, table.metrics), describe_test(history, job)
-    scoring = describe_scoring(history.finalists, history.scorer, "")  # a failure is among the notes
+    scoring = describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
@@ -339,3 +505,14 @@ def _place(history: RunHistory, run_dir: Path) -> Text:
     if history.result is not None:
         return Text(f"adapter: {clean(run_dir / 'best')}", overflow="fold")
     return Text(f"best checkpoints so far: {clean(run_dir / 'jobs')}", overflow="fold")
+
+
+def watch_run(console: Console, run: RunDir, every_s: float) -> None:
+    """Redraw the state of ``run`` from its journal every ``every_s`` seconds until no process works on it any more."""
+    with LiveView(console) as view:
+        while True:
+            is_live = run.is_locked()
+            view.show(read_history(run.root))
+            if not is_live:
+                return
+            time.sleep(every_s)

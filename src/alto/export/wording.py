@@ -1,7 +1,7 @@
 """Formats numbers and names for users: losses, shares, durations, configuration values.
 
-Text that comes from a user (names of tasks, models, datasets, jobs) passes through :func:`clean` before it is shown
-on a terminal.
+Text that comes from a user (names of tasks, models, datasets, jobs) passes through :func:`clean` before it is shown in
+a terminal.
 """
 
 from __future__ import annotations
@@ -16,41 +16,6 @@ from alto.records import AdapterCheck, FinalistScore, Rung
 from alto.runs import JobHistory, RunHistory
 from alto.runs.events import KernelsCompiled, MeasuringBegun, OutOfMemory, ProfileMeasured, RefitFact, TaskStarted
 from alto.runs.progress import Outlook
-
-__all__ = [
-    "clean",
-    "clean_lines",
-    "describe_adapter_check",
-    "describe_compiling",
-    "describe_config",
-    "describe_finalists",
-    "describe_measuring",
-    "describe_memory_event",
-    "describe_origin",
-    "describe_outlook",
-    "describe_profile",
-    "describe_refit",
-    "describe_rung",
-    "describe_rungs",
-    "describe_savings",
-    "describe_scoring",
-    "describe_task",
-    "describe_time",
-    "format_age",
-    "format_count",
-    "format_count_of",
-    "format_duration",
-    "format_hours",
-    "format_loss",
-    "format_money",
-    "format_score",
-    "format_setting",
-    "format_share",
-    "short_name",
-    "short_path",
-    "tidy_config",
-    "varying_keys",
-]
 
 # Canonical key -> name in a narrow column. The order is the order of the columns.
 SHORT_NAMES = {
@@ -76,22 +41,22 @@ SHORT_NAMES = {
 
 
 def clean(text: object) -> str:
-    """``text`` on one line, without control, escape and bidirectional-override characters."""
+    """Return ``text`` on one line, without control, escape and bidirectional-override characters."""
     return "".join(char for char in " ".join(str(text).split()) if char.isprintable())
 
 
 def clean_lines(text: str) -> str:
-    """``text`` with its line ends and tabs, without other control, escape and bidirectional-override characters."""
+    """Return ``text`` without control, escape and bidirectional-override characters; keep line ends and tabs."""
     return "".join(char for char in text if char.isprintable() or char in "\n\t")
 
 
 def short_name(key: str) -> str:
-    """The name of a configuration key in a narrow column: ``learning_rate`` is ``lr``."""
+    """Return the name of a configuration key for a narrow column: ``lr`` for ``learning_rate``."""
     return SHORT_NAMES.get(key, key)
 
 
 def tidy_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config`` with ``lora_alpha`` shown as ``alpha/r``, the number that scales an adapter.
+    """Replace ``lora_alpha`` in ``config`` by ``alpha/r``, the number that scales an adapter.
 
     So a sweep over ranks with ``lora_alpha: 2*r`` shows one varying key, not two.
     """
@@ -104,7 +69,8 @@ def tidy_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def varying_keys(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Keys whose values differ between ``configs`` (a missing key differs from any value), best-known keys first."""
+    """Return the keys whose values differ between ``configs``, best-known keys first; a missing key differs from any
+    value."""
     keys = list(dict.fromkeys(key for config in configs for key in config))
     varying = [key for key in keys if len({_canonical(config, key) for config in configs}) > 1]
     order = {key: index for index, key in enumerate(SHORT_NAMES)}
@@ -112,12 +78,12 @@ def varying_keys(configs: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def describe_config(config: Mapping[str, Any], keys: Sequence[str]) -> str:
-    """The values of ``keys`` in one line: ``lr 2e-4 · bs 4 · r 16``."""
+    """Return the values of ``keys`` in one line: ``lr 2e-4 · bs 4 · r 16``."""
     return " · ".join(f"{clean(short_name(key))} {format_setting(config[key])}" for key in keys if key in config)
 
 
 def describe_task(started: TaskStarted | None) -> list[str]:
-    """Method, model, dataset, row counts and ranks of a task; nothing of one that has not begun."""
+    """Return method, model, dataset, row counts and ranks of a task; empty if it has not begun."""
     if started is None:
         return []
     facts = [short_path(name) for name in (started.method, started.model, started.dataset) if name]
@@ -130,19 +96,20 @@ def describe_task(started: TaskStarted | None) -> list[str]:
 
 
 def describe_refit(refit: RefitFact) -> str:
-    """``refit of …/runs/sums-20261123 (job-003), no validation``."""
+    """Describe a refit: ``refit of …/runs/sums-20261123 (job-003), no validation``."""
     return f"refit of {short_path(refit.run)} ({clean(refit.job)}), no validation"
 
 
 def short_path(name: object) -> str:
-    """The last two parts of an absolute path; anything else as it is."""
+    """Return the last two parts of a long absolute path; return anything else unchanged."""
     text = clean(name)
     parts = PurePath(text).parts
     return str(PurePath("…", *parts[-2:])) if PurePath(text).is_absolute() and len(parts) > 3 else text
 
 
 def describe_rungs(rungs: Sequence[Rung]) -> str:
-    """``at 1 % keep 25 %, at 2.5 % keep 50 % (never fewer than 8, 5), from 40 % only the best``; or nothing."""
+    """Describe rungs: ``at 1 % keep 25 %, at 2.5 % keep 50 % (never fewer than 8, 5), from 40 % only the best``; empty
+    without rungs."""
     halving = [rung for rung in rungs if rung.max_kept is None]
     texts = [f"at {describe_rung(rung)}" for rung in halving]
     least = [rung.min_kept for rung in halving]
@@ -153,14 +120,14 @@ def describe_rungs(rungs: Sequence[Rung]) -> str:
 
 
 def describe_rung(rung: Rung) -> str:
-    """``2.5 % keep 20 %``, or ``40 % only the best``."""
+    """Describe a rung: ``2.5 % keep 20 %``, or ``40 % only the best``."""
     kept = f"keep {format_share(rung.keep)}" if rung.max_kept is None else "only the best"
     return f"{format_share(rung.progress)} {kept}"
 
 
 def describe_finalists(finalists: Sequence[FinalistScore]) -> str:
-    """The score of each with its interval: ``job-000 4 of 5 right (38–96 %), job-001 2 of 5 right (12–77 %)``, or
-    ``job-000 0.713 (0.65–0.78) on 40 rows``."""
+    """Return the score of each finalist with its interval: ``job-000 4 of 5 right (38–96 %), job-001 2 of 5 right
+    (12–77 %)``, or ``job-000 0.713 (0.65–0.78) on 40 rows``."""
     return ", ".join(f"{clean(score.job)} {_describe_score(score)}" for score in finalists)
 
 
@@ -173,7 +140,7 @@ def _describe_score(score: FinalistScore) -> str:
 
 
 def format_score(score: FinalistScore | None) -> str:
-    """A score with its interval in a narrow column: ``80 % (38–96 %)``, ``0.713 (0.65–0.78)``, or a dash."""
+    """Format a score with its interval for a narrow column: ``80 % (38–96 %)``, ``0.713 (0.65–0.78)``, or a dash."""
     if score is None:
         return "–"
     if score.num_correct is None:
@@ -184,10 +151,10 @@ def format_score(score: FinalistScore | None) -> str:
 
 
 def describe_scoring(finalists: Sequence[FinalistScore], scorer: str, failure: str) -> str:
-    """What chose among the finalists, for a line of the terminal: their scores, or why there are none; empty where
-    only the metric chose."""
+    """Describe in one line how the winner was chosen among the finalists: by their scores, or why there are none; empty
+    if only the metric chose."""
     if failure:
-        return f"the scorer {clean(scorer)} failed: {clean(failure)}; the metric chose"
+        return f"the scorer {clean(scorer)} failed: {clean(failure)}; the metric chose the winner"
     if not finalists:
         return ""
     by = "answers" if scorer in ("", "eval_accuracy") else f"answers ({clean(scorer).replace('_', ' ')})"
@@ -200,7 +167,7 @@ def _format_score(score: float) -> str:
 
 
 def describe_adapter_check(check: AdapterCheck) -> str:
-    """Whether PEFT loads the best adapter as it was trained, in a sentence."""
+    """Describe in a sentence whether PEFT loads the best adapter as it was trained."""
     if check.status == "unchecked":
         return f"the best adapter was not loaded into PEFT to check it: {clean(check.why)}"
     peft = f"PEFT {clean(check.peft)}"
@@ -208,14 +175,14 @@ def describe_adapter_check(check: AdapterCheck) -> str:
         difference = f"{check.difference or 0.0:.1e}"
         return f"{peft} loads the best adapter as it was trained (logits differ by {difference}, relative)"
     return (
-        f"{peft} does not load the best adapter as it was trained: {clean(check.why)}. ALTO does (alto eval); use it "
-        "with PEFT only once its logits are the same there"
+        f"{peft} does not load the best adapter as it was trained: {clean(check.why)}. ALTO does (alto eval); use the "
+        "adapter with PEFT only after its logits are the same there"
     )
 
 
 def describe_memory_event(event: OutOfMemory) -> str:
-    """The change after memory ran out: ``memory ran out in the forward pass; micro-batches now have at most 512
-    tokens``."""
+    """Describe the change after memory ran out: ``memory ran out in the forward pass; micro-batches now have at most
+    512 tokens``."""
     phase = event.phase
     where = {"forward": "the forward pass", "backward": "the backward pass", "bank": "setting up the slots"}
     if event.num_slots is not None:
@@ -228,7 +195,7 @@ def describe_memory_event(event: OutOfMemory) -> str:
 
 
 def describe_origin(job: JobHistory) -> str:
-    """Where a job comes from that was added while others trained; empty for all others."""
+    """Describe the origin of a job that was added during the run; empty for other jobs."""
     if job.is_suggested:
         return "suggested by the search"
     if job.origin is None:
@@ -238,7 +205,7 @@ def describe_origin(job: JobHistory) -> str:
 
 
 def describe_outlook(found: Outlook) -> list[str]:
-    """``about 3 min 05 s left`` and ``1,200 tokens/s``, as far as they are known."""
+    """Return ``about 3 min 05 s left`` and ``1,200 tokens/s``, without unknown values."""
     facts = []
     if found.remaining_s is not None:
         facts.append(f"about {format_duration(found.remaining_s)} left")
@@ -248,20 +215,20 @@ def describe_outlook(found: Outlook) -> list[str]:
 
 
 def describe_measuring(event: MeasuringBegun) -> str:
-    """Describe what is measured, how long that takes, and where the result is kept."""
+    """Describe what is measured, how long it takes, and where the result is kept."""
     left = "" if event.remaining_s is None else f": about {format_duration(event.remaining_s)} left"
     if event.is_update:
         return f"measuring {clean(event.task)}{left}"
     where = f" in {clean(event.kept_in)}" if event.kept_in else ""
     return (
         f"measuring memory and time of {clean(event.task)} on {clean(event.model)}{left}, longer on a busy machine; "
-        f"kept{where} for later runs of the same task"
+        f"the result is kept{where} for later runs of the same task"
     )
 
 
 def describe_profile(event: ProfileMeasured) -> str:
-    """How the jobs are packed and how long that may take: ``12 slots, micro-batches of 4,096 tokens; about 1 min 13 s
-    …``."""
+    """Describe how the jobs are packed and how long the run may take: ``12 slots, micro-batches of 4,096 tokens; about
+    1 min 13 s …``."""
     known = "earlier" if event.is_cached else f"in {format_duration(event.profile_s)}"
     known += ", while other programs used the machine: times are rough" if event.throughput.is_unsteady else ""
     return (
@@ -273,14 +240,14 @@ def describe_profile(event: ProfileMeasured) -> str:
 
 
 def describe_compiling(event: KernelsCompiled) -> str:
-    """How far the kernels are: ``compiling kernels for the first step: 3 of 24``."""
+    """Describe the progress of compiling kernels: ``compiling kernels for the first step: 3 of 24``."""
     if event.done < event.total:
         return f"compiling kernels for the first step: {event.done} of {event.total}"
     return f"{format_count(event.total)} kernels compiled in {format_duration(event.duration_s)}"
 
 
 def format_setting(value: Any) -> str:
-    """A configuration value: ``0.0002`` is ``2e-4``, a list is joined by commas, None and empty mappings are dashes."""
+    """Format a configuration value: ``2e-4`` for ``0.0002``, commas in a list, a dash for None and empty mappings."""
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -295,7 +262,7 @@ def format_setting(value: Any) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """A loss: four decimals, three significant digits from 1000 on and near zero, a dash when there is none."""
+    """Format a loss: four decimals, three significant digits from 1000 on and near zero, a dash for None."""
     if loss is None:
         return "–"
     if math.isnan(loss):
@@ -308,12 +275,12 @@ def format_loss(loss: float | None) -> str:
 
 
 def format_share(share: float) -> str:
-    """A fraction in percent: ``0.025`` is ``2.5 %``."""
+    """Format a fraction in percent: ``2.5 %`` for ``0.025``."""
     return f"{round(share * 100, 1):g} %"
 
 
 def describe_savings(history: RunHistory) -> str:
-    """What early exit saved, and what a budget cut off: ``60 % saved, 38 % cut off by the budget``."""
+    """Describe what early exit saved and a budget cut off: ``60 % saved, 38 % cut off by the budget``."""
     saved = f"{format_share(history.saved_share)} saved"
     if not history.samples_cut_off:
         return saved
@@ -321,7 +288,7 @@ def describe_savings(history: RunHistory) -> str:
 
 
 def describe_time(history: RunHistory) -> list[str]:
-    """Return what the time of a run went into, and how long training all jobs would take; what is not known is left
+    """Describe how the time of a run was spent, and how long training all jobs would take; unknown values are left
     out."""
     total_s = history.duration_s + history.measuring_s
     if not history.time_s or not total_s:
@@ -336,7 +303,7 @@ def describe_time(history: RunHistory) -> list[str]:
 
 
 def format_age(seconds: float) -> str:
-    """The time since something began, in its largest unit: ``42 s``, ``5 min``, ``3 h``, ``12 days``."""
+    """Format an age in its largest unit: ``42 s``, ``5 min``, ``3 h``, ``12 days``."""
     total = max(0, round(seconds))
     for unit, size in (("day", 86400), ("h", 3600), ("min", 60)):
         if total >= size:
@@ -345,17 +312,17 @@ def format_age(seconds: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """A whole number with thousands separated."""
+    """Format a whole number with thousands separators."""
     return f"{count:,.0f}"
 
 
 def format_count_of(count: int, unit: str) -> str:
-    """``1 row``, ``1,200 rows``."""
+    """Format a count with its unit: ``1 row``, ``1,200 rows``."""
     return f"{format_count(count)} {unit}{'' if count == 1 else 's'}"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the two largest units that matter: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    """Format seconds in the two largest units that matter: ``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
     total = max(0, round(seconds))
     if total < 60:
         return f"{total} s"
@@ -365,12 +332,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_hours(hours: float) -> str:
-    """Hours of a device: ``0.0067``, ``3.25``, ``1,204``."""
+    """Format hours of a device: ``0.0067``, ``3.25``, ``1,204``."""
     return f"{hours:,.0f}" if hours >= 1000 else f"{float(f'{hours:.3g}'):.6g}"
 
 
 def format_money(amount: float) -> str:
-    """An amount of money without its currency: ``12.40``, ``1,250.00``, ``0.0042``."""
+    """Format an amount of money without its currency: ``12.40``, ``1,250.00``, ``0.0042``."""
     return f"{amount:,.2f}" if amount == 0 or amount >= 0.1 else f"{amount:.2g}"
 
 

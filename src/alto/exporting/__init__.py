@@ -1,4 +1,4 @@
-"""Finished adapters for other programs: vLLM, merged weights, GGUF, configurations of other trainers, the hub."""
+"""Export of finished adapters: for vLLM, as merged weights, as GGUF, as other trainers' configurations, to the hub."""
 
 from alto.exporting.export import ExportSettings, check_before, write_export
 from alto.exporting.tool_data import Rows

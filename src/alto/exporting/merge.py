@@ -1,4 +1,4 @@
-"""The base model with an adapter merged into its weights, by PEFT's own merge, compared with the adapter."""
+"""Merging of an adapter into its base model with PEFT; the merged model is compared with the unmerged adapter."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from alto.backbone import classifier_of, dequantised, load_config, load_network
 from alto.errors import ModelError, UnsupportedError
 from alto.exporting.winner import Winner
 
-__all__ = ["check_mergeable", "dtype_on_disk", "merged_model"]
-
 _NUM_TOKENS = 16
 _TOLERANCE = 1e-4
-"""Of the logits in float32, relative, in norm. Merging rounds every weight once, which is below 1e-5."""
+"""Tolerance of the relative difference of float32 logits, in norm.
+
+Merging rounds every weight once, which causes a difference below 1e-5.
+"""
 
 
 def check_mergeable() -> None:
@@ -41,24 +42,24 @@ def check_mergeable() -> None:
 
 
 def dtype_on_disk(winner: Winner) -> torch.dtype:
-    """The precision of the base model's files; float32 where its configuration has none."""
+    """Return the dtype of the base model's files; float32 if its configuration names none."""
     found: Any = load_config(winner.base).dtype
     named = getattr(torch, found) if isinstance(found, str) else found
     return named if isinstance(named, torch.dtype) else torch.float32
 
 
 def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
-    """The base model of ``winner`` in float32 on the CPU with its adapter merged, and by how much their logits differ.
+    """Merge the adapter of ``winner`` into its base model, in float32 on the CPU.
 
-    Weights of a quantised base are those that its quantised layers compute with. Where the output head shares its
-    weight with the embeddings and the adapter changes one of the two, they have a weight each afterwards.
+    A quantised base model is dequantised first, to the weights that its layers compute with. If the output head shares
+    its weight with the embeddings and the adapter changes one of them, they get separate weights.
 
     Returns:
-        The model; and the difference between its logits of a few tokens and those of the adapter on its base, relative,
-        in norm.
+        The merged model, and the relative difference, in norm, between its logits for a few tokens and those of the
+        adapter on its base model.
 
     Raises:
-        ModelError: The base model cannot be loaded; or the merged model has other logits.
+        ModelError: The base model cannot be loaded, or the logits of the merged model differ.
     """
     from peft import PeftModel
 
@@ -89,7 +90,7 @@ def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
 
 
 def _untie(network: Any, winner: Winner) -> None:
-    """Give the output head a weight of its own where the adapter changes it, or the embeddings whose weight it has."""
+    """Give the output head its own weight if it is tied to the embeddings and the adapter changes either of them."""
     head, embeddings = network.get_output_embeddings(), network.get_input_embeddings()
     if head is None or getattr(head, "weight", None) is not embeddings.weight:
         return
@@ -112,7 +113,7 @@ def _logits(model: Any) -> Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences warnings of PEFT about weights that are tied or renamed; the logits are compared instead."""
+    """Silence warnings of PEFT about tied or renamed weights; the logits are compared instead."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,5 @@
-"""The dataset of a task as TRL, Axolotl and LLaMA-Factory name it: the reverse of :mod:`alto.importing.sources`."""
+"""Converts a task's dataset keys to those of TRL, Axolotl and LLaMA-Factory; the reverse is
+:mod:`alto.importing.sources`."""
 
 from __future__ import annotations
 
@@ -11,8 +12,6 @@ from typing import Any
 from alto.errors import UnsupportedError
 from alto.spec import Task
 
-__all__ = ["NAMED_TYPES", "Rows", "axolotl_dataset", "check_dataset", "llamafactory_info", "trl_dataset"]
-
 _BUILDERS: Mapping[str, str] = {
     ".json": "json",
     ".jsonl": "json",
@@ -22,20 +21,20 @@ _BUILDERS: Mapping[str, str] = {
 }
 _FORMS_OF_TEXTS = ("prompt_completion", "preference", "unpaired_preference")
 NAMED_TYPES = ("messages", "sharegpt", "text")
-"""Forms of rows that are a named ``type`` of Axolotl; the others are written as a custom one."""
+"""Forms of rows that have a named ``type`` in Axolotl; other forms are written as a custom type."""
 
 _TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """How the rows of a task are laid out.
+    """The layout of a task's rows.
 
     Attributes:
-        name: A name of the dataset.
-        form: Their form, which a task calls ``dataset_format``.
-        columns: The column of each role.
-        of_messages: Whether replies are lists of messages, not texts; None where it is not known.
+        name: A name for the dataset.
+        form: Form of the rows (a task's ``dataset_format``).
+        columns: Column names by role.
+        of_messages: Whether replies are lists of messages instead of texts; None if unknown.
     """
 
     name: str
@@ -45,20 +44,20 @@ class Rows:
 
 
 def check_dataset(task: Task) -> None:
-    """Check that other tools can name the dataset of ``task``.
+    """Check that other tools can read the dataset of ``task``.
 
     Raises:
-        UnsupportedError: It is a mixture, a preset, or a file in a format that the package datasets does not read.
+        UnsupportedError: It is a mixture, a preset, or a file in a format that the package ``datasets`` cannot read.
     """
     if task.sources:
         raise UnsupportedError(
             f"config: expected a task with one dataset, found a mixture of {len(task.sources)} sources, whose weights "
-            "other tools read otherwise; export the configuration of a run on one of them, or write the file by hand"
+            "other tools read differently; export the configuration of a run on one source, or write the file by hand"
         )
     dataset = str(task.dataset)
     if not os.path.isabs(dataset) and "/" not in dataset:
         raise UnsupportedError(
-            f"config: expected a dataset in a file, or one of the hub (owner/name), found {dataset!r}, a name that "
+            f"config: expected a dataset in a file or on the hub (owner/name), found {dataset!r}, a name that "
             "other tools do not know; tune with dataset: owner/name"
         )
     if os.path.isabs(dataset) and PurePath(dataset).suffix not in _BUILDERS:
@@ -69,7 +68,7 @@ def check_dataset(task: Task) -> None:
 
 
 def trl_dataset(task: Task) -> dict[str, Any]:
-    """The keys of TRL that name the rows."""
+    """Return the keys of TRL that name the dataset."""
     path = str(task.dataset)
     if os.path.isabs(path):
         source = [{"path": _builder(path), "data_files": path, "split": "train"}]
@@ -83,7 +82,7 @@ def trl_dataset(task: Task) -> dict[str, Any]:
 
 
 def axolotl_dataset(task: Task, rows: Rows) -> dict[str, Any]:
-    """An entry of Axolotl's ``datasets``."""
+    """Return the entry of Axolotl's ``datasets``."""
     path = str(task.dataset)
     if os.path.isabs(path):
         source: dict[str, Any] = {"path": path, "ds_type": _builder(path)}
@@ -123,7 +122,7 @@ def _fields(columns: Mapping[str, str], names: Mapping[str, str]) -> dict[str, s
 
 
 def llamafactory_info(task: Task, rows: Rows) -> dict[str, Any]:
-    """An entry of LLaMA-Factory's ``dataset_info.json``."""
+    """Return the entry of LLaMA-Factory's ``dataset_info.json``."""
     path = str(task.dataset)
     if os.path.isabs(path):
         source: dict[str, Any] = {"file_name": path}
@@ -159,15 +158,16 @@ def _llamafactory_form(rows: Rows) -> dict[str, Any]:
 
 
 def _check_texts(title: str, rows: Rows) -> None:
-    """Check that the columns of a form of texts hold texts.
+    """Check that columns hold texts if the form of the rows needs texts.
 
     Raises:
-        UnsupportedError: They hold lists of messages, which the tool would take for a text, or fail on.
+        UnsupportedError: The columns hold lists of messages, which the tool would treat as text or fail on.
     """
     if rows.form in _FORMS_OF_TEXTS and rows.of_messages:
         raise UnsupportedError(
-            f"config: expected texts in the columns of {rows.form}, which is how {title} reads them, found lists of "
-            "messages; write each conversation as texts, or as one list in a column messages, and tune with that file"
+            f"config: expected texts in the columns of {rows.form}, because {title} reads no other form, found lists "
+            "of messages; write each conversation as texts, or as one list in a column messages, and tune with that "
+            "file"
         )
 
 

@@ -1,7 +1,6 @@
-"""Configurations of LLaMA-Factory, Axolotl and TRL as tasks. Without torch, and without these tools."""
+"""Import of LLaMA-Factory, Axolotl and TRL configurations as tasks; neither torch nor these tools are needed."""
 
 from alto.importing.draft import Note, NoteKind
-from alto.importing.imported import ImportedFile, ImportedTask, import_file, imported_task
-from alto.importing.tools import TOOLS
+from alto.importing.imported import TOOLS, ImportedFile, ImportedTask, import_file, imported_task
 
 __all__ = ["TOOLS", "ImportedFile", "ImportedTask", "Note", "NoteKind", "import_file", "imported_task"]

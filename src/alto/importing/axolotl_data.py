@@ -1,17 +1,15 @@
-"""Datasets of Axolotl: a path and the type of its rows."""
+"""Import of Axolotl's datasets: paths and types of rows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Draft, checked
 from alto.importing.sources import Source, message_form, put_sources, readable_path
-from alto.spec.method import Method
-from alto.spec.quoting import quoted
-
-__all__ = ["read_datasets"]
+from alto.spec import Method
 
 _BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 _OWN_PROMPT = "'### Instruction:'"
@@ -29,7 +27,7 @@ _SFT_TYPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     ),
     "oasst": ("prompt_completion", {"prompt": "INSTRUCTION", "completion": "RESPONSE"}),
 }
-"""Forms and columns of Axolotl's types of instructions."""
+"""Forms and columns of rows, by Axolotl's type of instructions."""
 
 _PAIR_TYPES: Mapping[str, Mapping[str, str]] = {
     "intel": {"prompt": "question"},
@@ -39,7 +37,7 @@ _PAIR_TYPES: Mapping[str, Mapping[str, str]] = {
     "argilla": {},
     "argilla_chat": {},
 }
-"""Columns of pairs, by the part of the type behind its template."""
+"""Columns of pairs, by the part of the type after the template."""
 
 _LABELLED_TYPES: Mapping[str, str] = {
     "argilla": "instruction",
@@ -49,35 +47,36 @@ _LABELLED_TYPES: Mapping[str, str] = {
     "ultra": "prompt",
     "argilla_chat": "",
 }
-"""The column of prompts, empty where the completion is a whole conversation, of labelled replies, likewise."""
+"""The prompt column of labelled replies, by the part of the type after the template; empty if the completion is a whole
+conversation."""
 
 _ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"], "system": ["system"], "tool": ["tool"]}
 _LEGACY_KEYS = {"role": "message_field_role", "content": "message_field_content"}
 
 _REPORTED = {
-    "revision": "the latest revision is read; download another one, and name the file",
-    "input_transform": "write the rows as they are to be",
+    "revision": "the latest revision is read; download a different revision, and name the file",
+    "input_transform": "write the rows in their final form",
     "drop_system_message": "remove the message from the rows",
     "message_field_training": "a message with weight: 0 in the rows is shown and not trained",
-    "message_field_training_detail": "whole messages are trained, or not",
+    "message_field_training_detail": "a message is trained as a whole or not at all",
     "split_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
     "field_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
     "shards": "write max_samples to use a part of the rows",
     "shards_idx": "write max_samples to use a part of the rows",
     "chat_template_jinja": "write it in the task's chat_template",
-    "train_on_eot": "the token that ends a trained reply is trained, and no other",
+    "train_on_eot": "of the tokens that end messages, only those of trained replies are trained",
     "template_thinking_key": "every key of a message, such as reasoning_content, reaches the chat template",
     "logprobs_field": "jobs are trained with the losses of ALTO's methods",
     "temperature": "jobs are trained with the losses of ALTO's methods",
 }
-"""Keys of a dataset that change its rows or what is learned from them, and what to do instead."""
+"""Keys of a dataset that change its rows or the training on them, and what to do instead."""
 
 _UNNEEDED = {
-    "ds_type": "how a file is written is known by the ending of its name",
+    "ds_type": "the ending of a file's name says its format",
     "trust_remote_code": "no code of a dataset is run",
     "preprocess_shards": "rows are tokenised once for all jobs",
 }
-"""Keys of a dataset that change nothing of what is learned, and why."""
+"""Keys of a dataset that do not affect training, and why."""
 
 _KEYS = (
     *("path", "name", "type", "split", "data_files", "field", "chat_template", "roles", "roles_to_train"),
@@ -95,7 +94,7 @@ def read_datasets(draft: Draft, method: Method) -> None:
     """Read ``datasets`` and ``test_datasets``.
 
     Raises:
-        SpecError: They are no lists of mappings.
+        SpecError: They are not lists of mappings.
         UnsupportedError: A dataset has a form that ALTO cannot read.
     """
     if draft.replaces_dataset("datasets", "test_datasets"):
@@ -115,12 +114,12 @@ def read_datasets(draft: Draft, method: Method) -> None:
     ]
     if len(tests) == 1 and len(sources) == 1 and _are_alike(tests[0], sources[0]):
         draft.put("validation_dataset", tests[0].path)
-        draft.used("test_datasets", "validation_dataset, by which jobs are compared")
+        draft.used("test_datasets", "validation_dataset, on which jobs are compared")
     elif tests:
         draft.not_supported(
             "test_datasets",
-            "validation rows have the form, the columns and the split 'train' of the training rows, and are "
-            "one dataset: convert them, and write validation_dataset",
+            "validation rows must be one dataset with the form, the columns and the split 'train' of the training "
+            "rows: convert them, and write validation_dataset",
         )
 
 
@@ -152,26 +151,27 @@ def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) 
     if template not in (None, "tokenizer_default") and (template != "jinja" or not entry.get("chat_template_jinja")):
         draft.not_supported(
             f"{where}.chat_template",
-            "rows are written by the chat template of the model's tokenizer; write another one's Jinja text "
-            "in the task's chat_template",
+            "rows are written by the chat template of the model's tokenizer; write the Jinja text of a "
+            "different template in the task's chat_template",
         )
     split = _split(draft, entry.get("split"), where)
     return Source(path=_path(draft, entry, where), form=form, columns=columns, config=entry.get("name"), split=split)
 
 
 def _split(draft: Draft, given: object, where: str) -> str | None:
-    """The name of a split; a part of it (``train[:10%]``) is reported."""
+    """Return the name of a split; a slice of it (``train[:10%]``) is reported as not supported."""
     if given is None:
         return None
     if not isinstance(given, str) or "+" in given:
         raise UnsupportedError(
-            f"{where}.split: expected the name of a split, found {quoted(given)}. Write an entry of datasets for each."
+            f"{where}.split: expected the name of a split, found {quoted(given)}. Write one entry of datasets per "
+            "split."
         )
     name, is_part, part = given.partition("[")
     if is_part:
         draft.not_supported(
             f"{where}.split",
-            f"{quoted('[' + part)} is a part of the split: all its rows are used; max_samples draws fewer",
+            f"{quoted('[' + part)} is a part of the split: all rows of the split are used; max_samples draws fewer",
         )
     return name
 
@@ -183,7 +183,7 @@ def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, list) or len(files) != 1:
         raise UnsupportedError(
-            f"{where}.data_files: expected one file, found {quoted(files)}. Write an entry of datasets for each."
+            f"{where}.data_files: expected one file, found {quoted(files)}. Write one entry of datasets per file."
         )
     if path in _BUILDERS:
         return readable_path(draft, files[0], f"{where}.data_files")
@@ -210,7 +210,8 @@ def _form(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) ->
     if name in ("completion", "pretrain"):
         field = entry.get("field", "text")
         draft.used(
-            f"{where}.type", "dataset_format: text; a text is cut at max_length, where Axolotl makes more rows of it"
+            f"{where}.type",
+            "dataset_format: text; a text is cut at max_length, while Axolotl splits it into several rows",
         )
         return "text", ({} if field == "text" else {"text": field})
     if name not in _SFT_TYPES:
@@ -232,7 +233,7 @@ def _unreadable(kind: object, where: str, known: list[str]) -> UnsupportedError:
 
 
 def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str) -> tuple[str, dict[str, str]]:
-    """Rows of messages: the column, the keys of a message, the names of speakers, and who is trained."""
+    """Return form and columns of rows of messages, and report settings of messages and roles that are not supported."""
     usual = {"role": "from", "content": "value"} if kind == "sharegpt" else {"role": "role", "content": "content"}
     column = entry.get("field_messages") or ("conversations" if kind == "sharegpt" else "messages")
     form = _message_form(entry, usual, where)
@@ -241,7 +242,9 @@ def _conversation(draft: Draft, entry: Mapping[str, Any], kind: str, where: str)
     if not all(role in ("assistant", "gpt", "model") for role in trained):
         draft.not_supported(f"{where}.roles_to_train", "replies are trained; train_on: all trains every token")
     if entry.get("train_on_eos") not in (None, "turn"):
-        draft.not_supported(f"{where}.train_on_eos", "the token that ends a trained reply is trained, and no other")
+        draft.not_supported(
+            f"{where}.train_on_eos", "of the tokens that end messages, only those of trained replies are trained"
+        )
     columns = {"messages": column}
     if entry.get("field_tools"):
         columns["tools"] = entry["field_tools"]
@@ -259,7 +262,7 @@ def _message_form(entry: Mapping[str, Any], usual: Mapping[str, str], where: str
 
 
 def _report_mapped(draft: Draft, entry: Mapping[str, Any], where: str) -> None:
-    """Report further keys of messages that have another name in the rows."""
+    """Report other keys of messages that have a different name in the rows."""
     for key, name in (entry.get("message_property_mappings") or {}).items():
         if key not in ("role", "content") and name not in (None, key):
             draft.not_supported(
@@ -269,7 +272,7 @@ def _report_mapped(draft: Draft, entry: Mapping[str, Any], where: str) -> None:
 
 
 def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dict[str, str]]:
-    """A type that names its columns and the text of its prompt."""
+    """Return form and columns of a custom type, which names its columns and prompt format."""
     prompt, extra, reply = (kind.get(f"field_{part}") for part in ("instruction", "input", "output"))
     prompt, reply = prompt or "instruction", reply or "output"
     system = {"system": kind["field_system"]} if kind.get("field_system") else {}
@@ -279,7 +282,7 @@ def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dic
         if kind.get(key):
             draft.not_supported(
                 f"{where}.type.{key}",
-                "prompts are written by the model's chat template; write another one in chat_template",
+                "prompts are written by the model's chat template; write a different template in chat_template",
             )
     if extra:
         return "alpaca", {**system, "instruction": prompt, "input": extra, "output": reply}
@@ -323,7 +326,7 @@ def _custom_columns(draft: Draft, kind: Mapping[str, Any], roles: tuple[str, ...
         if kind.get(key) and kind[key] != "{" + key.removesuffix("_format") + "}":
             draft.not_supported(
                 f"{where}.type.{key}",
-                "texts are written by the model's chat template; write another one in chat_template",
+                "texts are written by the model's chat template; write a different template in chat_template",
             )
     system = {"system": kind["field_system"]} if kind.get("field_system") else {}
     return {**system, **{role: kind.get(f"field_{role}") or role for role in roles}}
@@ -333,5 +336,5 @@ def _written_by(draft: Draft, template: str, where: str) -> None:
     if template != "chat_template":
         draft.used(
             f"{where}.type",
-            f"its columns; rows are written by the model's chat template, not Axolotl's {quoted(template)}",
+            f"names of columns; rows are written by the model's chat template, not Axolotl's {quoted(template)}",
         )

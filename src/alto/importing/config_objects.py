@@ -1,7 +1,7 @@
-"""Configurations as Python objects: PEFT's ``LoraConfig``, transformers' ``TrainingArguments`` and TRL's classes of it.
+"""Import of configuration objects: PEFT's ``LoraConfig``, transformers' ``TrainingArguments``, and TRL's subclasses.
 
-They are recognised by package and class, so that none of the packages has to be installed, and read as files of TRL
-are.
+Objects are recognised by the names of package and class, so that these packages need not be installed, and are then
+read like TRL's files.
 """
 
 from __future__ import annotations
@@ -12,19 +12,22 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
 from alto.importing.draft import Answers, Draft, Note, NoteKind
 from alto.importing.imported import searched_fields
 from alto.importing.trl import FORM, read_adapter, read_trl
-from alto.spec.auto_space import AUTO, auto_space
-from alto.spec.base_objects import is_object_name
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
-from alto.spec.method import SETTING_ALIASES, find_method
-from alto.spec.quoting import quoted
-from alto.spec.row_objects import first_row
-from alto.spec.search_space import SearchSpace
-
-__all__ = ["read_config_objects"]
+from alto.spec import (
+    AUTO,
+    JOB_ALIASES,
+    SETTING_ALIASES,
+    TASK_ALIASES,
+    SearchSpace,
+    auto_space,
+    find_method,
+    first_row,
+    is_object_name,
+)
 
 _METHODS: Mapping[str, str] = {
     "SFTConfig": "sft",
@@ -33,17 +36,17 @@ _METHODS: Mapping[str, str] = {
     "ORPOConfig": "orpo",
     "CPOConfig": "cpo",
 }
-"""By class of TRL: the method that its trainer trains."""
+"""Methods by TRL's configuration classes."""
 
 _ADAPTER, _ARGUMENTS = "LoraConfig", "TrainingArguments"
 _ALIASES = {**TASK_ALIASES, **JOB_ALIASES, **SETTING_ALIASES}
 _TOKENS = "_token"
-"""How the keys end whose values transformers hides in a dictionary."""
+"""Suffix of the keys whose values ``to_dict`` of transformers hides."""
 
 _NOTHING = Answers(not_needed={}, not_supported={})
 
 _ANY_MODULES = ("",)
-"""Stands for target modules that are not asked for."""
+"""A placeholder for target modules that the configuration does not set."""
 
 _BELONGING: Mapping[str, tuple[str, ...]] = {
     "warmup_ratio": ("warmup_steps",),
@@ -53,30 +56,30 @@ _BELONGING: Mapping[str, tuple[str, ...]] = {
     "optim": ("optim_args",),
     "loss_type": ("loss_weights",),
 }
-"""By field: others that only mean something beside the value that a configuration has for it."""
+"""For each field, other fields that are ignored if the user overrides it."""
 
 _PRECISIONS = ("bf16", "fp16")
 _HARMLESS = ("report_to",)
-"""Settings that change nothing of what is learned, although ALTO does not have all of their values."""
+"""Settings that do not affect training, even if ALTO does not support all of their values."""
 
 _TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 
 
 def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The keys of a task with those that configurations set, and notes on what is not taken over as it is.
+    """Return the keys of a task, including those that ``configs`` set, and notes on settings that are not imported
+    unchanged.
 
-    What the trainer would train is trained: every setting has the value that its object has, its default included.
+    The task trains what the trainer would train: every setting has the object's value, even if that is a default.
 
     Args:
-        configs: At most one of an adapter, and one of a trainer.
-        values: The keys that the user gives themselves, in any spelling; they overrule those of ``configs``, as the
-            search space does.
+        configs: At most one configuration of an adapter, and one of a trainer.
+        values: Keys that the user sets, in any spelling; they and the search space take precedence over ``configs``.
 
     Raises:
-        SpecError: One is another object, or there are two of a kind.
-        ConflictingKeysError: The user names another method than that of the trainer.
-        UnsupportedError: Settings that differ from their defaults would change what is learned, and ALTO does not have
-            them; all are named. Or it is the configuration of another trainer or adapter.
+        SpecError: An object is not a known configuration, or there are two of one kind.
+        ConflictingKeysError: The user names a method that the trainer does not train.
+        UnsupportedError: Settings with non-default values would affect training, and ALTO does not have them (the
+            message lists all); or a configuration is for an unsupported trainer or adapter.
     """
     adapter, arguments = _sorted(configs)
     overruled = _overruled(values)
@@ -96,13 +99,13 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
         read_trl(draft, method)
     found = {key: value for key, value in draft.values.items() if key not in overruled and value != _ANY_MODULES}
     if "max_length" not in given:
-        found.pop("max_length", None)  # transformers' trainer cuts nothing itself
+        found.pop("max_length", None)  # transformers' trainer does not truncate
     if found.get("init_lora_weights") is True:
-        found.pop("init_lora_weights")  # the default of both, which init_adapter takes the place of
+        found.pop("init_lora_weights")  # the default in PEFT and in ALTO, which init_adapter replaces
     if arguments is not None and not arguments.report_to:
         found.setdefault("report_to", "none")
     if "gradient_checkpointing" not in asked:
-        found.pop("gradient_checkpointing", None)  # it changes no number, and ALTO finds out whether memory needs it
+        found.pop("gradient_checkpointing", None)  # results do not depend on it; ALTO decides by the available memory
     known = set(given)
     if arguments is not None and _method_by_class(arguments) is not None and not _are_conversations(values):
         known.add(FORM)
@@ -111,14 +114,15 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     if is_object or "dtype" in overruled:
         notes = [note for note in notes if note.key not in _PRECISIONS]
     if is_object and found.pop("dtype", None) not in (None, "float32"):
-        notes.append(Note(kind=NoteKind.NOT_NEEDED, key="dtype", text="the model that is an object keeps its own"))
+        notes.append(
+            Note(kind=NoteKind.NOT_NEEDED, key="dtype", text="a model that is given as an object keeps its dtype")
+        )
         asked.add("dtype")
     return {**found, **values}, _reported(notes, asked)
 
 
 def _overruled(values: Mapping[str, Any]) -> set[str]:
-    """The fields that the user sets in a task, and those that have no meaning without the configuration's value of
-    such a field."""
+    """Return the fields that the user sets in a task, and the fields that have no meaning if those are overridden."""
     space = values.get("search_space")
     found = {_ALIASES.get(key, key) for key in values}
     if isinstance(values.get("dataset"), Mapping) and "validation" in values["dataset"]:
@@ -131,7 +135,7 @@ def _overruled(values: Mapping[str, Any]) -> set[str]:
 
 
 def _are_conversations(values: Mapping[str, Any]) -> bool:
-    """Whether the first row is in hand and is made of messages; of other rows it is not known, or they are texts."""
+    """Return whether the first row is available and consists of messages."""
     row = first_row({TASK_ALIASES.get(key, key): value for key, value in values.items()})
     if row is None or any(isinstance(row.get(column), str) for column in _TEXT_COLUMNS):
         return False
@@ -139,29 +143,30 @@ def _are_conversations(values: Mapping[str, Any]) -> bool:
 
 
 def _reported(notes: Sequence[Note], asked: Collection[str]) -> tuple[str, ...]:
-    """The notes that say something of settings that the user has made, or of defaults that are trained in another way.
+    """Return the notes about settings that the user changed, and about defaults that ALTO handles differently.
 
     Raises:
-        UnsupportedError: Settings of the user would change what is learned; all of them are named.
+        UnsupportedError: The user changed settings that would affect training; the message lists all of them.
     """
     changing = (NoteKind.NOT_SUPPORTED, NoteKind.UNKNOWN)
     refused = [note for note in notes if note.kind in changing and note.key in asked and note.key not in _HARMLESS]
     if refused:
         lines = "\n".join(f"  {_said(note)}" for note in refused)
         raise UnsupportedError(
-            f"config: expected settings that ALTO trains with, found {len(refused)} that it does not have:\n{lines}\n"
-            "Remove them from the configuration, or give what a line names as a key of the task, which overrules it."
+            f"config: expected settings that ALTO supports, found {len(refused)} that it does not support:\n{lines}\n"
+            "Remove them from the configuration, or set the key that a line names in the task, which overrides the "
+            "configuration."
         )
     kept = [note for note in notes if note.key in asked or note.kind in (NoteKind.USED, NoteKind.NOT_SUPPORTED)]
     return tuple(_said(note) for note in kept)
 
 
 def _said(note: Note) -> str:
-    return str(note).replace("--set ", "")  # of the command line
+    return str(note).replace("--set ", "")  # an option of the command line, which does not exist here
 
 
 def _sorted(configs: Iterable[object]) -> tuple[Any, Any]:
-    """The adapter's configuration and the trainer's arguments; None where there is none.
+    """Return the adapter's configuration and the trainer's arguments; None for a missing one.
 
     Raises:
         SpecError, UnsupportedError: See :func:`read_config_objects`.
@@ -185,17 +190,17 @@ def _sorted(configs: Iterable[object]) -> tuple[Any, Any]:
 
 
 def _kind(config: object) -> str | None:
-    """Which of the two kinds of configurations it is; None of neither.
+    """Return the kind of ``config``, adapter or trainer; None if it is neither.
 
     Raises:
-        UnsupportedError: It is of a trainer or an adapter that ALTO does not have.
+        UnsupportedError: It is for a trainer or an adapter that ALTO does not support.
     """
     classes = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(config).__mro__]
     if ("transformers", _ARGUMENTS) in classes:
         if any(package == "trl" for package, _ in classes) and _method_by_class(config) is None:
             raise UnsupportedError(
-                f"config: expected one of TRL's {', '.join(_METHODS)}, found {type(config).__name__}, of a trainer "
-                "that has no counterpart here; remove it"
+                f"config: expected one of TRL's {', '.join(_METHODS)}, found {type(config).__name__}, whose "
+                "trainer ALTO does not support; remove it"
             )
         return _ARGUMENTS
     if ("peft", "PeftConfig") in classes:
@@ -214,18 +219,18 @@ def _method_by_class(arguments: object) -> str | None:
 
 
 def _method_of(arguments: object, task_type: object, values: Mapping[str, Any]) -> str:
-    """The method: the user's own, that of the trainer, or that of a classification head.
+    """Return the method that the user names, that the trainer trains, or that fits a classification head.
 
     Raises:
-        ConflictingKeysError: The user's own is not that of the trainer.
+        ConflictingKeysError: The user names a method that the trainer does not train.
     """
     named = [value for key, value in values.items() if _ALIASES.get(key, key) == "method"]
     of_class = None if arguments is None else _method_by_class(arguments)
     if named and isinstance(named[-1], str):
         if of_class is not None and named[-1] != of_class:
             raise ConflictingKeysError(
-                f"method should be {of_class!r}, which the trainer of {type(arguments).__name__} trains, found "
-                f"{named[-1]!r}. Remove the key, or give the configuration of the other trainer."
+                f"method should be {of_class!r}, the method of {type(arguments).__name__}, found {named[-1]!r}. "
+                "Remove the key, or give the configuration of the trainer for that method."
             )
         return named[-1]
     if of_class is not None:
@@ -236,27 +241,27 @@ def _method_of(arguments: object, task_type: object, values: Mapping[str, Any]) 
 
 
 def _given(adapter: Any, arguments: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All settings of both by their names, and their defaults."""
+    """Return all settings of both objects by name, and their defaults."""
     given: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     for config in (arguments, adapter):
         if config is not None:
             given |= _values_of(config)
             defaults |= _defaults_of(config)
-    given.pop("base_model_name_or_path", None)  # PEFT fills it in when it uses the configuration
+    given.pop("base_model_name_or_path", None)  # PEFT sets it when it uses the configuration
     if not given.get("fsdp"):
-        given.pop("fsdp_config", None)  # transformers fills it in any case
+        given.pop("fsdp_config", None)  # transformers always sets it
     return given, defaults
 
 
 def _values_of(config: Any) -> dict[str, Any]:
-    """The settings as YAML has them."""
+    """Return the settings as plain values, as in YAML."""
     values = {key: _plain(value) for key, value in config.to_dict().items()}
     return values | {key: getattr(config, key) for key in values if key.endswith(_TOKENS)}
 
 
 def _defaults_of(config: Any) -> dict[str, Any]:
-    """The defaults by the class alone: arguments that are made anew clear a state that a trainer may be using."""
+    """Return the defaults, read from the class: creating new arguments clears state that a trainer may be using."""
     found = {}
     for field in dataclasses.fields(config):
         if field.default is not dataclasses.MISSING:

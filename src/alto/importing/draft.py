@@ -1,4 +1,4 @@
-"""A task in the making: what a configuration of another tool still has to say, what the task has, and the report."""
+"""The state of an import: keys of the configuration that are not read yet, the task so far, and the report."""
 
 from __future__ import annotations
 
@@ -9,23 +9,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
+from alto.base import nearest_key, quoted
 from alto.errors import SpecError
-from alto.spec.job_config import JOB_FIELDS
-from alto.spec.keys import NOT_NEEDED_KEYS, UNSUPPORTED_KEYS, asks_for_nothing
-from alto.spec.method import Method
-from alto.spec.quoting import quoted
-from alto.spec.suggestions import nearest_key
-from alto.spec.task import TASK_FIELDS
-
-__all__ = ["Answers", "Draft", "Note", "NoteKind", "checked"]
-
+from alto.spec import JOB_FIELDS, NOT_NEEDED_KEYS, TASK_FIELDS, UNSUPPORTED_KEYS, Method, asks_for_nothing
 
 _REMOVE = re.compile(r"[;.]?( [Rr]emove the key)?\.?$")
-"""What a remedy of a task file ends with, which an imported one does not need."""
+"""The end of a remedy for task files that does not apply to imported configurations."""
 
 
 class NoteKind(StrEnum):
-    """What became of a key."""
+    """The outcome of importing a key."""
 
     NOT_SUPPORTED = "not supported"
     UNKNOWN = "unknown"
@@ -38,10 +31,10 @@ _KIND_NAMES: Mapping[type, str] = {str: "text", list: "a list", dict: "a mapping
 
 
 def checked(value: object, kind: type[_Kind], where: str) -> _Kind:
-    """``value``, which is to be text, a list or a mapping.
+    """Return ``value`` if it has the type ``kind``: text, a list or a mapping.
 
     Raises:
-        SpecError: It is something else.
+        SpecError: It has another type.
     """
     if not isinstance(value, kind):
         raise SpecError(f"{where}: expected {_KIND_NAMES[kind]}, found {quoted(value)}. Correct it.")
@@ -53,9 +46,9 @@ class Note:
     """One line of the report.
 
     Attributes:
-        kind: What became of the key.
-        key: As the configuration has it.
-        text: What it is used as, or why it is not used.
+        kind: Outcome of importing the key.
+        key: The key as written in the configuration.
+        text: The setting that replaces the key, or the reason why it is not used.
     """
 
     kind: NoteKind
@@ -68,15 +61,15 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What is known of the keys of a tool that are taken over or reported without being read one by one.
+    """Tables for the keys of a tool that are imported or reported without code of their own.
 
     Attributes:
-        renamed: Keys that are fields of a task under another name, and that name. Other tools' spellings of the same
-            field are none of this tool's keys: ``alpha`` of TRL's CPO is not ``lora_alpha``.
-        not_needed: Keys that would change nothing of what is learned, and why.
-        not_supported: Keys that would, and what to do instead.
-        off: Values, beside null, false and what is empty, with which they ask for nothing.
-        never_off: Keys of which false is no such value.
+        renamed: Names of task fields, by the tool's keys. A table is per tool, because tools use one key for different
+            fields: ``alpha`` of TRL's CPO is not ``lora_alpha``.
+        not_needed: Keys that do not affect training, and why.
+        not_supported: Keys that affect training, and what to do instead.
+        off: Values by key, in addition to null, false and empty values, that request nothing.
+        never_off: Keys for which false and empty values are not ignored.
     """
 
     not_needed: Mapping[str, str]
@@ -86,7 +79,7 @@ class Answers:
     never_off: Collection[str] = ()
 
     def is_off(self, key: str, value: object) -> bool:
-        """Whether ``key`` asks for nothing with ``value``."""
+        """Return whether ``key`` with ``value`` requests nothing."""
         if value is None or value in self.off.get(key, ()):
             return True
         return key not in self.never_off and (value is False or value in ("", [], {}))
@@ -94,17 +87,17 @@ class Answers:
 
 @dataclass(slots=True, kw_only=True)
 class Draft:
-    """A configuration of another tool while it is turned into a task.
+    """A configuration of another tool that is being converted to a task.
 
     Attributes:
-        given: Keys that nothing has read yet.
-        folders: Where a relative path may lead: the folder of the file, and the current one.
-        values: The keys of the task: canonical names, local files by absolute paths.
+        given: Keys that are not read yet.
+        folders: Base folders of relative paths: the folder of the file, and the current folder.
+        values: Keys of the task: canonical names, absolute paths of local files.
         notes: The report so far.
         spellings: The user's spelling of keys that are read under another name.
         replaced: Fields of the task that overrides set.
-        is_of_a_class: Whether a class of arguments has written it, with all of its settings and none of the command's:
-            TRL's ``use_peft`` is one of the command.
+        is_of_a_class: Whether the configuration comes from an arguments class. It then has all settings of the class
+            and none of the command line, such as TRL's ``use_peft``.
     """
 
     given: dict[str, Any]
@@ -116,7 +109,7 @@ class Draft:
     is_of_a_class: bool = False
 
     def replaces_dataset(self, *keys: str) -> bool:
-        """Whether an override names the dataset, so that ``keys``, which say what it is, are not read."""
+        """Return whether an override names the dataset; if so, report ``keys``, which describe it, as not needed."""
         if "dataset" not in self.replaced:
             return False
         for key in keys:
@@ -125,91 +118,91 @@ class Draft:
         return True
 
     def take_text(self, key: str, default: str | None = None) -> str | None:
-        """The value of ``key``, which is to be text.
+        """Take the value of ``key``, and check that it is text.
 
         Raises:
-            SpecError: It is something else.
+            SpecError: It is not text.
         """
         found = self.take(key, default)
         return None if found is None else checked(found, str, key)
 
     def take_list(self, key: str) -> list[Any]:
-        """The value of ``key``, which is to be a list; empty where there is none.
+        """Take the value of ``key``, and check that it is a list; return an empty list if there is no value.
 
         Raises:
-            SpecError: It is something else.
+            SpecError: It is not a list.
         """
         found: list[Any] = checked(self.take(key, []), list, key)
         return found
 
     def rename(self, key: str, name: str) -> None:
-        """Read ``key`` under another name from now on; the report has the user's."""
+        """Rename ``key`` to ``name`` for all later reads; the report keeps the user's spelling."""
         value = self.take(key)
         if value is not None:
             self.given[name] = value
             self.spellings[name] = key
 
     def take(self, key: str, default: Any = None) -> Any:
-        """The value of ``key``, which counts as read from now on; ``default`` where it is null or not there."""
+        """Return the value of ``key``, and mark it as read; return ``default`` if it is null or missing."""
         value = self.given.pop(key, None)
         return default if value is None else value
 
     def drop(self, prefixes: tuple[str, ...]) -> None:
-        """Leave out all keys that begin with one of ``prefixes``."""
+        """Remove all keys that begin with one of ``prefixes``."""
         self.given = {key: value for key, value in self.given.items() if not key.startswith(prefixes)}
 
     def put(self, field_name: str, value: Any) -> None:
-        """Set a key of the task, where ``value`` is not None."""
+        """Set a key of the task, unless ``value`` is None."""
         if value is not None:
             self.values[field_name] = value
 
     def used(self, key: str, text: str) -> None:
-        """Report that ``key`` has become something else."""
+        """Report that ``key`` is used as another setting."""
         self._note(NoteKind.USED, key, text)
 
     def not_needed(self, key: str, text: str) -> None:
-        """Report a key that would change nothing of what is learned."""
+        """Report a key that does not affect training."""
         self._note(NoteKind.NOT_NEEDED, key, text)
 
     def not_supported(self, key: str, text: str) -> None:
-        """Report a key that would change what is learned."""
+        """Report a key that would affect training."""
         self._note(NoteKind.NOT_SUPPORTED, key, text)
 
     def unknown(self, key: str, known: Collection[str] | None = None) -> None:
-        """Report a key that is none of the tool's, as far as ALTO knows, with the nearest one of ``known``."""
+        """Report a key that ALTO does not know, with the most similar key in ``known``."""
         near = None if known is None else nearest_key(key, known)
         meant = "" if near is None else f" (did you mean {near!r}?)"
-        self._note(NoteKind.UNKNOWN, quoted(key)[1:-1], f"no key that ALTO knows{meant}; it is left out")
+        self._note(NoteKind.UNKNOWN, quoted(key)[1:-1], f"ALTO does not know this key{meant}; it is left out")
 
     def report_unread(self, entry: Mapping[Any, Any], read: Collection[str], where: str) -> None:
-        """Report the keys of a mapping inside of the configuration that nothing reads.
+        """Report the keys of a nested mapping that are not read.
 
         Args:
-            entry: The mapping; keys that are null ask for nothing.
-            read: Keys that are read, or reported by themselves.
-            where: Its place, for the report.
+            entry: The mapping; keys with null are ignored.
+            read: Keys that are read or reported elsewhere.
+            where: Location of the mapping, for the report.
         """
         for key, value in entry.items():
             if value is not None and key not in read:
                 self.unknown(f"{where}.{key}")
 
     def locate(self, path: str) -> str:
-        """``path`` as an absolute one, where it leads to something that exists, else as it is."""
+        """Return the absolute path of ``path`` if it exists, else ``path`` unchanged."""
         for folder in self.folders:
             try:
                 candidate = folder / Path(path).expanduser()
                 if candidate.exists():
                     return str(candidate.resolve())
-            except (OSError, RuntimeError, ValueError):  # no name of a file
+            except (OSError, RuntimeError, ValueError):  # not a valid file name
                 return path
         return path
 
     def pass_on(self, answers: Answers, method: Method) -> None:
-        """Settle all keys that nothing has read: those of tasks are taken over, all others are reported.
+        """Process all keys that are not read yet: copy those that are task fields, and report the others.
 
         Args:
-            answers: What is known of the tool's own keys.
-            method: Method of the task, which decides about settings.
+            answers: Tables for the tool's own keys.
+            method: Method of the task, which determines its settings.
         """
         names = {**method.aliases, **answers.renamed}
         fields = {*JOB_FIELDS, *TASK_FIELDS, *method.fields}

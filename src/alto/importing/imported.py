@@ -1,26 +1,146 @@
-"""Reads configurations of other tools, and writes a task."""
+"""Reads configurations of other tools, and creates a task from them."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from alto.base import quoted, read_json
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.combine import combined
+from alto.importing import axolotl, llamafactory, trl
 from alto.importing.draft import Draft, Note
-from alto.importing.tools import Tool, find_tool, recognise
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
-from alto.spec.load import overridden, parse_override, read_mapping
-from alto.spec.method import SETTING_ALIASES
-from alto.spec.outside import read_json
-from alto.spec.quoting import quoted
-from alto.spec.strict_yaml import write_yaml
-from alto.spec.task import TASK_FIELDS, Task
+from alto.spec import (
+    JOB_ALIASES,
+    SETTING_ALIASES,
+    TASK_ALIASES,
+    TASK_FIELDS,
+    JobConfig,
+    Method,
+    Task,
+    find_method,
+    overridden,
+    parse_override,
+    read_mapping,
+    write_yaml,
+    written,
+)
 
-__all__ = ["ImportedFile", "ImportedTask", "import_file", "imported_task", "searched_fields"]
+# Combination of several configurations into one task: equal values are fixed, different ones form a paired search
+# space.
+
+
+def combined(configurations: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the keys of one task that has a job for each of ``configurations``.
+
+    Args:
+        configurations: Task keys of each file, by the file's name.
+
+    Raises:
+        SpecError: They differ in a key that must be the same for all jobs of a task, or do not differ at all.
+    """
+    names, given = list(configurations), list(configurations.values())
+    if len(given) == 1:
+        return dict(given[0])
+    keys = list(dict.fromkeys(key for values in given for key in values))
+    apart = [key for key in keys if key in TASK_FIELDS and not _is_same([values.get(key) for values in given])]
+    if apart:
+        found = "; ".join(f"{key} {', '.join(quoted(values.get(key)) for values in given)}" for key in apart)
+        raise SpecError(
+            f"{', '.join(names)}: expected configurations of one task, with the same model, dataset and "
+            f"other keys that apply to all jobs, found {found}. Import them one by one."
+        )
+    method = find_method(given[0].get("method", "sft"))
+    varied = {}
+    for key in keys:
+        if key in TASK_FIELDS:
+            continue
+        column = [values[key] if key in values else _default(key, method) for values in given]
+        if not _is_same(column):
+            varied[key] = column
+    if not varied:
+        raise SpecError(f"{', '.join(names)}: expected different configurations, found equal ones. Import one of them.")
+    fixed = {key: value for key, value in given[0].items() if key not in varied}
+    shared = {key: values[key] for values in given for key in values if key not in varied and key not in fixed}
+    space: dict[str, Any] = dict(varied) if len(varied) == 1 else {"paired": varied}
+    return {**fixed, **shared, "search_space": space}
+
+
+def _is_same(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def _default(key: str, method: Method) -> Any:
+    """Return the default of a job's field, as it is written in a task file."""
+    if key == "lora_alpha":
+        return "2*r"
+    field = method.fields[key] if key in method.fields else JobConfig.model_fields[key]
+    return written(key, field.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tool:
+    """A tool whose configurations can be imported.
+
+    Attributes:
+        title: Name of the tool in messages.
+        marks: Keys that identify its configurations.
+        read: Converts a draft to a task; its second argument is the method that the user named, or None.
+    """
+
+    title: str
+    marks: frozenset[str]
+    read: Callable[[Draft, str | None], None]
+
+
+TOOLS: Mapping[str, Tool] = {
+    "llamafactory": Tool(title="LLaMA-Factory", marks=llamafactory.MARKS, read=llamafactory.read_llamafactory),
+    "axolotl": Tool(title="Axolotl", marks=axolotl.MARKS, read=axolotl.read_axolotl),
+    "trl": Tool(title="TRL", marks=trl.MARKS, read=trl.read_trl),
+}
+"""All tools by their names in the option ``--from``."""
+
+
+def find_tool(name: str) -> Tool:
+    """Return the tool called ``name``.
+
+    Raises:
+        SpecError: There is no such tool.
+    """
+    if name not in TOOLS:
+        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(name)}. Write one of these.")
+    return TOOLS[name]
+
+
+def recognise(keys: Collection[str], where: str) -> Tool:
+    """Return the tool that has the most of ``keys`` among its marks.
+
+    Args:
+        keys: Keys of the configuration.
+        where: File of the configuration, for error messages.
+
+    Raises:
+        SpecError: No tool has any of the keys, two tools have equally many, or the configuration is a W&B sweep.
+    """
+    if {"parameters", "method"} <= set(keys):
+        raise SpecError(
+            f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found a sweep "
+            "of W&B. Import the configuration that it varies, and give the sweep's parameters unchanged: --set "
+            "'search_space={learning_rate: {distribution: log_uniform_values, min: 1e-5, max: 1e-3}}'."
+        )
+    counts = {name: len(tool.marks.intersection(keys)) for name, tool in TOOLS.items()}
+    most = max(counts.values())
+    best = [name for name, count in counts.items() if count == most]
+    if most == 0 or len(best) > 1:
+        found = "none of their keys" if most == 0 else f"as many keys of {' as of '.join(best)}"
+        raise SpecError(
+            f"{where}: expected a configuration of {', '.join(tool.title for tool in TOOLS.values())}, found "
+            f"{found}. Name the tool with --from {' or '.join(TOOLS)}."
+        )
+    return TOOLS[best[0]]
+
 
 _PATHS = ("model", "dataset", "validation_dataset", "test_dataset", "chat_template")
 _MAX_BYTES = 2 * 1024**2
@@ -29,13 +149,12 @@ _FIELD_ALIASES = {**JOB_ALIASES, **SETTING_ALIASES}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedFile:
-    """One configuration, read.
+    """A configuration file that was read.
 
     Attributes:
-        path: Its file.
-        tool: The tool whose configuration it is.
-        values: The keys of a task: canonical names, local files by absolute paths.
-        notes: What became of keys that are not taken over as they are.
+        tool: The tool that the configuration is for.
+        values: Keys of a task: canonical names, absolute paths of local files.
+        notes: Outcomes of the keys that are not imported unchanged.
     """
 
     path: Path
@@ -46,12 +165,12 @@ class ImportedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportedTask:
-    """A task made of configurations.
+    """A task created from configurations.
 
     Attributes:
-        task: Checked as any task.
-        values: Its keys, without defaults of the task itself.
-        files: The configurations that it was made of.
+        task: The validated task.
+        values: Its keys, without keys of the task itself that have default values.
+        files: The configurations from which it was created.
     """
 
     task: Task
@@ -59,7 +178,7 @@ class ImportedTask:
     files: Sequence[ImportedFile]
 
     def to_yaml(self, folder: Path) -> str:
-        """The text of its file in ``folder``: local files below it are named relative to it."""
+        """Return the text of a task file in ``folder``; paths of local files below ``folder`` are relative to it."""
         sources = ", ".join(f"{quoted(file.path.name)[1:-1]} ({file.tool.title})" for file in self.files)
         values = {key: _relative(key, value, folder.resolve()) for key, value in self.values.items()}
         return f"# Imported by alto from {sources}\n{write_yaml(values)}"
@@ -69,13 +188,14 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
     """Read a configuration of another tool.
 
     Args:
-        path: YAML, or JSON where it ends in ``.json``.
-        tool: Name of the tool; None recognises it by the keys.
-        overrides: ``key=value`` each; here a method among them matters, and a dataset, in place of that of the file.
+        path: A YAML file, or a JSON file if the name ends in ``.json``.
+        tool: Name of the tool; None detects it by the keys.
+        overrides: Strings ``key=value``. They are not applied here, but the file's dataset is not read if an override
+            names one, and a method among the overrides is used.
 
     Raises:
-        SpecError: The file cannot be read, or is none of the tool.
-        UnsupportedError: It trains something that ALTO does not, or has a dataset that ALTO cannot read.
+        SpecError: The file cannot be read, or is not a configuration of the tool.
+        UnsupportedError: It trains something that ALTO cannot train, or has a dataset that ALTO cannot read.
     """
     given = _read(path)
     found = recognise(given, str(path)) if tool is None else find_tool(tool)
@@ -92,15 +212,16 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
 
 
 def imported_task(files: Sequence[ImportedFile], overrides: Iterable[str] = ()) -> ImportedTask:
-    """The task of ``files``, each of which is one of its configurations.
+    """Create one task from ``files``; the differences between several files become a search space.
 
     Args:
-        files: At least one.
-        overrides: ``key=value`` each, as of :func:`alto.spec.load_task`; a path is relative to the current folder.
+        files: At least one configuration.
+        overrides: Strings ``key=value``, as for :func:`alto.spec.load_task`; paths are relative to the current folder.
 
     Raises:
-        SpecError: The configurations are not of one task, or model or dataset is missing; or as :class:`Task` does.
-        UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
+        SpecError: The configurations cannot be jobs of one task, model or dataset is missing, or :class:`Task` raises
+            it.
+        UnknownKeyError, ConflictingKeysError, UnsupportedError: See :class:`Task`.
     """
     names = [str(file.path.resolve()) for file in files]
     twice = next((name for name in names if names.count(name) > 1), None)
@@ -139,7 +260,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def searched_fields(space: object) -> Iterator[str]:
-    """Canonical names of the fields of a search space as it is written."""
+    """Yield the canonical names of the fields in a search space, as it is written in a task file."""
     if isinstance(space, list):
         for pairing in space:
             yield from searched_fields(pairing)
@@ -152,7 +273,7 @@ def searched_fields(space: object) -> Iterator[str]:
 
 
 def _order(values: Mapping[str, Any]) -> list[str]:
-    """The task's own keys as its class has them, then those of jobs, then the search space."""
+    """Return the keys in the order of a task file: those of the task itself, those of jobs, then the search space."""
     last = ("early_exit", "search", "search_space")
     own = [key for key in TASK_FIELDS if key in values and key not in last]
     rest = [key for key in values if key not in own and key not in last]
@@ -160,7 +281,7 @@ def _order(values: Mapping[str, Any]) -> list[str]:
 
 
 def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` without keys of the task itself that have its default."""
+    """Return ``values`` without keys of the task itself that have default values."""
     kept = {}
     for key, value in values.items():
         field = Task.model_fields.get(key)
@@ -170,12 +291,12 @@ def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_here(key: str, value: Any) -> Any:
-    """A path of an override, which is relative to the current folder, as an absolute one."""
+    """Return the absolute path if ``value`` is a path in an override, which is relative to the current folder."""
     if key not in _PATHS or not isinstance(value, str) or (key == "model" and not value.startswith(("./", "../"))):
         return value
     try:
         return str(Path(value).resolve()) if Path(value).exists() else value
-    except OSError:  # no name of a file, as the text of a chat template
+    except OSError:  # not a valid file name, for example the text of a chat template
         return value
 
 

@@ -1,13 +1,16 @@
-"""LLaMA-Factory: files of ``llamafactory-cli train``."""
+"""Import of LLaMA-Factory configurations (``llamafactory-cli train``)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
+from alto.base import quoted, read_json
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.draft import Answers, Draft
-from alto.importing.llamafactory_data import read_datasets
+from alto.importing.draft import Answers, Draft, checked
+from alto.importing.sources import Source, message_form, put_sources, readable_path, report_split
 from alto.importing.trainer import (
     compares_replies_as_tool,
     local_model,
@@ -15,10 +18,242 @@ from alto.importing.trainer import (
     set_defaults,
     validation_share,
 )
-from alto.spec.method import find_method
-from alto.spec.quoting import quoted
+from alto.spec import Method, find_method
 
-__all__ = ["MARKS", "read_llamafactory"]
+_INFO = "dataset_info.json"
+_MEDIA = ("images", "videos", "audios")
+_KEYS = (
+    *("hf_hub_url", "ms_hub_url", "om_hub_url", "file_name", "script_url", "formatting", "ranking", "subset", "split"),
+    *("folder", "num_samples", "columns", "tags"),
+)
+_COLUMNS = (
+    *("prompt", "query", "response", "history", "messages", "system", "tools", "chosen", "rejected", "kto_tag"),
+    *_MEDIA,
+)
+_TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+_ROLE_OF_TAG = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "observation_tag": "tool",
+    "function_tag": "function",
+    "system_tag": "system",
+}
+
+
+def read_datasets(draft: Draft, method: Method) -> None:
+    """Read ``dataset``, ``eval_dataset``, ``dataset_dir``, and the keys for mixing several datasets.
+
+    Raises:
+        SpecError: There is no ``dataset_info.json``, or a dataset is not in it.
+        UnsupportedError: A dataset has a form that ALTO cannot read.
+    """
+    if draft.replaces_dataset("dataset", "eval_dataset", "dataset_dir", "mix_strategy", "interleave_probs"):
+        return
+    names, held_out = (_data_names(draft.take(key)) for key in ("dataset", "eval_dataset"))
+    strategy, probabilities = draft.take("mix_strategy", "concat"), draft.take("interleave_probs")
+    folder = draft.take("dataset_dir", "data")
+    if not names:
+        return
+    info, at = _read_info(draft, folder)
+    sources = [_source(draft, info, at, name, method) for name in names]
+    if strategy != "concat" and len(sources) > 1:
+        # Without probabilities, LLaMA-Factory takes rows from all sources in turn.
+        weights = _data_names(probabilities) or ["1"] * len(sources)
+        sources = [_weighted(source, weight) for source, weight in zip(sources, weights, strict=False)]
+        if probabilities is not None:
+            draft.used("interleave_probs", "the weights of the mixture's sources")
+    elif probabilities is not None:
+        draft.not_needed("interleave_probs", "LLaMA-Factory uses it only if mix_strategy interleaves several datasets")
+    put_sources(draft, sources, "dataset")
+    if any(source.form == "alpaca" for source in sources):
+        draft.used(
+            "dataset", "dataset_format: alpaca: an input follows its instruction after a blank line, not a line break"
+        )
+    if len(held_out) > 1:
+        draft.not_supported(
+            "eval_dataset", "only one dataset of validation rows can be named; write validation_dataset"
+        )
+    elif held_out:
+        _put_validation(draft, _source(draft, info, at, held_out[0], method), sources)
+
+
+def _data_names(given: object) -> list[str]:
+    listed = given.split(",") if isinstance(given, str) else given if isinstance(given, list) else []
+    return [str(name).strip() for name in listed]
+
+
+def _weighted(source: Source, weight: str) -> Source:
+    try:
+        share = float(weight)
+    except ValueError:
+        raise SpecError(f"interleave_probs: expected numbers, found {quoted(weight)}. Correct it.") from None
+    return Source(path=source.path, form=source.form, columns=source.columns, config=source.config, weight=share)
+
+
+def _put_validation(draft: Draft, found: Source, sources: list[Source]) -> None:
+    like = sources[0]
+    if len(sources) == 1 and (found.form, found.columns) == (like.form, like.columns) and found.has_usual_split:
+        draft.put("validation_dataset", found.path)
+    else:
+        draft.not_supported(
+            "eval_dataset",
+            "validation rows must have the form, the columns and the split 'train' of the training rows: convert them, "
+            "and write validation_dataset",
+        )
+
+
+def _read_info(draft: Draft, folder: object) -> tuple[Mapping[str, Any] | None, Path]:
+    """Return the contents of ``dataset_info.json`` and its folder; the contents are None if datasets have hub names."""
+    if folder == "ONLINE":
+        return None, draft.folders[0]
+    if not isinstance(folder, str) or folder.startswith("REMOTE:"):
+        raise UnsupportedError(
+            f"dataset_dir: expected a folder with a {_INFO}, found {quoted(folder)}. Download it, and name its folder."
+        )
+    looked = [base / part for base in draft.folders for part in (Path(folder).expanduser(), Path())]
+    at = next((path for path in looked if (path / _INFO).is_file()), None)
+    if at is None:
+        raise SpecError(
+            f"dataset_dir: expected a folder with a {_INFO}, found none in "
+            f"{', '.join(dict.fromkeys(map(str, looked)))}. Correct dataset_dir, or start ALTO in the folder where "
+            "you train with LLaMA-Factory."
+        )
+    try:
+        info = read_json(at / _INFO)
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{at / _INFO}: expected a JSON object, found: {error}. Correct the file.") from None
+    if not isinstance(info, Mapping):
+        raise SpecError(f"{at / _INFO}: expected a JSON object, found {quoted(info)}. Correct the file.")
+    return info, at
+
+
+def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, method: Method) -> Source:
+    if info is None:
+        return Source(path=name, form="alpaca")
+    entry, where = info.get(name), f"the dataset {quoted(name)} of {at / _INFO}"
+    if not isinstance(entry, Mapping):
+        raise SpecError(f"{where}: expected a mapping, found {quoted(entry)}. Correct the name, or add the dataset.")
+    if entry.get("num_samples") is not None:
+        draft.not_supported("num_samples", f"in {where}: write max_samples, which applies to every source")
+    columns = entry.get("columns")
+    if not isinstance(columns, Mapping | None):
+        raise SpecError(f"{where}: expected columns that are a mapping, found {quoted(columns)}. Correct the file.")
+    media = [key for key in _MEDIA if (columns or {}).get(key)]
+    if media:
+        raise UnsupportedError(
+            f"{where}: expected rows of text, found a column of {media[0]}: ALTO trains text models. Name "
+            "a different dataset."
+        )
+    form, roles = _form(entry, columns, where, method)
+    for part, known in ((entry, _KEYS), (columns or {}, _COLUMNS), (entry.get("tags") or {}, _TAGS)):
+        draft.report_unread(part, known, f"{_INFO}[{name}]")
+    source = Source(
+        path=_path(draft, entry, at, where),
+        form=form,
+        columns=roles,
+        config=entry.get("subset"),
+        split=entry.get("split"),
+    )
+    report_split(draft, source, f"{_INFO}[{name}].split")
+    return source
+
+
+def _path(draft: Draft, entry: Mapping[str, Any], at: Path, where: str) -> str:
+    if isinstance(entry.get("hf_hub_url"), str):
+        if entry.get("folder"):
+            raise UnsupportedError(
+                f"{where}: expected a whole hub dataset, found only its folder {quoted(entry['folder'])}. Download "
+                "the file, and write file_name."
+            )
+        return str(entry["hf_hub_url"])
+    file = entry.get("file_name")
+    if not isinstance(file, str):
+        raise UnsupportedError(
+            f"{where}: expected file_name or hf_hub_url, found {quoted(dict(entry))}. Download the rows, and write "
+            "file_name."
+        )
+    return readable_path(draft, os.path.abspath(at / file), where)
+
+
+def _form(
+    entry: Mapping[str, Any], columns: Mapping[str, Any] | None, where: str, method: Method
+) -> tuple[str, dict[str, str]]:
+    """Return form and columns of the rows; ``ranking`` indicates pairs, and ``kto_tag`` labelled replies."""
+    formatting, named = entry.get("formatting", "alpaca"), dict(columns or {})
+    is_pair, is_labelled = bool(entry.get("ranking")), bool(named.get("kto_tag"))
+    if is_pair != bool(method.entry.is_paired) or is_labelled != method.entry.is_labelled:
+        kind = "pairs" if is_pair else "labelled replies" if is_labelled else "replies"
+        raise UnsupportedError(
+            f"{where}: expected rows for method {method.name!r}, found {kind}. Name another dataset, or another stage."
+        )
+    if formatting in ("sharegpt", "openai"):
+        form, roles = _conversation(entry, named, where, is_pair=is_pair, is_labelled=is_labelled)
+    elif formatting == "alpaca":
+        form, roles = _alpaca(columns, where, is_pair=is_pair, is_labelled=is_labelled)
+    else:
+        raise UnsupportedError(
+            f"{where}: expected the formatting alpaca or sharegpt, found {quoted(formatting)}. Convert the rows."
+        )
+    return form, {**roles, **{role: named[role] for role in ("system", "tools") if named.get(role)}}
+
+
+def _conversation(
+    entry: Mapping[str, Any], named: Mapping[str, Any], where: str, *, is_pair: bool, is_labelled: bool
+) -> tuple[str, dict[str, str]]:
+    given = checked(entry.get("tags") or {}, dict, f"tags of {where}")
+    tags = {**_TAGS, **given}
+    # If the file has tags, speakers without a tag do not occur in its rows.
+    roles = {_ROLE_OF_TAG[tag]: [tags[tag]] for tag in (given or _TAGS) if tag in _ROLE_OF_TAG}
+    form = message_form(tags["role_tag"], tags["content_tag"], roles, where)
+    messages = named.get("messages", "conversations")
+    if is_labelled:
+        return "unpaired_preference", {"messages": messages, "label": named["kto_tag"]}
+    if is_pair:
+        return "preference", {"prompt": messages, **_pair(named)}
+    return form, {"messages": messages}
+
+
+def _alpaca(
+    columns: Mapping[str, Any] | None, where: str, *, is_pair: bool, is_labelled: bool
+) -> tuple[str, dict[str, str]]:
+    if columns is None and not is_pair:
+        return "alpaca", {}
+    named = dict(columns or {"prompt": "instruction", "query": "input"})
+    prompt, query, reply = (named.get(key) for key in ("prompt", "query", "response"))
+    if is_pair:
+        return "preference", _known({"prompt": prompt, "input": query, **_pair(named)})
+    if prompt is None or reply is None:
+        raise UnsupportedError(
+            f"{where}: expected a column of prompts and one of responses, found {quoted(named)}. Name both in columns."
+        )
+    if is_labelled:
+        if query is not None:
+            raise UnsupportedError(
+                f"{where}: expected one column of prompts for labelled replies, found {quoted(prompt)} and "
+                f"{quoted(query)}. Join them in the rows."
+            )
+        return "unpaired_preference", {"prompt": prompt, "completion": reply, "label": named["kto_tag"]}
+    history = named.get("history")
+    if query is None and history is None:
+        return "prompt_completion", {"prompt": prompt, "completion": reply}
+    return "alpaca", _known({"instruction": prompt, "input": query, "output": reply, "history": history})
+
+
+def _pair(named: Mapping[str, Any]) -> dict[str, str]:
+    return {role: named.get(role, role) for role in ("chosen", "rejected")}
+
+
+def _known(columns: Mapping[str, str | None]) -> dict[str, str]:
+    return {role: column for role, column in columns.items() if column is not None}
+
 
 MARKS = frozenset(
     {
@@ -28,18 +263,18 @@ MARKS = frozenset(
         *("flash_attn", "neat_packing", "upcast_layernorm", "use_unsloth", "interleave_probs", "mix_strategy"),
     }
 )
-"""Keys by which a configuration of LLaMA-Factory is recognised."""
+"""Keys that identify a configuration of LLaMA-Factory."""
 
 _PREFIXES = (
     *("freeze_", "oft_", "galore_", "apollo_", "badam_", "ppo_", "swanlab_", "export_", "image_", "video_", "audio_"),
     *("kt_", "vllm_", "sglang_", "profiler_", "asft_", "eaft_", "hyper_parallel_"),
 )
-"""Keys of other kinds of training, of other trackers, of exports, of images and sounds, and settings of what another
-key switches on: alone they do nothing."""
+"""Prefixes of keys that have no effect alone: other kinds of training, other trackers, exports, images and audio, and
+settings of features that another key enables."""
 
 _PACKED = (
     "rows that are concatenated without padding, and never attend to each other; a packed row of LLaMA-Factory holds "
-    "several rows: raise per_device_train_batch_size to about as many"
+    "several rows: raise per_device_train_batch_size to about that number"
 )
 
 _ANSWERS = Answers(
@@ -49,7 +284,7 @@ _ANSWERS = Answers(
         "compute_accuracy": "jobs are compared by their validation loss",
         "eval_on_each_dataset": "the loss on every source of a mixture is recorded",
         "ref_model": "the reference is the frozen base",
-        "disable_gradient_checkpointing": "activations are recomputed where memory needs it, or with "
+        "disable_gradient_checkpointing": "activations are recomputed if memory requires it, or with "
         "gradient_checkpointing: true",
         **dict.fromkeys(
             (
@@ -60,7 +295,7 @@ _ANSWERS = Answers(
                 "tokenized_path",
                 "data_shared_file_system",
             ),
-            "rows are tokenised once for all jobs, and kept in ALTO's cache where they are large (token_cache)",
+            "rows are tokenised once for all jobs, and kept in ALTO's cache if they are large (token_cache)",
         ),
         **dict.fromkeys(
             (
@@ -80,11 +315,11 @@ _ANSWERS = Answers(
         ),
         **dict.fromkeys(
             ("cache_dir", "hf_hub_token", "ms_hub_token", "om_hub_token"),
-            "models come from the cache and with the token of the Hugging Face hub",
+            "models are loaded with the cache and the token of the Hugging Face hub",
         ),
         **dict.fromkeys(
             ("print_param_status", "include_effective_tokens_per_second", "enable_torch_profiler"),
-            "a run's journal and report have what is known of every job",
+            "the journal and the report of a run contain all that is known of every job",
         ),
         **dict.fromkeys(("media_dir", "crop_to_patches", "use_audio_in_video"), "ALTO trains text models"),
         **dict.fromkeys(
@@ -128,11 +363,11 @@ _ANSWERS = Answers(
         "disable_shuffling": "every job shuffles its rows in every epoch, by its own 'seed'",
         "tool_format": "tools are written by the chat template of the model's tokenizer",
         "rope_scaling": "write it into the model's config.json, and give the folder in 'model'",
-        "shift_attn": "attention is the model's own",
-        "mixture_of_depths": "the model is trained as it is",
-        "split_special_tokens": "texts are tokenised as the tokenizer does by itself",
-        "quantization_method": "models are quantised by bitsandbytes, or as they are on disk",
-        "reward_model": "only PPO has one",
+        "shift_attn": "the attention of the model is not changed",
+        "mixture_of_depths": "the layers of the model are not changed",
+        "split_special_tokens": "the tokenizer splits texts by its own settings",
+        "quantization_method": "models are quantised by bitsandbytes, or loaded as stored on disk",
+        "reward_model": "only PPO has a reward model",
         **dict.fromkeys(
             ("ref_model_adapters", "ref_model_quantization_bit"),
             "the reference is the frozen base without an adapter, as it is loaded",
@@ -144,7 +379,7 @@ _ANSWERS = Answers(
         ),
         **dict.fromkeys(
             ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro"),
-            "it is about the weights of whole layers, and ALTO trains adapters",
+            "it applies to the weights of whole layers, and ALTO trains adapters",
         ),
         "use_swanlab": "trackers are tensorboard, mlflow, wandb and trackio (report_to)",
         "train_from_scratch": "the base model is frozen",
@@ -178,15 +413,15 @@ _STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto"}
 
 
 def read_llamafactory(draft: Draft, method_name: str | None) -> None:
-    """Turn ``draft`` of a configuration of LLaMA-Factory into a task.
+    """Convert a configuration of LLaMA-Factory to a task.
 
     Args:
-        draft: The configuration; it gets values and a report.
-        method_name: The method, where the user has named one.
+        draft: The configuration; task values and notes are added to it.
+        method_name: The method, if the user named one.
 
     Raises:
-        SpecError: ``dataset_info.json`` or a key of the file is not as LLaMA-Factory has it.
-        UnsupportedError: It trains something else than adapters, or has a dataset that ALTO cannot read.
+        SpecError: ``dataset_info.json`` or a key of the file is not valid in LLaMA-Factory.
+        UnsupportedError: The configuration does not train adapters, or has a dataset that ALTO cannot read.
     """
     stage, kind = draft.take_text("stage", "sft"), draft.take_text("finetuning_type", "lora")
     if kind != "lora":
@@ -217,10 +452,10 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
 
 
 def _read_preference(draft: Draft, stage: str) -> str:
-    """The method of ``stage``; LLaMA-Factory has ORPO and SimPO among the losses of DPO."""
+    """Return the method of ``stage``; in LLaMA-Factory, ORPO and SimPO are losses of the stage DPO."""
     if stage != "dpo":
         if stage == "kto" and draft.take("pref_ftx"):
-            draft.not_supported("pref_ftx", "kto has no cross-entropy beside its loss")
+            draft.not_supported("pref_ftx", "kto has no cross-entropy in addition to its loss")
         _leave_out(draft, ("pref_loss", "pref_ftx", "dpo_label_smoothing", "simpo_gamma"), f"stage: {stage}")
         return _STAGES[stage]
     loss, weight = draft.take_text("pref_loss", "sigmoid"), draft.take("pref_ftx")
@@ -230,7 +465,9 @@ def _read_preference(draft: Draft, stage: str) -> str:
     smoothing, gamma = draft.take("dpo_label_smoothing"), draft.take("simpo_gamma")
     if loss == "orpo":
         if weight:
-            draft.not_supported("pref_ftx", "ORPO has the cross-entropy of chosen replies already, with the weight 1")
+            draft.not_supported(
+                "pref_ftx", "ORPO already includes the cross-entropy of chosen replies, with the weight 1"
+            )
         return "orpo"
     if loss == "simpo":
         draft.values.update({"loss_type": "simpo", "cpo_alpha": weight or 0.0})
@@ -238,7 +475,9 @@ def _read_preference(draft: Draft, stage: str) -> str:
         draft.used("pref_loss", "method: cpo with loss_type: simpo and cpo_alpha: the weight of pref_ftx")
         return "cpo"
     if loss == "kto_pair":
-        raise UnsupportedError("pref_loss: expected another form, found 'kto_pair'. Write stage: kto, with such rows.")
+        raise UnsupportedError(
+            "pref_loss: expected a loss of pairs, found 'kto_pair'. Write stage: kto, with labelled rows."
+        )
     draft.put("loss_type", loss)
     if smoothing:
         draft.put("label_smoothing", smoothing)
@@ -249,7 +488,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
 
 
 def _leave_out(draft: Draft, keys: Iterable[str], where: str) -> None:
-    """Report those of ``keys`` that have a value, of which LLaMA-Factory makes no use ``where`` there is something."""
+    """Report the keys that have a value which LLaMA-Factory ignores because of the setting ``where``."""
     for key in keys:
         if draft.take(key):
             draft.not_needed(key, f"LLaMA-Factory does not use it with {where}")
@@ -260,16 +499,16 @@ def _read_template(draft: Draft) -> None:
     if name is not None:
         draft.not_supported(
             "template",
-            f"{quoted(name)} is one of LLaMA-Factory's own templates: rows are written by that of the model's "
-            "tokenizer; write the Jinja text of another in chat_template",
+            f"{quoted(name)} is one of LLaMA-Factory's own templates: rows are written by the template of the "
+            "model's tokenizer; write the Jinja text of a different template in chat_template",
         )
 
 
 def _read_masks(draft: Draft) -> None:
-    """Which tokens are trained.
+    """Read which tokens are trained.
 
     Raises:
-        SpecError: All of them, and those of the last reply alone: LLaMA-Factory refuses that too.
+        SpecError: The configuration requests both all tokens and the last reply alone, which LLaMA-Factory rejects too.
     """
     if draft.given.get("train_on_prompt") and draft.given.get("mask_history"):
         raise SpecError(
@@ -294,7 +533,7 @@ def _read_adapter(draft: Draft) -> None:
 
 
 def _names(given: Any) -> Any:
-    """A list of modules from a text with commas; any other value as it is."""
+    """Return a list of module names from comma-separated text; other values are returned unchanged."""
     return [name.strip() for name in given.split(",")] if isinstance(given, str) else given
 
 

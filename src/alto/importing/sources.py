@@ -1,4 +1,4 @@
-"""Datasets of other tools as those of a task: one, or the sources of a mixture."""
+"""Conversion of other tools' datasets to the dataset of a task: a single one, or the sources of a mixture."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import UnsupportedError
 from alto.importing.draft import Draft, checked
-from alto.spec.data_keys import default_name
-from alto.spec.quoting import quoted
-
-__all__ = ["Source", "message_form", "put_sources", "readable_path", "report_split"]
+from alto.spec import default_name
 
 _MAX_NAME_CHARS = 40
 
@@ -25,21 +23,21 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
     "tool": ("tool", "function", "observation"),
     "function": ("function_call",),
 }
-"""What ALTO takes speakers for, by the names that rows give them."""
+"""Names of speakers in rows, by the role that ALTO gives them."""
 
 _ONLY_SHAREGPT = ("human", "gpt", "chatgpt", "model", "observation", "function_call")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One dataset, as the keys of a task or of a mixture's source have it.
+    """One dataset of a task, or one source of a mixture.
 
     Attributes:
         path: A hub dataset, or the absolute path of a file.
-        form: Form of the rows.
-        columns: Columns by their roles.
+        form: Form of the rows (a task's ``dataset_format``).
+        columns: Column names by role.
         config, split: Configuration and split of a hub dataset.
-        weight: Share in a mixture, where the tool has one.
+        weight: Share in a mixture, if the tool sets one.
     """
 
     path: str
@@ -51,16 +49,16 @@ class Source:
 
     @property
     def is_file(self) -> bool:
-        """Whether its rows are in a file of this machine."""
+        """Whether the rows are in a local file."""
         return os.path.isabs(self.path)
 
     @property
     def has_usual_split(self) -> bool:
-        """Whether its split is the one that a task takes where it names none."""
+        """Whether the split is a task's default."""
         return self.split in (None, "train")
 
     def keys(self) -> dict[str, Any]:
-        """Its keys but the path, those with a value."""
+        """Return the task keys of this source that have a value, except the path."""
         # A file has no splits.
         split = None if self.is_file or self.has_usual_split else self.split
         config = None if self.is_file else self.config
@@ -70,11 +68,9 @@ class Source:
 
 
 def report_split(draft: Draft, source: Source, key: str) -> None:
-    """Say of the split of a file, which is left out, that all rows are used.
+    """Report that all rows of a file are used, if the configuration names a split of it.
 
     Args:
-        draft: The task.
-        source: What is read.
         key: The key that names the split.
     """
     if source.is_file and not source.has_usual_split:
@@ -82,12 +78,11 @@ def report_split(draft: Draft, source: Source, key: str) -> None:
 
 
 def put_sources(draft: Draft, sources: Sequence[Source], key: str) -> None:
-    """Set the dataset of the task: the only source, or a mixture of them.
+    """Set the dataset of the task: a single source, or a mixture of several.
 
     Args:
-        draft: The task.
-        sources: At least one.
-        key: The tool's key that lists them, for the report.
+        sources: At least one source.
+        key: The tool's key that lists the sources, for the report.
     """
     if len(sources) == 1:
         draft.values.update({"dataset": sources[0].path, **sources[0].keys()})
@@ -100,8 +95,8 @@ def put_sources(draft: Draft, sources: Sequence[Source], key: str) -> None:
     if all(source.weight is None for source in sources):
         draft.used(
             key,
-            "a mixture of equal weights, where the tool joins all rows: write the number of rows of each source as its "
-            "'weight' for the same shares",
+            "a mixture of equal weights, while the tool joins all rows: for the same shares, write the number of rows "
+            "of each source as its 'weight'",
         )
 
 
@@ -117,10 +112,10 @@ def _name(source: Source, others: Sequence[Mapping[str, Any]]) -> str:
 
 
 def readable_path(draft: Draft, path: object, where: str) -> str:
-    """The dataset ``path`` as a task can name it: a file, by its absolute path, or a hub dataset.
+    """Return the name of the dataset ``path`` in a task: the absolute path of a file, or a hub dataset.
 
     Raises:
-        UnsupportedError: It is a folder, an address, or no text.
+        UnsupportedError: It is a folder, a URL, or not text.
     """
     if not isinstance(path, str) or not path:
         raise UnsupportedError(
@@ -142,16 +137,16 @@ def readable_path(draft: Draft, path: object, where: str) -> str:
 
 
 def message_form(role_key: object, content_key: object, roles: Mapping[str, object], where: str) -> str:
-    """The form of rows whose messages have these keys and speakers.
+    """Return the form of rows whose messages have these keys and speakers.
 
     Args:
         role_key, content_key: Keys of a message.
-        roles: Names of speakers in the rows, by what they are taken for.
-        where: Place of the dataset, for messages.
+        roles: Names of speakers in the rows, by role.
+        where: Location of the dataset, for error messages.
 
     Raises:
-        SpecError: A key is no text, or the speakers are no lists.
-        UnsupportedError: ALTO reads messages with other keys, or takes a speaker for another one.
+        SpecError: A key is not text, or the names of speakers are not lists.
+        UnsupportedError: ALTO cannot read messages with these keys, or gives a speaker another role.
     """
     keys = (checked(role_key, str, where), checked(content_key, str, where))
     form = _MESSAGE_FORMS.get(keys)
@@ -165,9 +160,9 @@ def message_form(role_key: object, content_key: object, roles: Mapping[str, obje
             known = _ROLES.get(role, ())
             if name not in known or (form == "messages" and name in _ONLY_SHAREGPT):
                 readable = [each for each in known if form == "sharegpt" or each not in _ONLY_SHAREGPT]
-                expected = ", ".join(readable) or "none, in messages with role and content"
+                expected = ", ".join(readable) or "none in messages with role and content"
                 raise UnsupportedError(
-                    f"{where}: expected messages of the {role} to be by {expected}, found {quoted(name)}. Rename the "
-                    "speaker in the rows."
+                    f"{where}: expected a known name of the speaker {role} ({expected}), found {quoted(name)}. Rename "
+                    "the speaker in the rows."
                 )
     return form

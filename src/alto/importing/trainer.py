@@ -1,4 +1,4 @@
-"""What configurations of all tools have in common, as all of them lead to transformers' ``TrainingArguments``."""
+"""Import of the keys that all tools share, because all of them use transformers' ``TrainingArguments``."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from alto.base import quoted, strict_json
 from alto.errors import SpecError
 from alto.importing.draft import Draft, checked
-from alto.spec.chat_template import is_template_text
-from alto.spec.method import Method
-from alto.spec.outside import strict_json
-from alto.spec.quoting import quoted
-from alto.spec.task import TRACKERS
-from alto.spec.validation import is_finite_number
-
-__all__ = [
-    "compares_replies_as_tool",
-    "local_model",
-    "read_template_file",
-    "read_trainer_keys",
-    "set_defaults",
-    "validation_share",
-]
+from alto.spec import TRACKERS, Method, is_finite_number, is_template_text
 
 _EVALUATED = "every job is evaluated at equal shares of its own steps ('eval_steps: 0.05')"
 
@@ -35,11 +22,11 @@ _SAME_OPTIMIZERS = {
     "paged_adamw_32bit": "adamw_torch",
     "paged_adamw": "adamw_torch",
 }
-"""Optimizers that do the arithmetic of another one."""
+"""Optimizers that compute the same as another optimizer."""
 
 
 def read_trainer_keys(draft: Draft) -> None:
-    """Read the keys of ``TrainingArguments`` whose values mean something else in a task."""
+    """Read the keys of ``TrainingArguments`` whose values have another meaning in a task."""
     _read_precision(draft)
     _read_schedule(draft)
     _read_trackers(draft)
@@ -51,7 +38,9 @@ def read_trainer_keys(draft: Draft) -> None:
     if draft.take("eval_steps") is not None:
         draft.not_needed("eval_steps", _EVALUATED)
     if draft.take("data_seed") is not None:
-        draft.not_needed("data_seed", "a job's order of rows follows its 'seed'; ALTO's data_seed is that of the split")
+        draft.not_needed(
+            "data_seed", "the order of a job's rows depends on its 'seed'; ALTO's data_seed is the seed of the split"
+        )
     for key in ("activation_checkpointing", "gradient_checkpointing"):
         if draft.take(key) not in (None, False):
             draft.put("gradient_checkpointing", True)
@@ -60,13 +49,13 @@ def read_trainer_keys(draft: Draft) -> None:
 
 
 def local_model(draft: Draft, name: object) -> object:
-    """A model's folder by its absolute path, where ``name`` leads to one, else ``name`` as it is."""
+    """Return the absolute path of the model's folder if ``name`` is a folder, else ``name`` unchanged."""
     found = draft.locate(name) if isinstance(name, str) else name
     return found if isinstance(found, str) and os.path.isdir(found) else name
 
 
 def read_template_file(draft: Draft, key: str) -> None:
-    """Read a chat template: its text, or the path of a file."""
+    """Read a chat template from ``key``, which holds its text or the path of a file."""
     given = draft.take_text(key)
     if given is None:
         return
@@ -74,20 +63,20 @@ def read_template_file(draft: Draft, key: str) -> None:
     if is_template_text(found) or os.path.isfile(found):
         draft.put("chat_template", found)
     else:
-        draft.not_supported(key, f"{quoted(given)} is no file of a template; write its Jinja text in chat_template")
+        draft.not_supported(key, f"{quoted(given)} is not a template file; write the Jinja text in chat_template")
 
 
 def set_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
-    """Set what the configuration leaves to the tool, where a task would have another default."""
+    """Set the tool's defaults for keys that the configuration does not set and that have another default in a task."""
     for key, value in defaults.items():
         draft.values.setdefault(key, value)
 
 
 def validation_share(draft: Draft, key: str) -> None:
-    """Read the share of rows to validate on from the key ``key``: a share, or a number of rows.
+    """Read the share of validation rows from ``key``, which holds a share or a number of rows.
 
     Raises:
-        SpecError: It is neither.
+        SpecError: It holds neither.
     """
     size = draft.take(key, 0)
     if draft.values.get("validation_dataset") is not None or "validation_split" in draft.replaced:
@@ -101,26 +90,26 @@ def validation_share(draft: Draft, key: str) -> None:
     elif size == 0:
         draft.not_supported(
             key,
-            "without validation rows jobs cannot be compared: the dataset's own are used, or a tenth of its rows; "
-            "validation_split and validation_dataset set others",
+            "jobs cannot be compared without validation rows: those of the dataset are used, or a tenth of its rows; "
+            "validation_split and validation_dataset choose others",
         )
     else:
         draft.not_supported(
             key,
-            f"{quoted(size)} is a number of rows: a tenth of the rows is used; --set {key}=SHARE sets another share",
+            f"{quoted(size)} is a number of rows: a tenth of the rows is used; --set {key}=SHARE sets a different "
+            "share",
         )
 
 
 def compares_replies_as_tool(draft: Draft, method: Method, *, drops_out: bool = False) -> None:
-    """Make a step of a preference method that of TRL's trainer, which all tools use.
+    """Make a training step of a preference method equal to that of TRL's trainer, which all tools use.
 
-    Its loss is averaged over micro-batches, and it switches all dropout of the model off, that of adapters included
+    TRL's trainer averages the loss over micro-batches, and disables all dropout of the model, including the adapters'
     (``disable_dropout``).
 
     Args:
-        draft: The task.
-        method: Its method; of others, nothing changes.
-        drops_out: Whether the configuration keeps the dropout.
+        method: The task's method; nothing changes unless it is a preference method.
+        drops_out: Whether the configuration keeps dropout enabled.
     """
     if not method.compares_replies:
         return
@@ -135,7 +124,7 @@ def compares_replies_as_tool(draft: Draft, method: Method, *, drops_out: bool = 
         del draft.values["gradient_accumulation_steps"]
     if not drops_out and draft.values.get("lora_dropout"):
         draft.values["lora_dropout"] = 0.0
-        draft.used("lora_dropout", "0.0: trainers of preferences switch all dropout off (TRL's disable_dropout)")
+        draft.used("lora_dropout", "0.0: preference trainers switch off all dropout (TRL's disable_dropout)")
 
 
 def _read_precision(draft: Draft) -> None:
@@ -155,7 +144,7 @@ def _read_precision(draft: Draft) -> None:
 
 
 def _read_schedule(draft: Draft) -> None:
-    """Read steps, warmup and schedule: where transformers lets one key overrule another, that one is left."""
+    """Read steps, warmup and schedule; keys that transformers ignores in favour of another key are left out."""
     max_steps = draft.take("max_steps")
     if isinstance(max_steps, int) and max_steps > 0:
         draft.put("max_steps", max_steps)
@@ -176,7 +165,7 @@ def _read_schedule(draft: Draft) -> None:
     elif steps:
         draft.put("warmup_steps", steps)
         if ratio:
-            draft.not_needed("warmup_ratio", "warmup_steps overrules it")
+            draft.not_needed("warmup_ratio", "warmup_steps overrides it")
     elif ratio:
         draft.put("warmup_ratio", ratio)
 

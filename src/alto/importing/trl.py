@@ -1,10 +1,12 @@
-"""TRL: files of ``trl sft --config``, and ``TrainingArguments``, ``SFTConfig`` and the like as JSON."""
+"""Import of TRL configurations: files of ``trl sft --config``, and JSON of ``TrainingArguments``, ``SFTConfig`` and
+similar classes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Answers, Draft, checked
 from alto.importing.sources import Source, put_sources, readable_path, report_split
@@ -15,16 +17,10 @@ from alto.importing.trainer import (
     read_trainer_keys,
     set_defaults,
 )
-from alto.spec.keys import NOT_NEEDED_KEYS
-from alto.spec.method import find_method
-from alto.spec.module_names import PEFT_DEFAULT
-from alto.spec.objective_settings import KTO_LOSS_TYPES, LOSS_TYPES
-from alto.spec.quoting import quoted
-
-__all__ = ["FORM", "MARKS", "read_adapter", "read_trl"]
+from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, find_method
 
 FORM = "dataset_format"
-"""The key of a task under which is reported how texts become tokens: TRL has no key for it."""
+"""The task key under which the tokenisation of texts is reported; TRL has no key for it."""
 
 MARKS = frozenset(
     {
@@ -36,7 +32,7 @@ MARKS = frozenset(
         *("logging_first_step", "eval_do_concat_batches", "per_gpu_train_batch_size", "project"),
     }
 )
-"""Keys by which a configuration of TRL, or of transformers, is recognised."""
+"""Keys that identify a configuration of TRL or of transformers."""
 
 _KTO_KEYS = ("desirable_weight", "undesirable_weight")
 _CPO_KEYS = ("cpo_alpha", "simpo_gamma")
@@ -51,7 +47,7 @@ _SFT_KEYS = (
 )
 
 _SMOOTHED = {"dpo": ("robust", "exo_pair", "aot", "aot_unpaired"), "cpo": ("sigmoid", "simpo")}
-"""By method: the forms of the loss that TRL 1.16 smooths."""
+"""Forms of the loss to which TRL 1.16 applies label smoothing, by method."""
 
 _LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "cpo": 1e-6, "orpo": 1e-6}
 _MAX_LENGTH = 1024
@@ -64,11 +60,12 @@ _RAW_FORMS: Mapping[str, tuple[str, str | None]] = {
     **dict.fromkeys(("dpo", "orpo", "cpo"), ("prompts and replies", "raw_preference")),
     "kto": ("prompts and completions", None),
 }
-"""By method: columns that may hold texts, and the form of rows that joins them as TRL does, where there is one."""
+"""By method, a description of columns that may hold texts, and the form of rows that joins texts as TRL does, if any.
+"""
 
 _ROWS_OF_A_STEP = (
-    "rows that are concatenated without padding, each a row of its own; a packed row of TRL holds several rows: raise "
-    "per_device_train_batch_size to about as many"
+    "rows that are concatenated without padding and stay separate; a packed row of TRL holds several rows: raise "
+    "per_device_train_batch_size to about that number"
 )
 _KEYS_OF_A_DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 
@@ -93,15 +90,15 @@ _ANSWERS = Answers(
 
 
 def read_trl(draft: Draft, method_name: str | None) -> None:
-    """Turn ``draft`` of a configuration of TRL, or of transformers' ``TrainingArguments``, into a task.
+    """Convert a configuration of TRL, or of transformers' ``TrainingArguments``, to a task.
 
     Args:
-        draft: The configuration; it gets values and a report.
-        method_name: The method, where the user has named one: the file does not have TRL's command.
+        draft: The configuration; task values and notes are added to it.
+        method_name: The method, if the user named one; the file does not contain TRL's command.
 
     Raises:
-        SpecError: A key has a value that TRL does not take.
-        UnsupportedError: It trains all weights, or has a dataset that ALTO cannot read.
+        SpecError: A key has a value that TRL does not accept.
+        UnsupportedError: The configuration trains all weights, or has a dataset that ALTO cannot read.
     """
     use_peft = draft.take("use_peft")
     if use_peft is not True and not (use_peft is None and draft.is_of_a_class):
@@ -129,7 +126,7 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
     read_trainer_keys(draft)
     if computes_in_float32:
         draft.put("dtype", "float32")
-        draft.used("bf16", "dtype: float32, also of the frozen base: without bf16 and fp16 TRL computes in it")
+        draft.used("bf16", "dtype: float32, also for the frozen base: without bf16 and fp16, TRL computes in float32")
     drops_out = draft.take("disable_dropout") is False
     read_adapter(draft, has_defaults=use_peft is True)
     if name == "cpo":
@@ -142,9 +139,12 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
 
 
 def _computes_in_float32(draft: Draft) -> bool:
-    """Whether TRL is asked not to compute in 16 bits, as it does by default, and loads weights in float32, as it does
-    unless ``dtype`` names another precision. Arguments of transformers' own trainer (they have no ``max_length``) have
-    these keys at false by default, and are of models loaded in any precision."""
+    """Return whether TRL would load weights and compute in float32.
+
+    TRL loads weights in float32 unless ``dtype`` is set, and computes in 16 bits unless ``bf16`` is set to false. For
+    the arguments of transformers' own trainer (without ``max_length``), ``bf16`` is false by default and says nothing
+    about the model's precision.
+    """
     given = draft.given
     if (draft.is_of_a_class and "max_length" not in given) or given.get("dtype") or given.get("torch_dtype"):
         return False
@@ -152,31 +152,31 @@ def _computes_in_float32(draft: Draft) -> bool:
 
 
 def _report_held_out(draft: Draft) -> None:
-    """Report which rows jobs are compared on, unless the task names them: TRL trains all rows of its training split."""
+    """Report on which rows jobs are validated, unless the task names them; TRL trains on its whole training split."""
     if {"validation_dataset", "validation_split"} & {*draft.replaced, *draft.values}:
         return
     draft.take("eval_strategy")
     draft.used(
         "eval_strategy",
         "validation at equal shares of every job's steps ('eval_steps: 0.05'), on rows that are not trained: the "
-        "dataset's own to validate on, or a tenth of its rows; validation_split and validation_dataset set others",
+        "validation rows of the dataset, or a tenth of its rows; validation_split and validation_dataset choose others",
     )
 
 
 def _report_order(draft: Draft) -> None:
-    """Report the order of rows of KTO, which is part of its estimate of the divergence in TRL."""
+    """Report that the order of rows differs for KTO; in TRL, the estimate of the KL term depends on this order."""
     if draft.given.get("train_sampling_strategy") not in (None, "sequential"):
         return
     draft.take("train_sampling_strategy")
     draft.used(
         "train_sampling_strategy",
-        "random: every job shuffles its rows, and pairs those of a batch for the KL term; TRL takes and pairs rows in "
-        "the order of the dataset",
+        "random: every job shuffles its rows, and pairs the rows of a batch for the KL term; TRL takes and pairs rows "
+        "in the order of the dataset",
     )
 
 
 def _leave_out_smoothing(draft: Draft, method_name: str) -> None:
-    """Leave out ``label_smoothing`` where TRL's trainer does not look at it."""
+    """Remove ``label_smoothing`` if TRL's trainer ignores it."""
     loss = draft.given.get("loss_type") or "sigmoid"
     names = list(map(str, loss if isinstance(loss, list | tuple) else [loss]))
     value = draft.given.get("label_smoothing")
@@ -185,26 +185,26 @@ def _leave_out_smoothing(draft: Draft, method_name: str) -> None:
     if set(names) & set(_SMOOTHED[method_name]):
         if method_name == "dpo" and "sigmoid" in names:
             draft.used(
-                "label_smoothing", "label_smoothing; TRL leaves it out of the part loss_type: sigmoid, ALTO does not"
+                "label_smoothing", "label_smoothing; TRL does not apply it to the part loss_type: sigmoid, ALTO does"
             )
         return
     draft.take("label_smoothing")
-    ignored = f"TRL has none with loss_type: {quoted(', '.join(names))[1:-1]}"
-    smooths = f"; ALTO smooths it as cDPO does with --set label_smoothing={value}" if "sigmoid" in names else ""
+    ignored = f"TRL does not use it with loss_type: {quoted(', '.join(names))[1:-1]}"
+    smooths = f"; ALTO smooths as cDPO does with --set label_smoothing={value}" if "sigmoid" in names else ""
     draft.not_needed("label_smoothing", ignored + smooths)
 
 
 def _read_cpo(draft: Draft) -> None:
     if draft.take("alpha"):
-        draft.not_supported("alpha", "AlphaPO's form of the reward does not exist here")
+        draft.not_supported("alpha", "ALTO does not have AlphaPO's form of the reward")
     if draft.given.get("loss_type") == "simpo" or "loss_type" in draft.replaced:
         return
     if draft.take("simpo_gamma", _SIMPO_GAMMA) != _SIMPO_GAMMA:
-        draft.not_needed("simpo_gamma", "TRL reads it with loss_type: simpo alone")
+        draft.not_needed("simpo_gamma", "TRL reads it only with loss_type: simpo")
 
 
 def _read_flags(draft: Draft) -> None:
-    """``no_…: true``, as on a command line, switches off what is on by default."""
+    """Convert keys ``no_…: true``, which disable a default as on the command line, to the key without the prefix."""
     for key in [key for key in draft.given if key.startswith("no_") and key[3:] in NOT_NEEDED_KEYS]:
         name = key.removeprefix("no_")
         draft.given[name] = not draft.take(key)
@@ -212,7 +212,7 @@ def _read_flags(draft: Draft) -> None:
 
 
 def _command(draft: Draft) -> str:
-    """The method, by the keys that only one of TRL's commands has."""
+    """Return the method, detected by keys that only one of TRL's commands has."""
     given = {key for key, value in draft.given.items() if value is not None}
     loss = draft.given.get("loss_type")
     names = {loss} if isinstance(loss, str) else set(map(str, checked(loss or [], list, "loss_type")))
@@ -223,12 +223,15 @@ def _command(draft: Draft) -> str:
     if names & set(LOSS_TYPES) or (not given.intersection(_SFT_KEYS) and given.intersection(_DPO_KEYS)):
         return "dpo"
     if not given.intersection(_SFT_KEYS):
-        draft.used("(TRL's command)", "method: sft, as the file does not name it; --set method=dpo or kto for others")
+        draft.used(
+            "(TRL's command)",
+            "method: sft, because the file does not name the command; for others, use --set method=dpo or kto",
+        )
     return "sft"
 
 
 def _read_dataset(draft: Draft) -> None:
-    """Read ``dataset_name`` with its configuration and splits, or ``datasets``, which overrules it as in TRL."""
+    """Read ``dataset_name`` with its configuration and splits, or ``datasets``, which takes precedence as in TRL."""
     keys = ("dataset_name", "dataset_config", "dataset_train_split", "dataset_test_split")
     if draft.replaces_dataset("datasets", *keys, "test_split_size"):
         return
@@ -238,10 +241,10 @@ def _read_dataset(draft: Draft) -> None:
     if isinstance(share, float) and 0 < share < 1:
         draft.put("validation_split", share)
     elif share is not None:
-        draft.not_supported("test_split_size", f"{quoted(share)} is no share; write validation_split")
+        draft.not_supported("test_split_size", f"{quoted(share)} is not a share of the rows; write validation_split")
     if listed:
         if name is not None:
-            draft.not_needed("dataset_name", "'datasets' overrules it")
+            draft.not_needed("dataset_name", "'datasets' overrides it")
         put_sources(draft, [_entry(draft, item, index) for index, item in enumerate(listed)], "datasets")
         return
     if name is None:
@@ -254,7 +257,9 @@ def _read_dataset(draft: Draft) -> None:
             draft.not_supported("dataset_test_split", "a file has no splits; name other rows in validation_dataset")
         else:
             draft.put("dataset_test_split", test)
-            draft.used("dataset_test_split", "dataset_test_split, for 'alto eval' alone: jobs are compared on others")
+            draft.used(
+                "dataset_test_split", "dataset_test_split, only for 'alto eval': jobs are compared on other rows"
+            )
 
 
 def _entry(draft: Draft, item: Any, index: int) -> Source:
@@ -273,8 +278,8 @@ def _entry(draft: Draft, item: Any, index: int) -> Source:
     if item.get("fraction") is not None:
         draft.used(
             f"{where}.fraction",
-            "weight, its share of every epoch; an epoch has as many rows as all datasets together, and small ones "
-            "repeat; TRL trains on the first rows of each, so few that none repeats",
+            "weight, the dataset's share of every epoch; an epoch has as many rows as all datasets together, and rows "
+            "of small datasets repeat; TRL trains on the first rows of each dataset, so few that no row repeats",
         )
     source = Source(
         path=readable_path(draft, files or path, where),
@@ -287,7 +292,7 @@ def _entry(draft: Draft, item: Any, index: int) -> Source:
 
 
 def _read_length(draft: Draft) -> None:
-    """``max_length``, ``max_seq_length`` in older versions, which is 1024 where it is not given; null cuts nothing."""
+    """Read ``max_length`` (``max_seq_length`` in older versions); the default is 1024, and null means no truncation."""
     if "max_length" not in draft.given:
         draft.rename("max_seq_length", "max_length")
     if "max_length" in draft.given and draft.given["max_length"] is None:
@@ -299,7 +304,7 @@ def _read_length(draft: Draft) -> None:
 
 
 def _read_masks(draft: Draft) -> None:
-    """Which tokens are trained, and how rows become tokens."""
+    """Read which tokens are trained and how rows become tokens."""
     if draft.given.get("loss_type") in ("nll", "chunked_nll", None):
         draft.take("loss_type")
     elif draft.given.get("loss_type") == "dft":
@@ -309,8 +314,8 @@ def _read_masks(draft: Draft) -> None:
     if completion is False and assistant is True:
         draft.used(
             "completion_only_loss",
-            "train_on: completion, the replies alone, as assistant_only_loss asks for; replies inside of a prompt, "
-            "which TRL would train too, are only shown to the model",
+            "train_on: completion, only the replies, as assistant_only_loss requests; replies inside a prompt, which "
+            "TRL would also train, are only shown to the model",
         )
     elif completion is False:
         draft.put("train_on", "all")
@@ -318,10 +323,10 @@ def _read_masks(draft: Draft) -> None:
     elif completion is None and assistant is not True:
         draft.used(
             "assistant_only_loss",
-            "train_on: completion, the replies alone; of rows of messages TRL would train every token: --set "
-            "train_on=all",
+            "train_on: completion, only the replies; of rows of messages, TRL would train every token: for this, use "
+            "--set train_on=all",
         )
-    if assistant is not True:  # with it, TRL takes rows of messages alone
+    if assistant is not True:  # with assistant_only_loss, TRL accepts only rows of messages
         _report_texts(draft, "sft")
     column = draft.take("dataset_text_field", "text")
     if column != "text":
@@ -331,23 +336,22 @@ def _read_masks(draft: Draft) -> None:
 
 
 def _report_texts(draft: Draft, method_name: str) -> None:
-    """Report what becomes of rows without messages, unless an override says which form they have."""
+    """Report how rows without messages are tokenised, unless an override sets their form."""
     if FORM in draft.replaced:
         return
     roles, raw = _RAW_FORMS[method_name]
     remedy = f": --set {FORM}={raw}" if raw else ""
     draft.used(
         FORM,
-        f"auto: {roles} that are texts are written by the chat template; TRL joins them as they are{remedy}",
+        f"auto: {roles} that are texts are written by the chat template; TRL joins the texts unchanged{remedy}",
     )
 
 
 def read_adapter(draft: Draft, *, has_defaults: bool = False) -> None:
-    """Read keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of the former.
+    """Read keys of TRL's ``ModelConfig`` or of PEFT's ``LoraConfig``, with the defaults of TRL.
 
     Args:
-        draft: The configuration.
-        has_defaults: Whether these defaults hold where it has none of the keys, as with ``use_peft: true`` alone.
+        has_defaults: Whether the defaults apply even if none of the keys is given, as with ``use_peft: true`` alone.
     """
     defaults = {"lora_r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
     if has_defaults or draft.given.keys() & {*defaults, "lora_target_modules"}:
@@ -358,8 +362,8 @@ def read_adapter(draft: Draft, *, has_defaults: bool = False) -> None:
     if targets is None:
         draft.used(
             "target_modules" if "target_modules" in draft.given else "lora_target_modules",
-            f"target_modules: {PEFT_DEFAULT}, the modules that PEFT chooses for the architecture (of Llama and Qwen "
-            "q_proj and v_proj); all linear layers are --set target_modules=all-linear",
+            f"target_modules: {PEFT_DEFAULT}, the modules that PEFT chooses for the architecture (q_proj and v_proj "
+            "for Llama and Qwen); for all linear layers, use --set target_modules=all-linear",
         )
         draft.given.pop("target_modules", None)
         draft.put("target_modules", PEFT_DEFAULT)

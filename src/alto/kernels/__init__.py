@@ -1,4 +1,4 @@
-"""The arithmetic of many adapters on one frozen base: reference, backends, autograd function."""
+"""Kernels for many adapters on one frozen base: reference, backends and autograd functions."""
 
 from alto.kernels.backend import choose_backend, layer_functions_on
 from alto.kernels.dora import (
@@ -8,18 +8,14 @@ from alto.kernels.dora import (
     frozen_product,
     scaled_by_magnitude,
 )
-from alto.kernels.dropout import DropoutKey
+from alto.kernels.dropout import DropoutKey, NoiseKey, TokenNoise
 from alto.kernels.forward_table import upload
 from alto.kernels.function import FrozenLayer, GroupedLinear, added_linear, grouped_lora_linear
-from alto.kernels.gradients import GradientSteps, GradientTiles, GroupGradients
 from alto.kernels.layer_reference import NormKind
-from alto.kernels.noise import NoiseKey, TokenNoise
-from alto.kernels.operands import VECTOR_SIZE, LoraOperands
-from alto.kernels.row_parts import RowParts
+from alto.kernels.operands import VECTOR_SIZE, GradientSteps, GradientTiles, GroupGradients, LoraOperands, RowParts
 from alto.kernels.schedule import Segment, TokenSchedule
-from alto.kernels.slot_bias import slot_bias_change
 from alto.kernels.slot_embedding import slot_embedding_change, slot_embeddings
-from alto.kernels.slot_tensors import SlotTensors
+from alto.kernels.slot_tensors import SlotTensors, slot_bias_change
 from alto.kernels.stochastic_rounding import rounding_key
 
 __all__ = [

@@ -1,6 +1,6 @@
-"""Chooses the implementation of the ops.
+"""The choice of the kernel backend.
 
-``triton`` on CUDA where Triton is installed, ``torch`` elsewhere; ``ALTO_KERNELS=triton|torch|reference`` overrides.
+``triton`` on CUDA if Triton is installed, ``torch`` otherwise; ``ALTO_KERNELS=triton|torch|reference`` overrides this.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ import torch
 
 from alto.errors import SpecError, UnsupportedError
 
-__all__ = ["choose_backend", "layer_functions_on"]
-
 _MODULES = {"reference": "reference", "torch": "torch_backend", "triton": "triton_backend"}
 
 
 def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu") -> ModuleType:
-    """The module that holds the ops.
+    """Return the module that holds the ops.
 
     Args:
-        name: ``triton``, ``torch`` or ``reference``; None reads the environment variable ``ALTO_KERNELS``, and without
-            it takes the best for ``device``.
-        device: Where the tensors are.
+        name: ``triton``, ``torch`` or ``reference``; None reads the environment variable ``ALTO_KERNELS`` and, if it is
+            unset, takes the best for ``device``.
+        device: Device of the tensors.
 
     Raises:
         SpecError: No backend has that name.
@@ -39,15 +37,15 @@ def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu
         )
     if name == "triton":
         _check_triton()
-    # Imported by name, so that a machine without Triton never imports its kernels.
+    # Imported only here, so that a machine without Triton never imports its kernels.
     return import_module(f"alto.kernels.{_MODULES[name]}")
 
 
 def layer_functions_on(device: torch.device | str = "cpu", *, name: str | None = None) -> ModuleType | None:
-    """:mod:`alto.kernels.layer_functions` where the backend is ``triton``; None where it is another one, with which
-    the layers of a base compute as their classes do.
+    """Return :mod:`alto.kernels.layer_functions` if the backend is ``triton``; None otherwise.
 
-    Arguments and errors as of :func:`choose_backend`.
+    With None, the layers of the base model compute as their own classes do. Takes the same arguments and raises the
+    same errors as :func:`choose_backend`.
     """
     if not choose_backend(name, device=device).__name__.endswith(_MODULES["triton"]):
         return None
@@ -63,20 +61,20 @@ def _check_triton() -> None:
         raise UnsupportedError(
             "ALTO_KERNELS=triton: expected Triton, found it not installed; pip install 'alto-lora[gpu]', or unset it"
         )
-    # Triton reads the same variable: with it, kernels are interpreted on the CPU.
+    # Triton reads TRITON_INTERPRET, too, and then interprets kernels on the CPU.
     if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise UnsupportedError(
             "ALTO_KERNELS=triton: expected a CUDA device, found none; unset it, or set TRITON_INTERPRET=1 to run the "
             "kernels in Triton's interpreter, slowly"
         )
     if os.environ.get("TRITON_INTERPRET") == "1" and _release("triton") < (3, 7) and _release("numpy") >= (2, 4):
-        # It makes a number of an array with one element, which NumPy refuses from then on.
+        # The interpreter converts one-element arrays to numbers, which NumPy 2.4 and later refuse.
         raise UnsupportedError(
-            f"TRITON_INTERPRET=1: expected NumPy below 2.4 beside the interpreter of Triton {version('triton')}, found "
+            f"TRITON_INTERPRET=1: expected NumPy below 2.4 for the interpreter of Triton {version('triton')}, found "
             f"{version('numpy')}; pip install 'numpy<2.4', or Triton 3.7 or later"
         )
 
 
 def _release(package: str) -> tuple[int, ...]:
-    """Major and minor version."""
+    """Return the major and minor version."""
     return tuple(int(part) for part in version(package).split(".")[:2])

@@ -1,8 +1,8 @@
-"""The arithmetic of DoRA (arXiv:2402.09353): every row of an adapted weight has a trained length.
+"""The arithmetic of DoRA (arXiv:2402.09353): every row of an adapted weight has a trained magnitude.
 
-``y = m / ‖W + s (A B)ᵀ‖ ⊙ (x Wᵀ + s x A B) + bias``, where ``‖·‖`` is the norm of each row and a constant in the
-backward pass. One implementation in PyTorch serves all backends: the norm costs as much as ``Z · R`` more tokens in the
-layer, and the rest moves each number once. Launches do not grow with the number of jobs.
+``y = m / ‖W + s (A B)ᵀ‖ ⊙ (x Wᵀ + s x A B) + bias``, where ``‖·‖`` is the norm of each row, treated as a constant in
+the backward pass. One PyTorch implementation serves all backends, because the norm costs only as much as ``Z · R`` more
+tokens in the layer, and the rest moves each element once. The number of launches does not grow with the number of jobs.
 
 Shapes: ``D`` slots with DoRA, ``Z`` slots, ``T`` tokens, ``K`` in-features, ``N`` out-features, ``R`` the largest rank
 of the bank. Source: PEFT 0.21, ``peft/tuners/lora/dora.py``.
@@ -22,13 +22,10 @@ from alto.kernels.forward_table import upload
 from alto.kernels.function import FrozenLayer
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
-from alto.kernels.slot_bias import segment_sums
-from alto.kernels.slot_tensors import SlotTensors
-
-__all__ = ["FrozenMatrix", "adapted_norms", "dropped_inputs", "frozen_product", "scaled_by_magnitude"]
+from alto.kernels.slot_tensors import SlotTensors, segment_sums
 
 _CHUNK = 4096
-"""In-features that are computed with at a time, which bounds the memory of the norms."""
+"""Number of in-features processed at a time, which bounds the memory used for the norms."""
 
 
 class FrozenMatrix(FrozenLayer, Protocol):
@@ -45,16 +42,15 @@ class FrozenMatrix(FrozenLayer, Protocol):
 def adapted_norms(
     operands: LoraOperands, member: int, weight_NK: Tensor, base_norms_N: Tensor, scale_of: Mapping[int, float]
 ) -> Tensor:
-    """The norm of every row of ``W + s (A B)ᵀ``, ``[Z, N]``, at least float32; 1 for slots that are not asked for.
+    """Return the norm of every row of ``W + s (A B)ᵀ``, ``[Z, N]``, at least float32; 1 for slots not in ``scale_of``.
 
-    From ``‖w + s a b‖² = ‖w‖² + 2 s w·(a b) + s² bᵀ (aᵀ a) b``, so that no weight is formed for any slot.
+    Uses ``‖w + s a b‖² = ‖w‖² + 2 s w·(a b) + s² bᵀ (aᵀ a) b``, so no slot's weight is materialised.
 
     Args:
-        operands: The adapters of the group.
         member: Index of the layer in the group.
         weight_NK: Its frozen weight.
-        base_norms_N: The norm of every row of it.
-        scale_of: Scale of the output in this layer of ``D`` slots that target it.
+        base_norms_N: Row norms of that weight.
+        scale_of: Scale of the output in this layer for the ``D`` slots that target it.
     """
     dtype = torch.promote_types(operands.params_ZP.dtype, torch.float32)
     slots_D = upload(list(scale_of), torch.int64, weight_NK.device)
@@ -107,7 +103,7 @@ class _ScaledByMagnitude(torch.autograd.Function):
 
 
 def _scale_of_tokens(magnitudes: SlotTensors, norms_ZN: Tensor, slots_T: Tensor) -> Tensor:
-    """Magnitude over norm, ``[T, N]``; exactly 1 for tokens of slots without DoRA."""
+    """Return magnitude divided by norm, ``[T, N]``; exactly 1 for tokens of slots without DoRA."""
     return (magnitudes.gather(norms_ZN) / norms_ZN).index_select(0, slots_T)
 
 
@@ -118,17 +114,15 @@ def _without_bias(y_TN: Tensor, bias_N: Tensor | None) -> Tensor:
 def scaled_by_magnitude(
     y_TN: Tensor, bias_N: Tensor | None, magnitudes: SlotTensors, norms_ZN: Tensor, schedule: TokenSchedule
 ) -> Tensor:
-    """The outputs of a layer with its adapters, those of slots with DoRA scaled to their magnitudes; the others are not
-    changed by one bit.
+    """Return the outputs of a layer with its adapters, scaled to the magnitudes of slots with DoRA.
 
-    The backward pass adds the gradients of the magnitudes to the bank.
+    Outputs of other slots stay bit-identical. The backward pass adds the gradients of the magnitudes to the bank.
 
     Args:
         y_TN: Outputs with plain LoRA.
-        bias_N: The frozen bias in them, which is not scaled; None without one.
-        magnitudes: The length of every row of the adapted weight, ``[N]``, of slots with DoRA.
-        norms_ZN: Its norm; any other number than 0 for slots without.
-        schedule: Tokens of every slot.
+        bias_N: The frozen bias contained in them, which is not scaled; None if there is none.
+        magnitudes: Magnitude of every row of the adapted weight, ``[N]``, for slots with DoRA.
+        norms_ZN: Row norms of the adapted weight; any non-zero number for slots without DoRA.
     """
     scaled_TN: Tensor = _ScaledByMagnitude.apply(y_TN, bias_N, magnitudes, norms_ZN, schedule)
     return scaled_TN
@@ -146,7 +140,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def frozen_product(x_TK: Tensor, base: FrozenMatrix) -> Tensor:
-    """``x Wᵀ`` of the frozen layer, ``[T, N]``, without its bias."""
+    """Return ``x Wᵀ`` of the frozen layer, ``[T, N]``, without its bias."""
     product_TN: Tensor = _FrozenProduct.apply(x_TK, base)
     return product_TN
 
@@ -158,22 +152,21 @@ def dropped_inputs(
     number: int,
     places_T: Tensor | None = None,
 ) -> Tensor:
-    """The inputs with dropout applied to the tokens of ``slots``; the others are not changed by one bit.
+    """Return the inputs with dropout applied to the tokens of ``slots``; all other tokens stay bit-identical.
 
-    The masks are those of :func:`alto.kernels.dropout.dropped`, of all slots in a fixed number of launches.
+    The masks are those of :func:`alto.kernels.dropout.dropped`, for all slots in a fixed number of launches.
 
     Args:
-        x_TK: Inputs.
-        schedule: Tokens of every slot, and the keys of their masks.
-        slots: Slots whose keys are applied.
+        schedule: Token ranges, with the keys of their masks.
+        slots: Slots whose masks are applied.
         number: Number of the group of modules.
-        places_T: Place of every token among those of its slot in the forward pass, int64, where ``x_TK`` has only some
-            of them; None where it has all.
+        places_T: Position of every token among its slot's tokens in the forward pass, int64, if ``x_TK`` has only some
+            of them; None if it has all.
     """
     device, rows, factors = x_TK.device, [], []
     for segment, key in zip(schedule.segments, schedule.dropout, strict=True):
         if key is None or segment.slot not in slots:
-            rows.append((0, 0, 0))  # every number is at least a threshold of 0
+            rows.append((0, 0, 0))  # a threshold of 0 keeps everything
             factors.append(1.0)
         else:
             first = segment.start if places_T is None else 0

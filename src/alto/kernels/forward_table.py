@@ -1,7 +1,7 @@
 """Tables of a forward pass for GPU kernels: which block of tokens belongs to which slot.
 
-Shapes: ``B`` blocks of tokens, ``S`` segments, ``Z`` slots. Built once per forward pass and device; the kernels of
-    every layer read the same memory.
+Shapes: ``B`` blocks of tokens, ``C`` chunks of tokens, ``S`` segments, ``Z`` slots. The tables are built once per
+forward pass and device; the kernels of every layer read the same memory.
 """
 
 from __future__ import annotations
@@ -13,25 +13,17 @@ from torch import Tensor
 
 from alto.kernels.dropout import DropoutKey, kept_factor, stream_key, threshold
 
-__all__ = ["BLOCK_TOKENS", "CHUNK_TOKENS", "ForwardTable", "upload"]
-
 BLOCK_TOKENS = 64
-"""Most tokens of a block. One number for all kernels, so that one table serves them: 64 rows fill the matrix unit of a
-Hopper or Blackwell GPU, and more would leave short segments mostly empty."""
+"""Largest number of tokens per block. All kernels use the same number, so they share one table: 64 rows fill the matrix
+unit of a Hopper or Blackwell GPU, and more would leave the blocks of short segments mostly empty."""
 
 CHUNK_TOKENS = 4 * BLOCK_TOKENS
-"""Most tokens of a chunk, whose blocks one program of ``expand`` or ``dx`` takes one after the other. More would leave
-multiprocessors without a program where few slots train."""
+"""Largest number of tokens per chunk. One program of ``expand`` or ``dx`` processes the blocks of a chunk one after the
+other. Larger chunks would leave multiprocessors idle when few slots train."""
 
 
 def upload(values: Sequence[float] | Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``values`` on ``device``, copied without host-device synchronisation.
-
-    Args:
-        values: The numbers.
-        dtype: Type of the tensor.
-        device: Device of the tensor.
-    """
+    """Return ``values`` as a tensor on ``device``, copied without host-device synchronisation."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
@@ -40,16 +32,16 @@ class ForwardTable:
 
     Attributes:
         num_blocks: ``B``.
-        num_chunks: Number of chunks.
+        num_chunks: ``C``.
         num_segments: ``S``.
         has_dropout: Whether any segment has dropout.
-        blocks_B6: Of every block, int32: its slot; its first token and end in the forward pass; the place of the first
-            among the tokens of the job's batch; stream key and threshold of the segment's dropout, 32 bits each, where
-            a threshold of 0 keeps everything. A block lies in one segment.
-        chunks_C6: The same of every chunk.
-        segments_S6: The same of every segment.
-        factors_Z2: Of every slot up to the largest of the forward pass, float64: ``lora_alpha / r``, and the factor of
-            elements that dropout keeps. Zeros where it has no tokens.
+        blocks_B6: One row per block, int32: its slot; its first token and end in the forward pass; the position of its
+            first token in the job's batch; stream key and threshold of the segment's dropout, 32 bits each, where a
+            threshold of 0 keeps everything. A block lies in one segment.
+        chunks_C6: The same for every chunk.
+        segments_S6: The same for every segment.
+        factors_Z2: One row per slot, up to the largest slot of the forward pass, float64: ``lora_alpha / r``, and the
+            factor of elements that dropout keeps. Zero for slots without tokens.
     """
 
     def __init__(
@@ -85,17 +77,17 @@ class ForwardTable:
         self._items: dict[tuple[int, int], Tensor] = {}
 
     def flags(self, of_segments: tuple[bool, ...]) -> Tensor:
-        """A flag of every segment, ``[S]`` int32; copied once for all layers that have the same."""
+        """Return one flag per segment, ``[S]`` int32, copied to the device once for all layers with the same flags."""
         if of_segments not in self._flags:
             self._flags[of_segments] = upload(of_segments, torch.int32, self.segments_S6.device)
         return self._flags[of_segments]
 
     def items(self, block_tokens: int, num_tiles: int) -> Tensor:
-        """What the programs of ``dy_kernel`` do, in the order in which they start, ``[I, 6]`` int32; made at the first
-        use, for all layers.
+        """Return the work items of the programs of ``dy_kernel``, in the order in which they start, ``[I, 6]`` int32;
+        cached for all layers.
 
-        Of every segment first its blocks of ``block_tokens`` tokens, then ``num_tiles`` tiles of columns; either may be
-        0 for none. Of each: the tile, or -1 of a block; its segment; slot; first token and end; and a zero.
+        For every segment, first its blocks of ``block_tokens`` tokens, then ``num_tiles`` tiles of columns; 0 means
+        none. A row holds the tile, or -1 for a block; the segment; the slot; first token and end; and a zero.
         """
         if (block_tokens, num_tiles) not in self._items:
             items = []
@@ -107,7 +99,7 @@ class ForwardTable:
         return self._items[block_tokens, num_tiles]
 
     def token_slots(self) -> Tensor:
-        """Slot of every token, int64; made at the first use, as few forward passes need it."""
+        """Return the slot of every token, int64; computed at the first use, because few forward passes need it."""
         if self._slots_T is None:
             device, num_tokens = self.segments_S6.device, sum(end - start for _, start, end in self._segments)
             self._slots_T = torch.repeat_interleave(
@@ -119,5 +111,5 @@ class ForwardTable:
 
 
 def _signed(bits: int) -> int:
-    """The int32 that has these 32 bits."""
+    """Return the int32 that has these 32 bits."""
     return bits - (bits >> 31 << 32)

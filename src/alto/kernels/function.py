@@ -17,23 +17,21 @@ from torch.nn import functional as F
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 
-__all__ = ["FrozenLayer", "GroupedLinear", "added_linear", "grouped_lora_linear"]
-
 
 class FrozenLayer(Protocol):
     """A frozen linear map of tokens."""
 
     def forward(self, x_TK: Tensor, y_TN: Tensor | None = None) -> Tensor:
-        """Its output ``[T, N]``, a tensor of its own, or added to ``y_TN`` in place where that is given."""
+        """Return the output ``[T, N]`` as a new tensor, or add it to ``y_TN`` in place if that is given."""
         ...
 
     def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
-        """The gradient towards its input ``[T, K]``, added to ``dx_TK`` in place where that is given."""
+        """Return the gradient with respect to the input, ``[T, K]``, added to ``dx_TK`` in place if that is given."""
         ...
 
 
 def added_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: Tensor | None) -> Tensor:
-    """``x Wᵀ + bias``, added to ``y_TN`` in place where that is given."""
+    """Return ``x Wᵀ + bias``, added to ``y_TN`` in place if that is given."""
     if y_TN is None:
         return F.linear(x_TK, weight_NK, bias_N)
     if bias_N is not None:
@@ -47,9 +45,7 @@ class GroupedLinear:
 
     Attributes:
         bases: The frozen layers of the group's members.
-        operands: The adapters of the group.
-        schedule: Tokens of every slot.
-        ops: The backend that holds the ops.
+        ops: The kernel backend module.
     """
 
     bases: Sequence[FrozenLayer]
@@ -59,11 +55,12 @@ class GroupedLinear:
 
     @property
     def is_adapted(self) -> bool:
-        """Whether a slot of the schedule has an adapter here."""
+        """Whether any slot of the schedule has an adapter in this group."""
         return any(slot in self.operands.slots for slot in self.schedule.slots)
 
     def forward(self, x_TK: Tensor) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """``y_TN`` of every member, and ``s_TQ`` for the backward pass; None where no slot has an adapter here."""
+        """Return ``y_TN`` of every member, and ``s_TQ`` for the backward pass, which is None if no slot has an adapter
+        in this group."""
         if not self.is_adapted:
             return tuple(base.forward(x_TK) for base in self.bases), None
         s_TQ = self.ops.grouped_shrink(x_TK, self.operands, self.schedule)
@@ -74,11 +71,12 @@ class GroupedLinear:
     def backward(
         self, dys: Sequence[Tensor], x_TK: Tensor | None, s_TQ: Tensor | None, *, needs_dx: bool
     ) -> Tensor | None:
-        """The gradient towards the input ``[T, K]``, where it is needed; those of the adapters are added to the bank.
+        """Return the gradient with respect to the input, ``[T, K]``, if needed; add the gradients of the adapters to
+        the bank.
 
         Args:
             dys: Upstream gradient ``[T, N]`` of every member, contiguous.
-            x_TK, s_TQ: Of the forward pass; None where no slot has an adapter here.
+            x_TK, s_TQ: Tensors of the forward pass; None if no slot has an adapter in this group.
         """
         dx_TK = None
         if s_TQ is not None:
@@ -86,7 +84,7 @@ class GroupedLinear:
             dx_TK = torch.empty_like(x_TK) if needs_dx else None
             self.ops.grouped_backward(x_TK, s_TQ, dys, self.operands, dx_TK, self.schedule)
         if needs_dx:
-            # A quantised base dequantises its weight at each use: one at a time, and none is kept.
+            # A quantised base dequantises its weight at each use; the loop keeps only one weight in memory.
             for dy_TN, base in zip(dys, self.bases, strict=True):
                 dx_TK = base.backward(dy_TN, dx_TK)
         return dx_TK
@@ -115,19 +113,18 @@ def grouped_lora_linear(
     schedule: TokenSchedule,
     ops: ModuleType,
 ) -> tuple[Tensor, ...]:
-    """``y[i] = base(x[i]) + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every member.
+    """Compute ``y[i] = base(x[i]) + scale_i · dropout_i(x[i]) a_i b_i`` for the tokens of every slot ``i`` in every
+    member.
 
-    The backward pass accumulates ``da``/``db`` into the bank and returns the input's gradient; the frozen weights
-    get none. Where no slot of the schedule has an adapter here, only the frozen layers are applied; else each adds its
-    product to what the adapters have written, in its own GEMM.
+    The backward pass accumulates ``da`` and ``db`` into the bank and returns the input's gradient; the frozen weights
+    get none. If no slot of the schedule has an adapter in this group, only the frozen layers run. Otherwise each frozen
+    layer adds its product to the adapters' output within its own GEMM.
 
     Args:
-        x_TK: Input.
-        anchor: A tensor that requires grad, so that autograd reaches layers whose input does not.
+        anchor: A tensor that requires grad, so that autograd also runs the backward pass of layers whose input needs no
+            gradient.
         bases: The frozen layers of the group's members.
-        operands: The adapters of the group.
-        schedule: Tokens of every slot.
-        ops: The backend that holds the ops.
+        ops: The kernel backend module.
 
     Returns:
         ``y_TN`` of every member, in the dtype of ``x_TK``.

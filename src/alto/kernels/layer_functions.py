@@ -1,6 +1,6 @@
-"""The Triton kernels of :mod:`alto.kernels.layer_triton` in autograd. Weights are frozen: they get no gradient.
+"""The Triton kernels of :mod:`alto.kernels.layer_triton` as autograd functions. Weights are frozen and get no gradient.
 
-Import it where Triton is the backend (:func:`alto.kernels.layer_functions_on`).
+Import this module only if Triton is the backend (:func:`alto.kernels.layer_functions_on`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alto.kernels.layer_triton import MAX_NORM_WIDTH
 __all__ = ["MAX_NORM_WIDTH", "cross_entropy", "rms_norm", "rotary", "swiglu"]
 
 cross_entropy = layer_triton.cross_entropy
-"""Not in autograd: it writes its gradient itself."""
+"""The kernel itself, without autograd, because it writes its own gradient."""
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -34,7 +34,8 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Tensor:
-    """See :func:`alto.kernels.layer_reference.rms_norm`; for the backward pass it keeps ``x`` alone."""
+    """See :func:`alto.kernels.layer_reference.rms_norm`; of the activations, only ``x`` is kept for the backward
+    pass."""
     y: Tensor = _RmsNorm.apply(x, weight_H, epsilon, kind)
     return y
 
@@ -51,7 +52,7 @@ class _Swiglu(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See :func:`alto.kernels.layer_reference.swiglu`; the activation is computed again in the backward pass."""
+    """See :func:`alto.kernels.layer_reference.swiglu`; the backward pass recomputes the activation."""
     y: Tensor = _Swiglu.apply(gate, up)
     return y
 
@@ -68,6 +69,6 @@ class _Rotary(torch.autograd.Function):
 
 
 def rotary(q_BNTD: Tensor, k_BGTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`alto.kernels.layer_reference.rotary`; for the backward pass it keeps neither queries nor keys."""
+    """See :func:`alto.kernels.layer_reference.rotary`; neither queries nor keys are kept for the backward pass."""
     rotated: tuple[Tensor, Tensor] = _Rotary.apply(q_BNTD, k_BGTD, cos_BTD, sin_BTD)
     return rotated

@@ -1,7 +1,7 @@
-"""Operations of a base model's layers in plain PyTorch, with the roundings of transformers' own modules.
+"""Operations of a base model's layers in plain PyTorch, with the same rounding as transformers' own modules.
 
-Shapes: ``M`` rows, ``H`` numbers of a row; ``B`` rows of ``T`` tokens with ``N`` heads of queries, ``G`` of keys, ``D``
-numbers of a head; ``C`` tokens of a chunk of logits, ``V`` vocabulary.
+Shapes: ``M`` rows, ``H`` elements of a row; ``B`` rows of ``T`` tokens with ``N`` query heads, ``G`` key heads, ``D``
+elements of a head; ``C`` tokens of a chunk of logits, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ __all__ = ["NormKind", "cross_entropy", "rms_norm", "rotary", "swiglu"]
 
 
 class NormKind(IntEnum):
-    """What an RMS norm rounds to the dtype of its input, and when.
+    """The values that an RMS norm rounds to the dtype of its input.
 
     Attributes:
         ROUNDED: The normalised input, before it is multiplied by the weight (Llama, Qwen, Mistral).
-        FLOAT32: The product alone (OLMo 2, Helium).
-        ONE_PLUS: The product alone, of the normalised input and one plus the weight (Gemma).
+        FLOAT32: Only the product (OLMo 2, Helium).
+        ONE_PLUS: Only the product, of the normalised input and one plus the weight (Gemma).
     """
 
     ROUNDED = 0
@@ -30,13 +30,13 @@ class NormKind(IntEnum):
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Tensor:
-    """``x / sqrt(mean(x²) + epsilon) · weight`` over the last dimension, computed in float32 or wider.
+    """Compute ``x / sqrt(mean(x²) + epsilon) · weight`` over the last dimension, in float32 or wider.
 
     Args:
-        x: ``[..., H]``.
-        weight_H: Of the dtype of ``x``.
+        x: Input, ``[..., H]``.
+        weight_H: The weight, in the dtype of ``x``.
         epsilon: Added to the mean.
-        kind: What is rounded when.
+        kind: The rounding; see :class:`NormKind`.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
@@ -47,19 +47,18 @@ def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Ten
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """``silu(gate) · up``; the activation is rounded before the product."""
+    """Compute ``silu(gate) · up``; the activation is rounded before the product."""
     return F.silu(gate) * up
 
 
 def rotary(q_BNTD: Tensor, k_BGTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys rotated by the positions of their tokens: ``x cos + (-x2, x1) sin`` of heads ``x = (x1, x2)``,
-    in the wider of both dtypes, and then in that of the input.
+    """Rotate queries and keys by the positions of their tokens: ``x cos + (-x2, x1) sin`` for heads ``x = (x1, x2)``.
+
+    Computed in the wider of the two dtypes, then rounded to that of the input.
 
     Args:
-        q_BNTD: Queries.
-        k_BGTD: Keys.
-        cos_BTD: Of every token; one row of tokens may stand for all ``B``.
-        sin_BTD: As ``cos_BTD``.
+        cos_BTD: Cosines of every token; a single row of tokens may serve all ``B``.
+        sin_BTD: Sines, in the same layout.
     """
     cos, sin = cos_BTD[:, None], sin_BTD[:, None]
 
@@ -71,12 +70,12 @@ def rotary(q_BNTD: Tensor, k_BGTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> 
 
 
 def cross_entropy(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | None = None) -> Tensor:
-    """``logsumexp(logits) - logits[target]`` of every token, ``[C]``, computed in float32 or wider.
+    """Compute ``logsumexp(logits) - logits[target]`` of every token, ``[C]``, in float32 or wider.
 
     Args:
-        logits_CV: Logits.
         targets_C: Target token ids.
-        gradient_CV: Overwritten with the gradient of every token's loss towards its logits; may be ``logits_CV``.
+        gradient_CV: Overwritten with the gradient of every token's loss with respect to its logits; may be
+            ``logits_CV``.
     """
     log_probabilities = F.log_softmax(logits_CV, dim=1, dtype=torch.promote_types(logits_CV.dtype, torch.float32))
     losses_C = log_probabilities.gather(1, targets_C[:, None]).squeeze(1).neg_()

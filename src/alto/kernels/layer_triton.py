@@ -1,8 +1,8 @@
-"""The operations of :mod:`alto.kernels.layer_reference` as Triton kernels, each of them one launch forward and one
+"""The operations of :mod:`alto.kernels.layer_reference` as Triton kernels, each with one launch forward and one
 backward.
 
-What an operation gives for a token depends on that token alone, to the bit: sums are over one row, in an order that its
-width decides.
+The result for a token depends, bit for bit, only on that token: each sum is over one row, in an order that depends only
+on the row's width.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from alto.kernels.layer_reference import NormKind
 from alto.kernels.triton_config import (
     MAX_NORM_WIDTH,
     KernelConfig,
+    ceil_div,
     cross_entropy_config,
+    launch,
     rms_norm_config,
     rotary_config,
     swiglu_config,
 )
-from alto.kernels.triton_kernels.cross_entropy import cross_entropy_kernel
-from alto.kernels.triton_kernels.rms_norm import rms_norm_backward_kernel, rms_norm_kernel
-from alto.kernels.triton_kernels.rotary import rotary_kernel
-from alto.kernels.triton_kernels.swiglu import swiglu_backward_kernel, swiglu_kernel
-from alto.kernels.triton_launch import ceil_div, launch
+from alto.kernels.triton_kernels.layers import (
+    cross_entropy_kernel,
+    rms_norm_backward_kernel,
+    rms_norm_kernel,
+    rotary_kernel,
+    swiglu_backward_kernel,
+    swiglu_kernel,
+)
 
 __all__ = [
     "MAX_NORM_WIDTH",
@@ -37,7 +42,7 @@ __all__ = [
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Tensor:
-    """See :func:`alto.kernels.layer_reference.rms_norm`; contiguous."""
+    """See :func:`alto.kernels.layer_reference.rms_norm`; the result is contiguous."""
     x_MH = _rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, width = x_MH.shape
@@ -57,7 +62,7 @@ def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Ten
 
 
 def rms_norm_backward(dy: Tensor, x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Tensor:
-    """The gradient towards ``x`` of :func:`rms_norm`, with the roundings of autograd; contiguous."""
+    """Return the gradient of :func:`rms_norm` with respect to ``x``, contiguous, with the same rounding as autograd."""
     dy_MH, x_MH = _rows(dy), _rows(x)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows, width = x_MH.shape
@@ -77,7 +82,7 @@ def rms_norm_backward(dy: Tensor, x: Tensor, weight_H: Tensor, epsilon: float, k
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """See :func:`alto.kernels.layer_reference.swiglu`; contiguous."""
+    """See :func:`alto.kernels.layer_reference.swiglu`; the result is contiguous."""
     gate_TI, up_TI = _rows(gate), _rows(up)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     num_tokens, width = gate_TI.shape
@@ -95,7 +100,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients towards both inputs of :func:`swiglu`, with the roundings of autograd; contiguous."""
+    """Return the gradients of :func:`swiglu` with respect to both inputs, contiguous, with the same rounding as
+    autograd."""
     dy_TI, gate_TI, up_TI = _rows(dy), _rows(gate), _rows(up)
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     num_tokens, width = gate_TI.shape
@@ -115,15 +121,13 @@ def swiglu_backward(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
 def rotary(
     q_BNTD: Tensor, k_BGTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor, *, is_backward: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`alto.kernels.layer_reference.rotary`; the heads of a token lie next to each other.
+    """See :func:`alto.kernels.layer_reference.rotary`; in the results, the heads of a token are adjacent in memory.
 
     Args:
-        q_BNTD: Queries.
-        k_BGTD: Keys.
-        cos_BTD: Of every token, as ``sin_BTD``; they need not repeat in the second half of a head.
-        sin_BTD: See above.
-        is_backward: The first two are gradients of the outputs; the results are those of the inputs, with the roundings
-            of autograd.
+        cos_BTD: Cosines of every token; they need not repeat in the second half of a head.
+        sin_BTD: Sines, in the same layout.
+        is_backward: Whether the first two arguments are gradients of the outputs; the results are then gradients of the
+            inputs, with the same rounding as autograd.
     """
     num_rows, num_q, num_tokens, width = q_BNTD.shape
     num_k, half = k_BGTD.shape[1], width // 2
@@ -180,7 +184,7 @@ def _tiles(num_rows: int, width: int, config: KernelConfig) -> int:
 
 
 def _tokens(x_BNTD: Tensor) -> Tensor:
-    """``[B · T, N, D]``, in memory token by token; a copy only where it does not lie so."""
+    """Return ``[B · T, N, D]``, token by token in memory; a copy only if the input is not laid out this way."""
     x_BTND = x_BNTD.transpose(1, 2)
     if x_BTND.stride(3) != 1 or (x_BTND.shape[1] > 1 and x_BTND.stride(1) < x_BTND.stride(2)):
         x_BTND = x_BTND.contiguous()
@@ -188,11 +192,12 @@ def _tokens(x_BNTD: Tensor) -> Tensor:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """``x`` as rows ``[M, H]``, the numbers of a row next to each other; a copy only where strides do not allow it."""
+    """Return ``x`` as rows ``[M, H]``, each contiguous; a copy only if the strides do not allow a view."""
     x_MH = x.reshape(-1, x.shape[-1])
     return x_MH if x_MH.stride(1) == 1 else x_MH.contiguous()
 
 
 def _distance(x: Tensor) -> int:
-    """Of two rows. Of one row alone it is arbitrary, and each would be compiled for."""
+    """Return the distance between two rows. A single row may have any stride, which would be compiled for; use its
+    size."""
     return x.stride(0) if len(x) > 1 else x[0].numel()

@@ -1,28 +1,137 @@
-"""The adapters of linear modules that read the same input, as the ops see them.
+"""The adapters of linear modules that read the same input, in the form that the ops use.
 
-``M`` modules that read the same input (q, k and v of an attention, gate and up of an MLP; often one alone) are a group:
-to the ops one wide linear layer. In the row of a slot the ``A`` of all members lie side by side as one ``[K, Q]``,
-where ``Q`` is the slot's own rank times the members it targets, and every ``B`` by itself as ``[r, N]``. Nothing is
-padded: offsets depend only on the slot's own adapter.
+``M`` modules that read the same input (q, k and v of an attention, gate and up of an MLP; often a single module) form a
+group, which the ops treat as one wide linear layer. In a slot's row, the ``A`` of all members lie side by side as one
+``[K, Q]``, where ``Q`` is the sum of the slot's ranks over the members it targets, and each ``B`` is stored separately
+as ``[r, N]``. Nothing is padded, so offsets depend only on the slot's own adapter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
-from alto.kernels.gradients import GradientTiles, GroupGradients
 
-__all__ = ["VECTOR_SIZE", "LoraOperands", "SlotMatrices"]
+# The step in which each gradient of a bank was written: the first product of a step overwrites, later ones are added.
+#
+# So gradients need not be zeroed after a step, and none is read before the first product of the next step. Kernels may
+# also store the sum of squares of every gradient tile they write, so that a gradient's norm needs no extra pass over
+# it.
+
+
+class GradientTiles(NamedTuple):
+    """The tiles in which kernels write gradients.
+
+    Attributes:
+        wide: Number of features per tile.
+        narrow: Largest number of ranks per tile.
+        many, wide_of_many: If a bank may have more than ``many`` ranks side by side, tiles have ``wide_of_many``
+            features.
+    """
+
+    wide: int
+    narrow: int
+    many: int
+    wide_of_many: int
+
+    def num_sums(
+        self, in_features: int, out_features: Sequence[int], ranks: Sequence[int], max_rank: int
+    ) -> tuple[int, ...]:
+        """Return the number of tiles of a group's ``A`` and of every member's ``B``, for an adapter with these ranks in
+        a bank with up to ``max_rank``."""
+        a = self._num_tiles(in_features, sum(ranks), max_rank * len(ranks))
+        bs = (self._num_tiles(wide, rank, max_rank) for wide, rank in zip(out_features, ranks, strict=True))
+        return a, *bs
+
+    def _num_tiles(self, wide: int, narrow: int, most: int) -> int:
+        columns = self.wide_of_many if most > self.many else self.wide
+        return -(-wide // columns) * -(-narrow // self.narrow)
+
+
+class GradientSteps:
+    """Step numbers of all slots, shared by all groups of modules of a bank."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.of_slots = [0] * num_slots
+
+    def end(self, slots: Sequence[int]) -> None:
+        """End the current step of ``slots``; their gradients are no longer needed."""
+        for slot in slots:
+            self.of_slots[slot] += 1
+
+
+class GroupGradients:
+    """The record of which gradients of one group of modules were written in the current step.
+
+    Args:
+        steps: Step numbers of the bank.
+    """
+
+    def __init__(self, steps: GradientSteps) -> None:
+        self._steps = steps.of_slots
+        self._written = [-1] * len(steps.of_slots)
+
+    def begin(self, slots: Sequence[int]) -> tuple[bool, ...]:
+        """Return whether each of ``slots`` already has a gradient of its current step, and mark all of them as having
+        one."""
+        steps, written = self._steps, self._written
+        found = tuple([written[slot] == steps[slot] for slot in slots])
+        if not all(found):
+            for slot in slots:
+                written[slot] = steps[slot]
+        return found
+
+    def has(self, slot: int) -> bool:
+        """Return whether ``slot`` has a gradient of its current step."""
+        return self._written[slot] == self._steps[slot]
+
+
+class RowParts(NamedTuple):
+    """Ends of the parts of an adapter's row; each part begins where the previous one ends, and may be empty.
+
+    Attributes:
+        a_end: End of ``A``: weight decay and the learning rate of ``A``.
+        decayed_end: End of ``B`` and vectors with weight decay; the learning rate of ``B`` (LoRA+).
+        vectors_end: End of vectors without weight decay; the learning rate of ``B``.
+        end: End of all other tensors: weight decay and the learning rate of ``A``. Equals the number of parameters of
+            the adapter.
+    """
+
+    a_end: int
+    decayed_end: int
+    vectors_end: int
+    end: int
+
+    def spans(self, rates: tuple[float, float], weight_decay: float) -> Iterator[tuple[int, int, float, float]]:
+        """Yield start, end, learning rate and weight decay of as few runs of elements as possible.
+
+        Args:
+            rates: Learning rates of ``A`` and of ``B``.
+            weight_decay: Weight decay of the parts that have it.
+        """
+        rate_of_a, rate_of_b = rates
+        first, settings = 0, (rate_of_a, weight_decay)
+        parts = ((rate_of_a, weight_decay), (rate_of_b, weight_decay), (rate_of_b, 0.0), (rate_of_a, weight_decay))
+        start = 0
+        for end, of_part in zip(self, parts, strict=True):
+            if end > start and of_part != settings:
+                if start > first:
+                    yield first, start, *settings
+                first, settings = start, of_part
+            start = end
+        if start > first:
+            yield first, start, *settings
+
 
 VECTOR_SIZE = 8
-"""Most numbers, of two bytes, that one instruction of a GPU moves."""
+"""Largest number of two-byte elements that one GPU instruction can move."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +140,11 @@ class SlotMatrices:
 
     Attributes:
         a_KQ, da_KQ: Down-projections of the targeted members side by side, and their gradients.
-        bs, dbs: Up-projection ``[r, N]`` of every member, and their gradients; ``r`` is 0 where it is not targeted.
-        a_QK, b_NRs: ``a_KQ`` and ``bs`` transposed, views of the same numbers.
+        bs, dbs: Up-projection ``[r, N]`` of every member, and their gradients; ``r`` is 0 if the member is not
+            targeted.
+        a_QK, b_NRs: ``a_KQ`` and ``bs`` transposed, as views of the same memory.
         columns: First column and end of every member's ranks in ``Q``.
-        ratios: Scale of every member's output over the segment's scale; empty where all are 1.
+        ratios: Scale of every member's output divided by the segment's scale; empty if all are 1.
     """
 
     a_KQ: Tensor
@@ -57,23 +167,22 @@ class LoraOperands:
     """A group's view of the bank; the bank updates it when a slot is assigned or freed.
 
     Attributes:
-        number: Number of the group in the model, part of the key of its dropout masks. Not its index in the bank, which
-            depends on the targets of other jobs.
+        number: Number of the group in the model, part of the key of its dropout masks. It is not the group's index in
+            the bank, which depends on the targets of other jobs.
         in_features: ``K``.
         out_features: ``N`` of every member.
         params_ZP, grads_ZP: The bank, contiguous in ``P``.
-        working_ZP: Copies of ``params_ZP`` in the dtype of factors (:func:`alto.kernels.reference.working_dtype`); None
-            where kernels read the bank itself.
+        working_ZP: Copies of ``params_ZP`` in the dtype of matrix products
+            (:func:`alto.kernels.reference.working_dtype`); None if kernels read the bank directly.
         max_rank: The largest rank that a slot may hold.
         rank_step: A common divisor of all ranks that a slot may hold.
-        alignment: A power of two up to ``VECTOR_SIZE`` that divides every matrix's start, rows and columns. Kernels are
-            compiled for it: numbers are moved that many at a time. It never rises when an adapter leaves, so that
-                changes of adapters compile nothing again; where every rank is a multiple of ``rank_step`` and placed by
-                the bank, it never falls either.
-        gradients: In which step each slot's gradient was written here; None where gradients are always added.
-        sums_ZC: Sums of squares of the tiles of gradients, as last written, of all groups of the bank; None where none
-            are kept.
-        tiles: Of the sums.
+        alignment: A power of two, at most ``VECTOR_SIZE``, that divides the offset and row length of every matrix, and
+            the rank and first column of every member. Kernels are compiled for it and move that many elements at a
+            time. It never rises when an adapter leaves, so changes of adapters cause no recompilation. If every rank is
+            a multiple of ``rank_step`` and placed by the bank, it never falls either.
+        gradients: The step in which each slot's gradient was last written; None if gradients are always added.
+        sums_ZC: Last written sums of squares of gradient tiles, for all groups of the bank; None if none are kept.
+        tiles: Tiles of these sums.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
 
@@ -117,9 +226,10 @@ class LoraOperands:
         """Set the offsets of ``slot``'s adapter in its row.
 
         Args:
-            ranks: Rank of every member; 0 where it is not targeted.
+            ranks: Rank of every member; 0 if it is not targeted.
             a_start, b_starts: Offsets of the ``[K, Q]`` and of every member's ``[r, N]``.
-            ratios: Scale of every member's output over the segment's scale in the token schedule; None where all are 1.
+            ratios: Scale of every member's output divided by the segment's scale in the token schedule; None if all are
+                1.
             sums_start: Offset of its sums of squares in its row of :attr:`sums_ZC`.
         """
         self.clear(slot)
@@ -161,8 +271,11 @@ class LoraOperands:
         self._has_ratios = self._has_ratios or bool(self.slots[slot].ratios)
 
     def adds_gradients(self, slots: Sequence[int]) -> tuple[bool, ...]:
-        """Whether the next gradient of each of ``slots`` is added to that of the present step, or overwrites what an
-        earlier step has left. Asked once before each is written."""
+        """Return for each of ``slots`` whether its next gradient is added to the current step's, or overwrites an
+        earlier step's.
+
+        Call this exactly once before each write.
+        """
         return (True,) * len(slots) if self.gradients is None else self.gradients.begin(slots)
 
     def clear(self, slot: int) -> None:
@@ -173,11 +286,11 @@ class LoraOperands:
         self._has_ratios = any(own.ratios for own in self.slots.values())
 
     def table(self) -> Tensor:
-        """All offsets, on the bank's device: ``[Z, 3 + 4 M]`` int64.
+        """Return all offsets, ``[Z, 3 + 4 M]`` int64, on the bank's device.
 
-        Of every slot ``Q`` and the start of ``A``; then of every member its first column in ``Q``, its rank, and the
-        start of its ``B``; then where the sums of squares of ``A`` and of every member's ``B`` start. Zeros where a
-        slot targets no member. Uploaded again after a slot is assigned or freed.
+        A row holds ``Q`` and the offset of ``A``; then for every member its first column in ``Q``, its rank, and the
+        offset of its ``B``; then the offsets of the sums of squares of ``A`` and of every member's ``B``. It is zero if
+        a slot targets no member. The table is uploaded again after a slot is assigned or freed.
         """
         if self._table is None:
             free = (0,) * (3 + 4 * len(self.out_features))
@@ -186,8 +299,8 @@ class LoraOperands:
         return self._table
 
     def gathered_a(self, member: int, slots_D: Tensor, features: range) -> Tensor:
-        """Rows ``features`` of the ``A`` of ``slots_D`` for one member, ``[D, len(features), max_rank]``; columns past
-        a slot's own rank are zero."""
+        """Return rows ``features`` of the ``A`` of ``slots_D`` for one member, ``[D, len(features), max_rank]``;
+        columns past a slot's own rank are zero."""
         places_D = self.table()[slots_D]
         width_D, a_start_D, first_D, rank_D = (places_D[:, index] for index in (0, 1, 2 + 3 * member, 3 + 3 * member))
         k_K = torch.arange(features.start, features.stop, device=slots_D.device)
@@ -197,7 +310,8 @@ class LoraOperands:
         return self._gathered(places_DKR, (r_R < rank_D[:, None])[:, None, :])
 
     def gathered_b(self, member: int, slots_D: Tensor) -> Tensor:
-        """The ``B`` of ``slots_D`` for one member, ``[D, max_rank, N]``; rows past a slot's own rank are zero."""
+        """Return the ``B`` of ``slots_D`` for one member, ``[D, max_rank, N]``; rows past a slot's own rank are
+        zero."""
         places_D = self.table()[slots_D]
         rank_D, b_start_D = places_D[:, 3 + 3 * member], places_D[:, 4 + 3 * member]
         num_out = self.out_features[member]
@@ -208,8 +322,12 @@ class LoraOperands:
         return self._gathered(places_DRN, (r_R < rank_D[:, None])[:, :, None])
 
     def places_of_a(self, slots_T: Tensor, features_T: Tensor) -> tuple[Tensor, Tensor]:
-        """Where row ``features_T[t]`` of the first member's ``A`` of slot ``slots_T[t]`` is in the whole bank,
-        ``[T, max_rank]`` int64, and which of its columns are the slot's own; the others have place 0."""
+        """Return the offsets of row ``features_T[t]`` of the first member's ``A`` in slot ``slots_T[t]``, and which
+        columns belong to the slot.
+
+        Both have shape ``[T, max_rank]``. Offsets are int64 and count from the start of the bank; other columns have
+        offset 0.
+        """
         places_T = self.table()[slots_T]
         width_T, a_start_T, first_T, rank_T = (places_T[:, index] for index in range(4))
         r_R = torch.arange(self.max_rank, device=slots_T.device)
@@ -218,7 +336,7 @@ class LoraOperands:
         return torch.where(is_own_TR, starts_T[:, None] + r_R, 0), is_own_TR
 
     def scale_ratio(self, slot: int, member: int) -> float:
-        """Scale of a member's output over the segment's scale."""
+        """Return the scale of a member's output divided by the segment's scale."""
         ratios = self.slots[slot].ratios
         return ratios[member] if ratios else 1.0
 
@@ -227,8 +345,11 @@ class LoraOperands:
         return torch.where(is_own, values, 0.0)
 
     def column_ratios(self) -> Tensor | None:
-        """The ratio of every column, on the bank's device, in its dtype: ``[Z, max_width]``, 1 where a slot has no
-        column. None where all are 1. Uploaded again after a slot is assigned or freed."""
+        """Return the ratio of every column, ``[Z, max_width]``, on the bank's device and in its dtype; None if all are
+        1.
+
+        Columns that a slot does not have get 1. The tensor is uploaded again after a slot is assigned or freed.
+        """
         if not self._has_ratios:
             return None
         if self._ratios is None:

@@ -1,9 +1,9 @@
-"""Every op in plain PyTorch, one slot at a time, written for readability: the reference of all backends' tests.
+"""Every op in plain PyTorch, one slot at a time, written for readability: the reference for the tests of all backends.
 
 Shapes: ``T`` tokens of a micro-batch, ``Z`` slots, ``K`` in-features of a group of modules, ``N`` out-features of one
 of its members, ``Q`` ranks of a slot's adapter over all members it targets, ``P`` parameters of a slot. The offsets of
 the adapters are in :class:`alto.kernels.operands.LoraOperands`; a slot that targets no member of a group does not
-change it.
+change the group's output.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.dropout import dropped
-from alto.kernels.gradients import GradientTiles
-from alto.kernels.operands import LoraOperands, SlotMatrices
-from alto.kernels.row_parts import RowParts
+from alto.kernels.operands import GradientTiles, LoraOperands, RowParts, SlotMatrices
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.stochastic_rounding import random_bits, rounded
 
@@ -37,18 +35,17 @@ __all__ = [
 
 
 def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
-    """``s[i] = dropout_i(x[i]) @ a_i`` for the tokens ``i`` of every slot, the columns of every member times its ratio.
+    """Compute ``s[i] = dropout_i(x[i]) @ a_i`` for the tokens ``i`` of every slot, with each member's columns times its
+    ratio.
 
-    The ratio of a member is its own scale over that of the segment (:meth:`LoraOperands.assign`), mostly 1.
+    The ratio of a member is its own scale divided by that of the segment (:meth:`LoraOperands.assign`), usually 1.
 
     Args:
-        x_TK: Input of the group, ``[T, K]``.
-        operands: The adapters of the group.
-        schedule: Tokens of every slot.
+        x_TK: Input of the group.
 
     Returns:
-        ``s_TQ`` as wide as the widest slot, in the dtype of the bank (of Triton's kernels in that of the factors it is
-        rounded to); columns past a slot's own are zero.
+        ``s_TQ``, as wide as the widest slot, in the dtype of the bank (Triton's kernels use the dtype of the factors it
+        is rounded to); columns past a slot's own are zero.
     """
     s_TQ = operands.params_ZP.new_zeros(x_TK.shape[0], operands.max_width)
     for (slot, start, end), key in zip(schedule.segments, schedule.dropout, strict=True):
@@ -60,27 +57,24 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
 
 
 def narrow_rows(operands: LoraOperands, dtype: torch.dtype) -> tuple[int, torch.dtype]:
-    """Numbers from one row of ``s_TQ`` and ``ds_TQ`` to the next, and their dtype.
+    """Return the row stride of ``s_TQ`` and ``ds_TQ``, in elements, and their dtype.
 
     Args:
-        operands: The adapters of the group.
-        dtype: Of the input or the upstream gradients of which they are the products.
+        dtype: Dtype of the input or upstream gradients that they are computed from.
     """
     return operands.max_width, operands.params_ZP.dtype
 
 
 def grouped_expand(s_TQ: Tensor, operands: LoraOperands, ys: Sequence[Tensor], schedule: TokenSchedule) -> None:
-    """Write every slot's LoRA output for every member: ``y[i] = scale_i * s[i] @ b_i``, zeros where a slot does not
-    target a member.
+    """Write every slot's LoRA output for every member: ``y[i] = scale_i * s[i] @ b_i``, zero if a slot does not target
+    a member.
 
-    The frozen product is added to it by its own GEMM, which needs no other pass over ``y``. Columns of ``s_TQ`` past a
-    slot's own are never read.
+    The frozen GEMM then adds its product, so no other pass over ``y`` is needed. Columns of ``s_TQ`` past a slot's own
+    are never read.
 
     Args:
         s_TQ: Result of :func:`grouped_shrink`.
-        operands: The adapters of the group.
-        ys: Unwritten output ``[T, N]`` of every member.
-        schedule: Tokens of every slot.
+        ys: Uninitialised output ``[T, N]`` of every member.
     """
     for (slot, start, end), scale in zip(schedule.segments, schedule.scales, strict=True):
         for y_TN in ys:
@@ -98,15 +92,13 @@ def grouped_backward(
     dx_TK: Tensor | None,
     schedule: TokenSchedule,
 ) -> None:
-    """:func:`grouped_backward_input`, then :func:`grouped_backward_weight`.
+    """Run :func:`grouped_backward_input`, then :func:`grouped_backward_weight`.
 
     Args:
-        x_TK: Input of the group, ``[T, K]``.
+        x_TK: Input of the group.
         s_TQ: Result of :func:`grouped_shrink`.
         dys: Upstream gradient ``[T, N]`` of every member.
-        operands: The adapters of the group.
-        dx_TK: Unwritten input gradient; None where the input needs no gradient.
-        schedule: Tokens of every slot.
+        dx_TK: Uninitialised input gradient; None if the input needs no gradient.
     """
     ds_TQ = grouped_backward_input(dys, operands, dx_TK, schedule)
     grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
@@ -115,14 +107,13 @@ def grouped_backward(
 def grouped_backward_input(
     dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """``ds[i] = dy[i] @ b_iᵀ``, the columns of every member times its ratio, and ``dx[i] = dropout_i(scale_i * ds[i] @
-    a_iᵀ)``, zeros where a slot targets no member.
+    """Compute ``ds[i] = dy[i] @ b_iᵀ`` and ``dx[i] = dropout_i(scale_i * ds[i] @ a_iᵀ)``.
+
+    The columns of each member in ``ds`` are multiplied by its ratio. Both are zero if a slot targets no member.
 
     Args:
         dys: Upstream gradient ``[T, N]`` of every member.
-        operands: The adapters of the group.
-        dx_TK: Unwritten input gradient, to which the base adds its own; None where the input needs no gradient.
-        schedule: Tokens of every slot.
+        dx_TK: Uninitialised input gradient, to which the base later adds its own; None if the input needs no gradient.
 
     Returns:
         ``ds_TQ``, without the scale; columns past a slot's own are zero.
@@ -151,16 +142,13 @@ def grouped_backward_weight(
 ) -> None:
     """Accumulate in place ``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``.
 
-    The first product of a slot's step overwrites what the step before has left
-    (:meth:`LoraOperands.adds_gradients`).
+    The first product of a slot's step overwrites the previous step's gradient (:meth:`LoraOperands.adds_gradients`).
 
     Args:
-        x_TK: Input of the group, ``[T, K]``; None leaves ``da_i`` to the caller.
+        x_TK: Input of the group; None leaves ``da_i`` to the caller.
         s_TQ: Result of :func:`grouped_shrink`.
         dys: Upstream gradient ``[T, N]`` of every member.
         ds_TQ: Result of :func:`grouped_backward_input`.
-        operands: The adapters of the group.
-        schedule: Tokens of every slot.
     """
     adds = operands.adds_gradients(schedule.slots)
     for (slot, start, end), scale, key, is_added in zip(
@@ -178,35 +166,28 @@ def grouped_backward_weight(
 
 
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Euclidean norm ``[len(slots)]`` of the first ``sizes[i]`` numbers of row ``slots[i]``, at least float32.
-
-    Args:
-        grads_ZP: Gradients of the bank.
-        slots: Rows.
-        sizes: Numbers of each row that count.
-    """
+    """Return the Euclidean norm of the first ``sizes[i]`` elements of row ``slots[i]``, ``[len(slots)]``, at least
+    float32."""
     rows = [grads_ZP[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
     return torch.stack([torch.linalg.vector_norm(row.to(_exact(row))) for row in rows])
 
 
 def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None:
-    """The tiles of gradients of which :func:`grouped_backward_weight` leaves sums of squares in
-    :attr:`LoraOperands.sums_ZC`; None where it leaves none.
+    """Return the tiles of gradients whose sums of squares :func:`grouped_backward_weight` stores in
+    :attr:`LoraOperands.sums_ZC`; None if it stores none.
 
     Args:
-        base: Of the base model's activations.
-        bank: Of the bank.
+        base: Dtype of the base model's activations.
+        bank: Dtype of the bank.
     """
     return None
 
 
 def summed_norms(sums_ZC: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Root ``[len(slots)]`` of the sum of the first ``counts[i]`` numbers of row ``slots[i]``.
+    """Return the square root of the sum of the first ``counts[i]`` elements of row ``slots[i]``, ``[len(slots)]``.
 
     Args:
         sums_ZC: Sums of squares of every slot's gradient.
-        slots: Rows.
-        counts: Sums of each.
     """
     return torch.stack([sums_ZC[slot, :count].sum().sqrt() for slot, count in zip(slots, counts, strict=True)])
 
@@ -229,30 +210,29 @@ def bank_adamw(
     clears: Sequence[bool],
     rounding_keys: Sequence[int] | None = None,
 ) -> None:
-    """One AdamW step of every listed row, in place; what its gradient holds afterwards is left open, unless it is
-    cleared. Other rows are not changed.
+    """Take one AdamW step for every listed row, in place. Other rows are not changed.
 
-    The update is that of ``torch.optim.AdamW`` with each row's own settings. All memory is allocated before the first
-    row changes: where it runs out, no row has changed. Moments may have another dtype than weights: then the arithmetic
-    is in float32.
+    The update is that of ``torch.optim.AdamW`` with each row's own settings. A row's gradient is undefined afterwards,
+    unless it is cleared. All memory is allocated before the first row changes, so if memory runs out, no row has
+    changed. If moments and weights have different dtypes, the arithmetic is in float32.
 
     Args:
         params_ZP: Weights of the bank.
         grads_ZP: Their gradients.
         exp_avg_ZP: First moments.
         exp_avg_sq_ZP: Second moments.
-        working_ZP: Copies of the weights in another dtype, written with them; None where there are none.
+        working_ZP: Copies of the weights in another dtype, updated with them; None if there are none.
         slots: Rows to update.
         parts: Parts of every row.
         steps: Number of this step in each row's own count, 1 for the first.
-        learning_rates: Each row's rates of ``A`` and of ``B``; see :class:`alto.kernels.RowParts`.
-        betas: Each row's decays of the two moments.
+        learning_rates: Each row's learning rates of ``A`` and of ``B``; see :class:`alto.kernels.RowParts`.
+        betas: Each row's decay rates of the two moments.
         epsilons: Each row's term in the denominator.
-        weight_decays: Each row's decoupled decay.
-        grad_scales: ``[len(slots)]``, factor on each row's gradient (clipping).
+        weight_decays: Each row's decoupled weight decay.
+        grad_scales: Factor on each row's gradient (clipping), ``[len(slots)]``.
         clears: Whether each row's gradient is set to zero.
-        rounding_keys: Of every row the key by which its moments, bfloat16, are rounded at random
-            (:func:`alto.kernels.stochastic_rounding.rounding_key`); None where they are rounded to the nearest.
+        rounding_keys: Each row's key for stochastic rounding of its bfloat16 moments
+            (:func:`alto.kernels.stochastic_rounding.rounding_key`); None rounds to nearest.
     """
     updates = []
     exact = params_ZP.dtype if exp_avg_ZP.dtype == params_ZP.dtype and not rounding_keys else torch.float32
@@ -285,27 +265,30 @@ def bank_adamw(
 
 
 def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
-    """Compile the kernels that the ops in ``run`` launch and that are not compiled yet, one at each turn; nothing is
-    computed. Here there are none.
+    """Compile the kernels that the ops in ``run`` launch and that are not compiled yet, one per iteration, without
+    running them.
+
+    This backend has no kernels to compile.
 
     Args:
-        run: Calls ops on tensors as later passes have them; of any values, and unwritten ones.
+        run: Calls ops on tensors like those of later passes; their values do not matter.
 
     Returns:
-        Number of kernels that are compiled, and of all: first 0 of all, then after each.
+        Number of kernels compiled so far and in total, before the first kernel and after each.
     """
     return iter(())
 
 
 def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
-    """In which dtype the ops want copies of the adapters to multiply with; None where they read the bank itself.
+    """Return the dtype in which the ops need copies of the adapters for matrix products; None if they read the bank
+    directly.
 
-    The bank then holds the master weights of mixed precision, which the optimizer updates, and the copies are what a
-    product would round them to.
+    With copies, the bank holds the master weights of mixed precision, which the optimizer updates. The copies are the
+    values that a product would round them to.
 
     Args:
-        base: Of the base model's activations.
-        bank: Of the bank.
+        base: Dtype of the base model's activations.
+        bank: Dtype of the bank.
     """
     return None
 

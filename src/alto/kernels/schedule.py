@@ -1,6 +1,6 @@
 """The schedule of a forward pass: which tokens belong to which slot.
 
-Built once per forward/backward pass on the host; every layer reads the same object.
+It is built on the host once per forward and backward pass; every layer reads the same object.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch import Tensor
 from alto.errors import ShapeError
 from alto.kernels.dropout import DropoutKey
 from alto.kernels.forward_table import ForwardTable, upload
-
-__all__ = ["Segment", "TokenSchedule"]
 
 
 class Segment(NamedTuple):
@@ -35,9 +33,9 @@ class TokenSchedule:
         num_tokens: ``T``, tokens of all slots.
         segments: One segment per slot with tokens, in token order, covering ``[0, T)`` without gaps.
         scales: ``lora_alpha / r`` of every segment.
-        dropout: Key of every segment's dropout mask; None where a segment has no dropout.
+        dropout: Key of every segment's dropout mask; None if a segment has no dropout.
         slots: Slot of every segment.
-        lengths: Tokens of every segment.
+        lengths: Number of tokens of every segment.
     """
 
     num_tokens: int
@@ -53,18 +51,18 @@ class TokenSchedule:
     _slots_S: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Every launch reads them.
+        # Computed once, because every launch reads them.
         object.__setattr__(self, "slots", tuple(segment.slot for segment in self.segments))
         object.__setattr__(self, "lengths", tuple(segment.end - segment.start for segment in self.segments))
 
     def table(self, device: torch.device) -> ForwardTable:
-        """The segments in the memory of ``device``, copied there at the first use."""
+        """Return the segments in the memory of ``device``, copied there at the first use."""
         if device not in self._tables:
             self._tables[device] = ForwardTable(self.segments, self.scales, self.dropout, device)
         return self._tables[device]
 
     def slots_of_tokens(self, device: torch.device) -> Tensor:
-        """Slot of every token, ``[T]`` int64 in the memory of ``device``, copied there at the first use."""
+        """Return the slot of every token, ``[T]`` int64, in the memory of ``device``, copied there at the first use."""
         if device not in self._slots_T:
             of_segments = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths))
             pinned = of_segments.pin_memory() if device.type == "cuda" else of_segments
@@ -72,19 +70,21 @@ class TokenSchedule:
         return self._slots_T[device]
 
     def slots_of_segments(self, device: torch.device) -> Tensor:
-        """Slot of every segment, ``[S]`` int64 in the memory of ``device``, copied there at the first use."""
+        """Return the slot of every segment, ``[S]`` int64, in the memory of ``device``, copied there at the first
+        use."""
         if device not in self._slots_S:
             self._slots_S[device] = upload(self.slots, torch.int64, device)
         return self._slots_S[device]
 
     def lengths_of_segments(self, device: torch.device) -> Tensor:
-        """Tokens of every segment, ``[S]`` int64 in the memory of ``device``, copied there at the first use."""
+        """Return the number of tokens of every segment, ``[S]`` int64, in the memory of ``device``, copied there at the
+        first use."""
         if device not in self._lengths_S:
             self._lengths_S[device] = upload(self.lengths, torch.int64, device)
         return self._lengths_S[device]
 
     def copy_as(self, other: TokenSchedule) -> None:
-        """Copy to every device now what ``other`` has there."""
+        """Copy to every device now everything that ``other`` has copied there."""
         for device in other._tables:
             self.table(device)
         for device in other._slots_T:
@@ -95,7 +95,7 @@ class TokenSchedule:
             self.slots_of_segments(device)
 
     def without_dropout(self, slots: frozenset[int]) -> TokenSchedule:
-        """The same tokens, without dropout for ``slots``; made once, as every layer reads it."""
+        """Return a schedule of the same tokens without dropout for ``slots``; cached, because every layer reads it."""
         if slots not in self._undropped:
             keys = (None if slot in slots else key for slot, key in zip(self.slots, self.dropout, strict=True))
             self._undropped[slots] = replace(self, dropout=tuple(keys))
@@ -109,13 +109,13 @@ class TokenSchedule:
         scales: Sequence[float],
         dropout: Sequence[DropoutKey | None] | None = None,
     ) -> TokenSchedule:
-        """Lay the tokens of ``slots`` end to end in the order given; slots without tokens are left out.
+        """Lay the tokens of ``slots`` end to end in the given order; slots without tokens are left out.
 
         Args:
             slots: Slots in token order.
-            num_tokens: Tokens of each slot.
+            num_tokens: Number of tokens of each slot.
             scales: ``lora_alpha / r`` of each slot.
-            dropout: Key of each slot's mask; None without dropout.
+            dropout: Key of each slot's mask; None for no dropout.
 
         Raises:
             ShapeError: The sequences differ in length, or a slot appears twice.
@@ -127,7 +127,7 @@ class TokenSchedule:
                 f"found {len(num_tokens)}, {len(scales)} and {len(dropout)}"
             )
         if len(set(slots)) != len(slots):
-            raise ShapeError(f"a slot may appear once in a forward pass, found {list(slots)}")
+            raise ShapeError(f"expected every slot at most once in a forward pass, found {list(slots)}")
         segments, kept_scales, kept_dropout, start = [], [], [], 0
         for slot, count, scale, key in zip(slots, num_tokens, scales, dropout, strict=True):
             if count == 0:

@@ -1,8 +1,9 @@
-"""Token embeddings of every slot for its own tokens: a low-rank change of the frozen ones, or a table of its own.
+"""Token embeddings per slot for the slot's own tokens: a low-rank change of the frozen embeddings, or a separate table.
 
-An embedding is a linear layer of a one-hot input: the product with ``A`` is a choice of its rows, and the gradient of
-``A`` is added to the rows that were chosen. One implementation in PyTorch of these two serves all backends: each moves
-``T · R`` numbers, in a number of launches that does not depend on the jobs. The rest are the ops of every layer.
+An embedding is a linear layer with a one-hot input: the product with ``A`` selects rows of ``A``, and the gradient of
+``A`` is added to the selected rows. One PyTorch implementation of these two operations serves all backends, because
+each moves only ``T · R`` elements, in a number of launches that does not depend on the jobs. Everything else uses the
+ops of other layers.
 
 Shapes: ``T`` tokens, ``V`` vocabulary, ``H`` out-features, ``R`` the largest rank of the bank.
 """
@@ -20,8 +21,6 @@ from alto.kernels.forward_table import upload
 from alto.kernels.operands import LoraOperands
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.slot_tensors import SlotTensors
-
-__all__ = ["slot_embedding_change", "slot_embeddings"]
 
 
 class _SlotEmbeddingChange(torch.autograd.Function):
@@ -69,32 +68,33 @@ def slot_embedding_change(
     factor: float = 1.0,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """``factor · scale_i · a_i[id] b_i`` for the tokens of every slot ``i``, ``[T, H]`` in the dtype of the bank; zero
-    for slots without an adapter on the embeddings.
+    """Compute ``factor · scale_i · a_i[id] b_i`` for the tokens of every slot ``i``, ``[T, H]`` in the dtype of the
+    bank.
 
-    The backward pass accumulates ``da`` and ``db`` into the bank. Source: PEFT 0.21, ``lora.Embedding``.
+    The result is zero for slots without an adapter on the embeddings. The backward pass accumulates ``da`` and ``db``
+    into the bank. Source: PEFT 0.21, ``lora.Embedding``.
 
     Args:
-        anchor: A tensor that requires grad, so that autograd reaches it.
+        anchor: A tensor that requires grad, so that autograd runs the backward pass.
         ids_T: Token ids, int64.
         operands: The adapters: a group of one member with ``V`` in-features.
-        schedule: Tokens of every slot; dropout does not apply, as in PEFT.
-        ops: The backend that holds the ops.
-        factor: Of the embeddings.
-        padding_idx: The token whose row of ``A`` gets no gradient, as that of the frozen embeddings does not.
+        schedule: Token ranges; their dropout is ignored, as in PEFT.
+        ops: The kernel backend module.
+        factor: Scale of the embeddings.
+        padding_idx: The token whose row of ``A`` gets no gradient, like its row of the frozen embeddings.
     """
     change_TH: Tensor = _SlotEmbeddingChange.apply(anchor, ids_T, operands, schedule, ops, factor, padding_idx)
     return change_TH
 
 
 def _chosen_rows(ids_T: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
-    """The row of every token in the ``A`` of its slot, ``[T, R]``; zeros past the slot's own rank."""
+    """Return the row of every token in the ``A`` of its slot, ``[T, R]``; zero past the slot's own rank."""
     places_TR, is_own_TR = operands.places_of_a(schedule.slots_of_tokens(ids_T.device), ids_T)
     return torch.where(is_own_TR, operands.params_ZP.view(-1)[places_TR], 0.0)
 
 
 def _factors(operands: LoraOperands, schedule: TokenSchedule, factor: float) -> Tensor | float:
-    """What every token's row is multiplied with, beside the scale of its slot."""
+    """Return the factor of every token's row, in addition to the scale of its slot."""
     ratios_ZR = operands.column_ratios()
     if ratios_ZR is None:
         return factor
@@ -102,18 +102,18 @@ def _factors(operands: LoraOperands, schedule: TokenSchedule, factor: float) -> 
 
 
 def _scales(schedule: TokenSchedule, like: Tensor) -> Tensor:
-    """The scale of every token's slot, ``[T, 1]``."""
+    """Return the scale of every token's slot, ``[T, 1]``."""
     scales = upload(schedule.scales, like.dtype, like.device)
     lengths = schedule.lengths_of_segments(like.device)
     return scales.repeat_interleave(lengths, output_size=schedule.num_tokens)[:, None]
 
 
 def _add_at(target: Tensor, places: Tensor, values: Tensor) -> None:
-    """Add ``values`` to ``target`` at ``places``, of which some are equal, in an order that depends on them alone."""
+    """Add ``values`` to ``target`` at ``places``, which may repeat, in an order that depends only on ``places``."""
     if target.is_cuda:
-        target.index_put_((places,), values, accumulate=True)  # sorts; index_add_ is by atomics there
+        target.index_put_((places,), values, accumulate=True)  # sorts; index_add_ uses atomics on CUDA
     else:
-        target.index_add_(0, places, values)  # one after the other; index_put_ is by atomics here
+        target.index_add_(0, places, values)  # adds in order; index_put_ uses atomics on the CPU
 
 
 class _SlotEmbeddings(torch.autograd.Function):
@@ -161,18 +161,17 @@ def slot_embeddings(
     factor: float = 1.0,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """The embedding of every token in its slot's own table, ``[T, H]``; of slots without a table ``base_TH``.
+    """Return the embedding of every token in its slot's own table, ``[T, H]``; ``base_TH`` for slots without a table.
 
-    The backward pass accumulates the gradients of the tables into the bank. Launches grow with the slots that have one,
-    as do the bytes that they move.
+    The backward pass accumulates the gradients of the tables into the bank. The number of launches grows with the
+    number of slots that have a table, as does the memory traffic.
 
     Args:
-        anchor: A tensor that requires grad, so that autograd reaches it.
+        anchor: A tensor that requires grad, so that autograd runs the backward pass.
         base_TH: The frozen embeddings of the tokens, which need no gradient.
         ids_T: Token ids, int64.
-        tables: Of shape ``[V, H]``. What is read of them is rounded to the dtype of ``base_TH``.
-        schedule: Tokens of every slot.
-        factor: Of the embeddings.
+        tables: The slots' tables, each ``[V, H]``. The rows read are rounded to the dtype of ``base_TH``.
+        factor: Scale of the embeddings.
         padding_idx: The token whose row gets no gradient.
     """
     own_TH: Tensor = _SlotEmbeddings.apply(anchor, base_TH, ids_T, tables, schedule, factor, padding_idx)

@@ -1,12 +1,13 @@
-"""Rounding of AdamW's moments to bfloat16, up or down at random, so that the mean of the results is the exact number.
+"""Stochastic rounding of AdamW's moments to bfloat16: up or down at random, so that the mean of the results is exact.
 
-Rounded to the nearest, a second moment would stay where it is: a step with a decay of 0.999 moves it by a thousandth of
-the squared gradient, and a bfloat16 has 8 bits. At random such a step is taken once in a while, and whole.
+With rounding to nearest, a second moment would not change: a step with a decay of 0.999 moves it by a thousandth of the
+squared gradient, but a bfloat16 has only 8 bits of precision. With random rounding, such a step is sometimes rounded up
+to a full bfloat16 step.
 
-The bits are a hash of the job's seed, its own step and the place of the number in the adapter, as those of
-:mod:`alto.kernels.dropout`: the same in any slot, beside any other jobs and on any rank, from every backend.
-``triton_kernels/rounding.py`` computes the same bits on a GPU. A float32 has 16 bits more than a bfloat16, so one hash
-of 32 bits is enough for both moments, and the probabilities are exact.
+The random bits are a hash of the job's seed, its own step and the element's position in the adapter, as in
+:mod:`alto.kernels.dropout`: they are the same in any slot, with any other jobs in the batch, on any rank and in every
+backend. ``triton_kernels/rounding.py`` computes the same bits on a GPU. A float32 has 16 bits more than a bfloat16, so
+one 32-bit hash is enough for both moments, and the probabilities are exact.
 """
 
 from __future__ import annotations
@@ -16,49 +17,50 @@ from torch import Tensor
 
 from alto.kernels.dropout import DropoutKey, group_key, hash_, hash_int, hashed
 
-__all__ = ["MomentRounding", "random_bits", "rounded", "rounding_key"]
-
 _NUMBER = -2
-"""In place of the number of a group of modules; those of dropout start at 0, and noise has -1."""
+"""Takes the place of the number of a group of modules. Dropout's numbers start at 0, and noise uses -1."""
 
 _CHUNK = 1 << 16
-"""Numbers that are rounded at a time: what is made on the way to them stays in the caches of a CPU."""
+"""Number of elements that are rounded at a time, so that intermediate results stay in the caches of a CPU."""
 
 _LOWER = 0xFFFF
 _WORD = 0xFFFFFFFF
 
 
 def rounding_key(seed: int, step: int) -> int:
-    """32 bits from the job's seed and the number of its step."""
+    """Return 32 bits from the job's seed and the number of its step."""
     return group_key(DropoutKey(0.0, seed, step), _NUMBER)
 
 
 def random_bits(key: int, columns: Tensor) -> Tensor:
-    """32 bits for every place in the adapter, int64: the lower half for the first moment, the upper for the second.
+    """Return 32 bits for every position in the adapter, int64: the lower half for the first moment, the upper for the
+    second.
 
     Args:
         key: Result of :func:`rounding_key`.
-        columns: Places in the adapter, int64.
+        columns: Positions in the adapter, int64.
     """
     return hashed(hashed((columns >> 32) + key) + columns)
 
 
 def rounded(values: Tensor, bits: Tensor) -> Tensor:
-    """``values``, float32, as bfloat16: away from zero with the probability that keeps the mean, else towards zero.
+    """Return ``values``, float32, as bfloat16, rounded away from zero with the probability that keeps the mean, else
+    towards zero.
 
-    Zero and what bfloat16 can hold stay as they are, signs stay, and what is not finite stays so.
+    Values that bfloat16 can represent stay unchanged, including zero, signs stay the same, and non-finite values stay
+    non-finite.
 
     Args:
-        values: Numbers.
-        bits: 16 random bits for each, int64.
+        bits: 16 random bits for each value, int64.
     """
     as_bits = (values.view(torch.int32) + bits.to(torch.int32)).bitwise_and_(~_LOWER)
-    # A carry would make a NaN of some bits another number.
+    # The added bits could carry over and turn a NaN into a number.
     return torch.where(values.isnan(), values, as_bits.view(torch.float32)).to(torch.bfloat16)
 
 
 class MomentRounding:
-    """:func:`rounded` in place for the two moments of rows of any length; all memory is allocated here."""
+    """In-place :func:`rounded` for the two moments of rows of any length; all memory is allocated in the
+    constructor."""
 
     def __init__(self, device: torch.device) -> None:
         self._places = torch.arange(_CHUNK, device=device)
@@ -67,7 +69,7 @@ class MomentRounding:
         self._is_nan = torch.empty(_CHUNK, dtype=torch.bool, device=device)
 
     def round_(self, exp_avg_P: Tensor, exp_avg_sq_P: Tensor, key: int) -> None:
-        """Round to numbers that bfloat16 can hold.
+        """Round both moments to numbers that bfloat16 can represent.
 
         Args:
             exp_avg_P: First moments of a whole adapter, float32.

@@ -1,4 +1,4 @@
-"""The ops on library GEMMs: no copies of adapter matrices, no columns past a slot's own. Runs on CPU and CUDA.
+"""The ops on library GEMMs: no copies of adapter matrices, no work on columns past a slot's own. Runs on CPU and CUDA.
 
 Shapes as in :mod:`alto.kernels.reference`, which documents every op.
 """
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
-from alto.kernels.operands import LoraOperands, SlotMatrices
+from alto.kernels.operands import LoraOperands, RowParts, SlotMatrices
 from alto.kernels.reference import compile_kernels, gradient_tiles, narrow_rows, summed_norms, working_dtype
-from alto.kernels.row_parts import RowParts
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.stochastic_rounding import MomentRounding
 
@@ -35,7 +34,7 @@ __all__ = [
 
 
 def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left unwritten."""
+    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left uninitialised."""
     x_TK = x_TK.to(operands.params_ZP.dtype)
     s_TQ = x_TK.new_empty(x_TK.shape[0], operands.max_width)
     for own, _, key, (x, s) in _occupied(operands, schedule, x_TK, s_TQ):
@@ -68,7 +67,7 @@ def grouped_backward(
 def grouped_backward_input(
     dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left unwritten."""
+    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left uninitialised."""
     dys = [dy_TN.to(operands.params_ZP.dtype) for dy_TN in dys]
     ds_TQ = dys[0].new_empty(schedule.num_tokens, operands.max_width)
     for own, _, _, (ds, *of_members) in _occupied(operands, schedule, ds_TQ, *dys):
@@ -133,14 +132,13 @@ def bank_adamw(
     clears: Sequence[bool],
     rounding_keys: Sequence[int] | None = None,
 ) -> None:
-    """See :func:`alto.kernels.reference.bank_adamw`. PyTorch's fused AdamW, one call per row, or one for each
-    of its parts.
+    """See :func:`alto.kernels.reference.bank_adamw`. Uses PyTorch's fused AdamW, one call per row or per part of a row.
 
-    A row is megabytes, so a call per row costs nothing against the memory it moves, and each row is read once. Where
-    the moments have a dtype of their own, which that AdamW does not take, it works on float32 copies of a row.
+    A row has megabytes, so a call per row costs little compared with the memory it moves, and each row is read once. If
+    the moments have their own dtype, which PyTorch's AdamW does not accept, it works on float32 copies of a row.
     """
-    # One tensor a row and part, as each call counts its own up; all of them before anything changes. Filled on the
-    # device: a number that is sent there would make the host wait.
+    # One step tensor per row and part, because each call increments its own. They are allocated before anything
+    # changes, and filled on the device, because copying a number there would make the host wait.
     spans = [
         [(*span, torch.full((), float(step - 1), device=params_ZP.device)) for span in of_row.spans(rates, decay)]
         for of_row, rates, decay, step in zip(parts, learning_rates, weight_decays, steps, strict=True)
@@ -190,7 +188,8 @@ def bank_adamw(
 def _occupied(
     operands: LoraOperands, schedule: TokenSchedule, *tensors: Tensor
 ) -> Iterator[tuple[SlotMatrices, float, DropoutKey | None, tuple[Tensor, ...]]]:
-    """Of every slot with an adapter here its matrices, scale, dropout key, and part of each of ``tensors``."""
+    """Yield matrices, scale, dropout key and part of each of ``tensors`` for every slot with an adapter in this
+    group."""
     lengths = schedule.lengths
     parts = zip(*(tensor.split(lengths) for tensor in tensors), strict=True)
     for slot, scale, key, of_slot in zip(schedule.slots, schedule.scales, schedule.dropout, parts, strict=True):
@@ -199,7 +198,7 @@ def _occupied(
 
 
 def _clear_unoccupied(operands: LoraOperands, schedule: TokenSchedule, *tensors: Tensor) -> None:
-    """Write zeros for the tokens of slots that have no adapter here."""
+    """Write zeros for the tokens of slots that have no adapter in this group."""
     for slot, start, end in schedule.segments:
         if slot not in operands.slots:
             for tensor in tensors:
@@ -207,18 +206,19 @@ def _clear_unoccupied(operands: LoraOperands, schedule: TokenSchedule, *tensors:
 
 
 def _columns(x: Tensor, first: int, end: int) -> Tensor:
-    """Columns ``[first, end)``; ``x`` itself where these are all: a view for every slot and op takes time."""
+    """Return columns ``[first, end)``; ``x`` itself if these are all, because creating a view per slot and op takes
+    time."""
     return x if end - first == x.shape[1] else x.narrow(1, first, end - first)
 
 
 def _scale_members(narrow: Tensor, own: SlotMatrices) -> None:
-    """Multiply the columns of every member by its ratio; nothing to do where all are 1."""
+    """Multiply the columns of every member by its ratio; does nothing if all are 1."""
     for ratio, (first, end) in zip(own.ratios, own.columns, strict=False):
         _columns(narrow, first, end).mul_(ratio)
 
 
 def _write_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """``target = scale * left @ right``, in one GEMM where the dtypes agree."""
+    """Compute ``target = scale * left @ right``, in one GEMM if the dtypes agree."""
     if target.dtype == left.dtype:
         torch.addmm(target, left, right, beta=0, alpha=scale, out=target)
     else:
@@ -226,7 +226,7 @@ def _write_product(target: Tensor, left: Tensor, right: Tensor, scale: float) ->
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
-    """``target += scale * left @ right`` in place, in one GEMM where the dtypes agree."""
+    """Compute ``target += scale * left @ right`` in place, in one GEMM if the dtypes agree."""
     if target.dtype == left.dtype:
         target.addmm_(left, right, alpha=scale)
     else:

@@ -1,9 +1,10 @@
-"""The ops as Triton kernels: launches per op do not grow with the number of slots. Runs on CUDA.
+"""The ops as Triton kernels; the number of launches per op does not grow with the number of slots. Runs on CUDA.
 
 Modules that read the same input share one read of it, and up to three members of a group share one launch over their
-outputs. Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op synchronises host and device, and
-atomics count programs but add nothing: the same inputs give the same bits, and a slot's bits do not depend on the other
-slots. Nor does the compilation of a kernel: no argument that Triton specialises for changes as adapters come and go.
+outputs. Shapes as in :mod:`alto.kernels.reference`, which documents every op. No op synchronises host and device.
+Atomics only count programs and never add results, so the same inputs give the same bits, and a slot's bits do not
+depend on other slots. Compilation does not depend on other slots either: no argument that Triton specialises for
+changes as adapters come and go.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
-from alto.kernels.operands import VECTOR_SIZE, LoraOperands
-from alto.kernels.row_parts import RowParts
+from alto.kernels.operands import VECTOR_SIZE, LoraOperands, RowParts
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.triton_config import (
     ADAMW_BLOCK,
@@ -25,9 +25,13 @@ from alto.kernels.triton_config import (
     SPLIT,
     adamw_config,
     backward_weight_config,
+    ceil_div,
+    collected_launches,
+    compiled_launches,
     dy_config,
     expand_config,
     gradient_tiles,
+    launch,
     narrow_dtype,
     shrink_config,
     square_sums_config,
@@ -35,13 +39,16 @@ from alto.kernels.triton_config import (
     total_norms_config,
     working_dtype,
 )
-from alto.kernels.triton_kernels.adamw import adamw_kernel
 from alto.kernels.triton_kernels.backward_weight import da_kernel
 from alto.kernels.triton_kernels.dy import dy_kernel
 from alto.kernels.triton_kernels.expand import dx_kernel, expand_kernel
-from alto.kernels.triton_kernels.norms import square_sums_kernel, summed_norms_kernel, total_norms_kernel
+from alto.kernels.triton_kernels.optimizer import (
+    adamw_kernel,
+    square_sums_kernel,
+    summed_norms_kernel,
+    total_norms_kernel,
+)
 from alto.kernels.triton_kernels.shrink import shrink_kernel
-from alto.kernels.triton_launch import ceil_div, collected_launches, compiled_launches, launch
 
 __all__ = [
     "bank_adamw",
@@ -59,14 +66,14 @@ __all__ = [
 ]
 
 _MEMBERS = 3
-"""Most members of a group that a launch takes."""
+"""Largest number of members of a group per launch."""
 
 _ROW_ALIGNMENT = 16
-"""Numbers to a multiple of which the rows of narrow tensors are padded, which is what Triton asks of a stride."""
+"""In elements. Rows of narrow tensors are padded to a multiple of it, as Triton requires of an aligned stride."""
 
 
 def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left unwritten."""
+    """See :func:`alto.kernels.reference.grouped_shrink`; columns past a slot's own are left uninitialised."""
     bank = _factors(operands, x_TK.dtype)
     assert x_TK.shape == (schedule.num_tokens, operands.in_features)
     s_TQ = _narrow(x_TK, operands, schedule)
@@ -131,7 +138,7 @@ def grouped_backward(
     dx_TK: Tensor | None,
     schedule: TokenSchedule,
 ) -> None:
-    """See :func:`alto.kernels.reference.grouped_backward`; ``dys`` are read from memory once."""
+    """See :func:`alto.kernels.reference.grouped_backward`; ``dys`` is read from memory only once."""
     table = schedule.table(s_TQ.device)
     if table.num_segments:
         ds_TQ = _narrow(dys[0], operands, schedule)
@@ -146,7 +153,7 @@ def grouped_backward(
 def grouped_backward_input(
     dys: Sequence[Tensor], operands: LoraOperands, dx_TK: Tensor | None, schedule: TokenSchedule
 ) -> Tensor:
-    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left unwritten."""
+    """See :func:`alto.kernels.reference.grouped_backward_input`; columns past a slot's own are left uninitialised."""
     ds_TQ = _narrow(dys[0], operands, schedule)
     if schedule.table(ds_TQ.device).num_segments:
         _read_dy(dys, operands, schedule, ds_TQ=ds_TQ)
@@ -174,7 +181,7 @@ def grouped_backward_weight(
 
 
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """See :func:`alto.kernels.reference.row_norms`; all rows in two launches."""
+    """See :func:`alto.kernels.reference.row_norms`; two launches for all rows."""
     exact = torch.promote_types(grads_ZP.dtype, torch.float32)
     norms_U = grads_ZP.new_empty(len(slots), dtype=exact)
     if not slots:
@@ -196,7 +203,7 @@ def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> T
 
 
 def summed_norms(sums_ZC: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """See :func:`alto.kernels.reference.summed_norms`; all rows in one launch."""
+    """See :func:`alto.kernels.reference.summed_norms`; one launch for all rows."""
     norms_U = sums_ZC.new_empty(len(slots))
     rows_U2 = upload(list(zip(slots, counts, strict=True)), torch.int64, sums_ZC.device)
     config = summed_norms_config(sums_ZC.dtype)
@@ -222,7 +229,7 @@ def bank_adamw(
     clears: Sequence[bool],
     rounding_keys: Sequence[int] | None = None,
 ) -> None:
-    """See :func:`alto.kernels.reference.bank_adamw`; all rows in one launch."""
+    """See :func:`alto.kernels.reference.bank_adamw`; one launch for all rows."""
     banks = (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
     assert {bank_ZP.stride() for bank_ZP in banks} == {(params_ZP.stride(0), 1)}
     assert working_ZP is None or working_ZP.stride() == params_ZP.stride()
@@ -258,15 +265,15 @@ def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Members of a group that share a launch, as the kernels take them.
+    """Members of a group that share a launch, in the form that the kernels take.
 
     Attributes:
-        tensors: Tensors of three members; where there are fewer, the first is repeated, and no program works on it.
+        tensors: Tensors of three members; if there are fewer, the first is repeated, and no program works on the
+            repetition.
         widths: ``N`` of the three.
-        strides: Strides of the three over tokens, then of the three over out-features.
+        strides: Token strides of the three, then out-feature strides of the three.
         first_place: Index of the first member's entries in a row of :meth:`LoraOperands.table`.
-        first_sum: Index there of the start of the first member's sums of squares.
-        num_members: Number of members.
+        first_sum: Index, in the same row, of the offset of the first member's sums of squares.
     """
 
     tensors: tuple[Tensor, ...]
@@ -277,7 +284,7 @@ class _Part:
     num_members: int
 
     def num_tiles(self, block_w: int) -> int:
-        """Tiles of ``block_w`` columns over all members."""
+        """Return the number of tiles of ``block_w`` columns over all members."""
         return sum(ceil_div(width, block_w) for width in self.widths[: self.num_members])
 
 
@@ -300,7 +307,7 @@ def _parts(tensors: Sequence[Tensor], operands: LoraOperands, schedule: TokenSch
 
 
 def _factors(operands: LoraOperands, wide: torch.dtype) -> Tensor:
-    """The adapters to multiply with tensors of dtype ``wide``."""
+    """Return the adapters to multiply with tensors of dtype ``wide``."""
     working_ZP = operands.working_ZP
     if working_ZP is None or working_dtype(wide, operands.params_ZP.dtype) != working_ZP.dtype:
         return operands.params_ZP
@@ -308,14 +315,14 @@ def _factors(operands: LoraOperands, wide: torch.dtype) -> Tensor:
 
 
 def _narrow(wide: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:
-    """An unwritten ``[T, Q]`` as wide as the widest slot, for products of ``wide``."""
+    """Return an uninitialised ``[T, Q]``, as wide as the widest slot, for products of ``wide``."""
     width, dtype = narrow_rows(operands, wide.dtype)
     return operands.params_ZP.new_empty(schedule.num_tokens, width, dtype=dtype)[:, : operands.max_width]
 
 
 def _planes(narrow_TQ: Tensor, operands: LoraOperands, num_parts: int) -> Tensor:
-    """Unwritten sums of every part of a product, ``[T, C, Q]`` with rows as wide as those of ``narrow_TQ``; any tensor
-    where there is one part."""
+    """Return uninitialised memory for the sums of every part of a product, ``[T, C, Q]``, with rows as wide as those of
+    ``narrow_TQ``; any tensor if there is only one part."""
     if num_parts == 1:
         return narrow_TQ
     exact = torch.promote_types(operands.params_ZP.dtype, torch.float32)
@@ -326,16 +333,17 @@ _zeros: dict[torch.device, Tensor] = {}
 
 
 def _counters(device: torch.device, least: int) -> Tensor:
-    """At least so many zeros, int32, which every kernel leaves as zeros."""
+    """Return at least ``least`` zeros, int32; every kernel must leave them as zeros."""
     if device not in _zeros or len(_zeros[device]) < least:
         _zeros[device] = torch.zeros(max(1024, 1 << (least - 1).bit_length()), dtype=torch.int32, device=device)
     return _zeros[device]
 
 
 def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> None:
-    """Multiply the columns of every slot's members by their ratios, where any is not 1; times 1, bits stay.
+    """Multiply the columns of every slot's members by their ratios, if any is not 1; multiplying by 1 changes no bits.
 
-    The narrow tensors are small beside those that the kernels read: two launches of PyTorch, however many slots.
+    The narrow tensors are small compared with those that the kernels read, so this uses two PyTorch launches, however
+    many slots there are.
     """
     ratios_ZQ = operands.column_ratios()
     if ratios_ZQ is not None:
@@ -351,8 +359,8 @@ def _read_dy(
     adds_S: Tensor | None = None,
     ds_TQ: Tensor | None = None,
 ) -> None:
-    """What comes of upstream gradients: the gradients of every ``B`` where ``s_TQ`` and ``adds_S`` are given, and
-    ``ds_TQ`` where that is given, unwritten."""
+    """Compute the gradient of every ``B`` if ``s_TQ`` and ``adds_S`` are given, and ``ds_TQ`` if that is given
+    (uninitialised)."""
     narrow_TQ = s_TQ if ds_TQ is None else ds_TQ
     assert narrow_TQ is not None
     for given_TQ in (s_TQ, ds_TQ):

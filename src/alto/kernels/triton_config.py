@@ -1,16 +1,19 @@
-"""How each kernel is compiled: tiles, warps and pipeline stages, from shapes and dtypes that never change in a task.
+"""Compile-time configuration of each kernel: tiles, warps and pipeline stages, from shapes and dtypes that never change
+within a task.
 
-A fixed table instead of autotuning. The choice depends on the most narrow columns a slot may have and on two dtypes,
-not on the number of tokens nor on ``K`` and ``N``, which only set how many tiles there are. So every step runs what the
-first one compiled, the same task gives the same bits on every run, and every kernel variant is known in advance:
-``tools/compile_kernels.py`` compiles them without a GPU, and ``docs/kernels-compiled.md`` records their resources.
+A fixed table replaces autotuning. The choice depends on two dtypes and on the largest number of narrow columns that a
+slot may have, not on the number of tokens nor on ``K`` and ``N``, which only set the number of tiles. So every step
+reuses what the first one compiled, the same task gives the same bits on every run, and every kernel variant is known in
+advance: ``tools/compile_kernels.py`` compiles them without a GPU, and ``docs/kernels-compiled.md`` records their
+resources.
 
-One table for all GPUs from sm_80 on: every configuration fits the 99 KiB of shared memory that the smallest of them
-gives to a program.
+One table serves all GPUs from sm_80 on: every configuration fits in 99 KiB of shared memory, the per-program limit of
+the smallest of these GPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,57 +21,35 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from alto.kernels.forward_table import BLOCK_TOKENS
-from alto.kernels.gradients import GradientTiles
-
-__all__ = [
-    "ADAMW_BLOCK",
-    "MAX_NORM_WIDTH",
-    "NORM_SPAN",
-    "SPLIT",
-    "KernelConfig",
-    "adamw_config",
-    "backward_weight_config",
-    "cross_entropy_config",
-    "dy_config",
-    "expand_config",
-    "gradient_tiles",
-    "narrow_dtype",
-    "rms_norm_config",
-    "rotary_config",
-    "shrink_config",
-    "square_sums_config",
-    "summed_norms_config",
-    "swiglu_config",
-    "total_norms_config",
-    "working_dtype",
-]
+from alto.kernels.operands import GradientTiles
 
 SPLIT = 2048
-"""Wide columns of a part of ``shrink_kernel`` and ``dy_kernel``: one number for all shapes, so that the order of a sum
-depends on the layer alone."""
+"""Wide columns per part of ``shrink_kernel`` and ``dy_kernel``. The number is the same for all shapes, so the order of
+a sum depends only on the layer."""
 
 ADAMW_BLOCK = 1024
-"""Columns that one program of the optimizer updates."""
+"""Number of columns that one program of the optimizer updates."""
 
 _NORM_BLOCK, _NORM_TURNS = 1024, 16
 NORM_SPAN = _NORM_BLOCK * _NORM_TURNS
-"""Columns whose squares one program sums."""
+"""Number of columns whose squares one program sums."""
 _SUMS_BLOCK = 4096
-"""Sums of squares that are loaded at a time."""
+"""Number of sums of squares that are loaded at a time."""
 
 MAX_NORM_WIDTH = 16384
-"""Widest row that an RMS norm keeps in registers."""
+"""Widest row that the RMS norm kernels can keep in registers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelConfig:
-    """The specialisation of a kernel.
+    """The compile-time configuration of a kernel.
 
     Attributes:
         constants: Compile-time constants of the kernel.
-        num_warps: Warps of a program.
+        num_warps: Warps per program.
         num_stages: Pipeline stages of the loop.
     """
 
@@ -78,64 +59,66 @@ class KernelConfig:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """As keyword arguments of a launch."""
+        """Keyword arguments of a launch."""
         return {**self.constants, **self.options}
 
     @property
     def options(self) -> dict[str, Any]:
         """Compiler options besides the constants.
 
-        Fused multiply-add by name, because Triton's default changes between versions, and with it the bits.
+        Fused multiply-add is set explicitly, because Triton's default changes between versions, and with it the bits.
         """
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, "enable_fp_fusion": True}
 
 
 @cache
 def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``shrink_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
+    """Return the configuration of ``shrink_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
+
+    Reading the wide side once dominates the run time, so many of its loads must be in flight at once.
 
     Args:
-        num_narrow: The most columns of the narrow side.
-
-    Reading the wide side once dominates the time; many of its loads must be in flight at once.
+        num_narrow: Largest number of columns on the narrow side.
     """
     tile = _tile(num_narrow, wide, bank)
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
-    # Three-pass products keep two parts of every factor in registers, more than four warps have; the largest tile has
-    # more sums than the registers of eight.
+    # Three-pass products keep two parts of every factor in registers, which needs more than four warps; the sums of the
+    # largest tile need more registers than eight warps have.
     num_warps = 16 if tile == 256 else 8 if wide.itemsize > 2 else 4
     return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=num_warps, num_stages=num_stages, SPLIT=SPLIT)
 
 
 @cache
 def expand_config(wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``expand_kernel`` and ``dx_kernel``. Up to its tile the loop has one turn; there is little to
-    pipeline."""
+    """Return the configuration of ``expand_kernel`` and ``dx_kernel``.
+
+    For ranks up to the tile, the loop has a single iteration, so there is little to pipeline.
+    """
     tile = 64 if wide.itemsize == 2 else 32
-    # A wider tile reads the narrow side less often; factors of 32 bits have no registers for it.
+    # A wider tile reads the narrow side less often, but 32-bit factors need too many registers for it.
     block_w = 128 if _multiplies_16_bits(wide, bank) else 64
     return _product(tile, BLOCK_TOKENS, block_w, wide, bank, num_warps=8, num_stages=2)
 
 
 @cache
 def dy_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``dy_kernel``.
+    """Return the configuration of ``dy_kernel``.
 
-    Both of its sorts of program read ``dy`` from the L2 cache, whose bandwidth limits them: the more tokens or columns
-    they take at once, the less they read of the other side.
+    Both kinds of its programs read ``dy`` from the L2 cache, whose bandwidth limits them: the more tokens or columns a
+    program processes at once, the less it reads of the other side.
 
     Args:
-        num_narrow: The most ranks of a slot.
-        wide: Type of the tokens.
-        bank: Type of the adapters.
+        num_narrow: Largest rank of a slot.
+        wide: Dtype of the tokens.
+        bank: Dtype of the adapters.
     """
     tile = _tile(num_narrow, wide, bank)
     is_16_bits = _multiplies_16_bits(wide, bank)
-    # Wider tiles leave no registers for more than 64 rows.
+    # Wider tiles leave too few registers for more than 64 rows.
     block_t = 128 if is_16_bits and tile < 128 else BLOCK_TOKENS
     block_w, gradient_t, num_stages = (64, 64, 3) if is_16_bits else (32, 32, 4)
     if wide.itemsize == 4:
-        num_stages = 2  # more stages leave too few registers to Triton 3.6 on Blackwell
+        num_stages = 2  # with more stages, Triton 3.6 runs out of registers on Blackwell
     return _product(
         *(tile, block_t, block_w, wide, bank),
         num_warps=8,
@@ -148,12 +131,12 @@ def dy_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelCo
 
 @cache
 def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``da_kernel``.
+    """Return the configuration of ``da_kernel``.
 
     Args:
-        num_narrow: The most columns of the narrow side.
-        wide: Type of the tokens.
-        bank: Type of the adapters.
+        num_narrow: Largest number of columns on the narrow side.
+        wide: Dtype of the tokens.
+        bank: Dtype of the adapters.
     """
     tile = _tile(num_narrow, wide, bank)
     block_t, block_w = 64 if _multiplies_16_bits(wide, bank) else 32, _gradient_columns(tile, wide, bank)
@@ -161,8 +144,11 @@ def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype
 
 
 def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None:
-    """See :func:`alto.kernels.reference.gradient_tiles`. Where a bank's ranks are so few that its tiles are smaller, an
-    adapter has one tile of ranks, as it has with the largest."""
+    """See :func:`alto.kernels.reference.gradient_tiles`.
+
+    For a bank with small ranks, the kernels use smaller tiles; an adapter then still has one tile of ranks, as with the
+    largest tile.
+    """
     largest = _largest_tile(base, bank)
     return GradientTiles(
         wide=_gradient_columns(64, base, bank),
@@ -173,52 +159,57 @@ def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None
 
 
 def _gradient_columns(tile: int, wide: torch.dtype, bank: torch.dtype) -> int:
-    """Wide columns of a program that computes a tile of a gradient: as many as there are registers for."""
+    """Return the wide columns of a program that computes a tile of a gradient: as many as registers allow."""
     return 128 if _multiplies_16_bits(wide, bank) and tile < 256 else 64
 
 
 def narrow_dtype(wide: torch.dtype, bank: torch.dtype) -> torch.dtype:
-    """In which the products ``s`` and ``ds`` are kept: that of the factors they become next, so that each is rounded
-    once, and read as half as many bytes where factors have 16 bits."""
+    """Return the dtype of the products ``s`` and ``ds``: that of the factors they become in the next product.
+
+    So each is rounded only once, and with 16-bit factors only half as many bytes are read.
+    """
     return wide if _multiplies_16_bits(wide, bank) else bank
 
 
 def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
-    """See :func:`alto.kernels.reference.working_dtype`: what factors are rounded to, read as half as many bytes."""
+    """See :func:`alto.kernels.reference.working_dtype`: the dtype that factors are rounded to, which halves the bytes
+    read."""
     return base if _multiplies_16_bits(base, bank) and bank.itemsize > base.itemsize else None
 
 
 @cache
 def adamw_config(bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``adamw_kernel``."""
+    """Return the configuration of ``adamw_kernel``."""
     return KernelConfig(constants={"BLOCK": ADAMW_BLOCK, "ACCUMULATOR": _exact(bank)}, num_warps=4, num_stages=1)
 
 
 @cache
 def square_sums_config(bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``square_sums_kernel``."""
+    """Return the configuration of ``square_sums_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "TURNS": _NORM_TURNS, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
 
 
 @cache
 def summed_norms_config(bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``summed_norms_kernel``: one program has all sums of a slot, so many at a time."""
+    """Return the configuration of ``summed_norms_kernel``: one program handles all sums of a slot, so it loads many at
+    a time."""
     return KernelConfig(constants={"BLOCK": _SUMS_BLOCK, "ACCUMULATOR": _exact(bank)}, num_warps=8, num_stages=1)
 
 
 @cache
 def total_norms_config(bank: torch.dtype) -> KernelConfig:
-    """Configuration of ``total_norms_kernel``."""
+    """Return the configuration of ``total_norms_kernel``."""
     constants = {"BLOCK": _NORM_BLOCK, "SPAN": NORM_SPAN, "ACCUMULATOR": _exact(bank)}
     return KernelConfig(constants=constants, num_warps=4, num_stages=1)
 
 
 @cache
 def rms_norm_config(width: int, base: torch.dtype) -> KernelConfig:
-    """Configuration of ``rms_norm_kernel`` and ``rms_norm_backward_kernel``, for rows of ``width`` numbers.
+    """Return the configuration of ``rms_norm_kernel`` and ``rms_norm_backward_kernel``, for rows of ``width`` elements.
 
-    Sixteen numbers for each thread where warps suffice; several narrow rows, as of heads, in one program.
+    Each thread handles sixteen elements, as long as the warps suffice; one program handles several narrow rows, such as
+    those of heads.
     """
     block = max(16, triton.next_power_of_2(width))
     rows = max(1, 2048 // block)
@@ -228,19 +219,19 @@ def rms_norm_config(width: int, base: torch.dtype) -> KernelConfig:
 
 @cache
 def swiglu_config(width: int, base: torch.dtype) -> KernelConfig:
-    """Configuration of ``swiglu_kernel`` and ``swiglu_backward_kernel``, for ``width`` numbers of a token: eight for
-    each thread."""
+    """Return the configuration of ``swiglu_kernel`` and ``swiglu_backward_kernel``, for ``width`` elements per token:
+    eight per thread."""
     return _of_rows(1024, width, base, num_warps=4)
 
 
 @cache
 def rotary_config(width: int, most_heads: int, base: torch.dtype) -> KernelConfig:
-    """Configuration of ``rotary_kernel``: eight pairs for each thread.
+    """Return the configuration of ``rotary_kernel``: eight pairs per thread.
 
     Args:
-        width: Numbers of a head.
-        most_heads: Of queries or of keys.
-        base: Their dtype.
+        width: Elements of a head.
+        most_heads: Number of query heads or of key heads, whichever is larger.
+        base: Dtype of the heads.
     """
     block = max(16, triton.next_power_of_2(width // 2))
     heads = min(triton.next_power_of_2(most_heads), max(1, 1024 // block))
@@ -251,22 +242,25 @@ def rotary_config(width: int, most_heads: int, base: torch.dtype) -> KernelConfi
 
 @cache
 def cross_entropy_config(width: int, base: torch.dtype) -> KernelConfig:
-    """Configuration of ``cross_entropy_kernel``, for a vocabulary of ``width``: a program has a row, or several short
-    ones, and a multiprocessor has many programs."""
+    """Return the configuration of ``cross_entropy_kernel``, for a vocabulary of ``width``.
+
+    A program handles one row, or several short ones, and a multiprocessor runs many programs.
+    """
     return _of_rows(4096, width, base, num_warps=8)
 
 
 def _of_rows(numbers: int, width: int, base: torch.dtype, *, num_warps: int) -> KernelConfig:
-    """Programs that have ``numbers`` numbers at a time: of one row, or of several that are shorter."""
+    """Return a configuration whose programs handle ``numbers`` elements at a time: from one row, or from several
+    shorter ones."""
     block = max(16, min(numbers, triton.next_power_of_2(width)))
     constants = {"ROWS": numbers // block, "BLOCK": block, "ACCUMULATOR": _exact(base)}
     return KernelConfig(constants=constants, num_warps=num_warps, num_stages=1)
 
 
 def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:
-    """Narrow columns that one program may take.
+    """Return the narrow columns per program.
 
-    Few sizes, because each is compiled separately; within one, a slot computes only its own columns.
+    There are few sizes, because each is compiled separately; within a tile, a slot computes only its own columns.
     """
     return max(64, min(_largest_tile(wide, bank), triton.next_power_of_2(num_narrow)))
 
@@ -274,7 +268,7 @@ def _tile(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> int:
 def _largest_tile(wide: torch.dtype, bank: torch.dtype) -> int:
     if _multiplies_16_bits(wide, bank):
         return 256
-    # TF32 factors of wider tiles take more registers than there are beside 16-bit tokens.
+    # With 16-bit tokens, TF32 factors of wider tiles need more registers than are left.
     return 64 if torch.float64 in (wide, bank) or wide.itemsize == 2 else 128
 
 
@@ -303,24 +297,25 @@ def _product(
 
 
 def _multiplies_16_bits(wide: torch.dtype, bank: torch.dtype) -> bool:
-    """Whether the factors of products are rounded to 16 bits.
+    """Return whether the factors of products are rounded to 16 bits.
 
-    On a bfloat16 base a float32 adapter is rounded to bfloat16 where it is multiplied, as ``torch.autocast`` does.
+    With a bfloat16 base, a float32 adapter is rounded to bfloat16 when it is multiplied, as in ``torch.autocast``.
     """
     return wide == torch.bfloat16 or wide == bank == torch.float16
 
 
 def _arithmetic(wide: torch.dtype, bank: torch.dtype) -> tuple[tl.dtype, tl.dtype, str]:
-    """Dtype of the factors of a product, dtype of its sum, and how float32 factors are multiplied.
+    """Return the dtype of the factors of a product, the dtype of its sum, and the precision for multiplying float32
+    factors.
 
-    On a float16 base, whose range may be too small for it, a float32 adapter takes part with TF32's ten bits of
-    mantissa: no fewer than its partner has. With a float32 base the product keeps float32's precision, in three passes
-    of TF32.
+    With a float16 base, whose range may be too small for the adapter, a float32 adapter is multiplied in TF32, whose
+    ten mantissa bits are as many as float16 has. With a float32 base the product keeps float32's precision, in three
+    TF32 passes.
     """
     if torch.float64 in (wide, bank):
         return tl.float64, tl.float64, "ieee"
     if _multiplies_16_bits(wide, bank):
-        # The interpreter would multiply bfloat16 by its bits.
+        # The interpreter would multiply the bit patterns of bfloat16 values.
         bfloat16 = tl.float32 if triton.knobs.runtime.interpret else tl.bfloat16
         return bfloat16 if wide == torch.bfloat16 else tl.float16, tl.float32, "ieee"
     return tl.float32, tl.float32, "tf32" if wide.itemsize == 2 else "tf32x3"
@@ -328,3 +323,159 @@ def _arithmetic(wide: torch.dtype, bank: torch.dtype) -> tuple[tl.dtype, tl.dtyp
 
 def _exact(bank: torch.dtype) -> tl.dtype:
     return tl.float64 if bank == torch.float64 else tl.float32
+
+
+# Launches of kernels that Triton has already compiled, without the overhead of asking Triton again what to compile.
+#
+# For every launch Triton binds arguments to names, checks each for specialisation, builds a string from the result and
+# looks it up. A step has hundreds of launches with the same shapes, so this module does all of it once per shape.
+
+_ALIGNMENT = 16
+"""In bytes. Triton compiles a separate kernel for tensors whose address is not a multiple of it."""
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+"""Compiled kernels, and the constants that follow their arguments, by the key of :func:`_key`."""
+
+_collected: list[Launch] | None = None
+"""List that collects launches instead of running them; None if launches run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """A launch, with everything that the compilation of its kernel depends on.
+
+    Attributes:
+        kernel, grid, tensors, sizes, config, counts, constants: See :func:`launch`.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    tensors: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+    config: KernelConfig
+    counts: tuple[int, ...]
+    constants: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Key of the compiled kernel, including the values of its sizes."""
+        return _key(self.kernel, self.tensors, self.sizes, self.config, self.constants)
+
+    @property
+    def binary(self) -> tuple[Any, ...]:
+        """Key of the compiled kernel, with only those properties of sizes that Triton compiles in."""
+        names = self.kernel.arg_names[len(self.tensors) :]
+        sizes = (
+            None if name in self.kernel.do_not_specialize else (size == 1, size % _ALIGNMENT == 0)
+            for name, size in zip(names, self.sizes, strict=False)
+        )
+        return (*self.key[: len(self.key) - len(self.sizes) - len(self.constants)], *sizes, *self.constants.values())
+
+
+def ceil_div(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded up. ``triton.cdiv`` gives the same result, but is many times slower outside of
+    kernels."""
+    return -(-dividend // divisor)
+
+
+def collected_launches(run: Callable[[], None]) -> list[Launch]:
+    """Return the launches that ``run`` would make, without running any; their outputs are not written.
+
+    The result is empty in Triton's interpreter, which compiles nothing.
+    """
+    global _collected
+    assert _collected is None, "collections do not nest"
+    if triton.knobs.runtime.interpret:
+        return []
+    found: list[Launch] = []
+    _collected = found
+    try:
+        run()
+    finally:
+        _collected = None
+    return found
+
+
+def compiled_launches(launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
+    """Compile the kernels of ``launches`` that are not compiled yet, one per iteration.
+
+    Yields:
+        Number of kernels compiled so far and in total, before the first kernel and after each; nothing if all are
+        compiled already.
+    """
+    left: dict[tuple[Any, ...], list[Launch]] = {}
+    for one in launches:
+        if one.key not in _compiled:
+            left.setdefault(one.binary, []).append(one)
+    if left:
+        yield 0, len(left)
+    for number, same in enumerate(left.values(), 1):
+        for one in same:
+            arguments = (*one.tensors, *one.sizes, *one.counts)
+            compiled = one.kernel.warmup(*arguments, grid=one.grid, **one.constants, **one.config.arguments)
+            _compiled[one.key] = compiled, _values_behind(one.kernel, len(arguments), one.config, one.constants)
+        yield number, len(left)
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    config: KernelConfig,
+    counts: Sequence[int] = (),
+    **constants: Any,
+) -> None:
+    """Run ``kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)``, with far less overhead.
+
+    Args:
+        kernel: A ``triton.jit`` function whose parameters are tensors, integers and constants, in this order.
+        grid: Number of programs in each dimension.
+        tensors: Its tensors, on the current device.
+        sizes: Its integers. Each combination of values is cached separately, so they should not change in every step.
+        config: Compile-time configuration.
+        counts: Its integers below 2³¹ that may change in every step, such as numbers of tokens; the kernel lists them
+            in ``do_not_specialize``.
+        constants: Constants besides those of ``config``.
+    """
+    if triton.knobs.runtime.interpret:
+        kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)
+        return
+    if _collected is not None:
+        _collected.append(
+            Launch(
+                kernel=kernel,
+                grid=grid,
+                tensors=(*tensors,),
+                sizes=(*sizes,),
+                config=config,
+                counts=(*counts,),
+                constants=constants,
+            )
+        )
+        return
+    key = _key(kernel, tensors, sizes, config, constants)
+    found = _compiled.get(key)
+    if found is None:
+        compiled = kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)
+        num_arguments = len(tensors) + len(sizes) + len(counts)
+        _compiled[key] = compiled, _values_behind(kernel, num_arguments, config, constants)
+        return
+    compiled, values = found
+    compiled[grid](*tensors, *sizes, *counts, *values)
+
+
+def _key(
+    kernel: Any, tensors: Sequence[Tensor], sizes: Sequence[int], config: KernelConfig, constants: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Return the key of a compiled kernel: kernel, device, configuration, dtype and alignment of tensors, sizes and
+    constants."""
+    device = triton.runtime.driver.active.get_current_device()
+    kinds = tuple([(tensor.dtype, tensor.data_ptr() % _ALIGNMENT == 0) for tensor in tensors])
+    return (kernel, device, config, kinds, *sizes, *constants.values())
+
+
+def _values_behind(kernel: Any, num_arguments: int, config: KernelConfig, constants: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the constants that follow a kernel's tensors and integers, in the order of its parameters."""
+    known = constants | config.constants
+    return tuple(known[name] for name in kernel.arg_names[num_arguments:])

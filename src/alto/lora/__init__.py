@@ -1,19 +1,14 @@
-"""Adapters: the bank that owns them, the layers that apply them, their optimizer, their files."""
+"""LoRA adapters: the bank that stores them, the layers that apply them, their optimizers and their files."""
 
 from alto.lora.bank import ADAPTER_DTYPES, AdapterBank
 from alto.lora.biases import bias_notes, biases_of, is_bias
-from alto.lora.compiling import compile_kernels
-from alto.lora.default_targets import default_targets
-from alto.lora.eight_bit import check_optimizer
-from alto.lora.fit import check_fit
-from alto.lora.footprint import bank_bytes
-from alto.lora.heads import HEAD, BankHeads
-from alto.lora.initial import initial_values
+from alto.lora.fit import check_fit, initial_values
+from alto.lora.heads import HEAD, BankHeads, is_whole, module_of_whole, whole_shapes
 from alto.lora.injection import eject, inject
-from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor, TargetModule
+from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, TargetModule
 from alto.lora.linear import ForwardContext, MultiLoraLinear
 from alto.lora.magnitudes import is_magnitude, magnitude_of
-from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate
+from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
 from alto.lora.peft_format import (
     PREFIX,
     adapter_scale,
@@ -23,18 +18,21 @@ from alto.lora.peft_format import (
     read_adapter,
     write_adapter,
 )
-from alto.lora.peft_targets import ModuleNames
+from alto.lora.peft_targets import ModuleNames, untrained_notes
 from alto.lora.per_expert import is_read_per_expert, write_per_expert
-from alto.lora.saved import SavedAdapter, adapter_base_model, is_adapter, read_saved_adapter
-from alto.lora.saved_settings import saved_settings
+from alto.lora.row_optimizers import bank_bytes, check_optimizer
+from alto.lora.saved import (
+    SavedAdapter,
+    adapter_base_model,
+    is_adapter,
+    read_saved_adapter,
+    saved_settings,
+    vllm_obstacle,
+    vllm_rank,
+)
 from alto.lora.served import ServedAdapters, serving
 from alto.lora.shape import adapter_shape, rank_notes, tying_notes
-from alto.lora.shared_inputs import find_shared_inputs
-from alto.lora.targets import adaptable, find_targets, linear_modules
-from alto.lora.untrained import untrained_notes
-from alto.lora.vllm_limits import vllm_obstacle, vllm_rank
-from alto.lora.weights import AdapterWeights
-from alto.lora.whole_modules import is_whole, module_of_whole, whole_shapes
+from alto.lora.targets import adaptable, default_targets, find_shared_inputs, find_targets, linear_modules
 
 __all__ = [
     "ADAPTER_DTYPES",

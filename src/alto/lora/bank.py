@@ -1,26 +1,87 @@
-"""The adapter bank: every resident adapter of an executor in one flat tensor, a row per slot.
+"""The adapter bank: all adapters resident in an executor, in one flat tensor with one row per slot.
 
 Shapes: ``Z`` slots, ``P`` parameters of the largest adapter, ``K`` in-features, ``N`` out-features, ``r`` an adapter's
-rank. An adapter fills its row from the start, without padding; what is behind it is zero and stays zero.
+rank. An adapter fills its row from the start, without padding; the rest of the row stays zero.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from alto.kernels import GradientSteps, GradientTiles, GroupGradients, LoraOperands, SlotTensors
-from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor, RowPlaces, TargetModule
-from alto.lora.square_sums import SquareSums
-from alto.lora.weights import AdapterWeights
-from alto.spec import AdapterDtype
-from alto.spec.initial_weights import InitLoraWeights
+from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, GroupPlace, RowPlaces, TargetModule
+from alto.spec import AdapterDtype, InitLoraWeights
 
-__all__ = ["ADAPTER_DTYPES", "AdapterBank"]
+# Sums of squares of a bank's gradients, one per tile, written by the same kernels that write the gradients.
+#
+# Shapes: ``Z`` slots, ``C`` tiles of the largest adapter.
+
+_ROW_ALIGNMENT = 16
+
+
+class SquareSums:
+    """The sums of all slots, and which slots' sums cover the whole gradient of the current step.
+
+    An adapter's sums lie in its row in the order of its own groups, independent of other adapters.
+
+    Args:
+        groups: Indices of the groups whose kernels write sums.
+        tiles: Tiles of the gradients.
+        dtype: Dtype of the sums.
+    """
+
+    def __init__(
+        self,
+        layout: BankLayout,
+        groups: Collection[int],
+        num_slots: int,
+        tiles: GradientTiles,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._layout, self.groups, self.tiles = layout, groups, tiles
+        largest = layout.places(AdapterShape(rank=layout.max_rank, targets=layout.modules))
+        num_tiles = sum(self._counts(largest.groups))
+        row_size = -(-num_tiles // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        self.sums_ZC = torch.zeros(num_slots, row_size, device=device, dtype=dtype)
+        self._complete: set[int] = set()
+
+    def starts(self, places: Sequence[GroupPlace]) -> list[int]:
+        """Return the offset of each group's sums in an adapter's row."""
+        return list(accumulate(self._counts(places)[:-1], initial=0))
+
+    def num_sums(self, places: Sequence[GroupPlace]) -> int:
+        """Return the number of an adapter's sums."""
+        return sum(self._counts(places))
+
+    def complete(self, slot: int) -> None:
+        """Mark the sums of ``slot`` as covering its whole gradient."""
+        self._complete.add(slot)
+
+    def forget(self, slots: Collection[int]) -> None:
+        """Mark the sums of ``slots`` as outdated, because their gradients have changed."""
+        self._complete.difference_update(slots)
+
+    def are_complete(self, slot: int) -> bool:
+        """Return whether the sums of ``slot`` cover its whole gradient."""
+        return slot in self._complete
+
+    def _counts(self, places: Sequence[GroupPlace]) -> list[int]:
+        max_rank = self._layout.max_rank
+        counts = []
+        for index, (group, place) in enumerate(zip(self._layout.groups, places, strict=True)):
+            widths = [module.out_features for module in group]
+            own = self.tiles.num_sums(group[0].in_features, widths, place.ranks, max_rank)
+            counts.append(sum(own) if index in self.groups else 0)
+        return counts
+
 
 ADAPTER_DTYPES: Mapping[AdapterDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -29,22 +90,18 @@ class AdapterBank:
     """Weights and gradients of all slots.
 
     Args:
-        layout: Layout of a row.
-        num_slots: ``Z``, number of slots.
-        device: Device of the bank.
         dtype: Precision of weights and gradients.
-        has_grads: False for adapters that are not trained: then gradients have a shape, and no memory.
-        initial: What every further tensor of the layout starts with, by name, on any device.
+        has_grads: False if the adapters are not trained; the gradients then have a shape but use no memory.
+        initial: Initial value of every extra tensor of the layout, by name, on any device.
 
     Attributes:
-        layout: Layout of a row.
-        initial: What every further tensor starts with, by name.
+        initial: Initial value of every extra tensor, by name.
         params_ZP: Adapter weights.
-        working_ZP: Copies of the weights in the dtype of products; None where products read the weights themselves.
-            Whoever writes weights of a slot calls :meth:`copy_weights`.
-        grads_ZP: Their gradients; accumulated by the backward pass, of use until :meth:`end_gradients`. Whoever else
-            writes them calls :meth:`forget_square_sums`.
-        square_sums: Sums of squares of gradients; None where kernels leave none.
+        working_ZP: Copies of the weights in the dtype of matrix products; None if products read the weights directly.
+            Code that writes the weights of a slot must call :meth:`copy_weights`.
+        grads_ZP: Gradients, accumulated by the backward pass and valid until :meth:`end_gradients`. Other code that
+            writes them must call :meth:`forget_square_sums`.
+        square_sums: Sums of squares of the gradients; None if the kernels do not compute them.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
     """
 
@@ -77,14 +134,14 @@ class AdapterBank:
         self._tensors: list[tuple[ExtraTensor, SlotTensors]] = []
 
     def keep_copies(self, dtype: torch.dtype | None) -> None:
-        """Keep copies of the weights that products read (:func:`alto.kernels.reference.working_dtype`), before operands
-        are handed out; None for no copies."""
+        """Keep copies of the weights for matrix products (:func:`alto.kernels.reference.working_dtype`); None keeps no
+        copies. Call this before :meth:`operands`."""
         assert not self._operands, "operands would not know of them"
         self.working_ZP = None if dtype is None else self.params_ZP.to(dtype, copy=True)
 
     def keep_square_sums(self, tiles: GradientTiles | None) -> None:
-        """Keep the sums of squares that kernels leave of their ``tiles`` of gradients
-        (:func:`alto.kernels.reference.gradient_tiles`), before operands are handed out; None for no sums."""
+        """Keep the sums of squares that kernels compute for the ``tiles`` of gradients they write
+        (:func:`alto.kernels.reference.gradient_tiles`); None keeps no sums. Call this before :meth:`operands`."""
         assert not self._operands, "operands would not know of them"
         exact = torch.promote_types(self.params_ZP.dtype, torch.float32)
         self.square_sums = tiles and SquareSums(
@@ -92,13 +149,13 @@ class AdapterBank:
         )
 
     def operands(self, group_index: int, number: int) -> LoraOperands:
-        """The view of the bank for group ``group_index`` of the layout; it stays valid as jobs come and go.
+        """Return the bank's view for group ``group_index`` of the layout; it stays valid as jobs come and go.
 
-        Of ``E`` experts in one parameter each has a slot of its own for every slot of the bank: number
-        ``e · Z + slot``, whose offsets are those in the whole bank.
+        For a parameter that stacks ``E`` experts, every expert has its own slot for each slot of the bank: number
+        ``e · Z + slot``, with offsets that count from the start of the bank.
 
         Args:
-            number: The group's number in the model, which no job's targets change.
+            number: Number of the group in the model, independent of the jobs' targets.
         """
         group = self.layout.groups[group_index]
         num_experts = group[0].num_experts
@@ -126,14 +183,14 @@ class AdapterBank:
         return operands
 
     def operands_of_linear(self) -> Iterator[LoraOperands]:
-        """The views of linear modules that were handed out, the embeddings' not among them, nor those of experts."""
+        """Yield the views handed out for linear modules, without those of embeddings and experts."""
         for group_index, operands in self._operands:
             if group_index in self._gradients:
                 yield operands
 
     def tensors(self, name: str) -> SlotTensors | None:
-        """The view of the bank for the layer that computes with the further tensor ``name``; it stays valid as jobs
-        come and go. None where no job of the layout has that tensor."""
+        """Return the view of the bank for the layer that uses the extra tensor ``name``; None if no job has that
+        tensor. The view stays valid as jobs come and go."""
         extra = next((extra for extra in self.layout.extras if extra.name == name), None)
         if extra is None:
             return None
@@ -144,7 +201,7 @@ class AdapterBank:
         return tensors
 
     def occupy(self, slot: int, shape: AdapterShape) -> None:
-        """Give ``slot`` to an adapter of ``shape``; its weights and gradients start as zeros."""
+        """Assign ``slot`` to an adapter of ``shape``, with zero weights and gradients."""
         self.params_ZP[slot].zero_()
         self.copy_weights(slot)
         self.grads_ZP[slot].zero_()
@@ -169,7 +226,7 @@ class AdapterBank:
             tensors.clear(slot)
 
     def complete_gradients(self, slots: Iterable[int]) -> None:
-        """Set to zero what the backward passes of a step have not written: modules that they did not run."""
+        """Zero the gradients of modules that the backward passes of this step did not reach."""
         for slot in slots:
             if self.is_cleared(slot):
                 continue
@@ -189,46 +246,50 @@ class AdapterBank:
                     self.grads_ZP[slot, b_start : b_start + rank * module.out_features].zero_()
 
     def is_cleared(self, slot: int) -> bool:
-        """Whether the gradient of ``slot`` must be set to zero before :meth:`end_gradients`: the adapter has parts
-        that are only ever added to. Of others the next step overwrites it."""
+        """Return whether the gradient of ``slot`` must be zeroed before :meth:`end_gradients`.
+
+        This is so if the adapter has parts whose gradients are always accumulated. All other gradients are overwritten
+        in the next step.
+        """
         return slot in self._cleared
 
     def end_gradients(self, slots: Sequence[int]) -> None:
-        """End the present step of ``slots``, whose gradients are of no use any more."""
+        """End the current step of ``slots``; their gradients are no longer needed."""
         self._steps.end(slots)
         self.forget_square_sums(slots)
 
     def clear_gradients(self, slots: Sequence[int]) -> None:
-        """Set the gradients of ``slots`` to zero, whose step begins anew."""
+        """Zero the gradients of ``slots`` and restart their step."""
         for slot in slots:
             self.grads_ZP[slot].zero_()
         self.end_gradients(slots)
 
     def forget_square_sums(self, slots: Collection[int]) -> None:
-        """Whatever :meth:`complete_gradients` has found of ``slots``, their gradients have changed since."""
+        """Discard the sums of squares of ``slots``, because their gradients have changed since they were computed."""
         if self.square_sums is not None:
             self.square_sums.forget(slots)
 
     def is_free(self, slot: int) -> bool:
-        """Whether no adapter has ``slot``."""
+        """Return whether ``slot`` holds no adapter."""
         return slot not in self._places
 
     def places(self, slot: int) -> RowPlaces:
-        """Offsets of the adapter in ``slot`` within its row."""
+        """Return the offsets of the adapter in ``slot`` within its row."""
         assert slot in self._places, f"slot {slot} is empty"
         return self._places[slot]
 
     def initialise(self, slot: int, seed: int, init: InitLoraWeights = "default") -> None:
-        """Fill ``slot`` as PEFT does: ``B`` zero and ``A`` Kaiming-uniform (a = √5), or normal with deviation ``1 / r``
-        where ``init`` is ``gaussian``; with ``orthogonal`` both random, of product zero. Of embeddings always
-        ``A`` zero and ``B`` normal. Further tensors start with :attr:`initial`.
+        """Initialise the adapter in ``slot`` as PEFT does.
 
-        The draw depends on the seed and the adapter's own shape, not on the slot.
+        ``default``: ``A`` is Kaiming-uniform (a = √5) and ``B`` is zero. ``gaussian``: ``A`` is normal with standard
+        deviation ``1 / r`` and ``B`` is zero. ``orthogonal``: both are random, and their product is zero. For
+        embeddings ``A`` is always zero and ``B`` normal. Extra tensors start with :attr:`initial`.
+
+        The random values depend on the seed and the adapter's own shape, not on the slot.
 
         Args:
             slot: An assigned slot.
-            seed: Seed of the draw.
-            init: ``default``, ``gaussian`` or ``orthogonal``; the last with even ranks only.
+            init: ``default``, ``gaussian`` or ``orthogonal``; ``orthogonal`` requires even ranks.
         """
         generator = torch.Generator().manual_seed(seed)
         for module, a, b in self.matrices(self.params_ZP, slot):
@@ -254,8 +315,8 @@ class AdapterBank:
         self.copy_weights(slot)
 
     def read(self, slot: int, rows_ZP: Tensor | None = None) -> AdapterWeights:
-        """A copy of the adapter in ``slot``, or of what another tensor with the bank's layout, such as the gradients,
-        has in its place."""
+        """Return a copy of the adapter in ``slot``, or of the slot's row in another tensor with the bank's layout, such
+        as the gradients."""
         rows_ZP = self.params_ZP if rows_ZP is None else rows_ZP
         return AdapterWeights(
             {module.name: (_copy(a), _copy(b)) for module, a, b in self.matrices(rows_ZP, slot)},
@@ -277,8 +338,13 @@ class AdapterBank:
             self.working_ZP[slot].copy_(self.params_ZP[slot])
 
     def matrices(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[TargetModule, Tensor, Tensor]]:
-        """Views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``) in a tensor with the bank's layout, by module
-        in the model's order; of experts ``[E, K, r]`` and ``[E, r, N]``."""
+        """Yield each module with views of ``slot``'s ``A`` (``[K, r]``) and ``B`` (``[r, N]``), in the model's order.
+
+        For stacked experts the shapes are ``[E, K, r]`` and ``[E, r, N]``.
+
+        Args:
+            rows_ZP: Any tensor with the bank's layout.
+        """
         places = self.places(slot)
         views: dict[TargetModule, tuple[Tensor, Tensor]] = {}
         for group, place in zip(self.layout.groups, places.groups, strict=True):
@@ -303,7 +369,7 @@ class AdapterBank:
                 yield module, *views[module]
 
     def extras(self, rows_ZP: Tensor, slot: int) -> Iterator[tuple[ExtraTensor, Tensor]]:
-        """Views of ``slot``'s further tensors in a tensor with the bank's layout, in the order of the row."""
+        """Yield views of ``slot``'s extra tensors in a tensor with the bank's layout, in the order of the row."""
         for extra, start in self.places(slot).extras:
             yield extra, rows_ZP[slot, start : start + extra.num_parameters].view(extra.shape)
 
@@ -329,13 +395,16 @@ class AdapterBank:
 
 
 def _is_overwritten(module: TargetModule) -> bool:
-    """Whether the gradients of a module's whole adapter are written by every backward pass through it: not those of
-    experts, of which some may get no tokens, nor those of embeddings."""
+    """Return whether every backward pass through a module writes the gradients of its whole adapter.
+
+    This is not so for experts, because some may receive no tokens, nor for embeddings.
+    """
     return module.num_experts is None and not module.is_embedding
 
 
 def _orthogonal(num_in: int, rank: int, num_out: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``A`` in the span of the odd rows of a random orthogonal matrix, and ``B`` in that of the even ones.
+    """Return ``A`` in the span of the even-indexed rows of a random orthogonal matrix, and ``B`` in that of the
+    odd-indexed ones.
 
     Source: PEFT 0.21, ``LoraLayer.orthogonal_init``.
     """

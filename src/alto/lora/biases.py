@@ -1,6 +1,7 @@
 """Biases of the base model that adapters train: ``bias: lora_only`` and ``bias: all``.
 
-A module of the base model adds its frozen bias as always. What is added here is by how much a slot's own differs.
+A module of the base model adds its frozen bias as usual; this code adds the difference between a slot's own bias and
+the frozen one.
 """
 
 from __future__ import annotations
@@ -14,39 +15,35 @@ from transformers import PreTrainedModel
 
 from alto.errors import UnsupportedError, UnsupportedModelError
 from alto.kernels import SlotTensors, slot_bias_change
-from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
-from alto.lora.injected import InjectedModule
 from alto.lora.layout import ExtraTensor, TargetModule
-from alto.lora.linear import ForwardContext
+from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
 from alto.lora.targets import base_modules, head_base, is_reached_by_text, linear_bases
 from alto.spec import JobConfig
-
-__all__ = ["MultiBiasModule", "bias_notes", "biases_of", "is_bias", "module_of_bias", "trained_biases"]
 
 _ENDING = ".bias"
 
 
 def is_bias(name: str) -> bool:
-    """Whether a further tensor of an adapter is a bias of the base model."""
+    """Return whether an extra tensor of an adapter is a bias of the base model."""
     return name.endswith(_ENDING)
 
 
 def module_of_bias(name: str) -> str:
-    """Name of the module that has the bias ``name``."""
+    """Return the name of the module that has the bias ``name``."""
     return name.removesuffix(_ENDING)
 
 
 def trained_biases(
     model: PreTrainedModel, config: JobConfig, targets: Sequence[TargetModule]
 ) -> tuple[ExtraTensor, ...]:
-    """The biases that a job trains, in the model's order: of the modules with adapters (``lora_only``), or of all
-    modules that rows of text reach.
+    """Return the biases that a job trains, in the model's order: those of modules with adapters (``lora_only``), or
+    those of all modules that text reaches (``all``).
 
     Weight decay does not apply to them. Source: PEFT 0.21, ``BaseTuner._mark_only_adapters_as_trainable``.
 
     Raises:
-        UnsupportedError: With ``all``, a bias of the model is added in another way than to the output of its module.
+        UnsupportedError: With ``all``, the model has a bias that is not one of :func:`biases_of`.
     """
     if config.bias == "none":
         return ()
@@ -60,8 +57,10 @@ def trained_biases(
 
 
 def biases_of(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
-    """Sizes of the biases that adapters can train, by full name in the model's order: of linear layers and
-    ``torch.nn.LayerNorm``, which add their bias last."""
+    """Return the shapes of the biases that adapters can train, by full name in the model's order.
+
+    These are the biases of linear layers and ``torch.nn.LayerNorm``, which add their bias last.
+    """
     linear = linear_bases(model)
     return {
         f"{name}{_ENDING}": tuple(bias.shape)
@@ -77,34 +76,32 @@ def _check_all(model: PreTrainedModel, known: Collection[str]) -> None:
         if is_trained and f"{name}{_ENDING}" not in known:
             what = "its output head" if module is head_base(model) else f"a {type(module).__name__}"
             raise UnsupportedError(
-                f"bias: expected a base model whose biases are all of linear layers and torch.nn.LayerNorm, found "
-                f"{name}{_ENDING} of {what}; write bias: lora_only, which trains those of the modules with adapters, "
+                f"bias: expected a base model that has biases only in linear layers and torch.nn.LayerNorm, found "
+                f"{name}{_ENDING} of {what}; write bias: lora_only, which trains the biases of modules with adapters, "
                 "or remove the key"
             )
 
 
 def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """A notice where jobs ask for biases to be trained and the base model has none.
+    """Return a notice if jobs train biases but the base model has none.
 
     Args:
-        model: With or without weights, with or without injected adapters.
+        model: The base model, with or without weights, with or without injected adapters.
         configs: Configurations of all jobs.
     """
     asked = sorted({config.bias for config in configs} - {"none"})
     if not asked or any(module._parameters.get("bias") is not None for module in base_modules(model).values()):
         return ()
-    return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains what bias: none trains.",)
+    return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains the same as bias: none.",)
 
 
 class MultiBiasModule(InjectedModule):
-    """A frozen module without an adapter that adds a bias to its output, with a bias per slot.
+    """A frozen module without an adapter, with its own output bias for each slot.
 
     Args:
-        base: The module; it adds its bias last.
-        name: Its full name in the model.
+        base: The module; it must add its bias last.
+        name: Full name in the model.
         biases: Biases of the slots.
-        bank: Adapters of all slots.
-        context: Gives the slots of the tokens.
     """
 
     def __init__(
@@ -118,7 +115,7 @@ class MultiBiasModule(InjectedModule):
         self._context = context
 
     def __getattr__(self, name: str) -> Any:
-        """Models read settings and weights of their layers."""
+        """Return attributes of the base, because models read settings and weights of their layers."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -126,7 +123,7 @@ class MultiBiasModule(InjectedModule):
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen bias; under a schedule it can only be looked at."""
+        """The frozen bias. Under a schedule it cannot be used in computations."""
         bias: Any = self.base.bias
         return AdaptedWeight.of(bias, self._name) if self._context.schedule is not None else bias
 
@@ -141,7 +138,7 @@ class MultiBiasModule(InjectedModule):
         if y.shape[:-1].numel() != num_positions:
             raise UnsupportedModelError(
                 f"bias: expected modules that the model runs once on all {num_positions} tokens of a forward pass, "
-                f"found that {self._name} computes {y.shape[:-1].numel()}; write bias: lora_only, or remove the key"
+                f"found that {self._name} runs on {y.shape[:-1].numel()}; write bias: lora_only, or remove the key"
             )
         base: Any = self.base
         change_TN = slot_bias_change(self._bank.anchor, self._biases, base.bias, schedule, y.dtype)

@@ -1,4 +1,5 @@
-"""DoRA (``use_dora``): the rows of an adapted weight have trained lengths, here for layers that read the same input.
+"""DoRA (``use_dora``) for linear layers that read the same input: each row of an adapted weight has a trained
+magnitude.
 
 Shapes as in :mod:`alto.kernels.dora`.
 """
@@ -22,22 +23,18 @@ from alto.kernels import (
     scaled_by_magnitude,
 )
 
-__all__ = ["Dora"]
-
 
 class Dora:
     """The magnitudes of linear layers that read the same input.
 
     Attributes:
-        ops: The backend that holds the ops.
+        ops: The kernel backend module.
 
     Args:
-        bases: The layers.
+        bases: The frozen layers.
         anchor: See :func:`alto.kernels.grouped_lora_linear`.
-        operands: Their adapters.
-        ops: The backend that holds the ops.
-        magnitudes: The magnitude vector of every slot for each layer, and the norm of every row of its frozen weight;
-            None where no job has one.
+        magnitudes: For each layer, the magnitude vectors of the slots and the row norms of its frozen weight; None if
+            no job has magnitudes there.
     """
 
     def __init__(
@@ -60,9 +57,9 @@ class Dora:
         return any(magnitudes is not None for magnitudes in self._magnitudes)
 
     def outputs(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
-        """``[T, N]`` of every layer, its frozen bias included.
+        """Return the output ``[T, N]`` of every layer, including its frozen bias.
 
-        With dropout the weight that is scaled sees the dropped input: the frozen product of what was dropped is added
+        With dropout, the scaled weight sees the dropped input, and the frozen product of the dropped part is added
         unscaled (PEFT 0.21, ``DoraLinearVariant.forward``).
         """
         vectors = [magnitudes[0] for magnitudes in self._magnitudes if magnitudes is not None]

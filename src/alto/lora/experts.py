@@ -1,19 +1,20 @@
 """Experts of a mixture, stacked in one parameter per projection, with an adapter per slot and expert.
 
-The tokens that the router sends to an expert are sorted by expert and, within an expert, by slot: to the ops of
-:mod:`alto.kernels` every slot of every expert is a slot of its own, with a segment of these tokens.
+The tokens that the router sends to an expert are sorted by expert and, within an expert, by slot. The ops of
+:mod:`alto.kernels` see every pair of slot and expert as a separate slot with its own segment of tokens.
 
-The counts of tokens per expert are known only once the router has run, so that each layer of a mixture waits for the
-device once in a forward pass; transformers' own loop over experts does, too.
+The token counts per expert are known only after the router has run, so each mixture layer waits for the device once per
+forward pass; transformers' own loop over experts does, too.
 
-Shapes: ``T`` tokens, ``C`` experts of each, ``S = T · C`` selected tokens, ``E`` experts, ``Z`` slots, ``H`` hidden
-size.
+Shapes: ``T`` tokens, ``C`` experts chosen per token, ``S = T · C`` selected tokens, ``E`` experts, ``Z`` slots, ``H``
+hidden size.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -22,27 +23,25 @@ from torch import Tensor, nn
 
 from alto.kernels import LoraOperands, TokenSchedule, added_linear, grouped_lora_linear
 from alto.lora.bank import AdapterBank
-from alto.lora.injected import InjectedModule
 from alto.lora.layout import TargetModule
-from alto.lora.linear import ForwardContext
-
-__all__ = ["MultiLoraExperts", "expert_parameters", "is_adaptable"]
+from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
 
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "num_experts")
-"""What transformers' ``use_experts_implementation`` gives every class of stacked experts (transformers 5)."""
+"""Attributes that transformers' ``use_experts_implementation`` adds to every class of stacked experts (transformers
+5)."""
 
 
 def is_adaptable(module: nn.Module) -> bool:
-    """Whether ``module`` holds stacked experts of the form that transformers' own grouped forward passes take."""
+    """Return whether ``module`` holds stacked experts in the form that transformers' grouped forward passes accept."""
     return all(hasattr(module, name) for name in _ATTRIBUTES)
 
 
 def expert_parameters(module: nn.Module, name: str) -> tuple[TargetModule, ...]:
-    """The parameters of the experts in ``module`` that may have adapters, in the module's order.
+    """Return the parameters of the experts in ``module`` that may have adapters, in the module's order.
 
     Args:
         module: Stacked experts; see :func:`is_adaptable`.
-        name: Its full name.
+        name: Full name of the module.
     """
     found = []
     for key, parameter in module.named_parameters(recurse=False):
@@ -56,14 +55,12 @@ def expert_parameters(module: nn.Module, name: str) -> tuple[TargetModule, ...]:
 
 
 class MultiLoraExperts(InjectedModule):
-    """Frozen experts with an adapter per slot and expert. Outside of a schedule they are only the base's experts.
+    """Frozen experts with an adapter per slot and expert. Outside of a schedule they act as the base experts.
 
     Args:
         base: Stacked experts.
-        bank: Adapters of all slots.
-        operands: By name of a parameter, its adapters; a parameter without any is left out.
-        context: Gives the slots of the tokens.
-        ops: The backend that holds the ops.
+        operands: Adapters by parameter name; parameters without adapters are left out.
+        ops: The kernel backend module.
     """
 
     def __init__(
@@ -82,7 +79,7 @@ class MultiLoraExperts(InjectedModule):
         self._ops = ops
 
     def __getattr__(self, name: str) -> Any:
-        """Blocks of experts read settings of their experts, such as their number."""
+        """Return attributes of the base, because expert blocks read settings such as the number of experts."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -103,7 +100,7 @@ class MultiLoraExperts(InjectedModule):
         return places.spread(self._mixed(x_TH, experts_TC, weights_TC, schedule)).view(hidden_states.shape)
 
     def _mixed(self, x_TH: Tensor, experts_TC: Tensor, weights_TC: Tensor, schedule: TokenSchedule) -> Tensor:
-        """The weighted sum of the outputs of each token's experts, ``[T, H]``."""
+        """Return the weighted sum of the outputs of each token's experts, ``[T, H]``."""
         base: Any = self.base
         num_tokens, num_chosen = experts_TC.shape
         slots_S = schedule.slots_of_tokens(x_TH.device).repeat_interleave(num_chosen)
@@ -120,7 +117,7 @@ class MultiLoraExperts(InjectedModule):
             sum(counts[first : first + self._bank.num_slots]) for first in range(0, num_groups, self._bank.num_slots)
         ]
         first = _first(base)
-        # Not by token indices: their gradients would be summed by atomics on a GPU.
+        # Do not index by token: a GPU would sum the gradients with atomics.
         x_SH = x_TH[:, None].expand(-1, num_chosen, -1).reshape(num_tokens * num_chosen, -1)
         hidden_SN = self._project(first, x_SH.index_select(0, order_S), tokens, sorted_schedule)
         hidden_SN = base._apply_gate(hidden_SN) if base.has_gate else base.act_fn(hidden_SN)
@@ -149,7 +146,7 @@ class _FrozenExperts:
     Args:
         base: Stacked experts.
         key: Name of the parameter.
-        tokens: Tokens of every expert.
+        tokens: Number of tokens of every expert.
     """
 
     def __init__(self, base: Any, key: str, tokens: Sequence[int]) -> None:
@@ -184,5 +181,90 @@ class _FrozenExperts:
 
 
 def _first(module: Any) -> str:
-    """Name of the parameter that the experts' input is multiplied with."""
+    """Return the name of the parameter that multiplies the experts' input."""
     return "gate_up_proj" if module.has_gate else "up_proj"
+
+
+# Routers of a mixture that hold their weight directly, with an adapter per slot.
+#
+# Such a router is a linear layer followed by more steps (a softmax, the choice of experts), all in one module. While it
+# runs, its weight is replaced by one whose product with the tokens includes the adapters.
+
+
+class MultiLoraRouter(InjectedModule):
+    """A frozen router with one adapter per slot. Outside of a schedule it acts as the base router.
+
+    Args:
+        base: The router; its parameter ``weight`` is ``[E, H]``.
+        name: Full name in the model.
+        ops: The kernel backend module.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        name: str,
+        bank: AdapterBank,
+        operands: LoraOperands,
+        context: ForwardContext,
+        ops: ModuleType,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self._name = name
+        self._bank = bank
+        self._operands = operands
+        self._context = context
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attributes of the base, because expert blocks read settings of their router, such as a bias for
+        choosing experts."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._context.schedule is None:
+            return self.base(*args, **kwargs)
+        with self._adapted():
+            return self.base(*args, **kwargs)
+
+    @contextmanager
+    def _adapted(self) -> Iterator[None]:
+        parameters = self.base._parameters
+        weight = parameters["weight"]
+        assert weight is not None
+        parameters["weight"] = AdaptedWeight.of(weight, self._name, self._product)
+        try:
+            yield
+        finally:
+            parameters["weight"] = weight
+
+    def _product(self, x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+        schedule, places = self._context.schedule, self._context.places()
+        assert schedule is not None
+        x_TK = x.reshape(-1, x.shape[-1])
+        if places is not None:
+            x_TK = places.collect(x_TK)
+        base = _GivenWeight(weight_NK, bias_N)
+        (y_TN,) = grouped_lora_linear(x_TK, self._bank.anchor, [base], self._operands, schedule, self._ops)
+        if places is not None:
+            y_TN = places.spread(y_TN)
+        return y_TN.view(*x.shape[:-1], -1)
+
+
+class _GivenWeight:
+    """A frozen linear layer with the given weight and bias."""
+
+    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+        self._weight_NK = weight_NK
+        self._bias_N = bias_N
+
+    def forward(self, x_TK: Tensor, y_TN: Tensor | None = None) -> Tensor:
+        return added_linear(x_TK, self._weight_NK, self._bias_N, y_TN)
+
+    def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
+        return dy_TN @ self._weight_NK if dx_TK is None else dx_TK.addmm_(dy_TN, self._weight_NK)

@@ -1,35 +1,69 @@
-"""Checks that a saved adapter fits a base model."""
+"""The check that a saved adapter fits a base model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from alto.errors import TargetModuleError
 from alto.lora.biases import biases_of
-from alto.lora.heads import HEAD
-from alto.lora.initial import initial_values
+from alto.lora.heads import HEAD, whole_shapes
 from alto.lora.layout import ExtraTensor
-from alto.lora.magnitudes import magnitude_of
+from alto.lora.magnitudes import is_magnitude, magnitude_of
 from alto.lora.saved import SavedAdapter
-from alto.lora.targets import adaptable
-from alto.lora.whole_modules import whole_shapes
+from alto.lora.targets import adaptable, base_modules
 
-__all__ = ["check_fit"]
+
+@torch.no_grad()
+def initial_values(model: PreTrainedModel, extras: Iterable[ExtraTensor]) -> dict[str, Tensor]:
+    """Return the values of ``extras`` before the first step, by name.
+
+    If the model is sharded, all ranks must make the same call, because each parameter is gathered from all of them.
+
+    Args:
+        model: The base model, with or without injected adapters.
+        extras: Parameters of the model's modules; magnitude vectors, which start as the row norms of the weights; and
+            classification heads, which the base model does not have: these get a single zero, whatever their size,
+            until a job draws its own.
+    """
+    modules = base_modules(model)
+    return {
+        extra.name: torch.zeros(())
+        if extra.name == HEAD
+        else _of_module(modules[extra.name.rpartition(".")[0]], extra.name)
+        for extra in extras
+    }
+
+
+def _of_module(module: Any, name: str) -> Tensor:
+    if is_magnitude(name):
+        weight = _whole(module.weight)
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        return torch.linalg.vector_norm(weight, dim=0 if isinstance(module, Conv1D) else 1, dtype=dtype)
+    return _whole(getattr(module, name.rpartition(".")[2]))
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, remedy: str, otherwise: str = "") -> None:
-    """Check that every tensor of ``adapter`` has its place in ``network``; a classification head is not looked at.
+    """Check that ``network`` has a place for every tensor of ``adapter``, except a classification head.
 
     Args:
         network: The base model, with or without injected adapters.
-        adapter: The adapter.
-        base: The name of the base model, for messages.
-        remedy: How another base model is named, for messages.
-        otherwise: What else can be done about tensors that ALTO cannot hold, for messages.
+        base: Name of the base model, for error messages.
+        remedy: How to name another base model, for error messages.
+        otherwise: Another remedy for tensors that ALTO does not support, for error messages.
 
     Raises:
-        TargetModuleError: A tensor is of a module that the model does not have, or has other sizes.
+        TargetModuleError: A tensor belongs to a module that the model does not have, or has the wrong shape.
     """
     modules = {module.name: module for module in adaptable(network)}
     absent = sorted(set(adapter.weights) - set(modules))
@@ -48,7 +82,7 @@ def check_fit(network: PreTrainedModel, adapter: SavedAdapter, base: str, *, rem
         if wanted != found or a_KR.shape[-1] != b_RN.shape[-2] or not are_as_many:
             raise TargetModuleError(
                 f"{adapter.folder}: expected an adapter for {name} of the base model {base}, {wanted[0]} × "
-                f"{wanted[1]}, found one of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; {remedy}"
+                f"{wanted[1]}, found matrices of shapes {tuple(a_KR.shape)} and {tuple(b_RN.shape)}; {remedy}"
             )
 
 
@@ -66,17 +100,18 @@ def _check_extras(network: PreTrainedModel, adapter: SavedAdapter, base: str, re
         if name != HEAD and shapes.get(name) != tensor.shape:
             found = f"of {tuple(tensor.shape)}" if name in shapes else "which the model does not have"
             raise TargetModuleError(
-                f"{adapter.folder}: expected magnitudes of linear layers, biases of these and of LayerNorm, the output "
-                f"head and the embeddings of the base model {base}, found {name}, {found}; {remedy}"
+                f"{adapter.folder}: expected magnitudes of linear layers, biases of linear layers and of LayerNorm, "
+                f"the output head and the embeddings of the base model {base}, found {name}, {found}; {remedy}"
             )
 
 
 def _check_base_weights(network: PreTrainedModel, adapter: SavedAdapter, base: str, remedy: str) -> None:
-    """What PEFT saved of the base model, and would put in its place, is what the base model has."""
+    """Check that the base weights saved by PEFT, which PEFT would load into the base model, equal those of
+    ``network``."""
     for name, saved in adapter.base_weights.items():
         held = initial_values(network, [ExtraTensor(name=name, shape=tuple(saved.shape))])[name].cpu()
         if not torch.equal(held, saved.to(held.dtype)):
             raise TargetModuleError(
                 f"{adapter.folder}: expected {name}, which PEFT saved beside the adapter, to be that of the base model "
-                f"{base}, found that of another base model, or one that was trained or resized; {remedy}"
+                f"{base}, found that of a different base model, or of one that was trained or resized; {remedy}"
             )

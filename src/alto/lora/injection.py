@@ -1,4 +1,4 @@
-"""Injects a bank's adapters into a base model, and removes them."""
+"""Injection of a bank's adapters into a base model, and their removal."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from alto.kernels import LoraOperands, SlotTensors, choose_backend
 from alto.lora.bank import AdapterBank
 from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
-from alto.lora.embeddings import MultiLoraEmbedding
-from alto.lora.experts import MultiLoraExperts
-from alto.lora.injected import InjectedModule
-from alto.lora.linear import ForwardContext, FrozenWeight, MultiLoraLinear, RowPlaces, SharedInput
-from alto.lora.lm_head import MultiLoraHead
+from alto.lora.experts import MultiLoraExperts, MultiLoraRouter
+from alto.lora.heads import whole_weights
+from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, RowPlaces, SharedInput
 from alto.lora.magnitudes import magnitude_of
-from alto.lora.routers import MultiLoraRouter
 from alto.lora.targets import (
     adaptable,
     base_modules,
@@ -26,9 +23,7 @@ from alto.lora.targets import (
     linear_bases,
     router_bases,
 )
-from alto.lora.whole_modules import whole_weights
-
-__all__ = ["eject", "inject"]
+from alto.lora.vocabulary import MultiLoraEmbedding, MultiLoraHead
 
 
 def inject(
@@ -37,17 +32,15 @@ def inject(
     """Wrap every module of the bank's layout in place; modules wrapped for another bank are unwrapped first.
 
     Args:
-        model: The base model.
-        bank: Adapters of all slots.
         places: See :class:`ForwardContext`.
 
     Returns:
-        The context that gives the wrapped modules the slots of a micro-batch's tokens.
+        The context that tells the wrapped modules which slot each token of a micro-batch belongs to.
     """
     eject(model)
     context, ops = ForwardContext(places), choose_backend(device=bank.params_ZP.device)
     bases, routers, of_experts = linear_bases(model), router_bases(model), expert_bases(model)
-    # A group's number is that of its first module in the model, whether or not a job targets that module.
+    # A group takes the number of its first module in the model, even if no job targets that module.
     numbers = {target.name: number for number, target in enumerate(adaptable(model))}
     numbers |= {name: numbers[names[0]] for names in bank.layout.shared_inputs for name in names}
     operands_of_experts: dict[str, dict[str, LoraOperands]] = {}
@@ -81,7 +74,8 @@ def inject(
 
 
 def _magnitude(bank: AdapterBank, module: str) -> tuple[SlotTensors, Tensor] | None:
-    """The magnitude vectors of the slots for a module, and what they start with: the norms of the frozen weight."""
+    """Return the magnitude vectors of the slots for a module, and their initial value: the row norms of the frozen
+    weight."""
     name = magnitude_of(module)
     vectors = bank.tensors(name)
     return None if vectors is None else (vectors, bank.initial[name].to(bank.params_ZP.device))
@@ -90,7 +84,7 @@ def _magnitude(bank: AdapterBank, module: str) -> tuple[SlotTensors, Tensor] | N
 def _inject_ends(
     model: PreTrainedModel, bank: AdapterBank, context: ForwardContext, operands: Mapping[str, LoraOperands]
 ) -> None:
-    """Wrap the output head and the embeddings, where they have adapters or are trained whole.
+    """Wrap the output head and the embeddings if they have adapters or are trained in full.
 
     Args:
         operands: Their adapters by name.
@@ -110,7 +104,7 @@ def _inject_ends(
 
 
 def _inject_biases(model: PreTrainedModel, bank: AdapterBank, context: ForwardContext) -> None:
-    """Wrap the modules whose biases are trained, and that have no adapters."""
+    """Wrap the modules without adapters whose biases are trained."""
     adapted, modules = {module.name for module in bank.layout.modules}, base_modules(model)
     for name in (module_of_bias(extra.name) for extra in bank.layout.extras if is_bias(extra.name)):
         if name not in adapted:
@@ -120,7 +114,7 @@ def _inject_biases(model: PreTrainedModel, bank: AdapterBank, context: ForwardCo
 
 
 def eject(model: PreTrainedModel) -> None:
-    """Restore every wrapped module's base layer; a model without wrapped modules is not changed."""
+    """Restore the base layer of every wrapped module; a model without wrapped modules is not changed."""
     wrapped = [(name, module) for name, module in model.named_modules() if isinstance(module, InjectedModule)]
     for name, module in wrapped:
         model.set_submodule(name, module.base)

@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from alto.kernels import VECTOR_SIZE, RowParts
+from torch import Tensor
 
-__all__ = ["AdapterShape", "BankLayout", "ExtraTensor", "GroupPlace", "RowPlaces", "TargetModule"]
+from alto.kernels import VECTOR_SIZE, RowParts
 
 _ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetModule:
-    """A linear module of the base model, or a parameter that holds a matrix for each of several experts.
+    """A linear module of the base model, or a parameter that stacks the matrices of several experts.
 
     Attributes:
         name: Full name in the model.
         in_features: ``K``.
         out_features: ``N``.
-        is_router: Whether it is the weight of a router, which no linear module holds.
-        is_head: Whether it is the output head of the model, which reads only what predicts a trained token.
-        is_embedding: Whether it is the token embeddings, of which ``A`` has a row for every token.
-        num_experts: ``E``, matrices of a parameter of experts, each of which has an ``A`` and a ``B`` of its own; None
-            of a linear module.
+        is_router: Whether it is the weight of a router that is not a linear layer.
+        is_head: Whether it is the model's output head, which reads only positions that predict a trained token.
+        is_embedding: Whether it is the token embeddings, whose ``A`` has one row per token.
+        num_experts: ``E``, number of matrices in a parameter of experts, each with its own ``A`` and ``B``; None for a
+            linear module.
     """
 
     name: str
@@ -44,24 +44,23 @@ class TargetModule:
 
     @property
     def num_matrices(self) -> int:
-        """``E``, or 1."""
+        """``E`` for stacked experts, 1 for all other modules."""
         return self.num_experts or 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraTensor:
-    """A trained tensor of an adapter beside its low-rank matrices, such as a bias.
+    """A trained tensor of an adapter besides its low-rank matrices, such as a bias.
 
-    It lies in the row of the bank behind all matrices, contiguous and whole. Clipping takes the norm over it too, and
-    AdamW treats it as Hugging Face's trainers and PEFT do: a vector has LoRA+'s rate of ``B``, a tensor of more
+    It is contiguous in the row of the bank, after all matrices. The clipping norm includes it, and AdamW treats it as
+    Hugging Face's trainers and PEFT do: with LoRA+, a vector uses the learning rate of ``B``, and a tensor with more
     dimensions that of ``A`` (PEFT 0.21, ``create_loraplus_optimizer``).
 
     Attributes:
-        name: Full name in the base model of the parameter whose place it takes, such as ``<module>.bias``; or of the
-            parameter that PEFT adds to a module, ``<module>.lora_magnitude_vector``.
-        shape: Its sizes.
-        has_decay: Whether weight decay applies to it: not to biases and norms (transformers 5.23,
-            ``Trainer.get_decay_parameter_names``). Only vectors may be without.
+        name: Full name of the base model's parameter that it replaces, such as ``<module>.bias``; or of a parameter
+            that PEFT adds to a module, ``<module>.lora_magnitude_vector``.
+        has_decay: Whether weight decay applies; it does not for biases and norms (transformers 5.23,
+            ``Trainer.get_decay_parameter_names``). Only vectors may be without weight decay.
     """
 
     name: str
@@ -82,15 +81,15 @@ class ExtraTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterShape:
-    """Ranks and targets of one adapter, and its further tensors.
+    """Ranks, targets and extra tensors of one adapter.
 
     Attributes:
         rank: The largest rank of its modules.
         targets: Its modules, in the model's order.
-        own_ranks: Rank of every target; empty where all have ``rank``.
-        scale_ratios: Scale of every target's output over the scale of the job, which a token schedule holds; empty
-            where all are 1.
-        extras: Its further tensors, in the model's order.
+        own_ranks: Rank of every target; empty if all have ``rank``.
+        scale_ratios: Scale of every target's output divided by the job's scale, which the token schedule holds; empty
+            if all are 1.
+        extras: Its extra tensors, in the model's order.
     """
 
     rank: int
@@ -106,7 +105,7 @@ class AdapterShape:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Scale of every target over that of the job."""
+        """Scale of every target divided by that of the job."""
         return self.scale_ratios or (1.0,) * len(self.targets)
 
     @property
@@ -123,10 +122,10 @@ class GroupPlace:
     """Offsets of one group's part of an adapter in its row.
 
     Attributes:
-        ranks: Rank of every member; 0 where it is not targeted.
-        ratios: Scale of every member over that of the job.
-        a_start: Offset of the members' ``A`` side by side, ``[K, Q]``; of experts, those of all, ``[E, K, r]``.
-        b_starts: Offset of every member's ``B``, ``[r, N]``; of experts, ``[E, r, N]``.
+        ranks: Rank of every member; 0 if it is not targeted.
+        ratios: Scale of every member divided by that of the job.
+        a_start: Offset of the members' ``A`` side by side, ``[K, Q]``; for experts, of all their ``A``, ``[E, K, r]``.
+        b_starts: Offset of every member's ``B``, ``[r, N]``; for experts, ``[E, r, N]``.
     """
 
     ranks: tuple[int, ...]
@@ -137,12 +136,12 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPlaces:
-    """Offsets of an adapter in its row: all its ``A`` from the start, all its ``B``, then its further tensors.
+    """Offsets of an adapter in its row: first every ``A``, then every ``B``, then the extra tensors.
 
     Attributes:
-        groups: Its part in every group of the layout.
-        parts: The parts that the optimizer treats each in one way.
-        extras: Its further tensors with their offsets: vectors with weight decay, vectors without, then others.
+        groups: Offsets of the adapter's part in every group of the layout.
+        parts: Ends of the parts that the optimizer treats differently.
+        extras: Extra tensors with their offsets: vectors with weight decay, vectors without, then all others.
     """
 
     groups: tuple[GroupPlace, ...]
@@ -161,12 +160,12 @@ class BankLayout:
 
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
-        max_rank: ``R``, the largest rank a slot can hold.
-        rank_step: A common divisor of all ranks that slots may hold; see
-            :attr:`alto.kernels.LoraOperands.alignment`. Does not change the offsets of an adapter.
-        shared_inputs: Names of modules of the model that read the same input, of which ``modules`` may hold a part;
-            see :func:`alto.lora.shared_inputs.find_shared_inputs`.
-        extras: The further tensors of all jobs.
+        max_rank: ``R``, the largest rank that a slot can hold.
+        rank_step: A common divisor of all ranks that slots may hold; see :attr:`alto.kernels.LoraOperands.alignment`.
+            It does not change the offsets of an adapter.
+        shared_inputs: Names of the model's modules that read the same input; ``modules`` may include only some of them.
+            See :func:`alto.lora.targets.find_shared_inputs`.
+        extras: The extra tensors of all jobs.
     """
 
     modules: tuple[TargetModule, ...]
@@ -177,13 +176,13 @@ class BankLayout:
 
     @property
     def row_size(self) -> int:
-        """``P``, parameters of the largest adapter, rounded up so that every row begins where vectors may."""
+        """``P``, parameters of the largest adapter, rounded up so that every row starts at an aligned offset."""
         largest = AdapterShape(rank=self.max_rank, targets=self.modules, extras=self.extras).num_parameters
         return -(-largest // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     @cached_property
     def groups(self) -> tuple[tuple[TargetModule, ...], ...]:
-        """The modules by input, in the order of their first members."""
+        """The modules grouped by input, in the order of each group's first member."""
         leaders = {name: names[0] for names in self.shared_inputs for name in names}
         groups: dict[str, list[TargetModule]] = {}
         for module in self.modules:
@@ -192,12 +191,13 @@ class BankLayout:
 
     @staticmethod
     def extras_of(shapes: Iterable[AdapterShape]) -> tuple[ExtraTensor, ...]:
-        """The further tensors of adapters, each once, by name; classification heads of several sizes have one name."""
+        """Return the extra tensors of all ``shapes`` without duplicates, sorted by name. Classification heads of
+        different sizes share one name."""
         extras = {extra for shape in shapes for extra in shape.extras}
         return tuple(sorted(extras, key=lambda extra: (extra.name, extra.shape)))
 
     def places(self, shape: AdapterShape) -> RowPlaces:
-        """Offsets of an adapter of ``shape`` in its row."""
+        """Return the offsets of an adapter of ``shape`` in its row."""
         rank_of = dict(zip(shape.targets, shape.ranks, strict=True))
         ratio_of = dict(zip(shape.targets, shape.ratios, strict=True))
         assert max(shape.ranks, default=0) <= self.max_rank
@@ -205,7 +205,7 @@ class BankLayout:
         assert set(shape.extras) <= set(self.extras)
         ranks = [tuple(rank_of.get(module, 0) for module in group) for group in self.groups]
         ratios = [tuple(ratio_of.get(module, 1.0) for module in group) for group in self.groups]
-        # By the first member that this adapter targets: the first of all may be there for another adapter only.
+        # Sort groups by the first member that this adapter targets; earlier members may be targets of other adapters.
         numbers = {module: number for number, module in enumerate(self.modules) if rank_of.get(module)}
         firsts = [min(numbers.get(module, len(self.modules)) for module in group) for group in self.groups]
         order = sorted(range(len(firsts)), key=firsts.__getitem__)
@@ -231,7 +231,7 @@ class BankLayout:
 def _with_extras(
     groups: tuple[GroupPlace, ...], extras: tuple[ExtraTensor, ...], *, a_end: int, b_end: int
 ) -> RowPlaces:
-    """The further tensors behind the matrices, in the order of :class:`RowPlaces`."""
+    """Return the offsets with the extra tensors placed after the matrices, in the order of :class:`RowPlaces`."""
     kinds = (
         [extra for extra in extras if extra.is_vector and extra.has_decay],
         [extra for extra in extras if not extra.has_decay],
@@ -244,3 +244,26 @@ def _with_extras(
             start += extra.num_parameters
         ends.append(start)
     return RowPlaces(groups=groups, parts=RowParts(a_end, *ends), extras=tuple(placed))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights(Mapping[str, tuple[Tensor, Tensor]]):
+    """One adapter, on the CPU. As a mapping, it gives the low-rank matrices by module name.
+
+    Attributes:
+        matrices: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name; for ``E`` experts in one parameter
+            ``[E, K, r]`` and ``[E, r, N]``.
+        extras: Its extra tensors by name; see :class:`alto.lora.layout.ExtraTensor`.
+    """
+
+    matrices: Mapping[str, tuple[Tensor, Tensor]]
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
+        return self.matrices[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.matrices)
+
+    def __len__(self) -> int:
+        return len(self.matrices)

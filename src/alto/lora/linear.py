@@ -2,31 +2,195 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Protocol, TypeAlias
-from weakref import WeakSet
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
 from alto.kernels import GroupedLinear, LoraOperands, SlotTensors, TokenSchedule, added_linear, slot_bias_change
-from alto.lora.adapted_weight import AdaptedWeight
 from alto.lora.bank import AdapterBank
 from alto.lora.dora import Dora
-from alto.lora.graph_ops import GraphHandle, linear_in_graph
-from alto.lora.injected import InjectedModule
 
-__all__ = ["ForwardContext", "FrozenLinear", "FrozenWeight", "MultiLoraLinear", "RowPlaces", "SharedInput"]
+Product: TypeAlias = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A function of tokens ``[…, K]``, a weight ``[N, K]`` and a bias ``[N]`` or None that returns ``[…, N]``."""
+
+_CASTS = {Tensor.to, Tensor.type, Tensor.float, Tensor.detach, Tensor.contiguous}
+
+
+class AdaptedWeight(Tensor):
+    """A weight ``[N, K]`` or bias ``[N]`` that can be cast and whose shape and dtype can be read.
+
+    Attributes:
+        product: Computes ``torch.nn.functional.linear`` with the weight, adapters included; None if only the module
+            itself applies the adapters.
+        owner: Name of its module, for error messages.
+    """
+
+    product: Product | None
+    owner: str
+
+    @classmethod
+    def of(cls, weight_NK: Tensor, owner: str, product: Product | None = None) -> AdaptedWeight:
+        """Return a view of ``weight_NK``."""
+        adapted = weight_NK.detach().as_subclass(cls)
+        adapted.owner, adapted.product = owner, product
+        return adapted
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, with the adapters if it is a linear product.
+
+        Raises:
+            UnsupportedModelError: The result would leave out the adapters.
+        """
+        kwargs = kwargs or {}
+        adapted = next(value for value in (*args, *kwargs.values()) if isinstance(value, cls))
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is F.linear and adapted.product is not None:
+                x, weight, bias = (*args, *kwargs.values(), None)[:3]
+                return adapted.product(x, weight.as_subclass(Tensor), bias)
+            if func in _CASTS:
+                return cls.of(func(*args, **kwargs), adapted.owner, adapted.product)
+            result = func(*args, **kwargs)
+        if isinstance(result, Tensor):
+            raise UnsupportedModelError(
+                f"expected a model that uses the weight of {adapted.owner} only to multiply tokens with it, in its "
+                "module, found one that reads it elsewhere, where no adapter would apply; leave the module out of "
+                "target_modules and target_parameters"
+            )
+        return result
+
+
+class InjectedModule(nn.Module):
+    """A module that computes what a base-model module computes, plus the changes made by the adapters of all slots.
+
+    Attributes:
+        base: The replaced module. Outside of a schedule, the injected module behaves exactly like it.
+    """
+
+    base: Any
+
+
+# Linear layers that read the same input as one PyTorch operator, so that ``torch.compile`` does not break the graph of
+# a layer around them.
+#
+# To the compiler the operator is opaque. Its data (adapters, frozen weights, token slots) changes between steps and
+# layers, so it is looked up by a number at run time. The number is stored in a tensor, so all layers of a model share
+# one compiled graph.
+#
+# Shapes: ``T`` tokens, ``K`` in-features, ``N`` out-features, ``Q`` ranks of a slot over the layers, ``R`` the length
+# of a row that holds them.
+
+
+class InGraph(Protocol):
+    """Linear layers that read the same input."""
+
+    def in_pass(self, num_tokens: int) -> GroupedLinear:
+        """Return the layers with the adapters of the current forward or backward pass.
+
+        Raises:
+            UnsupportedModelError: The layers do not see all tokens of the pass.
+        """
+        ...
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_numbers = itertools.count()
+_of_number: WeakValueDictionary[int, InGraph] = WeakValueDictionary()
+
+
+class GraphHandle:
+    """The reference that compiled layers hold to a group of linear layers.
+
+    Args:
+        group: The group, referenced weakly.
+        ops: The kernel backend module.
+    """
+
+    def __init__(self, group: InGraph, operands: LoraOperands, ops: ModuleType) -> None:
+        number = next(_numbers)
+        _of_number[number] = group
+        self.number = torch.tensor([number])
+        self.widths = list(operands.out_features)
+        self.rows = {dtype: ops.narrow_rows(operands, dtype) for dtype in _DTYPES}
+
+
+def linear_in_graph(x_TK: Tensor, anchor: Tensor, handle: GraphHandle) -> tuple[Tensor, ...]:
+    """Return ``y_TN`` of every layer of ``handle``; see :func:`alto.kernels.grouped_lora_linear`."""
+    row_length, dtype = handle.rows[x_TK.dtype]
+    result: tuple[Tensor, ...] = _LinearInGraph.apply(x_TK, anchor, handle.number, handle.widths, row_length, dtype)
+    return result
+
+
+class _LinearInGraph(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, anchor: Tensor, number: Tensor, widths: list[int], row_length: int, dtype: torch.dtype
+    ) -> tuple[Tensor, ...]:
+        *ys, s_TR = torch.ops.alto.grouped_linear(x_TK, number, widths, row_length, dtype)
+        ctx.save_for_backward(x_TK, s_TR, number)
+        return tuple(ys)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+        dx_TK, anchor_gradient = torch.ops.alto.grouped_linear_backward(list(dys), *ctx.saved_tensors)
+        return dx_TK, anchor_gradient, None, None, None, None
+
+
+def _forward(x_TK: Tensor, number: Tensor, widths: list[int], row_length: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return ``y_TN`` of every layer, and the rows ``s_TR`` that begin with ``s_TQ``."""
+    ys, s_TQ = _of_number[int(number)].in_pass(len(x_TK)).forward(x_TK)
+    if s_TQ is None:
+        return [*ys, x_TK.new_empty(len(x_TK), row_length, dtype=dtype)]
+    return [*ys, s_TQ.as_strided((len(x_TK), row_length), (row_length, 1))]
+
+
+def _shapes(x_TK: Tensor, number: Tensor, widths: list[int], row_length: int, dtype: torch.dtype) -> list[Tensor]:
+    ys = [x_TK.new_empty(x_TK.shape[0], width) for width in widths]
+    return [*ys, x_TK.new_empty(x_TK.shape[0], row_length, dtype=dtype)]
+
+
+def _backward(dys: list[Tensor], x_TK: Tensor, s_TR: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient with respect to ``x_TK`` and a zero for the anchor, whose gradient is always needed, so the
+    call is always made."""
+    group = _of_number[int(number)].in_pass(len(x_TK))
+    s_TQ = s_TR[:, : group.operands.max_width] if group.is_adapted else None
+    dx_TK = group.backward([dy_TN.contiguous() for dy_TN in dys], x_TK, s_TQ, needs_dx=True)
+    assert dx_TK is not None
+    return dx_TK, x_TK.new_zeros((), dtype=torch.float32)
+
+
+def _backward_shapes(dys: list[Tensor], x_TK: Tensor, s_TR: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x_TK), x_TK.new_zeros((), dtype=torch.float32)
+
+
+# Not torch.library.custom_op: it would go through autograd at every call, although _LinearInGraph already does.
+_library = torch.library.Library("alto", "FRAGMENT")
+_library.define(
+    "grouped_linear(Tensor x, Tensor number, int[] widths, int row_length, ScalarType dtype) -> Tensor[]",
+)
+_library.define("grouped_linear_backward(Tensor[] dys, Tensor x, Tensor s, Tensor number) -> (Tensor, Tensor)")
+_library.impl("grouped_linear", _forward, "CompositeExplicitAutograd")
+_library.impl("grouped_linear_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("alto::grouped_linear", _shapes)
+torch.library.register_fake("alto::grouped_linear_backward", _backward_shapes)
+
 
 FrozenLinear: TypeAlias = nn.Linear | Conv1D
-"""A linear layer of a base model; GPT-2's family keeps weights transposed, ``[K, N]``, in a ``Conv1D``."""
+"""A linear layer of a base model; the GPT-2 family stores weights transposed, ``[K, N]``, in a ``Conv1D``."""
 
 
 class RowPlaces(Protocol):
-    """Where the ``T`` tokens of a forward pass lie among the ``P`` positions that the model computes.
+    """The mapping between the ``T`` tokens of a forward pass and the ``P`` positions, padding included, that the model
+    computes.
 
     Attributes:
         num_positions: ``P``.
@@ -36,23 +200,23 @@ class RowPlaces(Protocol):
     def num_positions(self) -> int: ...
 
     def collect(self, x_PN: Tensor) -> Tensor:
-        """The tokens, ``[T, N]``."""
+        """Return the rows of the tokens, ``[T, N]``."""
         ...
 
     def spread(self, x_TN: Tensor) -> Tensor:
-        """The positions, ``[P, N]``."""
+        """Return the rows at all positions, ``[P, N]``, zero at padding."""
         ...
 
 
 class ForwardContext:
-    """Gives every injected module the slots of the current forward pass's tokens.
+    """The context that tells every injected module which slot each token of the current forward pass belongs to.
 
-    The model owns its groups, and they the bank: here they are only referred to, so that a bank is freed with the model
-    that it serves (or when it is taken out of it), at once and not when Python next collects cycles.
+    The model owns its groups, and the groups own the bank. The context holds only weak references to the groups, so a
+    bank is freed together with its model (or when it is ejected) at once, without waiting for Python's garbage
+    collector.
 
     Args:
-        places: Gives the places of the tokens of the forward pass in progress; None where the model computes nothing
-            but tokens.
+        places: Returns the token positions of the current forward pass; None if the model computes no padding.
     """
 
     def __init__(self, places: Callable[[], RowPlaces | None] | None = None) -> None:
@@ -62,17 +226,16 @@ class ForwardContext:
 
     @property
     def is_packed(self) -> bool:
-        """Whether the model computes nothing but tokens."""
+        """Whether the model computes only tokens, without padding."""
         return self._places is None
 
     def places(self) -> RowPlaces | None:
-        """The places of the tokens of the forward pass in progress; None where the model computes them alone."""
+        """Return the token positions of the current forward pass; None if the model computes no padding."""
         return None if self._places is None else self._places()
 
     @property
     def graph_groups(self) -> tuple[int, int]:
-        """How many of the inputs that adapted linear layers read are read inside of compiled layers, where layers are
-        compiled; and how many there are."""
+        """Number of shared inputs whose layers may be part of compiled layers, and number of all shared inputs."""
         return sum(group.is_in_graph for group in self.groups), len(self.groups)
 
     @contextmanager
@@ -89,17 +252,14 @@ class ForwardContext:
 
 
 class SharedInput:
-    """Linear layers that read the same input: the first call computes the outputs of all.
+    """Linear layers that read the same input; the first call computes the outputs of all of them.
 
-    A member that is called with another tensor is also correct, but shares no work.
+    Calling a member with a different tensor is also correct, but shares no work.
 
     Args:
-        bases: The layers.
-        bank: Adapters of all slots.
-        operands: Those of the layers.
-        context: Gives the slots of the tokens.
-        biases: The own bias of every slot for each layer; None where no job trains it.
-        dora: Computes their outputs, scaled to the magnitudes of slots that have them.
+        bases: The frozen weights of the layers.
+        biases: The bias of every slot for each layer; None if no job trains it.
+        dora: Computes the layers' outputs, with DoRA magnitudes for slots that have them.
     """
 
     def __init__(
@@ -125,8 +285,8 @@ class SharedInput:
 
     @property
     def is_in_graph(self) -> bool:
-        """Whether a compiled layer may contain the layers: it does not where jobs train biases or magnitudes of theirs,
-        nor in padded rows."""
+        """Whether compiled layers may contain these layers. They may not if jobs train biases or magnitudes of the
+        layers, or if rows are padded."""
         return self._handle is not None
 
     @property
@@ -134,11 +294,11 @@ class SharedInput:
         return self._context.schedule is not None
 
     def trains_bias(self, member: int) -> bool:
-        """Whether a job trains the bias of layer ``member``."""
+        """Return whether a job trains the bias of layer ``member``."""
         return self._biases[member] is not None
 
     def output(self, member: int, x: Tensor) -> Tensor:
-        """Output of layer ``member`` for ``x``; every output is returned once."""
+        """Return the output of layer ``member`` for ``x``. Every computed output is returned only once."""
         if self._input is not x or member not in self._outputs:
             self._input, self._outputs = x, dict(enumerate(self._compute(x)))
         output = self._outputs.pop(member)
@@ -151,7 +311,7 @@ class SharedInput:
         self._input, self._outputs = None, {}
 
     def in_pass(self, num_tokens: int) -> GroupedLinear:
-        """See :class:`alto.lora.graph_ops.InGraph`."""
+        """See :class:`alto.lora.linear.InGraph`."""
         schedule = self._context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
@@ -170,8 +330,8 @@ class SharedInput:
         if schedule.segments and num_tokens != num_positions:
             raise UnsupportedModelError(
                 f"target_modules: expected modules that the model runs on all {num_positions} tokens of a forward "
-                f"pass, found one of {self._operands.in_features} features that it runs on {num_tokens}; leave out "
-                "layers that see only some tokens, such as those of experts"
+                f"pass, found one with {self._operands.in_features} features that it runs on {num_tokens}; leave out "
+                "layers that see only some tokens, such as layers of experts"
             )
 
     def _compute_tokens(self, x_TK: Tensor) -> tuple[Tensor, ...]:
@@ -187,7 +347,7 @@ class SharedInput:
         return ys if places is None else tuple(map(places.spread, ys))
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
-        """The output of layer ``member``, with every slot's own bias in the place of the frozen one."""
+        """Return the output of layer ``member``, with each slot's own bias in place of the frozen one."""
         biases, schedule = self._biases[member], self._context.schedule
         assert schedule is not None
         if biases is None or not biases.is_in(schedule):
@@ -198,7 +358,7 @@ class SharedInput:
 
 
 class FrozenWeight:
-    """The weight and the bias of a linear layer; read at each use, as they may be gathered or dequantised then."""
+    """The weight and bias of a linear layer, read at each use because they may be gathered or dequantised then."""
 
     def __init__(self, base: FrozenLinear) -> None:
         self._base: Any = base
@@ -218,19 +378,18 @@ class FrozenWeight:
 
     @property
     def weight(self) -> Tensor:
-        """The weight."""
+        """The weight ``[N, K]``."""
         weight: Tensor = self._base.weight
         return weight.T if self._is_transposed else weight
 
 
 class MultiLoraLinear(InjectedModule):
-    """A frozen linear layer with one adapter per slot. Outside of a schedule it is only the base layer.
+    """A frozen linear layer with one adapter per slot. Outside of a schedule it acts as the base layer.
 
     Args:
-        base: The layer.
-        name: Its full name in the model.
+        name: Full name in the model.
         shared: The layers that read the same input.
-        member: Its index among them.
+        member: Index of this layer among them.
     """
 
     def __init__(self, base: FrozenLinear, name: str, shared: SharedInput, member: int) -> None:
@@ -242,13 +401,13 @@ class MultiLoraLinear(InjectedModule):
 
     @property
     def weight(self) -> Tensor:
-        """The frozen weight, for models that ask for its precision; under a schedule it can only be looked at."""
+        """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
         weight: Tensor = self.base.weight
         return AdaptedWeight.of(weight, self._name) if self._shared.is_in_forward else weight
 
     @property
     def bias(self) -> Tensor | None:
-        """The frozen bias; one that jobs train can only be looked at under a schedule."""
+        """The frozen bias. Under a schedule, a bias that jobs train cannot be used in computations."""
         bias: Tensor | None = self.base.bias
         if bias is None or not (self._shared.is_in_forward and self._shared.trains_bias(self._member)):
             return bias
@@ -257,7 +416,7 @@ class MultiLoraLinear(InjectedModule):
     def forward(self, x: Tensor) -> Tensor:
         return self._output(x) if self._shared.is_in_graph else self._output_outside(x)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # looks at the slots of tokens, which graphs do not know
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads token slots, which compiled graphs do not have
     def _output_outside(self, x: Tensor) -> Tensor:
         return self._output(x)
 

@@ -1,4 +1,4 @@
-"""The magnitude vectors of DoRA (``use_dora``): their names, and which an adapter has."""
+"""Magnitude vectors of DoRA (``use_dora``): their names, and the vectors of an adapter."""
 
 from __future__ import annotations
 
@@ -11,28 +11,27 @@ from alto.errors import UnsupportedError
 from alto.lora.layout import ExtraTensor, TargetModule
 from alto.lora.targets import linear_bases
 
-__all__ = ["is_magnitude", "magnitude_of", "magnitudes", "module_of_magnitude"]
-
 _ENDING = ".lora_magnitude_vector"
 
 
 def magnitude_of(module: str) -> str:
-    """Name of the magnitude vector of a module."""
+    """Return the name of a module's magnitude vector."""
     return f"{module}{_ENDING}"
 
 
 def is_magnitude(name: str) -> bool:
-    """Whether a further tensor of an adapter is a magnitude vector."""
+    """Return whether an extra tensor of an adapter is a magnitude vector."""
     return name.endswith(_ENDING)
 
 
 def module_of_magnitude(name: str) -> str:
-    """The inverse of :func:`magnitude_of`."""
+    """Return the name of the module that has the magnitude vector ``name``."""
     return name.removesuffix(_ENDING)
 
 
 def magnitudes(model: PreTrainedModel, targets: Sequence[TargetModule]) -> tuple[ExtraTensor, ...]:
-    """The magnitude vectors of an adapter on ``targets``, linear modules all. Weight decay applies to them.
+    """Return the magnitude vectors of an adapter on ``targets``, which must all be linear modules. Weight decay applies
+    to them.
 
     Raises:
         UnsupportedError: The base model is quantised.
@@ -42,7 +41,7 @@ def magnitudes(model: PreTrainedModel, targets: Sequence[TargetModule]) -> tuple
         if not isinstance(bases[target.name]._parameters.get("weight"), nn.Parameter):
             raise UnsupportedError(
                 f"use_dora: expected a base model with weights that are not packed, found that {target.name} is "
-                "quantised, where the norms of rows depend on how they are unpacked; use an unquantised base, or "
+                "quantised, so that the norms of its rows depend on the unpacking; use an unquantised base, or "
                 "remove the key"
             )
     return tuple(ExtraTensor(name=magnitude_of(target.name), shape=(target.out_features,)) for target in targets)

@@ -1,33 +1,51 @@
-"""The optimizers of a bank's rows: every row with its own settings, step count and clipping norm."""
+"""Optimizers for the rows of a bank; every row has its own settings, step count and clipping norm."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from alto.kernels import choose_backend, rounding_key, upload
+from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend, rounding_key, upload
 from alto.lora.bank import AdapterBank
-from alto.lora.eight_bit import EightBitAdamW
-from alto.lora.gradient_norms import gradient_norms
-from alto.lora.row_optimizer import RowOptimizer
-from alto.lora.torch_optimizers import TORCH_OPTIMIZERS, TorchOptimizer
-from alto.spec import JobConfig
-from alto.spec.optimizers import OptimizerName
+from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, RowOptimizer, TorchOptimizer
+from alto.spec import JobConfig, OptimizerName
 
-__all__ = ["OptimizerState", "SlotAdamW", "SlotUpdate"]
+
+def gradient_norms(ops: ModuleType, bank: AdapterBank, slots: Sequence[int]) -> Tensor:
+    """Return the norm of every slot's gradient, ``[len(slots)]``, at least float32.
+
+    A norm is computed from the sums of squares of the gradient's tiles if they cover the whole gradient, and from the
+    gradient itself otherwise: for adapters with extra tensors, embeddings or experts, for gradients summed over ranks,
+    and for passes that skipped a module. The choice depends only on the slot itself.
+    """
+    sums = bank.square_sums
+    summed = [] if sums is None else [index for index, slot in enumerate(slots) if sums.are_complete(slot)]
+    if sums is None or not summed:
+        norms: Tensor = ops.row_norms(bank.grads_ZP, slots, [bank.places(slot).end for slot in slots])
+        return norms
+    counts = [sums.num_sums(bank.places(slots[index]).groups) for index in summed]
+    norms = ops.summed_norms(sums.sums_ZC, [slots[index] for index in summed], counts)
+    left = [index for index in range(len(slots)) if index not in set(summed)]
+    if not left:
+        return norms
+    rest = [slots[index] for index in left]
+    of_rows = ops.row_norms(bank.grads_ZP, rest, [bank.places(slot).end for slot in rest])
+    order = sorted(range(len(slots)), key=(summed + left).__getitem__)
+    # Indexing with a list would copy from unpinned memory, which synchronises host and device.
+    return torch.cat([norms, of_rows]).index_select(0, upload(order, torch.int64, norms.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotUpdate:
-    """Settings of one slot's next step, and its learning rate (of ``A``, with LoRA+).
+    """Settings of the next optimizer step of one slot.
 
     Attributes:
-        slot: Local slot.
-        config: Configuration of its job.
-        learning_rate: Rate of this step.
+        slot: Row of the bank.
+        learning_rate: Learning rate of this step; with LoRA+, that of ``A``.
     """
 
     slot: int
@@ -40,11 +58,11 @@ class OptimizerState:
     """The state of one adapter's optimizer, on the CPU.
 
     Attributes:
-        step: Steps done.
-        tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every further tensor, by
-            ``<name>.<part>``. The parts of ``adamw_torch`` are ``exp_avg`` and ``exp_avg_sq``, of the shape that the
-            tensor has in :class:`alto.lora.weights.AdapterWeights`; those of others are bitsandbytes', torch's and
-            transformers' own.
+        step: Number of steps done.
+        tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every extra tensor, by
+            ``<name>.<part>``. For ``adamw_torch`` the parts are ``exp_avg`` and ``exp_avg_sq``, shaped like the tensor
+            in :class:`alto.lora.layout.AdapterWeights`; other optimizers use the parts of bitsandbytes, torch or
+            transformers.
     """
 
     step: int
@@ -52,20 +70,20 @@ class OptimizerState:
 
 
 class SlotAdamW:
-    """Clips and updates the given rows; other rows do not change by one bit.
+    """Gradient clipping and optimizer steps for chosen rows; other rows stay bit-identical.
 
-    Rows of ``adamw_torch`` are updated together; every row of another optimizer has one of its own.
+    Rows that use ``adamw_torch`` are updated together; a row that uses another optimizer has its own optimizer object.
 
     Args:
-        optims: Optimizers that the slots may use. With ``adamw_torch`` among them, its two moments are allocated for
+        optims: Optimizers that the slots may use. If ``adamw_torch`` is among them, its two moments are allocated for
             all slots.
-        state_dtype: Of these moments. ``bfloat16`` is rounded at random
-            (:mod:`alto.kernels.stochastic_rounding`); None is the dtype of the bank, rounded to the nearest, as
-            torch's AdamW has them.
+        state_dtype: Dtype of these moments. ``bfloat16`` uses stochastic rounding
+            (:mod:`alto.kernels.stochastic_rounding`); None means the bank's dtype, rounded to nearest, as in torch's
+            AdamW.
 
     Attributes:
-        steps: Steps that every slot's adapter has taken.
-        rounds_at_random: Whether the moments of ``adamw_torch`` are rounded at random.
+        steps: Number of steps that every slot's adapter has taken.
+        rounds_at_random: Whether the moments of ``adamw_torch`` use stochastic rounding.
     """
 
     def __init__(
@@ -83,15 +101,16 @@ class SlotAdamW:
         self._left_paged: list[EightBitAdamW] = []
 
     def gradient_norms(self, slots: Sequence[int]) -> Tensor:
-        """Norm ``[len(slots)]`` of every named slot's gradient in the bank."""
+        """Return the gradient norms of ``slots``, ``[len(slots)]``."""
         return gradient_norms(self._ops, self._bank, slots)
 
     def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
-        """One step of every given slot on the gradients in the bank, which are of no use afterwards.
+        """Take one optimizer step for every slot in ``updates``, using the gradients in the bank, which are invalid
+        afterwards.
 
-        Clipping is ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0 turns it off.
-        Where there is no memory for it, every slot has either taken its step, which :attr:`steps` counts, or is
-        unchanged, including its gradient: these slots can be tried again.
+        Clipping is equivalent to ``torch.nn.utils.clip_grad_norm_`` over one adapter; ``max_grad_norm`` of None or 0
+        turns it off. If memory runs out, every slot either has taken its step and counts it in :attr:`steps`, or is
+        unchanged, including its gradient. Unchanged slots can be tried again.
 
         Args:
             norms: Result of :meth:`gradient_norms` for these slots.
@@ -104,7 +123,7 @@ class SlotAdamW:
         if len(together) == len(updates):
             self._step_together(updates, grad_scales)
         else:
-            # A list as an index would be copied from memory that is not pinned, which synchronises host and device.
+            # Indexing with a list would copy from unpinned memory, which synchronises host and device.
             scales = grad_scales.index_select(0, upload(together, torch.int64, grad_scales.device))
             self._step_together([updates[index] for index in together], scales)
             for index, update in enumerate(updates):
@@ -112,7 +131,7 @@ class SlotAdamW:
                     self._step_own(update, grad_scales[index])
 
     def reset(self, slot: int, optim: OptimizerName) -> None:
-        """Start ``optim`` in ``slot``, which the bank has assigned to an adapter; clear its earlier state."""
+        """Start ``optim`` in ``slot``, which the bank has assigned to an adapter, and clear its earlier state."""
         assert optim in self._optims
         self.steps[slot] = 0
         for rows_ZP in (self.exp_avg_ZP, self.exp_avg_sq_ZP):
@@ -126,7 +145,7 @@ class SlotAdamW:
             self._own[slot] = self._new_eight_bit(slot, paged=optim == "paged_adamw_8bit")
 
     def read(self, slot: int) -> OptimizerState:
-        """A copy of ``slot``'s state."""
+        """Return a copy of ``slot``'s state."""
         if slot in self._own:
             return OptimizerState(step=self.steps[slot], tensors=self._own[slot].read())
         tensors = {
@@ -191,9 +210,10 @@ class SlotAdamW:
         self.steps[slot] += 1
 
     def _new_eight_bit(self, slot: int, *, paged: bool) -> EightBitAdamW:
-        """An optimizer that has taken no step.
+        """Return an optimizer that has taken no step.
 
-        bitsandbytes never releases paged memory, so jobs reuse the optimizers of ended jobs with their shape.
+        bitsandbytes never releases paged memory, so a job reuses the optimizer of an ended job whose matrices had the
+        same shapes.
         """
         matrices = _as_in_peft(self._bank, self._bank.params_ZP, slot)
         if paged:
@@ -204,11 +224,11 @@ class SlotAdamW:
         return EightBitAdamW(matrices, undecayed=self._undecayed(slot), paged=paged)
 
     def _undecayed(self, slot: int) -> list[str]:
-        """Names of the tensors of ``slot`` without weight decay."""
+        """Return the names of ``slot``'s tensors without weight decay."""
         return [extra.name for extra, _ in self._bank.places(slot).extras if not extra.has_decay]
 
     def _moments(self, slot: int) -> dict[str, Tensor]:
-        """Views of the state of ``adamw_torch``."""
+        """Return views of the ``adamw_torch`` state of ``slot``."""
         rows = {"exp_avg": self.exp_avg_ZP, "exp_avg_sq": self.exp_avg_sq_ZP}
         matrices = {
             f"{module.name}.{which}.{part}": matrix
@@ -224,11 +244,74 @@ class SlotAdamW:
 
 
 def _as_in_peft(bank: AdapterBank, rows_ZP: Tensor, slot: int) -> dict[str, Tensor]:
-    """Views of ``slot``'s matrices in PEFT's orientation, by ``<module>.A`` (``[r, K]``) and ``<module>.B``
-    (``[N, r]``), and of its further tensors by their names."""
+    """Return views of ``slot``'s matrices in PEFT's orientation, by ``<module>.A`` (``[r, K]``) and ``<module>.B``
+    (``[N, r]``), and of its extra tensors by name."""
     matrices = {
         f"{module.name}.{which}": matrix.T
         for module, *pair in bank.matrices(rows_ZP, slot)
         for which, matrix in zip("AB", pair, strict=True)
     }
     return matrices | {extra.name: tensor for extra, tensor in bank.extras(rows_ZP, slot)}
+
+
+def compile_kernels(
+    bank: AdapterBank,
+    optimizer: SlotAdamW,
+    dtype: torch.dtype,
+    *,
+    has_dropout: bool,
+    has_adamw: bool,
+    also: Callable[[], None] = lambda: None,
+) -> Iterator[tuple[int, int]]:
+    """Compile the kernels that linear layers and optimizer steps of ``bank`` launch, one kernel per iteration.
+
+    Kernels of other modules (embeddings, experts, the output head) are included if they are the same; otherwise they
+    are compiled at their first use. Call this only between two steps, because it invalidates the gradients of slot 0.
+
+    Args:
+        bank: Adapters of all slots, after their operands were handed out to layers.
+        dtype: Dtype of the base model's activations.
+        has_dropout: Whether a job uses dropout.
+        has_adamw: Whether a job uses ``adamw_torch``.
+        also: Launches kernels of the base model, to compile them as well.
+
+    Yields:
+        Number of kernels compiled so far and in total; nothing if there is nothing to compile.
+    """
+    device = bank.params_ZP.device
+    ops = choose_backend(device=device)
+    keys = [None, DropoutKey(0.5, 0, 0)] if has_dropout else [None]
+    schedules = [TokenSchedule.build([0], [1], [1.0], [key]) for key in keys]
+
+    def run_group(operands: LoraOperands, schedule: TokenSchedule) -> None:
+        x_TK = torch.empty(1, operands.in_features, dtype=dtype, device=device)
+        ys = [torch.empty(1, width, dtype=dtype, device=device) for width in operands.out_features]
+        s_TQ = ops.grouped_shrink(x_TK, operands, schedule)
+        ops.grouped_expand(s_TQ, operands, ys, schedule)
+        ops.grouped_backward(x_TK, s_TQ, ys, operands, torch.empty_like(x_TK), schedule)
+
+    def run() -> None:
+        also()
+        for operands in bank.operands_of_linear():
+            for schedule in schedules:
+                run_group(operands, schedule)
+        norms = ops.row_norms(bank.grads_ZP, [0], [1])
+        if bank.square_sums is not None:
+            ops.summed_norms(bank.square_sums.sums_ZC, [0], [1])
+        if has_adamw:
+            ops.bank_adamw(
+                *(bank.params_ZP, bank.grads_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP, bank.working_ZP),
+                [0],
+                parts=[RowParts(1, 1, 1, 1)],
+                steps=[1],
+                learning_rates=[(0.0, 0.0)],
+                betas=[(0.9, 0.999)],
+                epsilons=[1e-8],
+                weight_decays=[0.0],
+                grad_scales=norms,
+                clears=[False],
+                rounding_keys=[0] if optimizer.rounds_at_random else None,
+            )
+
+    yield from ops.compile_kernels(run)
+    bank.end_gradients([0])

@@ -1,4 +1,5 @@
-"""Adapters on disk in PEFT's format (``adapter_config.json``, ``adapter_model.safetensors``), without needing PEFT.
+"""Reading and writing of adapters in PEFT's format (``adapter_config.json``, ``adapter_model.safetensors``), without
+depending on PEFT.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 """
@@ -14,65 +15,51 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from alto.lora.heads import HEAD
+from alto.lora.heads import HEAD, whole_weights
+from alto.lora.layout import AdapterWeights
 from alto.lora.peft_targets import ModuleNames, PeftTargets, expert_names_of, peft_targets, wrapper_names
-from alto.lora.weights import AdapterWeights
-from alto.lora.whole_modules import whole_weights
 from alto.spec import JobConfig
-
-__all__ = [
-    "PREFIX",
-    "adapter_scale",
-    "as_in_peft",
-    "extra_in_peft",
-    "lora_scale",
-    "module_of",
-    "read_adapter",
-    "write_adapter",
-]
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 ENDINGS = (".lora_A.weight", ".lora_B.weight")
-"""Ends of PEFT's names of the two matrices of a linear layer."""
+"""Endings of PEFT's names for the two matrices of a linear layer."""
 
 EMBEDDING_ENDINGS = (".lora_embedding_A", ".lora_embedding_B")
-"""Of embeddings."""
+"""Endings of PEFT's names for the two matrices of embeddings."""
 
 PREFIX = "base_model.model."
-"""What PEFT puts before the names of the base model's modules."""
+"""Prefix that PEFT adds to the names of the base model's modules."""
 
 _NUM_STACKED = 3
 _OF_THE_BASE = ("bias",)
-"""Parameters of an adapted module that are its base layer's, where they are trained."""
+"""Parameters of an adapted module that belong to its base layer, if they are trained."""
 
 
 def lora_scale(r: int, lora_alpha: float, *, use_rslora: bool) -> float:
-    """The factor of an adapter's output: ``lora_alpha / r``, with ``use_rslora`` ``lora_alpha / √r``."""
+    """Return the scale of an adapter's output: ``lora_alpha / r``, or ``lora_alpha / √r`` with ``use_rslora``."""
     return lora_alpha / (math.sqrt(r) if use_rslora else r)
 
 
 def adapter_scale(config: JobConfig) -> float:
-    """:func:`lora_scale` of the adapter that a job trains."""
+    """Return :func:`lora_scale` of the adapter that a job trains."""
     return lora_scale(config.r, config.lora_alpha, use_rslora=config.use_rslora)
 
 
 def module_of(name: str) -> str:
-    """The base model's name of the module that PEFT calls ``name`` on its own model."""
+    """Return the base model's name of the module that PEFT calls ``name``."""
     return name.removeprefix(PREFIX)
 
 
 def write_adapter(
     folder: Path, weights: AdapterWeights, config: JobConfig, base_model: str, model: ModuleNames
 ) -> None:
-    """Write one adapter; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
+    """Write one adapter so that ``peft.PeftModel.from_pretrained(base, folder)`` can load it.
 
     Args:
-        folder: Made if absent; files of an earlier adapter are replaced.
-        weights: ``A`` and ``B`` by module name, and further tensors.
-        config: Configuration of the job.
+        folder: Created if absent; files of an earlier adapter are replaced.
         base_model: The argument of ``from_pretrained`` for the base model.
-        model: Modules of the base, so that the targets can be named as PEFT reads them.
+        model: Names of the base model's modules, to name the targets so that PEFT finds them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
@@ -95,10 +82,10 @@ def write_adapter(
 
 
 def as_in_peft(weights: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
-    """``A`` as ``[r, K]`` and ``B`` as ``[N, r]`` by the name of PEFT's module, without the name of its own model.
+    """Return ``A`` as ``[r, K]`` and ``B`` as ``[N, r]`` by PEFT's module name, without PEFT's prefix.
 
-    Of ``E`` experts in one parameter the rows of ``A`` are expert after expert, ``[E · r, K]``, and the columns of
-    ``B`` rank after rank, ``[N, r · E]`` (PEFT 0.21, ``ParamWrapper.get_delta_weight``).
+    For ``E`` experts in one parameter, the rows of ``A`` are ordered by expert, ``[E · r, K]``, and the columns of
+    ``B`` by rank, ``[N, r · E]`` (PEFT 0.21, ``ParamWrapper.get_delta_weight``).
     """
     names, found = wrapper_names(_stacked(weights)), {}
     for name, (a, b) in weights.items():
@@ -113,12 +100,12 @@ def as_in_peft(weights: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _stacked(weights: AdapterWeights) -> list[str]:
-    """The parameters of experts among the modules of an adapter."""
+    """Return the modules of an adapter that are parameters of experts."""
     return [name for name, (a, _) in weights.items() if a.ndim == _NUM_STACKED]
 
 
 def read_adapter(folder: Path) -> AdapterWeights:
-    """The weights that :func:`write_adapter` (or PEFT) wrote into ``folder``."""
+    """Return the weights that :func:`write_adapter` (or PEFT) wrote into ``folder``."""
     tensors = load_file(folder / WEIGHTS_FILE)
     description = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     rank, weights = description["r"], {}
@@ -148,10 +135,10 @@ def read_adapter(folder: Path) -> AdapterWeights:
 
 
 def extra_in_peft(name: str, adapted: Collection[str]) -> str:
-    """PEFT's full name of a further tensor: a parameter of an adapted module is below PEFT's own layer.
+    """Return PEFT's full name of an extra tensor; a bias of an adapted module belongs to PEFT's ``base_layer``.
 
     Args:
-        name: As in :class:`alto.lora.layout.ExtraTensor`.
+        name: Name as in :class:`alto.lora.layout.ExtraTensor`.
         adapted: Names of the modules with matrices.
     """
     module, _, leaf = name.rpartition(".")
@@ -159,7 +146,7 @@ def extra_in_peft(name: str, adapted: Collection[str]) -> str:
 
 
 def _extra_name(peft_name: str) -> str:
-    """The inverse of :func:`extra_in_peft`."""
+    """Return the name of an extra tensor from PEFT's name without :data:`PREFIX`."""
     return peft_name.replace(".base_layer.", ".")
 
 
@@ -193,6 +180,6 @@ def _adapter_config(
     if has_head or whole:
         described["modules_to_save"] = [*whole, *([HEAD.removesuffix(".weight")] if has_head else [])]
     if targets.parameters:
-        # PEFT refuses dropout beside target_parameters; it affects only training.
+        # PEFT refuses dropout together with target_parameters; dropout matters only in training.
         described |= {"target_parameters": targets.parameters, "lora_dropout": 0.0}
     return described

@@ -1,32 +1,25 @@
-"""How an ``adapter_config.json`` names modules so that PEFT puts the adapter on exactly those.
+"""Naming of modules in ``adapter_config.json``, so that PEFT puts the adapter on exactly these modules.
 
-PEFT matches a name in ``target_modules`` with every module that has this full name or ends in it. On a mixture whose
-experts transformers 5 keeps as stacked parameters, it first takes names such as ``gate_proj``, alone or at the end of a
-full name, for the experts of the model as transformers 4 had it, and puts adapters on the stacked parameters instead. A
-dense layer or a shared expert of such a name can be reached only through ``target_parameters``, which hold full names
-of weights and are not translated. The adapter's tensors keep their names, by which other programs find them.
+PEFT matches a name in ``target_modules`` with every module that has this full name or ends in it. For a mixture whose
+experts transformers 5 stores as stacked parameters, PEFT first interprets names such as ``gate_proj``, alone or at the
+end of a full name, as the experts of the model in transformers 4, and puts adapters on the stacked parameters instead.
+A dense layer or a shared expert with such a name can be reached only through ``target_parameters``, which holds full
+names of weights and is not translated. The adapter's tensors keep their names, so other programs still find them.
 Source: PEFT 0.21, ``peft/utils/transformers_weight_conversion.py`` and ``BaseTuner._inject_parameters``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedModel, conversion_mapping
 from transformers.pytorch_utils import Conv1D
 
-from alto.lora.targets import adaptable, linear_bases, module_names, router_bases
-
-__all__ = [
-    "ModuleNames",
-    "PeftTargets",
-    "expert_kind",
-    "expert_names",
-    "expert_names_of",
-    "peft_targets",
-    "wrapper_names",
-]
+from alto.lora.targets import adaptable, linear_bases, linear_modules, module_names, router_bases
+from alto.spec import ALL_LINEAR, JobConfig
 
 _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
     "mixtral": {"gate": "gate.weight", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
@@ -37,7 +30,8 @@ _EXPERT_NAMES: Mapping[str, Mapping[str, str]] = {
         "down_proj": "down_proj",
     },
 }
-"""By kind of mixture: names that PEFT takes for the router and the experts, and the parameter that each has become."""
+"""By kind of mixture: names that PEFT interprets as the router or the experts, and the parameter that each has
+become."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +40,10 @@ class ModuleNames:
 
     Attributes:
         modules: Full names of all modules of the model, linear or not.
-        model_type: As the model's config says.
-        transposed: Full names of the modules that keep their weight transposed (``Conv1D``).
-        routers: Full names of the modules that are routers with a weight of their own.
-        embeddings: Full names of the modules whose matrices PEFT names as those of embeddings.
+        model_type: ``model_type`` in the model's config.
+        transposed: Full names of modules that store their weight transposed (``Conv1D``).
+        routers: Full names of routers that hold their weight directly.
+        embeddings: Full names of modules whose matrices PEFT names as those of embeddings.
     """
 
     modules: frozenset[str]
@@ -60,7 +54,7 @@ class ModuleNames:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModuleNames:
-        """The names of ``model``, with or without injected adapters."""
+        """Return the names of ``model``, with or without injected adapters."""
         transposed = (name for name, module in linear_bases(model).items() if isinstance(module, Conv1D))
         return cls(
             modules=frozenset(module_names(model)),
@@ -80,19 +74,21 @@ class PeftTargets:
 
 
 def expert_kind(model_type: str) -> str | None:
-    """How the experts of models of this type lie in a checkpoint, by transformers' name; None where it has none."""
+    """Return transformers' name for the checkpoint layout of the experts of this model type; None if it has none."""
     kinds = {"mixtral": "mixtral"} | conversion_mapping._MODEL_TO_CONVERSION_PATTERN
     return kinds.get(model_type)
 
 
 def expert_names(model_type: str) -> Mapping[str, str]:
-    """Names that PEFT takes for experts on models of this type, with the parameter each stands for; none on most."""
+    """Return the names that PEFT interprets as experts of this model type, and the parameter that each stands for;
+    empty for most types."""
     return _EXPERT_NAMES.get(expert_kind(model_type) or "", {})
 
 
 def wrapper_names(parameters: Collection[str]) -> dict[str, str]:
-    """The modules that PEFT makes for parameters of experts: of several parameters of one module the first is wrapped
-    first, so that its module is the innermost.
+    """Return the name of PEFT's wrapper module for each parameter of experts.
+
+    If a module has several parameters, PEFT wraps the first one first, so its wrapper is the innermost.
 
     Args:
         parameters: Full names, in the model's order.
@@ -108,11 +104,11 @@ def wrapper_names(parameters: Collection[str]) -> dict[str, str]:
 
 
 def expert_names_of(modules: Collection[str], target_parameters: Collection[str]) -> dict[str, str]:
-    """The parameters of experts that PEFT's modules stand for: the inverse of :func:`wrapper_names`.
+    """Return the parameters of experts that PEFT's modules stand for: the inverse of :func:`wrapper_names`.
 
     Args:
-        modules: PEFT's modules of an adapter, without the name of its own model.
-        target_parameters: As its ``adapter_config.json`` has them: full names, or endings.
+        modules: PEFT's module names of an adapter, without the prefix of PEFT's own model.
+        target_parameters: ``target_parameters`` in its ``adapter_config.json``: full names, or endings.
     """
     found: dict[str, str] = {}
     for owner in {module.replace(".base_layer", "") for module in modules}:
@@ -127,14 +123,14 @@ def expert_names_of(modules: Collection[str], target_parameters: Collection[str]
 
 
 def peft_targets(adapted: Collection[str], model: ModuleNames, *, experts: Collection[str] = ()) -> PeftTargets:
-    """How to name the linear modules ``adapted``, given by their full names, so that PEFT adapts them and no others.
+    """Return targets with which PEFT adapts exactly the modules in ``adapted``.
 
-    Modules are named by the last part of their names where that matches exactly them, by full names otherwise.
+    Modules are named by the last part of their names if that matches no others, and by full names otherwise.
 
     Args:
-        adapted: Full names of linear modules, and of parameters of experts.
-        model: Names of the model.
-        experts: Those that are parameters of experts.
+        adapted: Full names of linear modules and of parameters of experts.
+        model: Names of the model's modules.
+        experts: The names in ``adapted`` that are parameters of experts.
     """
     adapted = [name for name in adapted if name not in experts]
     translated = expert_names(model.model_type)
@@ -150,3 +146,112 @@ def peft_targets(adapted: Collection[str], model: ModuleNames, *, experts: Colle
 
 def _leaf(name: str) -> str:
     return name.rsplit(".", 1)[-1]
+
+
+_NUM_STACKED = 3
+_MAX_SHOWN = 4
+
+
+def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
+    """Return notices about stacked experts and routers that are not trained although a job's targets seem to include
+    them.
+
+    Args:
+        configs: Configurations of all jobs.
+    """
+    configs = list(configs)
+    experts = _without_targets(_experts(model), configs)
+    wide = [config for config in configs if config.target_modules == ALL_LINEAR]
+    named = expert_names(model.config.model_type)
+    means_experts = wide or any(_names_one_of(config.target_modules, named) for config in configs)
+    if not experts or not means_experts:
+        return ()
+    routers = _without_targets(_routers(model, experts), configs)
+    sentences = f"The experts of the base model are not trained: {_described(experts)}, stacked in parameters"
+    sentences += f"; its routers are not trained either: {_described(routers)}." if routers else "."
+    sentences += " Name them in target_parameters to train them."
+    if wide and named:
+        rank = max(config.r for config in wide)
+        ours = sum(rank * (module.in_features + module.out_features) for module in linear_modules(model))
+        left_out = sum(module.name.rsplit(".", 1)[-1] in named for module in linear_modules(model))
+        sentences += (
+            f" At r {rank}, all-linear is {ours:,} parameters here and {peft_all_linear(model, rank):,} in PEFT, which "
+            "adapts experts and routers"
+        )
+        others = f" and leaves out {left_out:,} other linear modules that are trained here" if left_out else ""
+        sentences += f"{others}."
+    elif wide:
+        sentences += " PEFT's all-linear leaves them out, too."
+    return (sentences,)
+
+
+def peft_all_linear(model: PreTrainedModel, rank: int) -> int:
+    """Return the parameter count of PEFT's adapter of ``rank`` with ``target_modules="all-linear"`` (PEFT 0.21).
+
+    If PEFT adapts stacked experts, each expert has its own matrices; gate and up in one parameter have twice the rank.
+    """
+    translated = expert_names(model.config.model_type)
+    count = sum(
+        rank * (module.in_features + module.out_features)
+        for module in linear_modules(model)
+        if module.name.rsplit(".", 1)[-1] not in translated
+    )
+    stacked = {new: [old for old in translated if translated[old] == new] for new in translated.values()}
+    for name, parameter in model.named_parameters():
+        name = name.replace(".base.", ".")  # below an injected layer
+        for new, olds in stacked.items():
+            if name.endswith(f".{new}"):
+                *num_experts, rows, columns = parameter.shape
+                count += len(olds) * rank * math.prod(num_experts) * (rows + columns)
+    return count
+
+
+def _without_targets(parameters: dict[str, int], configs: Sequence[JobConfig]) -> dict[str, int]:
+    """Return the ``parameters`` that at least one job does not train."""
+    return {
+        name: size
+        for name, size in parameters.items()
+        if not all(
+            any(f".{name}".endswith(f".{target}") for target in config.target_parameters or ()) for config in configs
+        )
+    }
+
+
+def _names_one_of(target_modules: str | Sequence[str], names: Iterable[str]) -> bool:
+    if isinstance(target_modules, str):
+        return any(name in target_modules for name in names)
+    return any(target.rsplit(".", 1)[-1] in names for target in target_modules)
+
+
+def _experts(model: PreTrainedModel) -> dict[str, int]:
+    """Return the sizes of all parameters that stack the matrices of several experts, by full name."""
+    return {
+        f"{name}.{key}": parameter.numel()
+        for name, module in model.named_modules()
+        if not _is_plain(module)
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == _NUM_STACKED
+    }
+
+
+def _routers(model: PreTrainedModel, experts: Iterable[str]) -> dict[str, int]:
+    """Return the sizes of all matrices next to stacked experts that are not in a linear layer, by full name."""
+    blocks = {name.rsplit(".", 2)[0] for name in experts}
+    return {
+        f"{name}.{key}": parameter.numel()
+        for name, module in model.named_modules()
+        if name.rpartition(".")[0] in blocks and not _is_plain(module)
+        for key, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim == 2 and f"{name}.{key}" not in experts and not name.endswith("experts")
+    }
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear | Conv1D | nn.Embedding | nn.modules.conv._ConvNd)
+
+
+def _described(parameters: dict[str, int]) -> str:
+    """Return a text such as ``98,304 weights (mlp.experts.down_proj, mlp.experts.gate_up_proj)``."""
+    kinds = sorted({".".join(name.rsplit(".", 3)[-3:]) for name in parameters})
+    shown = ", ".join(kinds[:_MAX_SHOWN]) + (f" and {len(kinds) - _MAX_SHOWN} more" if len(kinds) > _MAX_SHOWN else "")
+    return f"{sum(parameters.values()):,} weights ({shown})"

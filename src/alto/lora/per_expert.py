@@ -1,10 +1,10 @@
-"""Adapters of stacked experts as a pair of matrices for every projection of every expert, by the names that the
-projections have in the checkpoint of the base model.
+"""Adapters of stacked experts, written as one pair of matrices per projection of each expert, under the names that the
+projections have in the base model's checkpoint.
 
-vLLM reads them so on models that it does not declare as ``is_3d_moe_weight`` (Mixtral, Qwen2- and Qwen3-MoE, OLMoE,
-DeepSeek-V3 and others), and PEFT's own files on the others (gpt-oss, Qwen3.5-MoE, Qwen3-VL-MoE): there gate and up are
-one matrix, as in the checkpoint. Source: vLLM, ``vllm/lora/model_manager.py`` and ``PackedLoRALayerWeights.pack_moe``,
-as read, not run.
+vLLM expects this form for models that it does not declare as ``is_3d_moe_weight`` (Mixtral, Qwen2- and Qwen3-MoE,
+OLMoE, DeepSeek-V3 and others). For the other models (gpt-oss, Qwen3.5-MoE, Qwen3-VL-MoE) it reads PEFT's own files,
+where gate and up are one matrix, as in the checkpoint. Source: reading, not running, vLLM's
+``vllm/lora/model_manager.py`` and ``PackedLoRALayerWeights.pack_moe``.
 
 Shapes: ``E`` experts, ``K`` in-features, ``N`` out-features, ``R`` rank.
 """
@@ -21,13 +21,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from alto.base import read_json
 from alto.errors import UnsupportedError
 from alto.lora.peft_format import CONFIG_FILE, ENDINGS, PREFIX, WEIGHTS_FILE
 from alto.lora.peft_targets import expert_kind
 from alto.lora.saved import SavedAdapter
-from alto.spec.outside import read_json
-
-__all__ = ["is_read_per_expert", "write_per_expert"]
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
 _NUM_STACKED = 3
@@ -38,8 +36,7 @@ class _Names:
     """The names of an expert's projections in a checkpoint.
 
     Attributes:
-        gate, up, down: Of the projections.
-        block: The name of the block in the model, and in the checkpoint.
+        block: Name of the block in the model, and its name in the checkpoint.
     """
 
     gate: str
@@ -52,40 +49,41 @@ _KINDS: Mapping[str, _Names] = {
     "mixtral": _Names("w1", "w3", "w2", (".mlp.", ".block_sparse_moe.")),
     "qwen2_moe": _Names("gate_proj", "up_proj", "down_proj"),
 }
-"""By kind of mixture, as transformers' ``conversion_mapping`` names them."""
+"""By kind of mixture, as named in transformers' ``conversion_mapping``."""
 
 
 def is_read_per_expert(adapter: SavedAdapter, model_type: str) -> bool:
-    """Whether vLLM reads ``adapter`` only as :func:`write_per_expert` writes it, as far as is known."""
+    """Return whether, as far as is known, vLLM can read ``adapter`` only in the form that :func:`write_per_expert`
+    writes."""
     return adapter.has_experts and _kind(model_type) is not None
 
 
 def write_per_expert(adapter: SavedAdapter, model_type: str, folder: Path) -> None:
-    """Write ``adapter`` with every expert's matrices by themselves. PEFT does not load it so.
+    """Write ``adapter`` with separate matrices for every expert. PEFT cannot load this form.
 
-    Gate and up have the same ``A``. Where only one of an expert's parameters is adapted, the matrices of the other are
-    zero: vLLM expects all three projections.
+    Gate and up have the same ``A``. If only one of an expert's parameters is adapted, the matrices of the other are
+    zero, because vLLM expects all three projections.
 
     Args:
-        adapter: With adapters on stacked experts.
-        model_type: As the config of its base model says.
-        folder: Made if absent.
+        adapter: An adapter on stacked experts.
+        model_type: ``model_type`` in the config of its base model.
+        folder: Created if absent.
 
     Raises:
-        UnsupportedError: The adapter has no experts, more than one rank or scale, or more than low-rank matrices; or
-            the base model's checkpoint has its experts stacked.
+        UnsupportedError: The adapter has no experts, more than one rank or scale, or tensors besides low-rank matrices;
+            or the base model's checkpoint stores its experts stacked.
     """
     names = _kind(model_type)
     experts = {name: pair for name, pair in adapter.weights.items() if pair[0].ndim == _NUM_STACKED}
     if not experts:
         raise UnsupportedError(
-            f"{adapter.folder}: expected an adapter on stacked experts (target_parameters), found none of them; serve "
+            f"{adapter.folder}: expected an adapter on stacked experts (target_parameters), found none; serve "
             "the folder as it is"
         )
     if names is None:
         raise UnsupportedError(
-            f"{adapter.folder}: expected a base model whose checkpoint has every expert by itself, found model type "
-            f"{model_type!r}; serve the folder as it is"
+            f"{adapter.folder}: expected a base model whose checkpoint stores every expert separately, found model "
+            f"type {model_type!r}; serve the folder as it is"
         )
     if adapter.has_patterns or adapter.weights.extras:
         raise UnsupportedError(
@@ -116,7 +114,7 @@ def _kind(model_type: str) -> _Names | None:
 def _of_experts(
     owner: str, experts: Mapping[str, tuple[Tensor, Tensor]], rank: int, names: _Names
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """``A`` ``[R, K]`` and ``B`` ``[N, R]`` of every projection of the experts of ``owner``."""
+    """Return ``A`` ``[R, K]`` and ``B`` ``[N, R]`` of every projection of the experts of ``owner``, by name."""
     gate_up, down = experts.get(f"{owner}.{_GATE_UP}"), experts.get(f"{owner}.{_DOWN}")
     if gate_up is None:
         assert down is not None
@@ -138,6 +136,6 @@ def _zeros(num_experts: int, num_in: int, rank: int, num_out: int) -> tuple[Tens
 
 
 def _config(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The description of the adapter with the modules that its tensors name."""
+    """Return the adapter's configuration, with the modules that its tensors name as ``target_modules``."""
     modules = sorted({key.removesuffix(ENDINGS[0]).rpartition(".")[2] for key in tensors if key.endswith(ENDINGS[0])})
     return {key: value for key, value in config.items() if key != "target_parameters"} | {"target_modules": modules}

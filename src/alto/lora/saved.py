@@ -1,9 +1,9 @@
-"""Reads an adapter from a folder in PEFT's format, and refuses one that is more than plain LoRA."""
+"""Reading of adapters in PEFT's format; adapters that are more than plain LoRA are refused."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from alto.base import read_json
 from alto.errors import RunError, RunNotFoundError, UnsupportedError
 from alto.lora.biases import is_bias
-from alto.lora.heads import HEAD
+from alto.lora.heads import HEAD, is_whole, whole_name
+from alto.lora.layout import AdapterWeights
 from alto.lora.magnitudes import is_magnitude, module_of_magnitude
 from alto.lora.peft_format import (
     CONFIG_FILE,
@@ -24,62 +26,49 @@ from alto.lora.peft_format import (
     lora_scale,
     read_adapter,
 )
-from alto.lora.weights import AdapterWeights
-from alto.lora.whole_modules import whole_name
-from alto.spec.module_names import of_module, per_module
-from alto.spec.outside import read_json
-
-__all__ = [
-    "HEAD_NAMES",
-    "SavedAdapter",
-    "adapter_base_model",
-    "check_config",
-    "is_adapter",
-    "read_config",
-    "read_saved_adapter",
-]
+from alto.spec import PEFT_DEFAULT, SHAPE_FIELDS, of_module, per_module
 
 _NUM_STACKED = 3
 
 _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules"),
-    *("bias", "use_dora"),  # what they train are tensors of the file
+    *("bias", "use_dora"),  # their trained tensors are in the weights file
     *("layers_to_transform", "layers_pattern", "ensure_weight_tying", "rank_pattern", "alpha_pattern"),
-    "fan_in_fan_out",  # how PEFT adds the product to the weight; the matrices are the same
-    "target_parameters",  # compared with the tensors
+    "fan_in_fan_out",  # changes only how PEFT adds the product to the weight, not the matrices
+    "target_parameters",  # checked against the tensors
     *("megatron_core", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config"),
 }
-"""Keys that do not change the effect of an adapter's tensors: supported here, or settings of the start of training."""
+"""Keys that do not change the effect of an adapter's tensors: supported here, or used only at the start of training."""
 
 _BASE_WEIGHT = ".base_layer.weight"
-"""End of PEFT's name of the frozen weight of an adapted module, which it saves of embeddings and of the output head."""
+"""Ending of PEFT's name for the frozen weight of an adapted module. PEFT saves it for embeddings and the output
+head."""
 
 HEAD_NAMES = {"score", "classifier"}
-"""Names that PEFT gives to ``modules_to_save`` where a classification head is trained."""
+"""Names that PEFT puts in ``modules_to_save`` when a classification head is trained."""
 
 _HARMLESS_VALUES: Mapping[str, tuple[Any, ...]] = {
     "revision": ("main",),
-    # The others start from a changed base model, which the folder does not hold.
+    # All other values start from a changed base model, which is not in the folder.
     "init_lora_weights": (True, "gaussian", "orthogonal", "eva"),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedAdapter:
-    """An adapter as it was read.
+    """An adapter read from a folder.
 
     Attributes:
-        folder: Its folder.
         base_model: The base model that its ``adapter_config.json`` names.
-        scales: By module ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``, of the module's own two
-            numbers (``rank_pattern`` and ``alpha_pattern``).
-        rank: The largest of its modules.
-        weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, float32 (as PEFT loads
-            them), and its magnitudes and biases.
-        target_parameters: Full names of weights that PEFT finds by themselves (see :mod:`alto.lora.peft_targets`).
-        base_weights: Weights of the base model by full name, which PEFT saves beside an adapter on its embeddings or
-            its output head.
+        scales: Scale of every module by name: ``lora_alpha / r``, or ``lora_alpha / sqrt(r)`` with ``use_rslora``, from
+            the module's own rank and alpha (``rank_pattern`` and ``alpha_pattern``).
+        rank: The largest rank of its modules.
+        weights: ``A`` as ``[K, r]`` and ``B`` as ``[r, N]`` by module name, in float32 (as PEFT loads them), and the
+            extra tensors.
+        target_parameters: Full names of weights that PEFT looks up by name (see :mod:`alto.lora.peft_targets`).
+        base_weights: Weights of the base model by full name, which PEFT saves with an adapter on the embeddings or the
+            output head.
     """
 
     folder: Path
@@ -92,22 +81,22 @@ class SavedAdapter:
 
     @property
     def has_patterns(self) -> bool:
-        """Whether its modules differ in rank or scale, which vLLM does not read."""
+        """Whether modules differ in rank or scale, which vLLM does not support."""
         return len({(self.scales[name], a_KR.shape[-1]) for name, (a_KR, _) in self.weights.items()}) > 1
 
     @property
     def has_experts(self) -> bool:
-        """Whether it has matrices for each of several experts."""
+        """Whether any module is a parameter of stacked experts."""
         return any(a_KR.ndim == _NUM_STACKED for a_KR, _ in self.weights.values())
 
     @property
     def has_head(self) -> bool:
-        """Whether it has a classification head, which a causal LM has not."""
+        """Whether it has a classification head, which a causal LM does not have."""
         return HEAD in self.weights.extras
 
     @property
     def config_file(self) -> Path:
-        """The file that describes it."""
+        """Path of its ``adapter_config.json``."""
         return self.folder / CONFIG_FILE
 
 
@@ -115,7 +104,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
     """Read an adapter that ALTO or PEFT wrote.
 
     Raises:
-        RunNotFoundError: There is no adapter.
+        RunNotFoundError: The folder holds no adapter.
         RunError: A file cannot be read.
         UnsupportedError: The adapter is more than plain LoRA on linear layers.
     """
@@ -158,24 +147,24 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether ``folder`` has the files of an adapter in PEFT's format; they are not read."""
+    """Return whether ``folder`` contains an adapter in PEFT's format; no file is read."""
     return (folder / CONFIG_FILE).is_file()
 
 
 def adapter_base_model(folder: Path) -> str:
-    """The base model that the adapter in ``folder`` names; empty if it names none.
+    """Return the base model that the adapter in ``folder`` names; empty if it names none.
 
     Raises:
-        RunError: Its description cannot be read.
+        RunError: Its ``adapter_config.json`` cannot be read.
     """
     return read_config(folder / CONFIG_FILE).get("base_model_name_or_path") or ""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The JSON object in the ``adapter_config.json`` at ``path``.
+    """Return the JSON object in the ``adapter_config.json`` at ``path``.
 
     Raises:
-        RunError: It cannot be read, or holds something else.
+        RunError: The file cannot be read, or holds something else.
     """
     try:
         config = read_json(path)
@@ -187,18 +176,18 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def check_config(config: Mapping[str, Any], path: Path) -> None:
-    """Check that ``config``, which was read from ``path``, describes plain LoRA.
+    """Check that ``config``, read from ``path``, describes plain LoRA.
 
     Raises:
         UnsupportedError: It describes something else.
-        RunError: A value has another type.
+        RunError: A value has the wrong type.
     """
     if config.get("peft_type") != "LORA":
         raise UnsupportedError(
             f"{path}: expected peft_type LORA, found {config.get('peft_type')!r}; evaluate it with PEFT itself"
         )
     for key, value in config.items():
-        if key == "modules_to_save":  # compared with the tensors
+        if key == "modules_to_save":  # checked against the tensors
             continue
         if key not in _HARMLESS_KEYS and value and value not in _HARMLESS_VALUES.get(key, ()):
             raise UnsupportedError(
@@ -218,7 +207,7 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _numbers(config: Mapping[str, Any], key: str, path: Path) -> list[tuple[str, Any]]:
-    """The pairs of a pattern."""
+    """Return the pairs of a pattern (``rank_pattern`` or ``alpha_pattern``)."""
     pattern = config.get(key) or {}
     try:
         per_module(pattern, "a number above 0", lambda number: math.isfinite(number) and number > 0)
@@ -233,15 +222,18 @@ def _check_magnitudes(weights: AdapterWeights, folder: Path, *, use_dora: bool) 
     if found != wanted:
         first = min(found ^ wanted)
         raise RunError(
-            f"{folder}: expected a magnitude vector of every module with use_dora: true in its {CONFIG_FILE}, and none "
-            f"otherwise, found use_dora {str(use_dora).lower()} and {'one' if first in found else 'none'} of {first}; "
+            f"{folder}: expected a magnitude vector for every module if its {CONFIG_FILE} has use_dora: true, and none "
+            f"otherwise, found use_dora {str(use_dora).lower()} and {'one' if first in found else 'none'} for {first}; "
             "fetch the adapter again"
         )
 
 
 def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: Path) -> None:
-    """Weights of the adapter's own linear layers may be targets, which is LoRA on those layers (see
-    :mod:`alto.lora.peft_targets`); other parameters are stacked experts or routers."""
+    """Check that every ``target_parameters`` entry is supported.
+
+    It must name a parameter of adapted experts, or the weight of a module with an adapter, which is LoRA on that module
+    (see :mod:`alto.lora.peft_targets`).
+    """
     for parameter in config.get("target_parameters") or ():
         is_of_experts = any(
             f".{name}".endswith(f".{parameter}") and a.ndim == _NUM_STACKED for name, (a, _) in weights.items()
@@ -254,8 +246,11 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
 
 
 def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
-    """Every tensor is one half of a module's pair, its magnitude, its frozen weight, a bias of the base, a weight of
-    ``modules_to_save``, or a classification head; read from the file's header."""
+    """Check the tensor names in the file's header.
+
+    Every tensor must be half of a module's matrix pair, its magnitude, its frozen weight, a bias of the base model, a
+    weight of ``modules_to_save``, or a classification head.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
@@ -268,7 +263,7 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
     absent = sorted(name for name in saved if not any(f".{key}".endswith(f".{whole_name(name)}") for key in whole))
     if absent:
         raise UnsupportedError(
-            f"{path}: expected the weight of every module in modules_to_save, found none of {absent[0]}; evaluate it "
+            f"{path}: expected the weight of every module in modules_to_save, found none for {absent[0]}; evaluate it "
             "with PEFT itself, or fetch it again"
         )
     keys -= {f"{PREFIX}{HEAD}", *whole}
@@ -288,6 +283,101 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
             )
         other = key.removesuffix(half) + halves[half]
         if other not in keys:
-            raise RunError(f"{path}: expected {other} beside {key}, found it missing; fetch the file again")
+            raise RunError(f"{path}: expected {other} beside {key}, found that it is missing; fetch the file again")
     if not any(key.endswith(of_a) for key in keys for of_a, _ in pairs):
         raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")
+
+
+_DENSE_LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Last parts of the names of linear layers whose weights adapters name in ``target_parameters``; see
+:mod:`alto.lora.peft_targets`. Other weights named there belong to routers."""
+
+_OF_WEIGHT = ".weight"
+
+
+def saved_settings(folder: Path) -> dict[str, Any]:
+    """Return the job fields in :data:`alto.spec.job_config.SHAPE_FIELDS` that the adapter in ``folder`` sets, as plain
+    values.
+
+    Fields with a false or empty value are left out. The adapter's tensors are not read.
+
+    Raises:
+        RunNotFoundError: The folder holds no adapter.
+        RunError: Its ``adapter_config.json`` cannot be read.
+        UnsupportedError: The adapter is more than plain LoRA.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        raise RunNotFoundError(
+            f"expected an adapter in PEFT's format in {folder}, found no {CONFIG_FILE}; give a run directory, or the "
+            "folder of an adapter"
+        )
+    config = read_config(path)
+    check_config(config, path)
+    settings = {key: config[key] for key in SHAPE_FIELDS if config.get(key)}
+    if config.get("task_type") == "SEQ_CLS":
+        saved = [name for name in settings.pop("modules_to_save", []) if name not in HEAD_NAMES]
+        settings |= {"modules_to_save": saved} if saved else {}
+    parameters = list(settings.pop("target_parameters", []))
+    dense = [name.removesuffix(_OF_WEIGHT) for name in parameters if _is_dense(name)]
+    parameters = [name for name in parameters if not _is_dense(name)]
+    modules = settings.get("target_modules", PEFT_DEFAULT if _names_nothing(config) else [])
+    if dense and not isinstance(modules, str):
+        modules = [*modules, *dense]
+    settings["target_modules"] = modules
+    return settings | ({"target_parameters": parameters} if parameters else {})
+
+
+def _names_nothing(config: Mapping[str, Any]) -> bool:
+    """Return whether PEFT would choose the modules. If ``target_parameters`` is set, PEFT has already written its
+    choice."""
+    return config.get("target_modules") is None and not config.get("target_parameters")
+
+
+def _is_dense(parameter: str) -> bool:
+    """Return whether a parameter in ``target_parameters`` is the weight of a linear layer."""
+    return parameter.endswith(_OF_WEIGHT) and parameter.removesuffix(_OF_WEIGHT).rpartition(".")[2] in _DENSE_LEAVES
+
+
+# Limits of vLLM's LoRA support. Source: reading, not running, vLLM's ``vllm/config/lora.py`` and
+# ``vllm/lora/peft_helper.py``.
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM allocates memory for (``--max-lora-rank``); an adapter uses the smallest that is large enough."""
+
+
+def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
+    """Return why vLLM cannot serve ``adapter``, as two parts of an error message: what vLLM expects, and what was
+    found. None if vLLM can serve it."""
+    if adapter.has_patterns:
+        return (
+            "one rank and one scale for all modules of an adapter, which is what vLLM reads",
+            f"several in {adapter.config_file} (rank_pattern, alpha_pattern)",
+        )
+    if adapter.weights.extras:
+        return (
+            "an adapter of low-rank matrices alone, which is what vLLM reads",
+            f"{_kinds(adapter.weights.extras)} in {adapter.folder}",
+        )
+    if adapter.rank > _RANKS[-1]:
+        return f"adapters of rank {_RANKS[-1]} at most, which vLLM takes", f"rank {adapter.rank}"
+    return None
+
+
+def _kinds(extras: Iterable[str]) -> str:
+    """Return a text that names the kinds of tensors besides the matrices."""
+    return " and ".join(dict.fromkeys(map(_kind, extras)))
+
+
+def _kind(name: str) -> str:
+    if name == HEAD:
+        return "a classification head"
+    if is_magnitude(name):
+        return "magnitudes (use_dora)"
+    return "whole modules (modules_to_save)" if is_whole(name) else "biases (bias)"
+
+
+def vllm_rank(rank: int) -> int:
+    """Return the smallest value of ``--max-lora-rank`` for adapters of ``rank``, which must not exceed vLLM's largest
+    rank."""
+    return min(allowed for allowed in _RANKS if allowed >= rank)

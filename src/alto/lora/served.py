@@ -1,4 +1,4 @@
-"""Finished adapters on a model, all at once: for forward passes with tokens of several adapters, without training."""
+"""Finished adapters on a model, all at once, for forward passes with tokens of several adapters and no training."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from transformers import PreTrainedModel
 
 from alto.kernels import TokenSchedule
 from alto.lora.bank import AdapterBank
+from alto.lora.fit import initial_values
 from alto.lora.heads import HEAD
-from alto.lora.initial import initial_values
 from alto.lora.injection import eject, inject
-from alto.lora.layout import AdapterShape, BankLayout, ExtraTensor
+from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor
 from alto.lora.linear import ForwardContext, RowPlaces
-from alto.lora.shared_inputs import find_shared_inputs
-from alto.lora.targets import adaptable
-from alto.lora.weights import AdapterWeights
-
-__all__ = ["ServedAdapters", "serving"]
+from alto.lora.targets import adaptable, find_shared_inputs
 
 
 class ServedAdapters:
-    """The adapters of :func:`serving`, a slot each."""
+    """The adapters that :func:`serving` has put on a model, one per slot."""
 
     def __init__(self, context: ForwardContext, scales: Sequence[float]) -> None:
         self._context = context
@@ -33,7 +29,7 @@ class ServedAdapters:
         return len(self._scales)
 
     def schedule(self, num_tokens: Sequence[int]) -> TokenSchedule:
-        """The schedule of forward passes with so many tokens of every slot, slot after slot."""
+        """Return the schedule of forward passes with ``num_tokens`` tokens per slot, slot after slot."""
         return TokenSchedule.build(range(len(self)), num_tokens, self._scales)
 
     def use(self, schedule: TokenSchedule) -> AbstractContextManager[None]:
@@ -48,11 +44,13 @@ def serving(
     forward: Callable[[], object],
     places: Callable[[], RowPlaces | None] | None = None,
 ) -> Iterator[ServedAdapters]:
-    """Put ``adapters`` on ``model`` while the context lasts, replacing those of any other bank; afterwards it has none.
+    """Put ``adapters`` on ``model`` while the context lasts.
+
+    Adapters of any other bank are removed first, and the model has no adapters afterwards.
 
     Args:
-        adapters: Weights and scale of every module of each, which fit the model; ranks and modules may differ. None is
-            the base alone.
+        adapters: Weights of each adapter and the scale of each of its modules; they must fit the model, but ranks and
+            modules may differ. None means the base model without an adapter.
         forward: Runs a forward pass of ``model``.
         places: See :class:`alto.lora.linear.ForwardContext`.
     """
@@ -98,12 +96,12 @@ def _rank(weights: AdapterWeights) -> int:
 
 
 def _extras(weights: AdapterWeights) -> tuple[ExtraTensor, ...]:
-    """The further tensors that the layers of a model read: not a classification head, which is behind them."""
+    """Return the extra tensors that layers of the model use; a classification head is not among them."""
     return tuple(
         ExtraTensor(name=name, shape=tuple(tensor.shape)) for name, tensor in weights.extras.items() if name != HEAD
     )
 
 
 def _scale(scales: Mapping[str, float]) -> float:
-    """The scale that most modules have, so that few, mostly none, have another."""
+    """Return the most common scale, so that few modules, usually none, need a ratio."""
     return Counter(scales.values()).most_common(1)[0][0]

@@ -1,4 +1,4 @@
-"""The adapter that a job's configuration means on a base model: its modules, and the rank and scale of each."""
+"""The adapter that a job's configuration defines on a base model: its modules, and the rank and scale of each."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ from transformers import PreTrainedModel
 
 from alto.errors import TargetModuleError, UnsupportedError
 from alto.lora.biases import trained_biases
-from alto.lora.heads import head_tensor
+from alto.lora.heads import head_tensor, whole_tensors
 from alto.lora.layout import AdapterShape, TargetModule
 from alto.lora.magnitudes import magnitudes
 from alto.lora.peft_format import adapter_scale, lora_scale
 from alto.lora.targets import adaptable, embedding_base, find_targets, head_base, linear_modules
-from alto.lora.whole_modules import whole_tensors
 from alto.records import LabelSet
-from alto.spec import JobConfig
-from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.module_names import module_matches, of_module
-
-__all__ = ["adapter_shape", "rank_notes", "tying_notes"]
+from alto.spec import SHAPE_FIELDS, JobConfig, module_matches, of_module
 
 
 def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | None = None) -> AdapterShape:
-    """The shape of the adapter that a job trains, with its magnitudes (``use_dora``), the biases and
-    the whole weights (``modules_to_save``) that it trains, and with ``labels`` a classification head for them.
+    """Return the shape of the adapter that a job trains.
 
-    A module's rank is that of the first key of ``rank_pattern`` that matches its name, else ``r``; its scale is
-    ``lora_alpha / r`` of its own two numbers (with ``use_rslora`` ``lora_alpha / sqrt(r)``): ``alpha_pattern`` and
-    ``rank_pattern`` take the place of ``lora_alpha`` and ``r``. Source: PEFT 0.21, ``LoraModel._create_and_replace``.
+    The shape includes DoRA magnitudes (``use_dora``), trained biases, modules trained in full (``modules_to_save``),
+    and a classification head for ``labels`` if given.
+
+    A module's rank is the value of the first key of ``rank_pattern`` that matches its name, otherwise ``r``. Its scale
+    is ``lora_alpha / r`` (``lora_alpha / sqrt(r)`` with ``use_rslora``), computed from the module's own rank and alpha;
+    ``alpha_pattern`` overrides ``lora_alpha`` as ``rank_pattern`` overrides ``r``. Source: PEFT 0.21,
+    ``LoraModel._create_and_replace``.
 
     Raises:
         TargetModuleError: See :func:`alto.lora.find_targets`; or a key of a pattern matches no linear module.
-        UnsupportedError: The output head is targeted in a way that is not implemented; or see
-            :func:`alto.lora.biases.trained_biases`, :func:`alto.lora.magnitudes.magnitudes` and
-            :func:`alto.lora.whole_modules.whole_tensors`.
+        UnsupportedError: The output head or the embeddings are targeted together with a setting that is not
+            implemented; or see :func:`alto.lora.biases.trained_biases`, :func:`alto.lora.magnitudes.magnitudes` and
+            :func:`alto.lora.heads.whole_tensors`.
     """
     targets = _targets(model, config)
     for target in targets:
@@ -65,11 +63,12 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
 
 
 def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """A notice where a rank exceeds the smaller side of a module: the product cannot have that rank, and PEFT trains it
-    all the same.
+    """Return a notice if a rank exceeds the smaller dimension of a module.
+
+    The product ``A B`` cannot have such a rank; PEFT trains it without complaint.
 
     Args:
-        model: With or without weights, with or without injected adapters.
+        model: The base model, with or without weights, with or without injected adapters.
         configs: Configurations of all jobs.
 
     Raises:
@@ -77,7 +76,7 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     """
     smallest = min((_smaller_side(module) for module in linear_modules(model)), default=0)
     wide = [config for config in configs if max(config.r, *(rank for _, rank in config.rank_pattern), 0) > smallest]
-    # Jobs of one search differ mostly in other settings.
+    # Most jobs of a search have the same shape.
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in wide}
     largest: dict[TargetModule, int] = {}
     for config in distinct.values():
@@ -91,29 +90,29 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     others = f" and of {len(largest) - 1:,} other modules" if len(largest) > 1 else ""
     return (
         f"Rank {rank} is larger than the smaller side of {module.name} ({module.in_features} × {module.out_features})"
-        f"{others}. It is trained as asked, as in PEFT; a rank of that side can learn the same with fewer parameters. "
-        "Lower r, or name the modules in rank_pattern.",
+        f"{others}. It is trained with this rank, as in PEFT; a rank as large as that side learns the same with "
+        "fewer parameters. Lower r, or name the modules in rank_pattern.",
     )
 
 
 def tying_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
-    """A notice where jobs train an output head or embeddings that are one weight.
+    """Return a notice if jobs train the output head or the embeddings of a model that ties their weights.
 
-    Arguments and errors as of :func:`rank_notes`.
+    Takes the same arguments and raises the same errors as :func:`rank_notes`.
     """
     if getattr(head_base(model), "weight", None) is not embedding_base(model).weight:
         return ()
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in configs}
     targets = [target for config in distinct.values() for target in _targets(model, config)]
     if any(not target.is_in_body for target in targets):
-        merged = "Merging it with PEFT would change both; alto export --merged gives each a weight of its own."
+        merged = "Merging it with PEFT would change both; alto export --merged gives each its own weight."
     elif any(config.modules_to_save for config in distinct.values()):
-        merged = "Merged with PEFT, they are two weights."
+        merged = "After a merge with PEFT, they are two weights."
     else:
         return ()
     return (
-        "The output head and the embeddings of the base model are one weight: what is trained of one leaves the other "
-        f"as it is, as in PEFT. {merged}",
+        "The output head and the embeddings of the base model are one weight: training one of them does not change "
+        f"the other, as in PEFT. {merged}",
     )
 
 
@@ -129,12 +128,12 @@ def _targets(model: PreTrainedModel, config: JobConfig) -> tuple[TargetModule, .
 
 
 def _named(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """What ``target_modules`` may name."""
+    """Return the modules that ``target_modules`` may name."""
     return tuple(module for module in adaptable(model) if module.num_experts is None and not module.is_router)
 
 
 def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, *, has_labels: bool) -> None:
-    """Check that an adapter on the output head or the embeddings can be trained as ``config`` says.
+    """Check that an adapter on the output head or the embeddings can be trained with ``config``.
 
     Raises:
         UnsupportedError: It cannot.
@@ -142,22 +141,22 @@ def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, 
     what, module = ("output head", head_base(model)) if target.is_head else ("embeddings", embedding_base(model))
     assert module is not None
     if target.is_head and has_labels:
-        setting, found, remedy = "method classification or regression", "whose place another head takes", "it"
+        setting, found, remedy = "method classification or regression", "which a classification head replaces", "it out"
     elif isinstance(module.weight, DTensor):
         setting, found = "num_gpus above 1", "whose adapters are trained on one GPU only"
-        remedy = "it, or write num_gpus: 1"
+        remedy = "it out, or write num_gpus: 1"
     elif config.use_dora:
-        setting, found, remedy = "use_dora", "where DoRA is not implemented", "it, or use_dora"
+        setting, found, remedy = "use_dora", "for which DoRA is not implemented", "it or use_dora out"
     elif target.is_head and config.bias != "none" and module.bias is not None:
-        setting, found, remedy = f"bias: {config.bias}", "whose bias is not trained", "it, or bias"
+        setting, found, remedy = f"bias: {config.bias}", "whose bias is not trained", "it or bias out"
     elif target.is_embedding and config.loraplus_lr_ratio != 1.0:
-        setting, found = "loraplus_lr_ratio", "to which PEFT gives a fixed rate of 1e-6 then"
-        remedy = "it, or loraplus_lr_ratio"
+        setting, found = "loraplus_lr_ratio", "for which PEFT then uses a fixed rate of 1e-6"
+        remedy = "it or loraplus_lr_ratio out"
     else:
         return
     raise UnsupportedError(
         f"target_modules: expected modules of the base model's body with {setting}, found its {what}, {found}; "
-        f"leave out {remedy}"
+        f"leave {remedy}"
     )
 
 

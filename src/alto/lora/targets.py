@@ -1,36 +1,24 @@
-"""The modules of a model that adapters can target, and those that ``target_modules`` selects, by PEFT's rules."""
+"""The modules of a model that adapters can target, and their selection by ``target_modules``, following PEFT's
+rules.
+"""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import TargetModuleError
 from alto.lora.experts import expert_parameters, is_adaptable
-from alto.lora.injected import InjectedModule
 from alto.lora.layout import TargetModule
-from alto.lora.linear import FrozenLinear
-from alto.spec.job_config import ALL_LINEAR
-
-__all__ = [
-    "adaptable",
-    "base_modules",
-    "embedding_base",
-    "expert_bases",
-    "find_targets",
-    "head_base",
-    "is_reached_by_text",
-    "linear_bases",
-    "linear_modules",
-    "module_names",
-    "router_bases",
-]
+from alto.lora.linear import FrozenLinear, InjectedModule
+from alto.spec import ALL_LINEAR
 
 _SHARED_EXPERTS = ("shared_experts.gate_proj", "shared_experts.up_proj", "shared_experts.down_proj")
 
@@ -53,21 +41,21 @@ _LEFT_OUT: Mapping[str, tuple[str, ...]] = {
         "mlp.experts",
     ),
 }
-"""By model type, the endings of the names of modules that get no adapter.
+"""By model type: name endings of modules that get no adapter.
 
-The weight of Mamba's is read by the model, or by a fused kernel, itself (PEFT 0.21,
-``_check_lora_target_modules_mamba``; transformers' forward passes for ``dt_proj``). Of Inkling 2, Laguna, Mistral
-Large 4 and Unlimited OCR, PEFT 0.21 looks for the adapter's tensors under other names, as transformers 5.23 renames
-those of old checkpoints.
+In Mamba models these weights are read directly by the model or by a fused kernel (PEFT 0.21,
+``_check_lora_target_modules_mamba``; transformers' forward passes for ``dt_proj``). For Inkling 2, Laguna, Mistral
+Large 4 and Unlimited OCR, PEFT 0.21 looks for the adapter's tensors under other names, because transformers 5.23
+renames tensors of old checkpoints.
 """
 
 
 def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """All linear modules of a causal LM but its output head, in the model's order (PEFT's ``all-linear``).
+    """Return all linear modules of a causal LM except its output head, in the model's order (PEFT's ``all-linear``).
 
-    The same whether or not adapters have been injected. Left out are those of ``_LEFT_OUT``, such as projections of
-    Mamba's layers whose weight is read elsewhere than in the layer, so that an adapter there would not apply; and the
-    towers of a vision-language model, which rows of text never reach.
+    The result does not depend on injected adapters. Two kinds of modules are left out: those in ``_LEFT_OUT``, such as
+    Mamba projections whose weight is read outside the layer, so that an adapter would have no effect; and the vision
+    towers of a vision-language model, which text never reaches.
     """
     return tuple(
         TargetModule(name=name, in_features=_sizes(module)[0], out_features=_sizes(module)[1])
@@ -76,7 +64,7 @@ def linear_modules(model: PreTrainedModel) -> tuple[TargetModule, ...]:
 
 
 def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
-    """The modules that :func:`linear_modules` names, as they are without injection."""
+    """Return the modules that :func:`linear_modules` names, by name, without injected wrappers."""
     head = head_base(model)
     return {
         name: module
@@ -89,21 +77,21 @@ def linear_bases(model: PreTrainedModel) -> dict[str, FrozenLinear]:
 
 
 def head_base(model: PreTrainedModel) -> nn.Module | None:
-    """The output head of ``model`` as it is without injection; None where it has none."""
+    """Return the output head of ``model`` without an injected wrapper; None if the model has no head."""
     head: Any = model.get_output_embeddings()
     found: nn.Module | None = head.base if isinstance(head, InjectedModule) else head
     return found
 
 
 def embedding_base(model: PreTrainedModel) -> nn.Module:
-    """The token embeddings of ``model`` as they are without injection."""
+    """Return the token embeddings of ``model`` without an injected wrapper."""
     embeddings: Any = model.get_input_embeddings()
     found: nn.Module = embeddings.base if isinstance(embeddings, InjectedModule) else embeddings
     return found
 
 
 def _ends(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """The output head and the token embeddings, where PEFT adapts them as well: a linear layer, and
+    """Return the output head and the token embeddings if PEFT can adapt them, too: a linear layer, and
     ``torch.nn.Embedding``."""
     names = {module: name for name, module in base_modules(model).items()}
     head, embeddings = head_base(model), embedding_base(model)
@@ -123,13 +111,14 @@ def _is_left_out(model: PreTrainedModel, name: str) -> bool:
 
 
 def is_reached_by_text(model: PreTrainedModel, name: str) -> bool:
-    """Whether the module ``name`` computes rows of text: not in the towers of a vision-language model."""
+    """Return whether the module ``name`` processes text, that is, lies outside the towers of a vision-language
+    model."""
     return name.startswith(_language_part(model))
 
 
 def _language_part(model: PreTrainedModel) -> str:
-    """The beginning of the names of the layers that rows of text reach: of a vision-language model those of its
-    language model, of others all."""
+    """Return the name prefix of the layers that process text: that of the language model in a vision-language model,
+    otherwise empty."""
     if "vision_config" not in getattr(model.config, "sub_configs", ()):
         return ""
     names = (name for name, _ in model.named_modules() if name.rsplit(".", 1)[-1] == "language_model")
@@ -137,7 +126,8 @@ def _language_part(model: PreTrainedModel) -> str:
 
 
 def expert_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The modules of ``model`` with stacked experts that may have adapters, as they are without injection."""
+    """Return the modules of ``model`` with stacked experts that may have adapters, by name, without injected
+    wrappers."""
     return {
         name: module
         for name, module in base_modules(model).items()
@@ -146,7 +136,8 @@ def expert_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 def router_bases(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The modules beside stacked experts that hold the weight of a router themselves, as they are without injection."""
+    """Return the modules next to stacked experts that hold a router's weight directly, by name, without injected
+    wrappers."""
     blocks = {name.rpartition(".")[0] for name in expert_bases(model)}
     return {
         name: module
@@ -161,8 +152,8 @@ def _is_router(module: nn.Module) -> bool:
 
 
 def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """All that may have adapters: linear modules, then routers, then parameters of experts, each in the model's
-    order, then the output head and the embeddings."""
+    """Return everything that may have adapters: linear modules, then routers, then parameters of experts, each in the
+    model's order, then the output head and the embeddings."""
     routers = (
         TargetModule(name=name, in_features=weight.shape[1], out_features=weight.shape[0], is_router=True)
         for name, module in router_bases(model).items()
@@ -175,7 +166,7 @@ def adaptable(model: PreTrainedModel) -> tuple[TargetModule, ...]:
 
 
 def _sizes(module: FrozenLinear) -> tuple[int, int]:
-    """In-features and out-features."""
+    """Return in-features and out-features."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     num_in, num_out = module.weight.shape
@@ -183,7 +174,8 @@ def _sizes(module: FrozenLinear) -> tuple[int, int]:
 
 
 def module_names(model: PreTrainedModel) -> tuple[str, ...]:
-    """Full names of all modules below the model, linear or not; the same whether or not adapters have been injected."""
+    """Return the full names of all modules below the model, linear or not; injected adapters do not change the
+    result."""
     return tuple(base_modules(model))
 
 
@@ -196,22 +188,22 @@ def find_targets(
     layers_to_transform: Sequence[int] | None = None,
     layers_pattern: Sequence[str] | None = None,
 ) -> tuple[TargetModule, ...]:
-    """The modules that the settings select, in the order of :func:`adaptable`.
+    """Return the modules that the settings select, in the order of :func:`adaptable`.
 
     Args:
-        target_modules: ``"all-linear"``, which leaves out head and embeddings; or names, each a full one or an ending
-            such as ``q_proj``; or, as another string, a regular expression that has to match full names as a whole.
-        target_parameters: Names of parameters of experts and routers, each a full one or an ending such as
+        target_modules: ``"all-linear"``, which leaves out head and embeddings; a list of names, each a full name or an
+            ending such as ``q_proj``; or a regular expression that must match full names entirely.
+        target_parameters: Names of parameters of experts and routers, each a full name or an ending such as
             ``experts.gate_up_proj`` or ``gate.weight``.
-        exclude_modules: Names or an expression of modules that are left out.
-        layers_to_transform: Indices of layers; modules of other layers are left out, but not those whose full name is
-            among ``target_modules``. With ``"all-linear"``, which PEFT does not combine with it, all modules of these
-            layers are meant.
-        layers_pattern: Regular expressions for the name that the layer's index follows; None: any name.
+        exclude_modules: Names, or a regular expression, of modules to leave out.
+        layers_to_transform: Indices of the layers to adapt. Modules of other layers are left out, unless their full
+            name is in ``target_modules``. With ``"all-linear"``, a combination that PEFT does not support, all linear
+            modules of these layers are selected.
+        layers_pattern: Regular expressions for the name that precedes the layer index; None accepts any name.
 
     Raises:
-        TargetModuleError: The model has no linear modules; a name or an expression matches none of them, or selects
-            other modules too; a layer has none of the modules; or nothing is left.
+        TargetModuleError: The model has no linear modules; a name or an expression matches none of them, or also
+            matches other modules; a layer has none of the modules; or no module is left.
     """
     experts = _find_experts(model, target_parameters)
     if target_parameters and not target_modules:
@@ -244,9 +236,9 @@ def find_targets(
 
 
 def _excluded(model: PreTrainedModel, exclude_modules: str | Sequence[str] | None) -> set[str]:
-    """Names of the modules that are left out.
+    """Return the names of the modules to leave out.
 
-    Source: PEFT 0.21, ``check_target_module_exists``, which only warns where a name excludes nothing.
+    Source: PEFT 0.21, ``check_target_module_exists``, which only warns if a name excludes nothing.
     """
     if exclude_modules is None:
         return set()
@@ -265,7 +257,7 @@ def _excluded(model: PreTrainedModel, exclude_modules: str | Sequence[str] | Non
 
 
 def _of_layers(names: Iterable[str], indices: Sequence[int], parents: Sequence[str] | None) -> set[str]:
-    """Those of ``names`` that lie in the layers with these indices; the first number in a name counts.
+    """Return the ``names`` that lie in the layers with these indices. The first number in a name is its layer index.
 
     Source: PEFT 0.21, ``check_target_module_exists``.
     """
@@ -343,9 +335,86 @@ def _is_name_or_ending(text: str, name: str) -> bool:
 
 
 def base_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """All modules below the model by name, as they are without injection."""
+    """Return all modules below the model by name, without injected wrappers."""
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules():
         if name:
             names.setdefault(module.base if isinstance(module, InjectedModule) else module, name)
     return {name: module for module, name in names.items()}
+
+
+# PEFT's default target modules by architecture, used if a configuration names none.
+#
+# Source: PEFT 0.21, ``TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING``, and ``LoraModel._prepare_adapter_config``.
+
+DEFAULT_TARGETS: Mapping[str, str | tuple[str, ...]] = {
+    **dict.fromkeys(("bart", "gpt_neo", "gptj", "opt", "stablelm"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "llama", "llama4"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("mistral", "mixtral", "qwen2", "qwen3"), ("q_proj", "v_proj")),
+    **dict.fromkeys(("RefinedWeb", "RefinedWebModel", "bloom", "chatglm", "falcon"), ("query_key_value",)),
+    "gpt_neox": ("query_key_value",),
+    **dict.fromkeys(("bert", "electra", "layoutlm", "roberta", "xlm-roberta"), ("query", "value")),
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), ("c_attn",)),
+    **dict.fromkeys(("mt5", "t5"), ("q", "v")),
+    "blip-2": ("q", "v", "q_proj", "v_proj"),
+    "btlm": ("c_proj", "c_attn"),
+    "codegen": ("qkv_proj",),
+    "deberta": ("in_proj",),
+    "deberta-v2": ("query_proj", "value_proj"),
+    "gemma4": r".*language_model\..*\.(q_proj|v_proj)",
+    "mpt": ("Wqkv",),
+    "nemotron_h": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "phi": ("q_proj", "v_proj", "fc1", "fc2"),
+    "rwkv": ("key", "value", "receptance", "output"),
+    "rwkv7": ("r_proj", "k_proj", "v_proj", "o_proj", "key", "value"),
+}
+"""By model type: names, or a regular expression."""
+
+
+def default_targets(model_type: str, *, has_parameters: bool = False) -> str | tuple[str, ...]:
+    """Return the ``target_modules`` that PEFT chooses for models of ``model_type``.
+
+    Args:
+        model_type: ``model_type`` in the model's ``config.json``.
+        has_parameters: Whether ``target_parameters`` is set; if PEFT has no default, it then trains only these
+            parameters.
+
+    Raises:
+        TargetModuleError: PEFT has no default for this model type.
+    """
+    found = DEFAULT_TARGETS.get(model_type, () if has_parameters else None)
+    if found is None:
+        raise TargetModuleError(
+            "target_modules: expected a model of a type for which PEFT has default modules, found "
+            f"{model_type!r}, for which it has none; name the modules in target_modules, or write 'all-linear'"
+        )
+    return found
+
+
+def find_shared_inputs(model: PreTrainedModel, forward: Callable[[], object]) -> tuple[tuple[str, ...], ...]:
+    """Return groups of names of modules that received the same tensor object, each in the model's order.
+
+    Modules that share their input with no other module are left out.
+
+    Args:
+        forward: Runs a forward pass of ``model``, outside of any training pass.
+    """
+    readers: dict[int, list[str]] = {}
+    inputs: list[Tensor] = []  # kept alive, so that no two tensors get the same id
+
+    def watch(name: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+        inputs.append(args[0])
+        names = readers.setdefault(id(args[0]), [])
+        if name not in names:
+            names.append(name)
+
+    bases = linear_bases(model)
+    hooks = [base.register_forward_pre_hook(partial(watch, name)) for name, base in bases.items()]
+    try:
+        forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    order = {name: number for number, name in enumerate(bases)}
+    shared = (tuple(sorted(names, key=order.__getitem__)) for names in readers.values() if len(names) > 1)
+    return tuple(sorted(shared, key=lambda names: order[names[0]]))

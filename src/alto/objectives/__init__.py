@@ -1,6 +1,6 @@
-"""Objectives: from the losses of tokens to one loss per job."""
+"""Objectives, which turn the losses of tokens into one loss per job."""
 
-from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation, Terms
+from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation, Terms, run_sums
 from alto.objectives.micro_batch import (
     Heads,
     Learners,
@@ -14,7 +14,6 @@ from alto.objectives.micro_batch import (
 )
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.objectives.registry import find_objective
-from alto.objectives.sums import run_sums
 
 __all__ = [
     "DerivedMetrics",

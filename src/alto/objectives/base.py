@@ -1,4 +1,4 @@
-"""The interface of an objective: from the losses of the trained tokens to one loss per job."""
+"""The interface of objectives, which turn the losses of trained tokens into one loss per job."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from alto.backbone import is_out_of_memory
+from alto.base import naming_errors
 from alto.data import EncodedDataset, TokenBatch
 from alto.errors import DataError, UnsupportedError
 from alto.records import LabelSet
-from alto.spec import JobConfig
-from alto.spec.method import Method
-from alto.spec.objectives import OBJECTIVES
-from alto.spec.packages import naming_errors
-
-__all__ = ["DerivedMetrics", "Objective", "ObjectiveImplementation", "Terms"]
+from alto.spec import OBJECTIVES, JobConfig, Method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +23,12 @@ class Terms:
     """The contributions of one micro-batch to the loss and the metrics of every job.
 
     Attributes:
-        sums_J: ``[J]`` float64. Over all micro-batches of a batch they add up to the batch's loss times its weight.
-        metrics: Name to ``[J]``, which add up in the same way; formed without a gradient.
-        rows: Name to one number for each row of the batch, in order: the parts of which a metric, or the ``loss``, is
-            the sum. With it, jobs can be compared row by row, and a lead can be distinguished from noise.
-        statistics: ``[J, n]`` float64, which add up over micro-batches: of them :class:`DerivedMetrics` are made. None
-            where there are none, and in training.
+        sums_J: ``[J]`` float64. Summed over all micro-batches of a batch, they are the batch's loss times its weight.
+        metrics: Name to ``[J]``, summed in the same way; computed without a gradient.
+        rows: Name of a metric, or ``loss``, to one number for each row of the batch, in order; the metric is their sum.
+            With them, jobs can be compared row by row, and a lead can be distinguished from noise.
+        statistics: ``[J, n]`` float64, summed over micro-batches; :class:`DerivedMetrics` are computed from them. None
+            if there are none, and in training.
     """
 
     sums_J: Tensor
@@ -40,7 +37,7 @@ class Terms:
     statistics: Tensor | None = None
 
     def with_statistics(self, statistics: Tensor) -> Terms:
-        """The same with ``statistics``."""
+        """Return the same terms with ``statistics``."""
         return replace(self, statistics=statistics)
 
 
@@ -48,33 +45,33 @@ class Terms:
 class ObjectiveImplementation(Protocol):
     """The computation of an objective. It is called after the base model has run, and sees only losses of tokens.
 
-    One of your own: a class with these methods whose instances hold no state, named by an
-    :class:`alto.spec.ObjectiveEntry` of your package. ``docs/objectives.md`` has one.
+    To add an objective, write a class with these methods whose instances hold no state, and name it in an
+    :class:`alto.spec.ObjectiveEntry` of your package. ``docs/objectives.md`` has an example.
 
-    Every job must be computed only from its own tokens, and in an order that depends only on them: then no other job
-    changes its bits. :class:`alto.objectives.Pairs` and :func:`alto.objectives.run_sums` are made so.
+    Compute every job only from its own tokens, and in an order that depends only on them: then no other job changes its
+    bits. :class:`alto.objectives.Pairs` and :func:`alto.objectives.run_sums` work this way.
     """
 
     def check(self, dataset: EncodedDataset, settings: Sequence[Any]) -> None:
-        """Check, before anything is trained, that it can learn from such rows with such settings.
+        """Check, before training, that the objective can learn from these rows with these settings.
 
         Args:
             dataset: Encoded training or validation rows.
             settings: Settings of every job, of the class that the entry names.
 
         Raises:
-            DataError: The rows are not pairs, or are pairs, against the objective's needs.
+            DataError: The objective needs pairs and the rows are not pairs, or the other way round.
             SpecError: A setting is out of its domain.
         """
         ...
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[Any]) -> Terms:
-        """Loss and metrics of every job in ``batch``, not yet divided by ``batch.job_weights``.
+        """Return loss and metrics of every job in ``batch``, not yet divided by ``batch.job_weights``.
 
         Args:
-            losses_S: Cross-entropy of every trained token under the job's adapter, nats, float32; where the entry names
-                ``problem_types``, instead the logits ``[Q, K]`` of the job's head for every row.
-            batch: Which tokens belong to which row and job.
+            losses_S: Cross-entropy of every trained token under the job's adapter, nats, float32. If the entry names
+                ``problem_types``, the logits ``[Q, K]`` of the job's head for every row instead.
+            batch: Rows and jobs of the tokens.
             settings: One per job of the batch, of the class that the entry names.
         """
         ...
@@ -82,20 +79,20 @@ class ObjectiveImplementation(Protocol):
 
 @runtime_checkable
 class DerivedMetrics(Protocol):
-    """What an objective has beside :class:`ObjectiveImplementation` where its entry names ``derived`` metrics: those
-    that are no means over rows, such as a correlation."""
+    """The additional methods of an objective whose entry names ``derived`` metrics, which are not means over rows, such
+    as a correlation."""
 
     def num_statistics(self, labels: LabelSet) -> int:
-        """``n``, how many sums over rows it needs (:attr:`Terms.statistics`)."""
+        """Return ``n``, the number of sums over rows that the metrics need (:attr:`Terms.statistics`)."""
         ...
 
     def derived_metrics(self, statistics: Sequence[float], num_rows: int, labels: LabelSet) -> Mapping[str, float]:
-        """The derived metrics of a split by name.
+        """Return the derived metrics of a split, by name.
 
         Args:
-            statistics: The sums over all its rows.
-            num_rows: Number of its rows.
-            labels: The labels of its rows.
+            statistics: The sums over all rows of the split.
+            num_rows: Number of rows of the split.
+            labels: Labels of the rows.
         """
         ...
 
@@ -105,8 +102,7 @@ class Objective:
     """An objective: its description, which needs no torch, and its computation.
 
     Attributes:
-        method: Its name and entry.
-        implementation: Computes its loss.
+        method: Name and entry of the objective.
     """
 
     method: Method
@@ -114,22 +110,22 @@ class Objective:
 
     @property
     def name(self) -> str:
-        """Path of the class that computes the loss, for messages."""
+        """Name of the class that computes the loss, for messages."""
         return type(self.implementation).__name__
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Names of its metrics."""
+        """Names of the metrics."""
         return self.method.entry.metrics
 
     @property
     def mean_metrics(self) -> tuple[str, ...]:
-        """Those of them that are means over rows: the keys of :attr:`Terms.metrics`."""
+        """The metrics that are means over rows: the keys of :attr:`Terms.metrics`."""
         return tuple(name for name in self.metrics if name not in self.method.entry.derived)
 
     @property
     def derived(self) -> DerivedMetrics | None:
-        """Makes the others of sums; None where there are none."""
+        """The implementation of the derived metrics; None if there are none."""
         if not self.method.entry.derived:
             return None
         assert isinstance(self.implementation, DerivedMetrics), "checked when it was found"
@@ -137,27 +133,27 @@ class Objective:
 
     @property
     def has_head(self) -> bool:
-        """Whether every job trains a classification head of its own, whose logits the loss is of."""
+        """Whether every job trains its own classification head, from whose logits the loss is computed."""
         return bool(self.method.entry.problem_types)
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The metrics that are better when higher; a task may select by one of them."""
+        """The metrics of which higher is better; a task may select by one of them."""
         return self.method.entry.scores
 
     @property
     def needs_reference(self) -> bool:
-        """Whether it needs reference log-probs (``batch.references_Q2``), which the frozen base computes once for all
-        pairs."""
+        """Whether reference log-probs are needed (``batch.references_Q2``), which the frozen base model computes once
+        for all pairs."""
         return self.method.entry.needs_reference
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
-        """Check, before anything is trained, that it can learn from such rows with such settings.
+        """Check, before training, that the objective can learn from these rows with these settings.
 
         Raises:
-            DataError: The rows are of the other kind.
+            DataError: The rows are of the wrong kind.
             SpecError: A setting is out of its domain.
-            UnsupportedError: The implementation is a package's, and raises an error that is none of ALTO's.
+            UnsupportedError: A package's implementation raises an error that is not one of ALTO's.
         """
         if self.method.entry.is_labelled and dataset.labels is None:
             raise DataError(
@@ -184,7 +180,7 @@ class Objective:
             self.implementation.check(dataset, [config.objective for config in configs])
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
-        """Loss and metrics of every job in ``batch``; see :meth:`ObjectiveImplementation.terms`.
+        """Return loss and metrics of every job in ``batch``; see :meth:`ObjectiveImplementation.terms`.
 
         Args:
             losses_S: Cross-entropy of every trained token, nats, float32; or the logits of every row.
@@ -192,7 +188,7 @@ class Objective:
             configs: One per job.
 
         Raises:
-            UnsupportedError: The implementation is a package's, and raises or returns something else.
+            UnsupportedError: A package's implementation raises an error, or does not return :class:`Terms`.
         """
         with self._naming_errors("terms"):
             terms = self.implementation.terms(losses_S, batch, [config.objective for config in configs])
@@ -203,7 +199,31 @@ class Objective:
         return terms
 
     def _naming_errors(self, method: str) -> AbstractContextManager[None]:
-        """What a package's implementation raises is reported as its error; memory that runs out is not its error."""
+        """Report an error of a package's implementation as the package's; running out of memory is not its error."""
         return naming_errors(
             f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
         )
+
+
+# Sums of runs of losses, each run by itself.
+#
+# Shapes: ``S`` trained tokens, ``R`` runs of them.
+
+
+def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Sum every run of ``values_S``, ``[R]`` float64, all runs in one launch.
+
+    Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run. The
+    sums are in float64, because on a CPU they add one value after the other.
+    """
+    # `unsafe`: the lengths are valid, and checking them would synchronise host and device.
+    return torch.segment_reduce(values_S.double(), "sum", lengths=to_device(lengths, values_S.device), unsafe=True)
+
+
+def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor of ``numbers``, copied to ``device`` without synchronisation.
+
+    Args:
+        numbers: The numbers, or rows of numbers.
+    """
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -1,5 +1,5 @@
-"""Contrastive preference optimisation (arXiv:2401.08417) and SimPO (arXiv:2405.14734): the chosen reply is to be more
-probable than the rejected one, and is learned itself. Needs no reference.
+"""Contrastive preference optimisation (arXiv:2401.08417) and SimPO (arXiv:2405.14734): make the chosen reply more
+probable than the rejected one, and learn it. They need no reference log-probs.
 
 The losses are those of TRL's ``CPOTrainer`` under the same names: ``sigmoid`` and ``hinge`` compare log-probabilities,
 ``simpo`` and ``ipo`` those per token. ``simpo`` with ``cpo_alpha: 0`` is the paper's SimPO.
@@ -17,17 +17,15 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.spec.objective_settings import CPO_LOSS_TYPES, CpoLossType, CpoSettings
-
-__all__ = ["Cpo"]
+from alto.spec import CPO_LOSS_TYPES, CpoLossType, CpoSettings
 
 _PER_TOKEN: tuple[CpoLossType, ...] = ("simpo", "ipo")
-"""The forms whose rewards are means over the tokens of a reply."""
+"""Loss types whose rewards are means over the tokens of a reply."""
 
 
 class Cpo:
-    """A loss of ``beta`` times the difference of log-probabilities, plus ``cpo_alpha`` times the cross-entropy of the
-    chosen replies; a reward is ``beta`` times a reply's log-probability."""
+    """A loss of ``beta`` times the difference of log-probs, plus ``cpo_alpha`` times the cross-entropy of the chosen
+    replies; a reward is ``beta`` times a reply's log-prob."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[CpoSettings]) -> None:
         pass  # every pair is valid
@@ -54,12 +52,11 @@ class Cpo:
 
 
 def _pair_losses(form: CpoLossType, margin_Q: Tensor, beta_Q: Tensor, target_Q: Tensor, smoothing_Q: Tensor) -> Tensor:
-    """Loss of every pair in one form, ``[Q]`` float64, without the cross-entropy of the chosen reply.
+    """Return the loss of every pair for one loss type, ``[Q]`` float64, without the chosen reply's cross-entropy.
 
     Args:
-        margin_Q: Log-probability of the chosen reply less that of the rejected one, nats.
-        beta_Q: Weight of a reward.
-        target_Q: Lead that the chosen reply's reward is to have.
+        margin_Q: Log-prob of the chosen reply minus that of the rejected one, nats.
+        target_Q: Margin by which the chosen reply's reward should be higher.
         smoothing_Q: Assumed share of pairs in the wrong order.
     """
     match form:

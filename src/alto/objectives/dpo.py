@@ -1,5 +1,5 @@
-"""Direct preference optimisation: of two replies to a prompt, the chosen one's log-ratio to the frozen base is to
-exceed that of the rejected one.
+"""Direct preference optimisation: the chosen reply's log-ratio to the frozen base model should exceed that of the
+rejected reply.
 
 The losses are those of TRL's ``DPOTrainer`` under the same names, per pair; several are added with weights. But
 ``label_smoothing`` of ``sigmoid`` is that of cDPO (arXiv:2305.18290, notes), which TRL's ``sigmoid`` does not follow.
@@ -23,18 +23,16 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.spec.objective_settings import LOSS_TYPES, Divergence, DpoSettings, LossType
-
-__all__ = ["Dpo"]
+from alto.spec import LOSS_TYPES, Divergence, DpoSettings, LossType
 
 _MAX_EXPONENT = 80.0
-"""Where TRL cuts the exponent of the alpha divergence."""
+"""Maximum exponent of the alpha divergence, as in TRL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Scores:
-    """Of all pairs of a micro-batch: the replies' log-ratios to the base, their scores (the derivative of the
-    divergence at that ratio), and the settings of their jobs; all ``[Q]`` float64."""
+    """Values of all pairs of a micro-batch, ``[Q]`` float64: the replies' log-ratios to the base model, their scores
+    (the derivative of the divergence at that ratio), and the settings of their jobs."""
 
     chosen_ratio_Q: Tensor
     rejected_ratio_Q: Tensor
@@ -48,15 +46,16 @@ class _Scores:
     tau_Q: Tensor
 
     def margin(self) -> Tensor:
-        """The chosen reply's score less the rejected one's."""
+        """Return the chosen reply's score minus the rejected one's."""
         return self.chosen_score_Q - self.rejected_score_Q
 
     def margin_per_token(self) -> Tensor:
         return self.chosen_score_Q / self.chosen_length_Q - self.rejected_score_Q / self.rejected_length_Q
 
     def where(self, is_asked_Q: Tensor) -> _Scores:
-        """These of the pairs that are asked for, and a harmless number for others: what a form makes of the numbers of
-        other jobs, such as an infinite power, must not reach their gradients."""
+        """Return the values of the pairs that are asked for, and a harmless number for the others.
+
+        A loss type may turn the values of other jobs into an infinite power, which must not reach their gradients."""
         harmless = torch.full_like(self.beta_Q, 0.5)
         return _Scores(
             **{field.name: torch.where(is_asked_Q, getattr(self, field.name), harmless) for field in fields(self)}
@@ -64,7 +63,7 @@ class _Scores:
 
 
 def _pair_losses(form: LossType, of: _Scores) -> Tensor:
-    """Loss of every pair in one form, ``[Q]`` float64."""
+    """Return the loss of every pair for one loss type, ``[Q]`` float64."""
     beta_Q, smoothing_Q = of.beta_Q, of.smoothing_Q
     match form:
         case "sigmoid":
@@ -99,7 +98,7 @@ def _pair_losses(form: LossType, of: _Scores) -> Tensor:
         case "discopop":
             logit_Q = beta_Q * of.margin()
             log_share_Q = F.logsigmoid(logit_Q / of.tau_Q)
-            # One exponent: a power and its share may be infinite and 0.
+            # Exponents are added before `exp`: the separate factors may be infinite and 0.
             return -F.logsigmoid(logit_Q) * (1 - torch.exp(log_share_Q)) + torch.exp(log_share_Q - logit_Q)
         case "sft":
             return of.chosen_loss_Q
@@ -107,7 +106,7 @@ def _pair_losses(form: LossType, of: _Scores) -> Tensor:
 
 
 def _score(divergence: Divergence, log_ratios_Q2: Tensor, coefficient_Q: Tensor) -> Tensor:
-    """The derivative of a divergence at the ratio of adapter to base, up to a constant: ``[Q, 2]`` float64."""
+    """Return the derivative of a divergence at the ratio of adapter to base, up to a constant: ``[Q, 2]`` float64."""
     match divergence:
         case "reverse_kl":
             return log_ratios_Q2
@@ -117,7 +116,7 @@ def _score(divergence: Divergence, log_ratios_Q2: Tensor, coefficient_Q: Tensor)
             return math.log(2) + F.logsigmoid(log_ratios_Q2)
         case "alpha_divergence":
             power_Q1 = (coefficient_Q - 1)[:, None]
-            is_limit_Q1 = power_Q1.abs() < 1e-6  # there it is reverse_kl
+            is_limit_Q1 = power_Q1.abs() < 1e-6  # the limit is reverse_kl
             power_Q1 = torch.where(is_limit_Q1, 1.0, power_Q1)
             scores_Q2 = torch.expm1((power_Q1 * log_ratios_Q2).clamp(max=_MAX_EXPONENT)) / power_Q1
             return torch.where(is_limit_Q1, log_ratios_Q2, scores_Q2)
@@ -125,10 +124,10 @@ def _score(divergence: Divergence, log_ratios_Q2: Tensor, coefficient_Q: Tensor)
 
 
 class Dpo:
-    """The mean over pairs; a reward is ``beta`` times a reply's log-ratio to the base.
+    """The mean loss over pairs; a reward is ``beta`` times a reply's log-ratio to the base model.
 
-    ``kl`` is the mean log-ratio of both replies, nats: an estimate of how far the adapter has gone from the base, on
-    replies that are the data's, not its own.
+    ``kl`` is the mean log-ratio of both replies, nats: an estimate of how far the adapter is from the base model, on
+    replies of the data, not its own.
     """
 
     def check(self, dataset: EncodedDataset, settings: Sequence[DpoSettings]) -> None:
@@ -159,8 +158,10 @@ class Dpo:
 
 
 def _left_out(losses_S: Tensor, batch: TokenBatch, pairs: Pairs, settings: Sequence[DpoSettings]) -> Tensor:
-    """What ``ld_alpha`` takes off the log-ratios, ``[Q, 2]`` float64: that of the tokens beyond the shorter reply's
-    length, times ``1 - ld_alpha``; 0 for jobs without it."""
+    """Return the part that ``ld_alpha`` removes from the log-ratios, ``[Q, 2]`` float64.
+
+    It is the log-ratio of the tokens beyond the shorter reply's length, times ``1 - ld_alpha``; 0 for jobs without
+    ``ld_alpha``."""
     assert batch.reference_tails_Q2 is not None, "reference log-probs have been computed"
     tails_Q2 = pairs.tails(losses_S, batch, batch.reference_tails_Q2)
     share_Q1 = pairs.of_jobs([0.0 if of.ld_alpha is None else 1 - of.ld_alpha for of in settings])[:, None]
@@ -168,7 +169,7 @@ def _left_out(losses_S: Tensor, batch: TokenBatch, pairs: Pairs, settings: Seque
 
 
 def _scores(log_ratios_Q2: Tensor, pairs: Pairs, settings: Sequence[DpoSettings]) -> Tensor:
-    """The scores of every pair under its job's divergence, ``[Q, 2]`` float64."""
+    """Return the scores of every pair under its job's divergence, ``[Q, 2]`` float64."""
     names = [of.f_divergence_type for of in settings]
     coefficient_Q = pairs.of_jobs([of.f_alpha_divergence_coef for of in settings])
     scores_Q2 = log_ratios_Q2
@@ -181,11 +182,10 @@ def _scores(log_ratios_Q2: Tensor, pairs: Pairs, settings: Sequence[DpoSettings]
 
 
 def _losses(scores: _Scores, pairs: Pairs, forms: Sequence[Mapping[LossType, float]]) -> Tensor:
-    """Loss of every pair in its job's forms. Each form is computed for all pairs, so that a pair keeps its place in the
-    vector; in one order for all jobs, so that no other job changes the order of a sum.
+    """Return the loss of every pair, the weighted sum of its job's loss types.
 
-    Args:
-        forms: One per job.
+    Every loss type is computed for all pairs, so that a pair keeps its place in the vector, and in the same order for
+    all jobs, so that no other job changes the order of a sum.
     """
     losses_Q = torch.zeros_like(scores.beta_Q)
     for form in LOSS_TYPES:

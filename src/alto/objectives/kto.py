@@ -1,11 +1,11 @@
-"""Kahneman-Tversky optimisation (arXiv:2402.01306): replies are labelled one by one as desirable or not; the log-ratio
-of a desirable reply to the frozen base is to exceed, and that of an undesirable one to stay below, the divergence of
-the adapter from the base.
+"""Kahneman-Tversky optimisation (arXiv:2402.01306): every reply is labelled as desirable or not. The log-ratio of a
+desirable reply to the frozen base model should exceed the divergence of the adapter from the base model; that of an
+undesirable reply should stay below it.
 
-The losses are those of TRL's ``KTOTrainer`` under the same names. The divergence is estimated as there: the mean
-log-ratio of the batch's prompts, each with the reply of another row, at least 0 and without a gradient. It is that of a
-job's whole batch, and is known before the first of its micro-batches (``batch.kl_J``). ``apo_zero_unpaired``
-(arXiv:2408.06266) compares with 0 instead.
+The losses are those of TRL's ``KTOTrainer`` under the same names. The divergence is estimated as in TRL: the mean
+log-ratio of the batch's prompts, each with the reply of another row, at least 0 and without a gradient. It is computed
+on a job's whole batch, before the first of its micro-batches (``batch.kl_J``). ``apo_zero_unpaired`` (arXiv:2408.06266)
+compares with 0 instead.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.errors import DataError
-from alto.objectives.base import Terms
+from alto.objectives.base import Terms, run_sums
 from alto.objectives.pairs import filled, of_jobs, terms_of_rows
-from alto.objectives.sums import run_sums
-from alto.spec.objective_settings import KtoSettings
-
-__all__ = ["Kto"]
+from alto.spec import KtoSettings
 
 
 class Kto:
-    """The mean over rows; a reward is ``beta`` times a reply's log-ratio to the base.
+    """The mean loss over rows; a reward is ``beta`` times a reply's log-ratio to the base model.
 
     ``chosen_reward`` and ``rejected_reward`` are means over the desirable and over the undesirable rows; ``kl`` is the
     estimated divergence, nats.
@@ -39,7 +36,7 @@ class Kto:
             found = "desirable" if num_desirable else "undesirable"
             raise DataError(
                 f"method kto: expected both desirable and undesirable replies, found {len(dataset)} that are all "
-                f"{found}; add others, set more rows aside (validation_split), or write method: sft"
+                f"{found}; add rows of the other kind, raise validation_split, or write method: sft"
             )
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[KtoSettings]) -> Terms:
@@ -61,7 +58,7 @@ class Kto:
             repeated([of.undesirable_weight for of in settings]),
         )
         losses_Q = weights_Q * (1 - torch.sigmoid(signs_Q * beta_Q * (log_ratios_Q - kl_Q)))
-        # Shares of means over the rows of one label, whose sum is divided by the number of all rows.
+        # Weights for means over the rows of one label, because their sum is divided by the number of all rows.
         chosen_Q = repeated([_share(all_, of) for all_, of in zip(batch.job_weights, batch.job_desirable, strict=True)])
         rejected_Q = repeated(
             [_share(all_, all_ - of) for all_, of in zip(batch.job_weights, batch.job_desirable, strict=True)]
@@ -76,7 +73,7 @@ class Kto:
 
 
 def _kl(batch: TokenBatch, settings: Sequence[KtoSettings], like_Q: Tensor) -> Tensor:
-    """The divergence that each row is compared with, ``[Q]`` float64 nats."""
+    """Return the divergence that each row is compared with, ``[Q]`` float64 nats."""
     if not any(of.needs_kl for of in settings):
         return torch.zeros_like(like_Q)
     assert batch.kl_J is not None, "the divergence of the whole batch has been estimated"
@@ -86,6 +83,6 @@ def _kl(batch: TokenBatch, settings: Sequence[KtoSettings], like_Q: Tensor) -> T
 
 
 def _share(num_rows: int, num_labelled: int) -> float:
-    """What a row counts in a mean over ``num_labelled`` rows that is divided by ``num_rows`` afterwards; 0 where there
-    are none."""
+    """Return the weight of a row in a mean over ``num_labelled`` rows that is later divided by ``num_rows``; 0 if there
+    are no such rows."""
     return num_rows / num_labelled if num_labelled else 0.0

@@ -1,4 +1,4 @@
-"""One micro-batch through base and objective."""
+"""Runs one micro-batch through base model and objective."""
 
 from __future__ import annotations
 
@@ -13,46 +13,33 @@ from torch.nn import functional as F
 from alto.backbone import Backbone
 from alto.data import TokenBatch
 from alto.errors import ShapeError
-from alto.objectives.base import Objective, Terms
+from alto.objectives.base import Objective, Terms, run_sums, to_device
 from alto.objectives.pairs import tail_sums
-from alto.objectives.sums import run_sums, to_device
 from alto.spec import JobConfig
-
-__all__ = [
-    "Heads",
-    "Learners",
-    "job_losses",
-    "micro_batch_terms",
-    "read_states",
-    "reference_log_probs",
-    "reference_sums",
-    "terms_of",
-    "token_losses",
-]
 
 
 class Heads(Protocol):
     """The classification heads of all slots."""
 
     def logits(self, hidden_QH: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-        """Logits ``[Q, K]`` of the rows of jobs with equally many labels; gradients of the heads are left in the
-        bank.
+        """Return the logits ``[Q, K]`` of rows of jobs with the same number of labels; gradients of the heads are left
+        in the bank.
 
         Args:
             hidden_QH: Hidden state of every row.
             slots: Slot of every job.
-            counts: Rows of every job, in order.
+            counts: Number of rows of every job, in order.
         """
         ...
 
 
 def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats."""
+    """Return the cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats."""
     return backbone.token_losses(read_states(backbone, batch), batch.loss_targets_S, batch)
 
 
 def read_states(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """The hidden states that predict a trained token, or that a classification head reads, ``[S, H]``."""
+    """Return the hidden states that predict a trained token, or that a classification head reads, ``[S, H]``."""
     hidden_TH = backbone.hidden_states(
         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
     )
@@ -64,9 +51,8 @@ class Learners:
     """Consecutive jobs of a micro-batch that share an objective.
 
     Attributes:
-        objective: Their objective.
         configs: One per job.
-        heads: Their classification heads, where the objective has some.
+        heads: Classification heads of the jobs, if the objective has heads.
     """
 
     objective: Objective
@@ -75,18 +61,18 @@ class Learners:
 
 
 def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> list[Terms]:
-    """The contribution of ``batch`` to the loss of every job in it; for a dummy batch, one number that is not used.
+    """Return the contribution of ``batch`` to the loss of every job; for a dummy batch, one number that is not used.
 
     Args:
         backbone: The base model, with injected adapters.
         batch: The micro-batch, with the jobs of ``learners`` in that order.
-        learners: None for a dummy batch.
+        learners: Groups of jobs; not read for a dummy batch.
 
     Returns:
-        The terms of each of ``learners``.
+        The terms of each group of ``learners``.
 
     Raises:
-        ShapeError: An objective does not give a number per job (and, where it gives rows, per row), or other metrics
+        ShapeError: An objective does not return one number per job (and in ``rows``, per row), or returns other metrics
             than it names; or, in training, sums without a gradient.
         UnsupportedError: See :meth:`Objective.terms`.
     """
@@ -115,19 +101,21 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
 
 
 def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
-    """The contribution of a batch whose jobs share an objective; errors as in :func:`micro_batch_terms`.
+    """Return the contribution of a batch whose jobs share an objective.
 
     Args:
-        objective: Objective of the jobs.
         losses_S: Cross-entropy of every trained token, nats, float32; or the logits of every row.
         batch: The micro-batch, not a dummy.
         configs: One per job.
+
+    Raises:
+        ShapeError, UnsupportedError: See :func:`micro_batch_terms`.
     """
     terms = objective.terms(losses_S, batch, configs)
     if torch.is_grad_enabled() and losses_S.requires_grad and not terms.sums_J.requires_grad:
         raise ShapeError(
             f"{objective.name}.terms: expected sums_J that are computed from losses_S, found some without a gradient; "
-            "leave out what cuts it, such as detach, item or no_grad"
+            "leave out what removes it, such as detach, item or no_grad"
         )
     wanted = dict.fromkeys(("loss", *objective.mean_metrics), (len(batch.slots),))
     found = {name: tuple(values_J.shape) for name, values_J in {"loss": terms.sums_J, **terms.metrics}.items()}
@@ -147,25 +135,26 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 
 
 def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learners]) -> Tensor:
-    """Loss of every job, ``[J]`` float32; where a job's batch is split over micro-batches, this one's contribution.
-    Arguments as in :func:`micro_batch_terms`."""
+    """Return the loss of every job, ``[J]`` float32; if a job's batch is split, the contribution of this micro-batch.
+
+    Arguments are those of :func:`micro_batch_terms`."""
     sums_J = torch.cat([terms.sums_J for terms in micro_batch_terms(backbone, batch, learners)])
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 
 def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64 nats; of rows
-    with one reply, that of the reply and 0; for a dummy batch, numbers that are not used."""
+    """Return the log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64
+    nats; for rows with one reply, that of the reply and 0; for a dummy batch, numbers that are not used."""
     return reference_sums(backbone, batch)[0]
 
 
 def reference_sums(backbone: Backbone, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """As :func:`reference_log_probs`, and the part of them that is of tokens beyond the length of the pair's shorter
-    reply, ``[Q, 2]``."""
+    """Return the :func:`reference_log_probs`, and the part of them that comes from tokens beyond the length of the
+    pair's shorter reply, ``[Q, 2]``."""
     losses_S = token_losses(backbone, batch)
     sums = -run_sums(losses_S, batch.sequence_targets)
     if not batch.slots:
         return sums.expand(2)[None], sums.expand(2)[None]
-    if len(batch.sequence_targets) == sum(batch.job_rows):  # one sequence a row
+    if len(batch.sequence_targets) == sum(batch.job_rows):  # one sequence per row
         return F.pad(sums[:, None], (0, 1)), torch.zeros_like(sums)[:, None].expand(-1, 2)
     return sums.view(-1, 2), -tail_sums(losses_S, batch)

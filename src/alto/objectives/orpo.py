@@ -1,8 +1,8 @@
-"""Odds-ratio preference optimisation (arXiv:2403.07691): learn the chosen reply, and make its odds exceed those of the
-rejected one. Needs no reference.
+"""Odds-ratio preference optimisation (arXiv:2403.07691): learns the chosen reply, and makes its odds exceed those of
+the rejected one. Needs no reference log-probs.
 
-Both terms are means over pairs of what a reply's tokens have on average, as in the paper; replies alone are learned,
-where TRL's trainer also learns the prompt.
+Both terms are means over pairs of per-token means of a reply, as in the paper. Only replies are learned; TRL's trainer
+also learns the prompt.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from torch.nn import functional as F
 from alto.data import EncodedDataset, TokenBatch
 from alto.objectives.base import Terms
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.spec.objectives import OrpoSettings
-
-__all__ = ["Orpo"]
+from alto.spec import OrpoSettings
 
 _CERTAIN = -1e-9
-"""The largest log-probability per token whose odds are finite enough to learn from."""
+"""Largest log-prob per token whose odds are finite enough to learn from."""
 
 
 class Orpo:
-    """``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
+    """The loss ``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[OrpoSettings]) -> None:
         pass  # every pair is valid

@@ -13,26 +13,24 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alto.data import TokenBatch
-from alto.objectives.base import Terms
-from alto.objectives.sums import run_sums, to_device
-
-__all__ = ["LANES", "Pairs", "filled", "of_jobs", "preference_metrics", "tail_sums", "terms_of_rows"]
+from alto.objectives.base import Terms, run_sums, to_device
 
 LANES = 16
-"""Width of the float64 vectors in PyTorch's CPU kernels. Remaining elements are computed in another way, which rounds a
-sigmoid differently."""
+"""Width of the float64 vectors in PyTorch's CPU kernels. Elements after the last whole vector are computed in another
+way, which rounds a sigmoid differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The pairs of one micro-batch, followed by dummy pairs that fill a whole number of vectors, so that element-wise
-    results of a pair have the same bits at any place.
+    """The pairs of one micro-batch, padded with dummy pairs to a whole number of vectors, so that element-wise results
+    of a pair have the same bits at any position.
 
     Attributes:
         log_probs_Q2: Log-probs of the chosen and the rejected reply under the adapter, float64 nats.
-        lengths_Q2: Trained tokens of both, float64.
-        counts: Pairs of every job.
-        chosen_weights: By job: pairs of its whole batch, divided by the trained tokens of their chosen replies.
+        lengths_Q2: Number of trained tokens of both replies, float64.
+        counts: Number of pairs of every job.
+        chosen_weights: For every job, the number of pairs of its whole batch, divided by the number of trained tokens
+            in their chosen replies.
     """
 
     log_probs_Q2: Tensor
@@ -42,7 +40,7 @@ class Pairs:
 
     @classmethod
     def of(cls, losses_S: Tensor, batch: TokenBatch) -> Pairs:
-        """The pairs of ``batch``, whose trained tokens have ``losses_S``."""
+        """Return the pairs of ``batch``, whose trained tokens have ``losses_S``."""
         lengths_Q2 = to_device(batch.sequence_targets, losses_S.device, torch.float64).view(-1, 2)
         return cls(
             log_probs_Q2=filled(-run_sums(losses_S, batch.sequence_targets).view(-1, 2)),
@@ -55,43 +53,42 @@ class Pairs:
 
     @property
     def is_real(self) -> Tensor:
-        """Whether a pair is one of the micro-batch, and not a dummy: ``[Q]``."""
+        """Whether each pair belongs to the micro-batch and is not a dummy: ``[Q]``."""
         return torch.arange(len(self.log_probs_Q2), device=self.log_probs_Q2.device) < sum(self.counts)
 
     @property
     def chosen_losses(self) -> Tensor:
-        """For every pair a number whose mean over the pairs of the job's whole batch is the mean cross-entropy of the
-        trained tokens of all its chosen replies: ``[Q]`` float64 nats. Long replies count more, as in TRL's
-        ``sft``."""
+        """A number for every pair, whose mean over the job's whole batch is the mean cross-entropy of all trained
+        tokens of the chosen replies: ``[Q]`` float64 nats. Long replies count more, as in TRL's ``sft``."""
         return -self.log_probs_Q2[:, 0] * self.of_jobs(self.chosen_weights)
 
     def log_ratios(self, references_Q2: Tensor) -> Tensor:
-        """Log-probabilities under the adapter less those under the base, ``references_Q2``, of the batch's pairs:
-        ``[Q, 2]`` float64 nats."""
+        """Return the log-probs under the adapter minus those under the base model, ``references_Q2``: ``[Q, 2]``
+        float64 nats."""
         return self.log_probs_Q2 - filled(references_Q2)
 
     def tails(self, losses_S: Tensor, batch: TokenBatch, reference_tails_Q2: Tensor) -> Tensor:
-        """The part of the log-ratios that is of tokens beyond the length of the pair's shorter reply: ``[Q, 2]``
-        float64 nats."""
+        """Return the part of the log-ratios that comes from tokens beyond the length of the pair's shorter reply:
+        ``[Q, 2]`` float64 nats."""
         return filled(-tail_sums(losses_S, batch) - reference_tails_Q2)
 
     def of_jobs(self, values: Sequence[float]) -> Tensor:
-        """One value per job, repeated for each of its pairs: ``[Q]`` float64."""
+        """Return one value per job, repeated for each of its pairs: ``[Q]`` float64."""
         return of_jobs(values, self.counts, self.log_probs_Q2)
 
     def terms(self, losses_Q: Tensor, metrics: Mapping[str, Tensor]) -> Terms:
-        """The sums of every job's pairs."""
+        """Return the sums over every job's pairs."""
         return terms_of_rows(losses_Q, metrics, self.counts)
 
 
 def of_jobs(values: Sequence[float], counts: Sequence[int], like_Q: Tensor, *, fill: float = 1.0) -> Tensor:
-    """One value per job, repeated for each of its rows: ``[Q]`` float64.
+    """Return one value per job, repeated for each of its rows: ``[Q]`` float64.
 
     Args:
         values: One per job.
-        counts: Rows of every job.
-        like_Q: Its length and device are those of the result.
-        fill: Value of dummy rows.
+        counts: Number of rows of every job.
+        like_Q: Tensor with the length and the device of the result.
+        fill: Value for dummy rows.
     """
     repeated: list[float] = []
     for value, count in zip(values, counts, strict=True):
@@ -101,12 +98,12 @@ def of_jobs(values: Sequence[float], counts: Sequence[int], like_Q: Tensor, *, f
 
 
 def terms_of_rows(losses_Q: Tensor, metrics: Mapping[str, Tensor], counts: Sequence[int]) -> Terms:
-    """The sums of every job's rows; dummy rows after them are left out.
+    """Return the sums over every job's rows; dummy rows after them are left out.
 
     Args:
         losses_Q: Loss of every row.
-        metrics: By name, what is measured of every row.
-        counts: Rows of every job.
+        metrics: Name of a metric to its value for every row.
+        counts: Number of rows of every job.
     """
     num_rows = sum(counts)
     rows = {"loss": losses_Q, **metrics}
@@ -118,8 +115,8 @@ def terms_of_rows(losses_Q: Tensor, metrics: Mapping[str, Tensor], counts: Seque
 
 
 def tail_sums(losses_S: Tensor, batch: TokenBatch) -> Tensor:
-    """The sums of each reply's losses beyond the length of the pair's shorter reply, ``[Q, 2]`` float64: one of the two
-    is 0."""
+    """Sum the losses of each reply beyond the length of the pair's shorter reply, ``[Q, 2]`` float64: one of the two is
+    0."""
     runs: list[int] = []
     for chosen, rejected in zip(batch.sequence_targets[::2], batch.sequence_targets[1::2], strict=True):
         shared = min(chosen, rejected)
@@ -128,8 +125,9 @@ def tail_sums(losses_S: Tensor, batch: TokenBatch) -> Tensor:
 
 
 def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
-    """Reward accuracy and margin: how often, and by how much, the chosen reply has the higher reward; equal rewards
-    count one half. The keys are :data:`alto.spec.PREFERENCE_METRICS`."""
+    """Return reward accuracy and margin: how often, and by how much, the chosen reply has the higher reward.
+
+    Equal rewards count one half. The keys are :data:`alto.spec.PREFERENCE_METRICS`."""
     chosen_Q, rejected_Q = rewards_Q2.detach().unbind(1)
     return {
         "reward_accuracy": ((chosen_Q > rejected_Q).double() + (chosen_Q >= rejected_Q).double()) / 2,
@@ -140,5 +138,5 @@ def preference_metrics(rewards_Q2: Tensor) -> dict[str, Tensor]:
 
 
 def filled(values_Q2: Tensor) -> Tensor:
-    """``values_Q2``, followed by ones up to a whole number of vectors."""
+    """Return ``values_Q2``, padded with ones to a whole number of vectors."""
     return F.pad(values_Q2, (0, 0, 0, -len(values_Q2) % LANES), value=1.0)

@@ -1,26 +1,22 @@
-"""Objectives by the name of their method: those of ALTO, and those of installed packages."""
+"""Finds objectives by the name of their method: those of ALTO, and those of installed packages."""
 
 from __future__ import annotations
 
+from alto.base import described, load_attribute
 from alto.errors import UnsupportedError
 from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation
-from alto.spec.method import find_method
-from alto.spec.objectives import OBJECTIVES
-from alto.spec.packages import described
-from alto.spec.registry import load_attribute
-
-__all__ = ["find_objective"]
+from alto.spec import OBJECTIVES, find_method
 
 _MEMBERS = ("check", "terms")
 
 
 def find_objective(name: str) -> Objective:
-    """The objective of the method called ``name``.
+    """Find the objective of the method called ``name``.
 
     Raises:
         SpecError: There is no such method.
-        UnsupportedError: Several packages register it, or one registers a method of ALTO's own; or it cannot be loaded
-            or is not an objective.
+        UnsupportedError: Several packages register the method, or a package registers one of ALTO's own; or the
+            implementation cannot be loaded or is not an objective.
     """
     OBJECTIVES.check_not_taken(name)
     method = find_method(name)

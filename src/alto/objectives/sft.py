@@ -8,21 +8,18 @@ import torch
 from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
-from alto.objectives.base import Terms
-from alto.objectives.sums import run_sums
+from alto.objectives.base import Terms, run_sums
 from alto.spec import ObjectiveSettings
-
-__all__ = ["Sft"]
 
 
 class Sft:
-    """Nats per trained token."""
+    """The mean cross-entropy per trained token, in nats."""
 
     def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
         pass  # every conversation is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[ObjectiveSettings]) -> Terms:
         sums_J = run_sums(losses_S, batch.job_targets)
-        if torch.is_grad_enabled():  # in training nobody compares rows
+        if torch.is_grad_enabled():  # training does not compare rows
             return Terms(sums_J=sums_J)
         return Terms(sums_J=sums_J, rows={"loss": run_sums(losses_S, batch.sequence_targets)})

@@ -1,4 +1,4 @@
-"""The facts that packages exchange: frozen, plain, no torch.
+"""Records that packages exchange: frozen, plain data without torch.
 
 A record states what happened or what was decided; it has no behaviour beyond derived values.
 """
@@ -21,7 +21,6 @@ from alto.records.evaluation import (
     Prediction,
     ScorerName,
 )
-from alto.records.exports import ExportForm, ExportResult, ForeignTool, GgufType
 from alto.records.jobs import (
     ExitDecision,
     ExitReason,
@@ -43,7 +42,19 @@ from alto.records.measurements import (
     Throughput,
     ThroughputPoint,
 )
-from alto.records.results import AdapterCheck, FinalistScore, Judgement, Lead, Sample, Samples, TaskOutcome
+from alto.records.results import (
+    AdapterCheck,
+    ExportForm,
+    ExportResult,
+    FinalistScore,
+    ForeignTool,
+    GgufType,
+    Judgement,
+    Lead,
+    Sample,
+    Samples,
+    TaskOutcome,
+)
 from alto.records.scheduling import (
     MAX_DURATION_S,
     MIN_DURATION_S,

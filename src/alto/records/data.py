@@ -1,4 +1,4 @@
-"""Facts about a task's rows before training."""
+"""Records about a task's rows before training."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-__all__ = ["DataPreview", "LabelSet", "ModelLimits", "PreviewExample", "ProblemType", "RowLabel", "Segments"]
-
 Segments: TypeAlias = tuple[tuple[str, bool], ...]
-"""A text in order, special tokens written out, each part with whether its tokens are trained."""
+"""The parts of a text in order, with special tokens written out; each with a flag: whether its tokens are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,10 +15,10 @@ class PreviewExample:
     """One training row as the model sees it.
 
     Attributes:
-        num_tokens: After it was cut.
-        segments: Its text; of a pair, the common beginning of both conversations.
-        chosen, rejected: The continuations of a pair's conversations; empty elsewhere.
-        label: Its label as text; empty where it has none.
+        num_tokens: Number of tokens after truncation.
+        segments: The row's text; for a pair, the common beginning of both conversations.
+        chosen, rejected: The two continuations of a pair; empty for other rows.
+        label: The row's label as text; empty if it has none.
     """
 
     num_tokens: int
@@ -32,12 +30,12 @@ class PreviewExample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """The limits of a model's input; None where it has no limit, or it is unknown.
+    """The limits of a model's input; None if there is no limit or it is unknown.
 
     Attributes:
-        max_positions: Tokens of a sequence.
-        vocab_size: Rows of its embedding: token ids are below it.
-        pad_token_id: The token that its configuration pads with.
+        max_positions: Maximum number of tokens of a sequence.
+        vocab_size: Number of rows of the embedding; all token ids are below it.
+        pad_token_id: The padding token of the model's configuration.
     """
 
     max_positions: int | None = None
@@ -46,10 +44,10 @@ class ModelLimits:
 
 
 ProblemType: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
-"""What a classification head learns, as the configurations of transformers name it."""
+"""The problem that a classification head learns, as transformers' configurations name it."""
 
 RowLabel: TypeAlias = int | tuple[float, ...]
-"""The label of a row: the index of its class; a number, 0 or 1, for every label; or the numbers of a regression."""
+"""The label of a row: the index of its class; a 0 or 1 for every label; or the target numbers of a regression."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +55,7 @@ class LabelSet:
     """The labels of a task's rows.
 
     Attributes:
-        problem_type: What is learned.
-        names: Name of every output of a classification head, in order.
+        names: Names of the classification head's outputs, in order.
     """
 
     problem_type: ProblemType
@@ -69,7 +66,7 @@ class LabelSet:
         return len(self.names)
 
     def to_config(self) -> dict[str, Any]:
-        """The arguments of transformers' ``AutoModelForSequenceClassification.from_pretrained`` and of its
+        """Return the arguments for transformers' ``AutoModelForSequenceClassification.from_pretrained`` and its
         configurations."""
         id2label = dict(enumerate(self.names))
         return {
@@ -85,17 +82,17 @@ class DataPreview:
     """A summary of a task's data before anything is trained.
 
     Attributes:
-        dataset, model: As the task names them; of the model only the tokenizer is used.
-        form: The form of the rows that was named, or recognised by their columns.
-        columns: The column of each role.
-        max_length: Tokens at which rows are cut.
-        counts: Rows and tokens of both splits, and what was cut or left out.
-        row_tokens: Tokens of the training rows after cutting, of a pair those of either conversation: smallest, median,
-            largest.
+        dataset, model: Names as in the task; only the tokenizer of the model is used.
+        form: The form of the rows, as given or as recognised by their columns.
+        columns: The dataset's column for each role.
+        max_length: Number of tokens at which rows are truncated.
+        counts: Numbers of rows and tokens of both splits, and of truncated or skipped rows.
+        row_tokens: Smallest, median and largest number of tokens of the training rows after truncation; each
+            conversation of a pair counts.
         notes: Notices about the data and the model, as sentences.
         examples: The first training rows.
-        num_read: Number of the first rows of each dataset that were read, where there are more: counts, lengths and
-            notes about the data are of these; None where all rows were read.
+        num_read: Number of rows at the start of each dataset that were read, if there are more; counts, lengths and
+            notes about the data are based on these. None if all rows were read.
     """
 
     dataset: str

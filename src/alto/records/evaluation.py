@@ -1,20 +1,11 @@
-"""Finished adapters, measured on held-out rows."""
+"""Records of finished adapters measured on held-out rows."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
-
-__all__ = [
-    "AdapterEvaluation",
-    "Evaluation",
-    "EvaluationResult",
-    "GenerationBackend",
-    "Metric",
-    "Prediction",
-    "ScorerName",
-]
 
 ScorerName: TypeAlias = Literal[
     "exact",
@@ -31,10 +22,10 @@ ScorerName: TypeAlias = Literal[
 """The scorers of answers."""
 
 Metric: TypeAlias = Literal["auto", "loss", "preference", ScorerName]
-"""The metric of an evaluation; ``auto`` is chosen by the rows."""
+"""The metric of an evaluation; ``auto`` chooses it by the rows."""
 
 GenerationBackend = Literal["alto", "vllm"]
-"""What generates the answers that are judged."""
+"""The engine that generates the answers to be scored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +33,25 @@ class Evaluation:
     """The measurements of one set of weights on held-out rows; a metric that was not measured is None.
 
     Attributes:
-        dataset: The rows, as the user or the task names them.
-        num_rows: How many of them were used.
-        loss: Nats per trained token, of a classifier per row; None of a regressor, which has ``mse``.
-        exact_match: Share of the rows, in [0, 1], whose final answer was right: ``score`` of that scorer.
-        num_correct: How many answers were right; None of scorers that give any number.
-        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply has the larger log-ratio to the base.
+        dataset: Name of the rows, as the user or the task gives it.
+        num_rows: Number of rows that were used.
+        loss: Loss in nats, per trained token or, for a classifier, per row; None for a regressor, which has ``mse``.
+        exact_match: Share of rows, in [0, 1], whose final answer was right: ``score`` of the scorer ``exact_match``.
+        num_correct: Number of right answers; None for scorers that return arbitrary numbers.
+        reward_accuracy: Share of pairs, in [0, 1], whose chosen reply has the larger log-ratio to the base model.
         reward_margin: Mean difference of the two log-ratios, in nats: rewards at beta 1.
-        scorer: What scored the answers.
-        score: Mean of its scores.
-        accuracy: Share of the texts, in [0, 1], whose label a classifier predicts; of several labels, all of them.
-        macro_f1: Mean over labels of the harmonic mean of precision and recall.
-        label_f1: By label, that number; of rows with one label each, None for a label that no row has or was given.
-        confusion: Where rows have one label each: by that label and the predicted one, how many there are; only those
-            that there are.
+        scorer: The scorer of the answers.
+        score: Mean of the scores.
+        accuracy: Share of texts, in [0, 1], whose label is predicted correctly; with several labels, all of them.
+        macro_f1: Mean F1 score over labels.
+        label_f1: F1 score of each label; for rows with one label each, None for a label that no row has and that was
+            never predicted.
+        confusion: For rows with one label each: number of rows by true label and predicted label, without zeros.
         mse: Mean squared error of a regressor.
-        spearman: Rank correlation of predictions and numbers, of several outputs their mean; None where all are equal.
-        settings: All else that decides the numbers: which weights, on which base, measured how.
-        date: When, ISO 8601 in UTC.
+        spearman: Rank correlation of predictions and true numbers, averaged over outputs; None if all predictions or
+            all true numbers of an output are equal.
+        settings: Everything else that decides the numbers: the weights, the base model, and how they were measured.
+        date: Date and time, ISO 8601 in UTC.
     """
 
     dataset: str
@@ -87,13 +79,14 @@ class Prediction:
 
     Attributes:
         weights: The adapter's name, or ``base`` for the base model alone.
-        row: Number of the row among those that were used, from 1.
+        row: Number of the row among the rows used, from 1.
         prompt: The text as the model saw it.
-        reference: The row's own reply; of a pair the chosen one.
-        generated: The model's answer, without the token that ended it.
-        extracted: What a built-in scorer reads of it; None where it finds nothing, or there is no such scorer.
-        correct: Whether that agrees with the reference; None where there is no such scorer.
-        score: Score of the answer; None where nothing scored it.
+        reference: The row's own reply; for a pair, the chosen reply.
+        generated: The model's answer, without the end token.
+        extracted: The part of the answer that a built-in scorer compares; None if it finds none, or if there is no
+            built-in scorer.
+        correct: Whether the extracted part agrees with the reference; None if there is no built-in scorer.
+        score: Score of the answer; None if it was not scored.
     """
 
     weights: str
@@ -108,10 +101,10 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterEvaluation:
-    """The numbers of one adapter.
+    """The evaluation of one adapter.
 
     Attributes:
-        name: A job of its run, ``best`` for the run's best, or the folder as it was given.
+        name: The adapter's job in its run, ``best`` for the run's best adapter, or the folder as the user gave it.
     """
 
     name: str
@@ -121,8 +114,26 @@ class AdapterEvaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResult:
-    """The numbers of adapters, those of their base model alone where requested, and every text that was generated."""
+    """The evaluations of adapters, of the base model alone if requested, and every generated text."""
 
     adapters: tuple[AdapterEvaluation, ...]
     baseline: Evaluation | None
     predictions: tuple[Prediction, ...]
+
+
+_NORMAL = statistics.NormalDist().inv_cdf(0.975)
+_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182}
+"""The 97.5 % quantiles of Student's t distribution for which the expansion below is off by more than 2 %."""
+
+
+def student_quantile(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t distribution with ``degrees`` degrees of freedom.
+
+    Above three degrees it is computed by the first terms of the Cornish-Fisher expansion, within 2 %.
+    """
+    if degrees in _STUDENT:
+        return _STUDENT[degrees]
+    z = _NORMAL
+    first = (z**3 + z) / (4 * degrees)
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+    return z + first + second

@@ -1,4 +1,4 @@
-"""One job: its evaluations, how it is ranked, and how it ended."""
+"""Records of one job: its evaluations, its ranking, and how it ended."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = [
-    "ExitDecision",
-    "ExitReason",
-    "JobResult",
-    "LossPoint",
-    "Rung",
-    "RungResult",
-    "SplitLoss",
-    "Standing",
-    "StartValue",
-    "exit_reason",
-]
-
 
 class ExitReason(StrEnum):
-    """Why a job ended before its last step. A rule of a user has a reason of its own beside these."""
+    """The reasons why a job ended before its last step. A user's rule has a reason of its own."""
 
     DIVERGING = "diverging"
     OVERFITTING = "overfitting"
@@ -33,7 +20,7 @@ class ExitReason(StrEnum):
 
 
 def exit_reason(text: str) -> str:
-    """The reason ``text`` of a journal: an `ExitReason`, or the text itself for a user's rule."""
+    """Return the `ExitReason` for ``text`` of a journal, or the text itself if it is the reason of a user's rule."""
     return ExitReason(text) if text in list(ExitReason) else text
 
 
@@ -42,18 +29,18 @@ class LossPoint:
     """The values of a job at one of its evaluations.
 
     Attributes:
-        job: Job id.
         step: Optimizer steps done so far (the first evaluation cannot be earlier than step 1).
         total_steps: Optimizer steps of the job if nothing ends it early.
         train_ema: Exponentially smoothed training loss after ``step`` steps.
         validation_loss: Loss on the validation set, not smoothed: nats per token; for pairs, in the unit of their loss.
-        score: Value of the metric that the task selects by, higher is better; 0 for all where that is the loss.
-        score_rows: Its value on every validation row, in their order; empty where the metric is the loss or is known as
-            a mean only.
-        loss_scale: Names the settings that decide the scale of the loss; losses of different scales cannot be compared.
-        start_loss: Validation loss before the first step; None where it is not known.
-        loss_rows: Loss of every validation row of the evaluation, in the order of evaluation; empty where evaluations
-            are on all rows.
+        score: Value of the metric that the task selects by, higher is better; always 0 if that is the loss.
+        score_rows: Score of every validation row, in their order; empty if the metric is the loss or is known only as a
+            mean.
+        loss_scale: Text with the settings that decide the scale of the loss; losses of different scales are not
+            comparable.
+        start_loss: Validation loss before the first step; None if it is not known.
+        loss_rows: Loss of every validation row of the evaluation, in the order of evaluation; empty if evaluations use
+            all rows.
     """
 
     job: str
@@ -74,17 +61,16 @@ class LossPoint:
 
     @property
     def sort_key(self) -> tuple[float, float]:
-        """Orders evaluations, the least first: by score, and where scores are equal by validation loss."""
+        """Sort key that puts the best evaluation first: the highest score, or for equal scores the lowest loss."""
         return (-self.score, self.validation_loss)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartValue:
-    """A job's evaluation before its first step: that of the frozen base, which a new adapter does not change, or of the
-    saved adapter that jobs begin with (``init_adapter``).
+    """A job's evaluation before its first step; the attributes are those of :class:`LossPoint`.
 
-    Attributes:
-        validation_loss, score, score_rows, loss_rows: As in :class:`LossPoint`.
+    It evaluates the frozen base model, which a new adapter does not change, or the saved adapter that jobs begin with
+    (``init_adapter``).
     """
 
     validation_loss: float
@@ -98,8 +84,8 @@ class SplitLoss:
     """The loss of an adapter on the rows of a split.
 
     Attributes:
-        loss: In the unit of the validation loss.
-        rows: Of every row, in their order; empty where only the mean is known.
+        loss: Mean loss, in the unit of the validation loss.
+        rows: Loss of every row, in their order; empty if only the mean is known.
     """
 
     loss: float
@@ -110,8 +96,8 @@ class SplitLoss:
 class ExitDecision:
     """A verdict on one job: end it at ``step`` for ``reason``, because of ``evidence``.
 
-    ``reason`` is an `ExitReason`, or that of a user's rule. ``evidence`` holds the numbers the verdict was based on
-    (slopes, gaps, ranks, thresholds).
+    ``reason`` is an `ExitReason`, or the reason of a user's rule. ``evidence`` holds the numbers on which the verdict
+    is based (slopes, gaps, ranks, thresholds).
     """
 
     job: str
@@ -126,10 +112,10 @@ class Rung:
 
     Attributes:
         progress: Share of a job's own steps, in (0, 1].
-        keep: Share of the jobs that continue, of those that the previous rung kept, in (0, 1].
-        min_kept: Smallest number of jobs that continue, if there are so many.
-        max_kept: Largest number of jobs that continue; None sets no limit.
-        ends_clear_losers: Whether jobs that lie clearly behind the best do not continue, though they are among them.
+        keep: Share of the jobs kept by the previous rung that continue, in (0, 1].
+        min_kept: Smallest number of jobs that continue, if there are that many.
+        max_kept: Largest number of jobs that continue; None means no limit.
+        ends_clear_losers: Whether jobs clearly behind the best end, even if they rank high enough to continue.
     """
 
     progress: float
@@ -144,10 +130,8 @@ class Standing:
     """The state of a job when a rung ranks it.
 
     Attributes:
-        job: Job id.
-        step: Steps the job has done.
-        validation_loss: Of the evaluation it competes with: that at the rung while it still trains, that of its best
-            checkpoint when it has ended. NaN or infinity ranks last.
+        validation_loss: Loss of the evaluation with which the job competes: the one at the rung while it still trains,
+            or that of its best checkpoint if it has ended. NaN or infinity ranks last.
         score, score_rows, loss_scale, start_loss, loss_rows: Values of the same evaluation; see :class:`LossPoint`.
         is_training: Whether the job would continue if kept. A job that has ended (overfitting, or all its
             steps done) still competes for a place with its best checkpoint.
@@ -166,9 +150,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungResult:
-    """The outcome of a rung: the jobs kept, and a verdict for every training job that is not.
+    """The outcome of a rung: the jobs kept, and a verdict for every training job that is not kept.
 
-    ``kept`` is ordered best first and may hold jobs that have already ended.
+    ``kept`` is ordered best first and may contain jobs that have already ended.
     """
 
     kept: tuple[str, ...]
@@ -177,20 +161,19 @@ class RungResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """How one job ended.
+    """The result of one job.
 
     Attributes:
-        job: Job id.
-        config: The job's resolved configuration, canonical keys.
-        steps: Steps done; ``total_steps`` if nothing ended it early.
-        exit_reason: An `ExitReason`, or that of a user's rule; None when the job did all its steps.
-        best_step: Step of its best evaluation by the task's metric; 0 if it was never evaluated.
-        best_validation_loss: The loss there; infinity if it was never evaluated with a finite loss.
-        samples_trained: Rows seen in training, counting repeats over epochs.
-        samples_budgeted: Rows the job would have seen without early exit.
-        best_metrics: Metrics of its method there.
-        test_loss: Loss on the test rows there; None where it was not measured (the task's ``test_jobs``).
-        test_metrics: Metrics of its method on the test rows there; empty where they were not measured.
+        config: The job's resolved configuration, with canonical keys.
+        steps: Steps done; equal to ``total_steps`` if nothing ended the job early.
+        exit_reason: An `ExitReason`, or the reason of a user's rule; None if the job did all its steps.
+        best_step: Step of the best evaluation by the task's metric; 0 if the job was never evaluated.
+        best_validation_loss: Validation loss at ``best_step``; infinity if no evaluation had a finite loss.
+        samples_trained: Number of rows trained, counting repeats over epochs.
+        samples_budgeted: Number of rows the job would have trained without early exit.
+        best_metrics: Metrics of the method at ``best_step``.
+        test_loss: Loss on the test rows at ``best_step``; None if it was not measured (see the task's ``test_jobs``).
+        test_metrics: Metrics of the method on the test rows at ``best_step``; empty if they were not measured.
     """
 
     job: str

@@ -1,4 +1,4 @@
-"""Memory and time of a task: measurements and models."""
+"""Memory and time of a task: measurements, and models fitted to them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,18 @@ from statistics import median
 
 from alto.records.jobs import Rung
 
-__all__ = [
-    "UNSTEADY",
-    "MemoryPoint",
-    "MemoryProfile",
-    "PackingForecast",
-    "TaskPlan",
-    "Throughput",
-    "ThroughputPoint",
-]
-
 UNSTEADY = 0.25
-"""Spread of repeated steps from which on other programs must have used the machine while it was measured."""
+"""Spread of repeated steps from which other programs are assumed to have used the machine during the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPoint:
-    """The peak of one measured step.
+    """The memory peak of one measured step.
 
     Attributes:
-        num_jobs: Jobs that took the step together.
-        num_tokens: Tokens of all of them.
-        peak_bytes: Largest amount of memory in use, without the bank, whose bytes are known exactly.
+        num_jobs: Number of jobs that took the step together.
+        num_tokens: Number of tokens of all these jobs.
+        peak_bytes: Peak of memory in use without the bank, because the size of the bank is known exactly.
     """
 
     num_jobs: int
@@ -41,13 +31,12 @@ class MemoryProfile:
     """The memory model of a step: ``fixed_bytes + bytes_per_token * tokens``, plus the bank's bytes.
 
     Attributes:
-        fixed_bytes: Bytes that do not depend on the tokens.
+        fixed_bytes: Bytes that do not depend on the number of tokens.
         bytes_per_token: Bytes per token of the step.
         capacity_bytes: Memory of the device.
-        margin: Share of the capacity that may be planned with, in (0, 1].
+        margin: Share of the capacity that plans may use, in (0, 1].
         error_median: Median error of the memory estimate at ``points``, relative to the measurement.
         error_worst: The largest of these errors.
-        points: The measurements.
     """
 
     fixed_bytes: float
@@ -59,7 +48,7 @@ class MemoryProfile:
     points: tuple[MemoryPoint, ...]
 
     def peak_bytes(self, num_tokens: int, bank_bytes: int) -> int:
-        """Peak of a micro-batch of ``num_tokens`` beside a bank of that size."""
+        """Return the memory peak of a micro-batch of ``num_tokens`` with a bank of ``bank_bytes``."""
         return round(self.fixed_bytes + self.bytes_per_token * num_tokens) + bank_bytes
 
 
@@ -68,8 +57,7 @@ class PackingForecast:
     """The memory and speed of a packing: a bank of ``num_slots`` slots and micro-batches of ``num_tokens`` tokens.
 
     Attributes:
-        fits: Whether the peak is within the share of the memory that is planned with.
-        tokens_per_s: Tokens per second of such steps.
+        fits: Whether the peak is within the share of the memory that plans may use.
     """
 
     num_slots: int
@@ -85,26 +73,27 @@ class TaskPlan:
 
     Attributes:
         num_parameters: Trainable parameters of the smallest and the largest adapter.
-        row_tokens: Tokens of the training rows: mean and largest.
-        slot_bytes: Memory of one slot: the largest adapter, its gradient and its optimizer's state.
-        max_slots, max_tokens_per_step, max_tokens_per_pass, gradient_checkpointing: Limits that the task will run with.
-        peak_bytes: Expected peak of memory.
-        why_one_slot: Why there is one slot only, as a phrase; empty where there are more.
+        row_tokens: Mean and largest number of tokens of the training rows.
+        slot_bytes: Memory of one slot: the largest adapter, its gradient and its optimizer state.
+        max_slots, max_tokens_per_step, max_tokens_per_pass, gradient_checkpointing: Limits with which the task will
+            run.
+        peak_bytes: Expected memory peak.
+        why_one_slot: Why there is only one slot, as a phrase; empty if there are more.
         packings: Other packings, for comparison.
         duration_s: Seconds of training and evaluation without early exit: an upper bound.
-        expected_duration_s: Seconds with the rungs of its early exit; the same where it has none.
-        expected_step_s: Of these, the seconds that steps take whatever they train: tasks that train together in one
-            process pay them once.
-        is_at_budget: ``duration_s`` is what the task's budget of time or money allows; without it, it would be longer.
-        modules: Digest of the names of all modules that its jobs target.
-        is_cached: The profile is from an earlier run.
+        expected_duration_s: Expected seconds with the rungs of early exit; equal to ``duration_s`` without them.
+        expected_step_s: The part of ``expected_duration_s`` that is a fixed cost of the steps, whatever they train;
+            tasks that train together in one process pay it once.
+        is_at_budget: Whether the task's budget of time or money limits ``duration_s``.
+        modules: Digest of the names of all modules that the jobs target.
+        is_cached: Whether the measurement is from an earlier run.
         profile_s: Duration of the measurement, in seconds.
         notes: Notices about the data, the model and the measurement, as sentences.
         profile: Name of the measurement in the cache.
-        disk_bytes: Most bytes that the states of its jobs take on disk while it trains.
-        disk_free_bytes: Bytes that are free where its run would be; None where that is not known.
-        rungs: Rungs of a preset whose numbers of jobs were lowered to fit a budget of time; empty where they were not.
-        forward_share: Time to evaluate a token over the time to train it.
+        disk_bytes: Maximum size of the jobs' states on disk during training.
+        disk_free_bytes: Free bytes on the disk where the run would be; None if that is not known.
+        rungs: Rungs of a preset whose numbers of jobs were lowered to fit a time budget; empty if they were not.
+        forward_share: Time to evaluate a token, divided by the time to train it.
     """
 
     task: str
@@ -138,7 +127,7 @@ class TaskPlan:
     forward_share: float = 0.0
 
     def cost(self, price_per_hour: float) -> tuple[float, float]:
-        """Largest and expected cost of the task, in the currency of the price."""
+        """Return the largest and the expected cost of the task, in the currency of ``price_per_hour``."""
         return self.duration_s / 3600 * price_per_hour, self.expected_duration_s / 3600 * price_per_hour
 
 
@@ -147,11 +136,11 @@ class ThroughputPoint:
     """The duration of one measured training step.
 
     Attributes:
-        num_jobs: Jobs that took the step together.
-        num_tokens: Tokens of all of them.
-        duration_s: Seconds: the median of several such steps.
-        spread: How much longer the median took than the fastest tenth, relative to that: the busier the machine, the
-            larger; 0 where it is not known.
+        num_jobs: Number of jobs that took the step together.
+        num_tokens: Number of tokens of all these jobs.
+        duration_s: Median duration of several such steps, in seconds.
+        spread: How much longer the median step took than the fastest tenth, relative to the latter; it grows if other
+            programs use the machine. 0 if it is not known.
     """
 
     num_jobs: int
@@ -162,14 +151,13 @@ class ThroughputPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """The throughput model, the duration of a training step: ``step_s + job_s * jobs + token_s * tokens`` seconds.
+    """The model of a training step's duration: ``step_s + job_s * jobs + token_s * tokens`` seconds.
 
     Attributes:
-        step_s: Seconds of any step.
+        step_s: Fixed seconds of any step.
         job_s: Seconds that each job of the step adds.
         token_s: Seconds that each token of the step adds.
         eval_token_s: Seconds per validation token of an evaluation.
-        points: The measurements.
     """
 
     step_s: float
@@ -180,14 +168,14 @@ class Throughput:
 
     @property
     def spread(self) -> float:
-        """Median of the spreads of the measurements; 0 where there are none."""
+        """Median spread of the measurements; 0 if there are none."""
         return median([point.spread for point in self.points]) if self.points else 0.0
 
     @property
     def is_unsteady(self) -> bool:
-        """Whether the machine was busy with other programs while it was measured, so that the durations are rough."""
+        """Whether other programs used the machine during the measurement, so that the durations are rough."""
         return self.spread >= UNSTEADY
 
     def duration_s(self, num_jobs: int, num_tokens: int) -> float:
-        """Seconds of one step of ``num_jobs`` jobs with ``num_tokens`` tokens in all."""
+        """Return the seconds of one step of ``num_jobs`` jobs with ``num_tokens`` tokens in total."""
         return self.step_s + self.job_s * num_jobs + self.token_s * num_tokens

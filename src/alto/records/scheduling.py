@@ -1,21 +1,9 @@
-"""GPUs, and which task runs on them when."""
+"""Records of GPUs, and of which task runs on them when."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
-
-__all__ = [
-    "MAX_DURATION_S",
-    "MIN_DURATION_S",
-    "Gpu",
-    "Node",
-    "Placement",
-    "Schedule",
-    "Sharing",
-    "SimulationOutcome",
-    "TaskEstimate",
-]
 
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
 """Bounds of a task's estimated duration in seconds: beyond them, sums and shares of times lose precision."""
@@ -23,7 +11,7 @@ MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
 
 @dataclass(frozen=True, slots=True, order=True)
 class Gpu:
-    """One device of a cluster; on a machine without GPUs, one of the CPU slots that stand for them."""
+    """One device of a cluster; on a machine without GPUs, a CPU slot in its place."""
 
     node: str
     index: int
@@ -34,8 +22,8 @@ class Node:
     """One machine of a cluster.
 
     Attributes:
-        name: Unique in the cluster.
-        gpus: Numbers of its devices; a device that was lost leaves a gap.
+        name: Name of the machine, unique in the cluster.
+        gpus: Indices of its devices; a lost device leaves a gap.
     """
 
     name: str
@@ -44,17 +32,17 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """What is known of a task that may share an executor with others.
+    """The properties of a task that may share an executor with others.
 
     Attributes:
-        base: The frozen base model: tasks with equal ones can share an executor; never empty.
-        step_s: Seconds of the task's duration that its steps take whatever they train, from 0 to that duration. Tasks
-            that step together pay this once.
-        num_slots: Slots that its jobs use at most.
-        slot_bytes: One of its slots. Slots of a shared bank are as large as the largest.
-        pass_bytes: Memory beside the bank: base model and largest micro-batch. Tasks that share need that of the
-            largest.
-        capacity_bytes: Memory that may be planned with.
+        base: The frozen base model; tasks with the same base model can share an executor. Never empty.
+        step_s: The part of the task's duration, in seconds, that is a fixed cost of its steps, whatever they train.
+            Tasks that step together pay it once.
+        num_slots: Maximum number of slots that its jobs use.
+        slot_bytes: Size of one of its slots. Every slot of a shared bank has the size of the largest.
+        pass_bytes: Memory besides the bank: base model and largest micro-batch. Tasks that share an executor need only
+            the largest of these.
+        capacity_bytes: Memory that plans may use.
     """
 
     base: str
@@ -67,11 +55,11 @@ class Sharing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskEstimate:
-    """What a task is expected to take.
+    """The expected duration of a task.
 
     Attributes:
-        duration_s: Seconds in an executor of its own, early exit included.
-        sharing: What is known for sharing an executor; None where it has one of its own.
+        duration_s: Seconds in an executor of its own, including early exit.
+        sharing: Properties for sharing an executor; None if the task must have one of its own.
     """
 
     duration_s: float
@@ -80,14 +68,13 @@ class TaskEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where and when one task runs.
+    """The place and time of one task.
 
     Attributes:
-        task: Name of the task.
-        gpus: In rising order. All on one node wherever a node is large enough.
+        gpus: GPUs in rising order; all on one node if a node is large enough.
         start_s: Seconds after the schedule was made.
-        duration_s: Seconds, as estimated; of a task that shares an executor, beside the others there.
-        executor: Tasks with the same one share it; empty: the task has one of its own.
+        duration_s: Estimated seconds; for a task that shares an executor, while it runs with the others there.
+        executor: Name of the executor; tasks with the same name share it. Empty: the task has one of its own.
     """
 
     task: str
@@ -106,11 +93,11 @@ class Schedule:
     """Placements of a set of tasks, in the order of their starts.
 
     Attributes:
-        method: Method that made it: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
+        method: Method that made the schedule: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
         status: ``optimal`` (makespan proven), ``feasible`` (the solver ran out of time) or ``heuristic``.
-        bound_s: Lower bound of the makespan, in seconds, for tasks that share executors as they do here: which tasks
-            share is decided before (:func:`alto.scheduler.colocated`), and another division may end sooner.
-        notice: Why another method was used than the requested one; empty where it was used.
+        bound_s: Lower bound of the makespan, in seconds, for this assignment of tasks to shared executors. The
+            assignment is made before (:func:`alto.scheduler.colocated`); another one may end sooner.
+        notice: Why the requested method was not used; empty if it was.
     """
 
     method: str
@@ -121,12 +108,12 @@ class Schedule:
 
     @property
     def makespan_s(self) -> float:
-        """End of the last task; 0 where there is none."""
+        """End of the last task, in seconds; 0 if there are no tasks."""
         return max((placement.end_s for placement in self.placements), default=0.0)
 
     @property
     def gap(self) -> float:
-        """How far the makespan may be above the least possible one, relative to that; 0 where it is proven."""
+        """Largest possible excess of the makespan over the minimum, relative to the minimum; 0 if it is proven."""
         return self.makespan_s / self.bound_s - 1.0 if self.bound_s else 0.0
 
 
@@ -135,16 +122,16 @@ class SimulationOutcome:
     """The result of one method on a simulated set of tasks.
 
     Attributes:
-        label: In the paper's terms: ``B`` for batching alone, first come first served; ``+S`` with a scheduler,
+        label: Label in the paper's terms: ``B`` for batching alone, first come first served; ``+S`` with a scheduler,
             ``+EE`` with early exit.
-        planner: The methods that made the plans, where there were others.
-        makespan_s: From the first arrival to the end of the last task.
-        mean_completion_s, p99_completion_s: From arrival to end, of the tasks that finished; 0 where none did.
+        planner: Names of the methods that actually made the plans.
+        makespan_s: Seconds from the first arrival to the end of the last task.
+        mean_completion_s, p99_completion_s: Mean and 99th percentile of the seconds from arrival to end of the finished
+            tasks; 0 if none finished.
         utilisation: Share of the available GPU time until the end in which an executor held the GPU, in [0, 1].
-        num_replans, num_attempts: Plans made, executors started.
-        num_finished, num_failed: Tasks.
-        planned: Where every task was to run when it was first planned, times from the first arrival.
-        actual: Where every attempt did run.
+        num_replans, num_attempts: Number of plans made, and of executors started.
+        planned: Placement of every task when it was first planned; times count from the first arrival.
+        actual: Actual placement of every attempt.
     """
 
     method: str

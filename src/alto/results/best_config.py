@@ -1,4 +1,4 @@
-"""A job's configuration as PEFT and TRL take it."""
+"""Converts a job's configuration to the classes of PEFT and TRL."""
 
 from __future__ import annotations
 
@@ -10,16 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from alto.errors import UnsupportedError
 from alto.runs import RunDir, RunHistory
-from alto.spec import Task, read_run_task
-from alto.spec.chat_template import TEMPLATE_NAME
-from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.objective_settings import DpoSettings
+from alto.spec import SHAPE_FIELDS, TEMPLATE_NAME, DpoSettings, Task, read_run_task
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import TrainingArguments
-
-__all__ = ["BestConfig", "best_config", "reads_otherwise_in_trl", "training_arguments"]
 
 _CLASSES: Mapping[str, tuple[str, str]] = {
     "sft": ("trl", "SFTConfig"),
@@ -30,37 +25,37 @@ _CLASSES: Mapping[str, tuple[str, str]] = {
     "classification": ("transformers", "TrainingArguments"),
     "regression": ("transformers", "TrainingArguments"),
 }
-"""By method: module and name of the class that holds its trainer's arguments."""
+"""Module and name of the class for the trainer's arguments, by method."""
 
 _OF_THE_ADAPTER = frozenset({*SHAPE_FIELDS, "lora_dropout", "init_lora_weights"})
-"""Keys of a job that are in PEFT's configuration, not in the trainer's."""
+"""Keys of a job that belong to PEFT's configuration, not to the trainer's."""
 
 _MAX_LENGTH = 1024
-"""Where rows are cut, of a run whose journal does not have it."""
+"""Maximum length of rows, for a run whose journal does not record it."""
 
 _HARMLESS: Mapping[str, Any] = {"loraplus_lr_ratio": 1.0, "mixture_weights": None}
-"""Keys that no class of arguments has, each with the value that needs none."""
+"""Keys that no class of arguments has, each with the value that has no effect."""
 
 
 _TRL_FORMS = (
     *("messages", "text", "prompt_completion", "raw_prompt_completion"),
     *("preference", "raw_preference", "unpaired_preference"),
 )
-"""Forms of rows that TRL knows by their columns."""
+"""Forms of rows that TRL recognises by their columns."""
 
 _TEMPLATED_FORMS = ("prompt_completion", "preference", "unpaired_preference")
-"""Forms whose texts ALTO writes with the chat template, and TRL joins as they are."""
+"""Forms whose plain texts ALTO formats with the chat template, while TRL joins them unchanged."""
 
 
 class BestConfig(NamedTuple):
     """The configuration of the best job for a trainer of TRL or transformers.
 
     Attributes:
-        lora: PEFT's configuration of the adapter, to be trained.
-        training: The trainer's arguments: ``SFTConfig``, ``DPOConfig``, …, or ``TrainingArguments`` of a classifier.
-            ``output_dir`` is the folder of the run with ``-trl`` behind it.
-        not_carried: Settings of the task and the job that these classes have no place for, or that TRL would not train
-            with, by name. ``dataset_format`` is among them where TRL makes other tokens of the same rows.
+        lora: PEFT's configuration of an adapter to train.
+        training: The trainer's arguments: ``SFTConfig``, ``DPOConfig``, …, or ``TrainingArguments`` for a classifier.
+            ``output_dir`` is the folder of the run with the suffix ``-trl``.
+        not_carried: Settings of the task and the job that these classes cannot hold, or that TRL would ignore, by name.
+            They include ``dataset_format`` if TRL makes different tokens from the same rows.
     """
 
     lora: PeftConfig
@@ -69,7 +64,7 @@ class BestConfig(NamedTuple):
 
 
 def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
-    """The configuration of the job that a finished run chose; see :attr:`alto.TaskResult.best_config`."""
+    """Return the configuration of a finished run's best job; see :attr:`alto.TaskResult.best_config`."""
     best = history.best
     assert best is not None, "a finished run has a best job"
     run_dir = adapter_dir.parent
@@ -89,7 +84,7 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
     if "disable_dropout" in known and best.config.get("lora_dropout"):
         wanted["disable_dropout"] = False
     carried = {key: value for key, value in wanted.items() if key in known}
-    # Nothing is recomputed, and there is no autocast: transformers renamed the option.
+    # No recomputation of activations, and no autocast. transformers has renamed the first option.
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
     own: dict[str, Any] = {checkpointing: False, "output_dir": f"{run_dir}-trl", "bf16": False, "report_to": "none"}
     training = kind(**carried, **own)
@@ -102,23 +97,23 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
     if "max_length" in known and reads_otherwise_in_trl(str(data.get("form", "")), data.get("of_messages")):
         left["dataset_format"] = data["form"]
     lora = PeftConfig.from_pretrained(str(adapter_dir))
-    lora.inference_mode = False  # as it is saved, PEFT would freeze the adapter
+    lora.inference_mode = False  # with the saved value, PEFT would freeze the adapter
     return BestConfig(lora, training, left)
 
 
 def training_arguments(task: Task, config: Mapping[str, Any], data: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a job that decide its training, in the spelling and with the meaning of TRL and transformers.
+    """Return the settings that decide the training of a job, with the names and meanings of TRL and transformers.
 
     Args:
-        task: Of the job.
-        config: Of the job, canonical keys.
-        data: As the event ``task_started`` has it: the form of the rows, and where they are cut.
+        task: Task of the job.
+        config: Configuration of the job, with canonical keys.
+        data: Field ``data`` of the event ``task_started``: the form of the rows, and their maximum length.
     """
     found = {key: value for key, value in config.items() if key not in _OF_THE_ADAPTER and value is not None}
     found["max_length"] = task.max_length or data.get("max_length") or _MAX_LENGTH
     found["max_grad_norm"] = config.get("max_grad_norm") or 0.0
     ratio = found.pop("warmup_ratio", 0.0)
-    found["warmup_steps"] = found.get("warmup_steps") or ratio  # below 1 a share, in transformers too
+    found["warmup_steps"] = found.get("warmup_steps") or ratio  # transformers too reads a value below 1 as a ratio
     found["optim_args"] = (
         ",".join(f"{key}={value}" for key, value in dict(found.get("optim_args") or {}).items()) or None
     )
@@ -133,11 +128,11 @@ def training_arguments(task: Task, config: Mapping[str, Any], data: Mapping[str,
 
 
 def reads_otherwise_in_trl(form: str, of_messages: bool | None) -> bool:
-    """Whether TRL cannot read rows of ``form``, or makes other tokens of them than ALTO.
+    """Return whether TRL cannot read rows of ``form``, or makes different tokens from them than ALTO.
 
     Args:
-        form: Of the rows; empty where it is not known.
-        of_messages: Whether their replies are lists of messages; None where it is not known.
+        form: Form of the rows; empty if unknown.
+        of_messages: Whether their replies are lists of messages; None if unknown.
     """
     if form in _TEMPLATED_FORMS:
         return of_messages is False
@@ -145,7 +140,7 @@ def reads_otherwise_in_trl(form: str, of_messages: bool | None) -> bool:
 
 
 def _of_the_base(task: Task) -> dict[str, Any]:
-    """How the base model is loaded, where that is not in float32, as TRL's trainers load a model by its name."""
+    """Return settings of precision that differ from float32; TRL's trainers load a model by its name in float32."""
     found = {
         "dtype": task.dtype if task.dtype not in ("auto", "float32") else None,
         "load_in_4bit": task.load_in_4bit or None,
@@ -157,13 +152,13 @@ def _of_the_base(task: Task) -> dict[str, Any]:
 
 
 def _unread_settings(task: Task, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that TRL's class has, and its trainer does not read: DPO smooths labels in other losses alone."""
+    """Return settings that TRL's class has but its trainer ignores: label smoothing with DPO's sigmoid loss."""
     smoothing = wanted.get("label_smoothing")
     return {"label_smoothing": smoothing} if smoothing and "sigmoid" in wanted.get("loss_type", ()) else {}
 
 
 def _trained_tokens(task: Task, data: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of TRL that train the tokens of ``train_on``; by default it trains all tokens of ``messages``."""
+    """Return TRL's arguments that train the tokens of ``train_on``; TRL's default trains all tokens of ``messages``."""
     are_messages = data.get("form") in ("messages", "sharegpt")
     if task.train_on == "all":
         return {"completion_only_loss": False}
@@ -176,7 +171,7 @@ def _arguments_class(method: str) -> type[TrainingArguments]:
     if method not in _CLASSES:
         raise UnsupportedError(
             f"best_config: expected one of the methods {', '.join(_CLASSES)}, which TRL or transformers trains, found "
-            f"{method!r}; the settings themselves are in result.jobs"
+            f"{method!r}; result.jobs has the settings themselves"
         )
     module, name = _CLASSES[method]
     try:

@@ -1,37 +1,145 @@
-"""Two finished runs side by side."""
+"""Compares two finished runs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alto.errors import UnsupportedError
 from alto.records import TaskOutcome
-from alto.results.frames import import_pandas
-from alto.runs import RunHistory
-from alto.spec.metric import loss_scale
+from alto.runs import JobHistory, RunHistory
+from alto.runs.lead import repeated_configurations
+from alto.spec import loss_scale
 
 if TYPE_CHECKING:
     import pandas
     from rich.console import RenderableType
 
-__all__ = ["RunComparison", "compare"]
+
+def import_pandas() -> Any:
+    """Import and return pandas.
+
+    Raises:
+        UnsupportedError: pandas is not installed.
+    """
+    try:
+        import pandas
+    except ImportError:
+        raise UnsupportedError(
+            'a table of results: expected pandas, found that it is not installed; pip install "alto-lora[data]", or '
+            "use result.job_results, which needs no package"
+        ) from None
+    return pandas
+
+
+def job_frame(history: RunHistory) -> pandas.DataFrame:
+    """Return one row per job, the chosen job first, the others by their best evaluation; indexed by job id."""
+    rows = [_job_row(job) for job in history.ranked()]
+    return import_pandas().DataFrame(rows).set_index("job")
+
+
+def _job_row(job: JobHistory) -> dict[str, Any]:
+    facts = {
+        "job": job.job,
+        "best_validation_loss": job.best_validation_loss,
+        **_tested(job, job.best_step),
+        **job.best_metrics,
+        "best_step": job.best_step,
+        "steps": job.step,
+        "total_steps": job.total_steps,
+        "exit_reason": None if job.exit_reason is None else str(job.exit_reason),
+        "samples_trained": job.samples_trained,
+        "samples_budgeted": job.samples_budgeted,
+    }
+    return {**facts, **{key: value for key, value in job.config.items() if key not in facts}}
+
+
+def _tested(job: JobHistory, step: int) -> dict[str, float]:
+    """Return loss and metrics on the test rows after ``step``; empty if they were not measured."""
+    if step not in job.test_losses:
+        return {}
+    metrics = {f"test_{name}": value for name, value in job.test_metrics.get(step, {}).items()}
+    return {"test_loss": job.test_losses[step], **metrics}
+
+
+def configuration_frame(history: RunHistory) -> pandas.DataFrame:
+    """Return one row per repeated configuration, that of the chosen job first; indexed by the id of its best job."""
+    pandas = import_pandas()
+    rows = [
+        {
+            "best_job": one.jobs[0].job,
+            "mean": one.mean,
+            "sd": one.deviation,
+            "num_jobs": len(one.jobs),
+            **{key: value for key, value in one.jobs[0].config.items() if key != "seed"},
+        }
+        for one in repeated_configurations(history)
+    ]
+    return (
+        pandas.DataFrame(rows).set_index("best_job") if rows else pandas.DataFrame(columns=["mean", "sd", "num_jobs"])
+    )
+
+
+def curve_frame(history: RunHistory) -> pandas.DataFrame:
+    """Return one row per evaluation, in the order of jobs and steps; step 0 is the state before training."""
+    rows = list(itertools.chain.from_iterable(map(_curve_rows, history.jobs.values())))
+    columns = ["job", "step", "progress", "train_loss", "validation_loss"]
+    return import_pandas().DataFrame(rows, columns=None if rows else columns)
+
+
+def _curve_rows(job: JobHistory) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    if job.start is not None:
+        rows.append({"job": job.job, "step": 0, "progress": 0.0, "validation_loss": job.start.validation_loss})
+    for point, metrics in zip(job.evaluations, job.metrics, strict=True):
+        rows.append(
+            {
+                "job": job.job,
+                "step": point.step,
+                "progress": point.progress,
+                "train_loss": point.train_ema,
+                "validation_loss": point.validation_loss,
+                **_tested(job, point.step),
+                **metrics,
+            }
+        )
+    return rows
+
+
+def loss_frame(history: RunHistory) -> pandas.DataFrame:
+    """Return training losses, with one row per step, from 1, and one column per job; NaN after a job's last step."""
+    pandas = import_pandas()
+    columns = {job.job: pandas.Series(job.train_losses, dtype=float) for job in history.jobs.values()}
+    frame = pandas.DataFrame(columns)
+    frame.index = pandas.RangeIndex(1, len(frame) + 1, name="step")
+    return frame
+
+
+def sample_frame(history: RunHistory) -> pandas.DataFrame:
+    """Return one row per prompt of the samples: the row's own reply and the generations of the base model and of the
+    best adapters; the adapters' columns are job ids, the winner first."""
+    rows = [
+        {"prompt": one.prompt, "reference": one.reference, "base": one.base, **one.adapters} for one in history.samples
+    ]
+    return import_pandas().DataFrame(rows, columns=None if rows else ["prompt", "reference", "base"])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunComparison:
-    """Two finished runs side by side, the one that was asked first.
+    """A comparison of two finished runs; the result whose ``compare`` was called comes first.
 
     Attributes:
-        run_dirs: Their folders.
-        facts: By name, the values of both: what was trained on, losses and metrics of the best adapters, jobs, samples,
-            seconds. Losses can be compared where ``same_validation`` and ``same_loss`` are true.
-        settings: Settings of the best jobs that differ, by key, with the values of both; None where a job has none.
-        same_data: Whether both have the same training and validation tokens; None where a journal does not tell.
-        same_validation: Whether both have the same validation tokens; None where a journal does not tell.
-        same_loss: Whether the losses of both best jobs are of one method with equal settings, such as ``beta``.
+        run_dirs: Folders of the runs.
+        facts: Values of both runs by name: model, dataset, losses and metrics of the best adapters, number of jobs,
+            samples, seconds. Losses are comparable if ``same_validation`` and ``same_loss`` are true.
+        settings: Values of both best jobs, by key, for settings that differ; None for a missing value.
+        same_data: Whether both have the same training and validation tokens; None if a journal does not record them.
+        same_validation: Whether both have the same validation tokens; None if a journal does not record them.
+        same_loss: Whether both best jobs have the same method and equal settings of the loss, such as ``beta``.
     """
 
     run_dirs: tuple[str, str]
@@ -42,7 +150,7 @@ class RunComparison:
     same_loss: bool
 
     def to_frame(self) -> pandas.DataFrame:
-        """Facts and differing settings as rows, the runs as columns.
+        """Return a table with facts and differing settings as rows, and the runs as columns.
 
         Raises:
             UnsupportedError: pandas is not installed.
@@ -51,8 +159,10 @@ class RunComparison:
         return import_pandas().DataFrame.from_dict(rows, orient="index", columns=list(self.run_dirs))
 
     def write_html(self, path: str | Path) -> Path:
-        """Write the comparison as one HTML page that needs nothing else, and return its path: facts, settings that
-        differ, the validation curves of both best jobs, and their samples where both runs have the same prompts.
+        """Write the comparison as one self-contained HTML page, and return its path.
+
+        It shows facts, differing settings, the validation curves of both best jobs, and their samples for the prompts
+        that both runs have.
 
         Raises:
             RunNotFoundError, RunError: The journal of a run is gone, or damaged.
@@ -85,7 +195,7 @@ class RunComparison:
     def _repr_html_(self) -> str:
         from rich.console import Console
 
-        # In a notebook a console would show itself too.
+        # Without force_jupyter=False, the console itself would also print in a notebook.
         console = Console(record=True, width=120, file=StringIO(), force_jupyter=False)
         console.print(self)
         return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
@@ -97,8 +207,8 @@ def compare(
     """Compare two finished runs.
 
     Args:
-        outcome, history: Of the first.
-        other_outcome, other_history: Of the second.
+        outcome, history: The first run.
+        other_outcome, other_history: The second run.
     """
     one, other = _facts(outcome, history), _facts(other_outcome, other_history)
     configs = [_best_config(outcome), _best_config(other_outcome)]
@@ -143,7 +253,7 @@ def _same_data(one: RunHistory, other: RunHistory) -> bool | None:
     same = _same(one, other, "train_validation_fingerprint")
     if same is not None:
         return same
-    # A journal of an earlier version has one digest of all rows, test rows included.
+    # Journals of earlier versions have one digest of all rows, including test rows.
     same, has_test_rows = _same(one, other, "fingerprint"), any(_data_of(run).get("test_rows") for run in (one, other))
     return None if same is False and has_test_rows else same
 
@@ -154,7 +264,7 @@ def _same_validation(one: RunHistory, other: RunHistory) -> bool | None:
 
 
 def _same(one: RunHistory, other: RunHistory, fingerprint: str) -> bool | None:
-    """Whether both journals have the same ``fingerprint``; None where one has none."""
+    """Return whether both journals have the same ``fingerprint``; None if one has none."""
     found = [_data_of(run).get(fingerprint) for run in (one, other)]
     return found[0] == found[1] if all(isinstance(digest, str) for digest in found) else None
 

@@ -1,19 +1,33 @@
-"""The result of a task, as the engine returns it and as a run directory holds it."""
+"""The result of a task, returned by the engine or read from a run directory."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from alto.errors import NoResultError, SpecError
+import torch
+from transformers import PreTrainedModel
+
+from alto.backbone import classifier_of, load_network
+from alto.base import resume_command
+from alto.errors import NoResultError, SpecError, UnsupportedError
 from alto.records import AdapterCheck, FinalistScore, JobResult, Lead, TaskOutcome
 from alto.results.best_config import BestConfig, best_config
-from alto.results.comparison import RunComparison, compare
-from alto.results.frames import configuration_frame, curve_frame, job_frame, loss_frame, sample_frame
-from alto.runs import RunDir, RunHistory, load_run_task, read_history, resume_command, task_outcome
+from alto.results.comparison import (
+    RunComparison,
+    compare,
+    configuration_frame,
+    curve_frame,
+    job_frame,
+    loss_frame,
+    sample_frame,
+)
+from alto.runs import RunDir, RunHistory, load_run_task, read_history, task_outcome
+from alto.spec import Task
 
 if TYPE_CHECKING:
     import pandas
@@ -21,15 +35,32 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from transformers import PreTrainedModel
 
-__all__ = ["TaskResult", "load_run"]
+
+def load_adapter(folder: Path, task: Task, model: PreTrainedModel | None, *, device: str | None) -> PeftModel:
+    """Load the adapter in ``folder`` onto its base model, in evaluation mode; see :meth:`alto.TaskResult.load_best`."""
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise UnsupportedError(
+            "load_best: expected peft, found that it is not installed; pip install peft, or serve the adapter in "
+            f"{folder} with another program that reads PEFT's format"
+        ) from None
+    if model is None:
+        place = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+        model = load_network(task.base_model, device=place)
+        labels = task.label_set
+        model = model if labels is None else classifier_of(model, labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads attributes that transformers has renamed
+        return PeftModel.from_pretrained(model, str(folder)).eval()
 
 
 @dataclass(frozen=True, repr=False)
 class TaskResult:
     """The result of one task: its best adapter, every job, and its run directory.
 
-    What is not in :attr:`outcome` is read from the run directory when it is asked for. Printed, and in a notebook, a
-    result shows its table of jobs; in a notebook its curves too.
+    Values that are not in :attr:`outcome` are read from the run directory when they are accessed. A result prints its
+    table of jobs; in a notebook, it also shows its curves.
 
     Attributes:
         outcome: The facts, as plain values.
@@ -54,27 +85,27 @@ class TaskResult:
 
     @property
     def best_job(self) -> str:
-        """Id of the job that was chosen."""
+        """Id of the chosen job."""
         return self.outcome.best_job
 
     @property
     def best_validation_loss(self) -> float:
-        """Of the adapter that was chosen; infinity of a refit, which has no validation."""
+        """Validation loss of the chosen adapter; infinity for a refit, which has no validation."""
         return self.outcome.best_validation_loss
 
     @property
     def refit_of(self) -> str:
-        """Of a refit, the run whose winner was trained again on all rows, without validation; else empty."""
+        """For a refit, the run whose winner was trained again on all rows, without validation; else empty."""
         return self.outcome.refit_of
 
     @property
     def metric(self) -> str:
-        """The metric that it was selected by: ``loss``, or a metric of the task's method."""
+        """The metric by which the adapter was selected: ``loss``, or a metric of the task's method."""
         return self.outcome.metric
 
     @property
     def best_metrics(self) -> Mapping[str, float]:
-        """Metrics of the method at its best evaluation."""
+        """Metrics of the method at the best job's best evaluation."""
         return self.outcome.best_metrics
 
     @property
@@ -84,23 +115,23 @@ class TaskResult:
 
     @property
     def training_all_s(self) -> float | None:
-        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None
-        where that is not known."""
+        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None if
+        unknown."""
         return self.outcome.training_all_s
 
     @property
     def test_loss(self) -> float | None:
-        """Loss of that adapter on the test rows, which nothing was selected by; None where there are none."""
+        """Loss of the best adapter on the test rows, which are not used for selection; None without test rows."""
         return self.outcome.test_loss
 
     @property
     def test_metrics(self) -> Mapping[str, float]:
-        """Metrics of the method on the test rows; empty where there are none."""
+        """Metrics of the method on the test rows; empty without test rows."""
         return self.outcome.test_metrics
 
     @property
     def job_results(self) -> tuple[JobResult, ...]:
-        """How every job ended, in the order of the task; :attr:`jobs` is the same as a table."""
+        """Results of all jobs, in the order of the task; :attr:`jobs` is the same as a table."""
         return self.outcome.jobs
 
     @property
@@ -115,7 +146,7 @@ class TaskResult:
 
     @property
     def samples_budgeted(self) -> int:
-        """Rows that they would have seen without early exit."""
+        """Rows that all jobs would have seen without early exit."""
         return self.outcome.samples_budgeted
 
     @property
@@ -130,24 +161,24 @@ class TaskResult:
 
     @property
     def finalists(self) -> tuple[FinalistScore, ...]:
-        """Scores of the finalists' answers where ``select_by`` is not ``metric``, best by the metric first; empty where
-        it is, or where the scorer failed."""
+        """Scores of the finalists' answers if ``select_by`` is not ``metric``, best by the metric first; empty if it is
+        ``metric``, or if the scorer failed."""
         return self.outcome.finalists
 
     @property
     def scorer(self) -> str:
-        """What scored them, or failed to; empty where nothing did."""
+        """The scorer of the finalists, also if it failed; empty without one."""
         return self.outcome.scorer
 
     @property
     def scorer_failure(self) -> str:
-        """Why the scorer failed, so that the metric chose; empty where it did not."""
+        """Why the scorer failed, so that the metric chose; empty if it did not fail."""
         return self.outcome.scorer_failure
 
     @property
     def lead(self) -> Lead | None:
-        """How far the best job leads the next best one on the validation rows, with a 95 % interval; None where there
-        is no other, or the values of single rows are not known."""
+        """Lead of the best job over the next best on the validation rows, with a 95 % interval; None if there is no
+        other job, or if the values of single rows are unknown."""
         return self.outcome.lead
 
     @property
@@ -159,22 +190,22 @@ class TaskResult:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Problems beside the result, such as a missing report, with their remedies, as sentences."""
+        """Problems that do not affect the result, such as a missing report, with their remedies, as sentences."""
         return self.outcome.notices
 
     @property
     def adapter_check(self) -> AdapterCheck | None:
-        """Whether PEFT loads the best adapter as it was trained; None where the run has no such check."""
+        """Whether PEFT loads the best adapter as it was trained; None if the run has no such check."""
         return self.outcome.adapter_check
 
     @cached_property
     def history(self) -> RunHistory:
-        """Everything that the journal of the run says."""
+        """The history of the run, read from its journal."""
         return read_history(self.run_dir)
 
     @property
     def jobs(self) -> pandas.DataFrame:
-        """One row a job, best first, by job id: how it ended, its losses and metrics, and its configuration.
+        """One row per job, best first, by job id: how it ended, its losses and metrics, and its configuration.
 
         Raises:
             UnsupportedError: pandas is not installed.
@@ -183,9 +214,9 @@ class TaskResult:
 
     @property
     def configurations(self) -> pandas.DataFrame:
-        """Where jobs repeat configurations with other seeds, one row a configuration by the id of its best job:
-        ``mean`` and ``sd`` (standard deviation) of the validation loss, or of the task's metric, over its jobs, their
-        number, and the settings. Empty where jobs repeat none.
+        """One row per configuration, by the id of its best job, if jobs repeat configurations with other seeds; else
+        empty. The columns are ``mean`` and ``sd`` (standard deviation) of the validation loss, or of the task's metric,
+        over the configuration's jobs, their number, and the settings.
 
         Raises:
             UnsupportedError: pandas is not installed.
@@ -194,9 +225,9 @@ class TaskResult:
 
     @property
     def curves(self) -> pandas.DataFrame:
-        """One row an evaluation: ``job``, ``step``, ``progress`` (share of the job's own steps), smoothed training
-        loss, validation loss, test loss where it was measured, and metrics. Step 0 is what jobs begin with: the
-        frozen base, or ``init_adapter``.
+        """One row per evaluation: ``job``, ``step``, ``progress`` (share of the job's own steps), smoothed training
+        loss, validation loss, test loss if it was measured, and metrics. Step 0 is the state before training: the
+        frozen base model, or ``init_adapter``.
 
         Raises:
             UnsupportedError: pandas is not installed.
@@ -214,9 +245,9 @@ class TaskResult:
 
     @property
     def samples(self) -> pandas.DataFrame:
-        """One row a prompt of the first validation rows (``num_samples`` of the task): ``prompt``, ``reference`` (the
-        row's own reply), ``base`` and a column by the id of the best job and of the next best one, with what each
-        generates greedily. Empty where the task asks for none, or the generation failed
+        """One row per prompt of the first validation rows (``num_samples`` of the task): ``prompt``, ``reference`` (the
+        row's own reply), and greedy generations in the column ``base`` and in one column each, named by job id, for the
+        best and the next best job. Empty if the task requests no samples, or if the generation failed
         (``history.sampling_failure``).
 
         Raises:
@@ -226,7 +257,7 @@ class TaskResult:
 
     @property
     def best_config(self) -> BestConfig:
-        """The best job's configuration as PEFT and TRL take it: ``lora, training, not_carried = result.best_config``.
+        """The best job's configuration for PEFT and TRL: ``lora, training, not_carried = result.best_config``.
 
         Raises:
             UnsupportedError: peft or trl is not installed, or neither has a trainer for the task's method.
@@ -236,39 +267,37 @@ class TaskResult:
     def load_best(
         self, model: PreTrainedModel | None = None, *, device: str | None = None, trust_remote_code: bool = False
     ) -> PeftModel:
-        """The best adapter on its base model, ready to generate, as PEFT loads both.
+        """Load the best adapter onto its base model with PEFT, ready to generate.
 
         Args:
-            model: The base model, which PEFT changes in place; None loads the one that the task was trained on, in its
-                precision.
-            device: Where it is loaded to, such as ``cuda:0``; None is the first GPU, or the CPU where there is none.
-                Only without ``model``.
-            trust_remote_code: Allow the Python code that comes with the base model, where the run's task asks for it.
+            model: The base model, which PEFT changes in place; None loads the task's base model, in its precision.
+            device: Device of the loaded model, such as ``cuda:0``; None takes the first GPU, or the CPU if there is
+                none. Not allowed with ``model``.
+            trust_remote_code: Whether to allow Python code that comes with the base model, if the run's task needs it.
 
         Raises:
             SpecError: Both ``model`` and ``device`` are given.
             UnsupportedError: peft is not installed.
-            UntrustedCodeError: The task asks for that code, and it is not allowed.
+            UntrustedCodeError: The task needs code of the base model, and it is not allowed.
             ModelError: The base model is no longer there, or cannot be loaded.
         """
-        from alto.results.loading import load_adapter
 
         if model is not None and device is not None:
             raise SpecError(
-                f"load_best: expected a model, or the device that one is loaded to, found both (device={device!r}); "
+                f"load_best: expected a model, or the device to load a model to, found both (device={device!r}); "
                 "move the model with model.to(device), and leave out device"
             )
         task = load_run_task(RunDir.open(self.run_dir), trust_remote_code=trust_remote_code, is_trained=False)
         return load_adapter(Path(self.adapter_dir), task, model, device=device)
 
     def compare(self, other: TaskResult | str | Path) -> RunComparison:
-        """This result beside another one, such as that of an earlier run.
+        """Compare this result with another one, such as the result of an earlier run.
 
         Args:
             other: A result, or the folder of a finished run.
 
         Raises:
-            RunNotFoundError, NoResultError: As :func:`load_run` does.
+            RunNotFoundError, NoResultError: See :func:`load_run`.
         """
         other = other if isinstance(other, TaskResult) else load_run(other)
         return compare(self.outcome, self.history, other.outcome, other.history)
@@ -299,15 +328,15 @@ class TaskResult:
 
 
 def load_run(run: str | Path) -> TaskResult:
-    """The result of a finished run, from its folder.
+    """Load the result of a finished run from its folder.
 
     Args:
         run: The run directory, such as ``runs/train-20261123-101500``.
 
     Raises:
-        RunNotFoundError: There is no run.
-        NoResultError: It has not finished, has no usable adapter, or its best adapter was not exported.
-        RunError: Its journal is damaged.
+        RunNotFoundError: There is no run in that folder.
+        NoResultError: The run has not finished, has no usable adapter, or its best adapter was not exported.
+        RunError: The journal is damaged.
     """
     run_dir = RunDir.open(run)
     outcome = task_outcome(read_history(run_dir.root), run_dir)

@@ -1,14 +1,14 @@
-"""Runs and queues of runs on disk: their folders, their journals, and the state derived from these. Without torch."""
+"""Runs and queues of runs on disk: their folders, their journals, and the state derived from the journals. Without
+torch."""
 
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
-from alto.runs.commands import note_resumption, resume_command
 from alto.runs.events import Event, JournalEntry
-from alto.runs.files import is_disk_full, replace_file, sync_folder, write_error, writing
-from alto.runs.fold import NOT_FOLDABLE
 from alto.runs.history import RunHistory, history_before, read_history
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
 from alto.runs.journal import (
+    NOT_FOLDABLE,
     Journal,
+    JournalTail,
     Observer,
     SilentJournal,
     cut_journal,
@@ -18,16 +18,20 @@ from alto.runs.journal import (
     read_intact_events,
 )
 from alto.runs.kept import check_can_continue, kept_jobs, remove_states
-from alto.runs.lock import LockFile, scratch_folder
 from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.overview import RunState, RunSummary, find_runs, latest_run, summarise
 from alto.runs.queue_dir import QueueDir, QueueEntry
-from alto.runs.queue_history import Attempt, QueueHistory, TaskHistory, TaskStage, gpus_to_json, read_queue_history
-from alto.runs.queue_progress import QueueProgress
+from alto.runs.queue_history import (
+    Attempt,
+    QueueHistory,
+    QueueProgress,
+    TaskHistory,
+    TaskStage,
+    gpus_to_json,
+    read_queue_history,
+)
 from alto.runs.result import has_result, task_outcome
-from alto.runs.run_dir import RunDir
-from alto.runs.tail import JournalTail
-from alto.runs.trust import load_run_task
+from alto.runs.run_dir import RunDir, load_run_task
 
 __all__ = [
     "FLUSH_TIMEOUT_S",
@@ -42,7 +46,6 @@ __all__ = [
     "Journal",
     "JournalEntry",
     "JournalTail",
-    "LockFile",
     "Mailbox",
     "Observer",
     "Occupancy",
@@ -71,11 +74,9 @@ __all__ = [
     "has_result",
     "history_before",
     "in_background",
-    "is_disk_full",
     "kept_jobs",
     "latest_run",
     "load_run_task",
-    "note_resumption",
     "read_entries",
     "read_events",
     "read_history",
@@ -83,12 +84,6 @@ __all__ = [
     "read_intact_events",
     "read_queue_history",
     "remove_states",
-    "replace_file",
-    "resume_command",
-    "scratch_folder",
     "summarise",
-    "sync_folder",
     "task_outcome",
-    "write_error",
-    "writing",
 ]

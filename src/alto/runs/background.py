@@ -1,4 +1,4 @@
-"""Observers on threads of their own, so that they cannot delay, break or fill the memory of the reporting thread."""
+"""Observers on their own threads, so that they cannot delay, break or fill the memory of the reporting thread."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from alto.runs.events import JournalEntry
 from alto.runs.journal import Observer
 
-__all__ = ["FLUSH_TIMEOUT_S", "BackgroundObserver", "ending_in_time", "in_background"]
-
 FLUSH_TIMEOUT_S = 30.0
-"""Longest wait at the end of the work, for all observers together."""
+"""Longest wait in seconds at the end of the work, for all observers together."""
 
 MAX_WAITING = 50_000
 """Entries kept for a user's observer that lags behind or hangs, about 50 MB."""
@@ -30,11 +28,11 @@ class BackgroundObserver:
     An observer that raises any exception is not called again, and one warning reports it.
 
     Args:
-        name: Its name in warnings.
+        name: Name of the observer in warnings.
         show: Called with every entry, in order.
-        finish: Called after the last one.
-        max_waiting: Largest number of entries kept for an observer that lags behind; more are dropped and counted. None
-            keeps all.
+        finish: Called after the last entry.
+        max_waiting: Largest number of entries kept for an observer that lags behind; further entries are dropped and
+            counted. None keeps all.
     """
 
     def __init__(
@@ -48,7 +46,7 @@ class BackgroundObserver:
         self._name = name
         self._show = show
         self._finish = finish
-        # Unbounded, so that None, the end, always fits in; `observe` holds the bound.
+        # The queue is unbounded so that the end marker None always fits; `observe` enforces the limit.
         self._waiting: queue.SimpleQueue[JournalEntry | None] = queue.SimpleQueue()
         self._max_waiting = max_waiting
         self._num_dropped = 0
@@ -70,7 +68,7 @@ class BackgroundObserver:
         self._waiting.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Wait until all entries were shown, at most ``timeout_s``; warn about the rest."""
+        """Wait at most ``timeout_s`` until all entries were shown; warn if some were not."""
         self._thread.join(timeout_s)
         if self._has_failed:
             return
@@ -91,7 +89,7 @@ class BackgroundObserver:
         try:
             call(*entries)
         except BaseException as error:  # the warning is given even if the observer calls sys.exit
-            if self._has_failed:  # the wait has ended meanwhile
+            if self._has_failed:  # `join` has given up meanwhile, and has warned
                 return
             self._has_failed = True
             said = " ".join("".join(traceback.format_exception_only(error)).split())
@@ -105,7 +103,7 @@ class BackgroundObserver:
 def in_background(
     observers: Sequence[Observer], *, flush_timeout_s: float = FLUSH_TIMEOUT_S
 ) -> Iterator[tuple[Observer, ...]]:
-    """``observers``, each on a thread of its own; leaving waits for them, up to a timeout.
+    """Yield ``observers`` that each run on their own thread; on exit wait for them, up to a timeout.
 
     Args:
         flush_timeout_s: Longest wait at the end, for all of them together.
@@ -120,7 +118,7 @@ def in_background(
 
 @contextlib.contextmanager
 def ending_in_time(workers: Sequence[BackgroundObserver], timeout_s: float) -> Iterator[None]:
-    """Leaving ends ``workers`` and waits for all of them together, at most ``timeout_s``."""
+    """End ``workers`` on exit, and wait at most ``timeout_s`` for all of them together."""
     try:
         yield
     finally:

@@ -1,12 +1,13 @@
 """The state of a run, folded from its journal one entry at a time.
 
-The same fold serves the live view (entries as they are written) and the report (entries read back from disk), so that
-both always show the same. Unknown events and fields are ignored.
+The live view (entries as they are written) and the report (entries read back from disk) use the same fold, so both
+always show the same. Unknown events and fields are ignored.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,43 +17,67 @@ from alto.errors import RunError
 from alto.records import AdapterCheck, FinalistScore, LossPoint, Rung, Sample, StartValue
 from alto.runs import events
 from alto.runs.events import Event, settings_of
-from alto.runs.fold import NOT_FOLDABLE, JournalFold
 from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
-from alto.runs.journal import read_intact_entries
-from alto.runs.pace import Pace
+from alto.runs.journal import NOT_FOLDABLE, JournalFold, read_intact_entries
 from alto.runs.run_dir import RunDir
-from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import LOSS, score_of
-from alto.spec.rungs import rung_step
+from alto.spec import LOSS, EarlyExit, rung_step, score_of
 
-__all__ = ["RunHistory", "history_before", "read_history"]
+WINDOW_S = 180.0
+
+
+class Pace:
+    """Work per second over the last minutes, from a count that only grows while the clock goes forward."""
+
+    def __init__(self, *, window_s: float = WINDOW_S) -> None:
+        self._window_s = window_s
+        self._points: deque[tuple[float, float]] = deque()
+
+    def note(self, time: float, count: float) -> None:
+        """Record that ``count`` work was done at ``time`` (unix seconds); a decrease of either restarts the
+        measurement."""
+        points = self._points
+        if points and (time < points[-1][0] or count < points[-1][1]):
+            points.clear()
+        points.append((time, count))
+        # Keep the newest point before the window: it is the start of the measurement.
+        while len(points) > 2 and points[1][0] <= time - self._window_s:
+            points.popleft()
+
+    def per_second(self, now: float) -> float | None:
+        """Return the work per second up to ``now``; None until some work was seen."""
+        if not self._points:
+            return None
+        (first_time, first_count), (last_time, last_count) = self._points[0], self._points[-1]
+        elapsed_s = max(now, last_time) - first_time
+        return (last_count - first_count) / elapsed_s if last_count > first_count and elapsed_s > 0 else None
 
 
 _CHANGES_SAMPLES = (events.TaskStarted, events.TaskResumed, events.TrainSteps, events.JobEvaluated)
-"""Events after which more samples are trained, or from which their pace is measured."""
+"""Events after which the number of trained samples may have changed, or from which the pace is measured."""
 
 
 class RunHistory(JournalFold):
     """Folds journal entries into the state of a run.
 
     Attributes:
-        started: What the task was started with, and resumed with since; None before the first event.
+        started: The event that started the task, updated by later resumptions; None before the first event.
         jobs: Every job by id, in the order of the task.
-        rungs: Outcomes of the rungs that have been decided.
+        rungs: Outcomes of the decided rungs.
         occupancy: Every stay of a job in a slot, in the order of admission.
-        forecast: Its measured memory, packing and duration; None where nothing was measured before it began.
-        pace: Samples trained per second of late, since the run began or was resumed.
+        forecast: Measured memory, packing and duration; None if nothing was measured before the run began.
+        pace: Samples trained per second over the last minutes, since the run began or was resumed.
         memory_events: Every time memory ran out, oldest first.
-        finalists: Scores of the finalists' answers, best by the metric first; empty where there are none.
-        rung_scores: Scores of the answers of jobs at rungs, or why there are none, oldest first.
-        scorer: What scored them, or failed to: the name of a scorer, or ``eval_accuracy``; empty where nothing did.
-        scorer_failure: Why the finalists were not scored, so that the metric chose; empty where they were.
-        samples: Validation prompts with what the base and the best adapters generate; empty where there are none.
-        sampling_failure: Why there are none, where the task asks for some; empty elsewhere.
+        finalists: Scores of the finalists' answers, best by the metric first; empty if there are none.
+        rung_scores: Scores of the jobs' answers at rungs, or why there are none, oldest first.
+        scorer: Name of the scorer that scored the finalists or failed to, or ``eval_accuracy``; empty if there was
+            none.
+        scorer_failure: Why the finalists were not scored, so that the metric chose; empty if they were.
+        samples: Validation prompts with the generated texts of the base and the best adapters; empty if there are none.
+        sampling_failure: Why there are no samples although the task asks for them; empty otherwise.
         is_shared: Whether other tasks trained in the same executor.
-        adapter_check: Whether PEFT loads the best adapter as it was trained; None until that is known.
-        result: How the task ended, None while the run is unfinished.
-        time_s: Seconds spent on ``training``, ``evaluation`` and ``saving`` as of the last checkpoint; empty where the
+        adapter_check: Whether PEFT loads the best adapter as it was trained; None until this is known.
+        result: The event that ended the task; None while the run is unfinished.
+        time_s: Seconds spent on ``training``, ``evaluation`` and ``saving`` up to the last checkpoint; empty if the
             journal does not have them.
     """
 
@@ -84,79 +109,80 @@ class RunHistory(JournalFold):
 
     @property
     def method(self) -> str:
-        """The objective that the jobs are trained with."""
+        """The objective with which the jobs are trained."""
         return self.started.method if self.started is not None else "sft"
 
     @property
     def metric(self) -> str:
-        """The metric that the task selects by: ``loss``, or a metric of its method that is better when higher."""
+        """The metric by which the task selects: ``loss``, or a metric of its method that is better when higher."""
         return self.started.metric if self.started is not None else LOSS
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notices about the task's data and model, those of the latest resumption first."""
+        """Notices about the task's data and model, with those of the latest resumption first."""
         return self.started.notes if self.started is not None else ()
 
     @property
     def refit(self) -> events.RefitFact | None:
-        """The winner of another run that is trained again on all rows, without validation; None elsewhere."""
+        """The winner of another run that this run trains again on all rows, without validation; None in other runs."""
         return self.started.refit if self.started is not None else None
 
     def settings(self) -> dict[str, Any]:
-        """The settings of the whole task, as plain values by their journal names; without jobs and notes."""
+        """Return the settings of the whole task, as plain values by their journal names; without jobs and notes."""
         return {} if self.started is None else settings_of(self.started)
 
     @property
     def measuring_s(self) -> float:
-        """Seconds of measuring memory and time before its first step; 0 where that was known."""
+        """Seconds spent measuring memory and time before the first step; 0 if the measurement was cached."""
         return 0.0 if self.forecast is None or self.forecast.is_cached else self.forecast.profile_s
 
     @property
     def training_all_s(self) -> float | None:
-        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None
-        where that is not known."""
+        """Seconds that training every job to its end would take at the pace of this run, without evaluations; None if
+        unknown."""
         training_s, trained = self.time_s.get("training", 0.0), self.samples_trained
         return training_s * self.samples_budgeted / trained if training_s and trained else None
 
     @property
     def rung_settings(self) -> tuple[Rung, ...]:
-        """The rungs the task was started with; none where early exit or its selection is switched off, or where the
-        journal has settings that are not valid."""
+        """The rungs of the task; empty if early exit or selection is off, or the settings in the journal are not
+        valid."""
         if self.started is None or not self.started.early_exit.get("rungs"):
             return ()
         try:
-            # A package that brings a rule may not be installed here.
+            # Drop the rules: a package that provides one may not be installed here.
             early_exit = EarlyExit.of_run({**self.started.early_exit, "rules": {}})
         except NOT_FOLDABLE:
             return ()
         return early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
 
     def share_after(self, rung: Rung) -> float:
-        """The first share at or after ``rung`` that a job has done after whole steps: 8.3 % for 1 % of 12 steps."""
+        """Return the share at or after ``rung`` that a job reaches after whole steps: 8.3 % for a rung at 1 % of 12
+        steps."""
         totals = [job.total_steps for job in self.jobs.values() if job.total_steps]
         return min((rung_step(rung, total) / total for total in totals), default=rung.progress)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that the task is trained on, since it was resumed last."""
+        """Ranks that train the task since it was last resumed."""
         return self.started.num_ranks if self.started is not None else 1
 
     @property
     def num_slots(self) -> int:
-        """Slots of all ranks, at least as many as were seen in use."""
+        """Slots of all ranks; at least as many as were seen in use."""
         used = max((stay.slot for stay in self.occupancy), default=-1) + 1
         return max(self._max_slots, used)
 
     @property
     def best(self) -> JobHistory | None:
-        """The job the task chose, or the best so far; None while no job has a finite validation loss."""
+        """The job that the task chose, or the best so far; None while no job has a finite validation loss."""
         if self.result is not None and (chosen := self.jobs.get(self.result.best_job)) is not None:
             return chosen
         leader = min(self.jobs.values(), key=lambda job: job.rank_key, default=None)
         return leader if leader is not None and math.isfinite(leader.best_validation_loss) else None
 
     def status(self, *, is_live: bool) -> RunStatus:
-        """The status of the run, on which a process works or not."""
+        """Return the status of the run; ``is_live``: whether a process works on it."""
         return RunStatus.of(is_finished=self.result is not None, is_live=is_live)
 
     @property
@@ -183,14 +209,16 @@ class RunHistory(JournalFold):
 
     @property
     def decided_share(self) -> float:
-        """Share of the budgeted rows that are trained, saved by early exit or cut off by the budget, in [0, 1]; 1 when
-        nothing is left to do."""
+        """Share of the budgeted rows that are trained, saved by early exit or cut off by the budget, in [0, 1].
+
+        It is 1 when nothing is left to train.
+        """
         if not self.samples_budgeted:
             return 0.0
         return min(1.0, (self.samples_trained + self.samples_saved + self.samples_cut_off) / self.samples_budgeted)
 
     def ranked(self) -> list[JobHistory]:
-        """All jobs, the chosen one first, then by their best evaluation."""
+        """Return all jobs, the chosen one first, then by their best evaluation."""
         best = self.best
         return sorted(self.jobs.values(), key=lambda job: (job is not best, job.rank_key))
 
@@ -257,7 +285,7 @@ class RunHistory(JournalFold):
                 self._fold_move(event, time)
 
     def _fold_move(self, event: Event, time: float) -> None:
-        """Handle an event by which a job is added, ends, or changes its slot."""
+        """Handle an event that adds or ends a job, or changes its slot."""
         match event:
             case events.JobAdded():
                 job = self._plan(event.description)
@@ -303,10 +331,10 @@ class RunHistory(JournalFold):
                 self._job(job).start = start
 
     def _on_resumed(self, event: events.TaskResumed, time: float) -> None:
-        # A finished run that trains further jobs will have another result.
+        # A finished run that trains further jobs gets a new result.
         self.result, self.adapter_check = None, None
         self.finalists, self.scorer, self.scorer_failure = (), "", ""
-        # Stays that the interruption cut off end with the last event before it: nothing was trained after that.
+        # Stays cut off by the interruption end at the last event before it: nothing was trained after that.
         for name in list(self._open_stays):
             job = self.jobs[name]
             self._leave_slot(job, self.last_seen_at, stage=Stage.PARKED if job.step else Stage.PENDING)
@@ -405,7 +433,7 @@ class RunHistory(JournalFold):
 
 
 def _jobs_of(event: Event) -> Iterable[str]:
-    """The jobs whose samples an event may change."""
+    """Return the jobs whose samples an event may change."""
     if isinstance(event, events.TaskStarted):
         return {description.job for description in event.jobs}
     job = getattr(event, "job", None)
@@ -413,7 +441,7 @@ def _jobs_of(event: Event) -> Iterable[str]:
 
 
 def read_history(run_dir: str | Path) -> RunHistory:
-    """The history of the run in ``run_dir``.
+    """Return the history of the run in ``run_dir``.
 
     Raises:
         RunNotFoundError: It holds no journal.
@@ -423,7 +451,7 @@ def read_history(run_dir: str | Path) -> RunHistory:
 
 
 def history_before(run_dir: str | Path, seq: int) -> RunHistory:
-    """The state of a run after its first ``seq`` entries; an empty state where its journal cannot be read."""
+    """Return the state of a run after its first ``seq`` entries; an empty state if its journal cannot be read."""
     try:
         return RunHistory.of(read_intact_entries(RunDir(Path(run_dir)).journal_file)[: max(0, seq)])
     except (RunError, *NOT_FOLDABLE):

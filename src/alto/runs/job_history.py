@@ -1,4 +1,4 @@
-"""The state of a run, and of its jobs, after some of its events: the parts that :mod:`alto.runs.history` fills in."""
+"""The parts of the state of a run and of its jobs that :mod:`alto.runs.history` fills in."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from typing import Any
 
 from alto.records import ExitReason, LossPoint, StartValue
 
-__all__ = ["JobHistory", "Occupancy", "RunStatus", "RungOutcome", "Stage"]
-
 
 class RunStatus(StrEnum):
-    """Status of a run, or of a queue of runs.
+    """The status of a run, or of a queue of runs.
 
     ``interrupted``: it is not finished, and no process works on it.
     """
@@ -25,14 +23,14 @@ class RunStatus(StrEnum):
 
     @classmethod
     def of(cls, *, is_finished: bool, is_live: bool) -> RunStatus:
-        """The status of a run, from whether it has its result and whether a process works on it."""
+        """Return the status of a run, from whether it has its result and whether a process works on it."""
         if is_finished:
             return cls.FINISHED
         return cls.RUNNING if is_live else cls.INTERRUPTED
 
 
 class Stage(StrEnum):
-    """Stage of a job."""
+    """The stage of a job."""
 
     PENDING = "pending"
     TRAINING = "training"
@@ -46,11 +44,11 @@ class RungOutcome:
     """The result of a rung.
 
     Attributes:
-        rung: Position of the rung in the task's early-exit settings, as the journal counts it.
+        rung: Position of the rung in the task's early-exit settings, from 0 as in the journal.
         progress: Share of a job's own steps at which the rung ranks.
-        kept: Job ids that continue or keep their place, best first.
-        dropped: Job ids that ended here.
-        samples_trained: Rows that all jobs had seen when it was decided.
+        kept: Ids of the jobs that continue or keep their place, best first.
+        dropped: Ids of the jobs that ended at this rung.
+        samples_trained: Rows that all jobs together had seen when the rung was decided.
     """
 
     rung: int
@@ -62,15 +60,13 @@ class RungOutcome:
 
 @dataclass(slots=True, kw_only=True)
 class Occupancy:
-    """One stay of a job in a slot, in unix seconds; ``end`` is None while it lasts. One that trains on several
-    ranks has a stay on each.
+    """One stay of a job in a slot; ``end`` is None while it lasts. A job on several ranks has one stay on each.
 
     Attributes:
-        job: Job id.
-        slot: Slots are counted through the ranks.
-        rank: Whose bank has the slot.
-        local_slot: Its number there.
-        start: When the stay began, in unix seconds.
+        slot: Slot, numbered over all ranks.
+        rank: Rank whose bank has the slot.
+        local_slot: Number of the slot within that bank.
+        start, end: Begin and end of the stay, in unix seconds.
     """
 
     job: str
@@ -83,36 +79,36 @@ class Occupancy:
 
 @dataclass(slots=True, kw_only=True)
 class JobHistory:
-    """State of one job after the events seen so far.
+    """The state of one job after the events seen so far.
 
     Attributes:
         position: Place in the task's list of jobs; breaks ties of equal scores.
         total_steps: Optimizer steps of the job if nothing ends it early.
-        samples_budgeted: Rows the job sees if nothing ends it early.
-        slot: Slot that it occupies, None while it is in none; the first of one that trains on several ranks.
-        ranks: Ranks that train it, none while it is in no slot.
+        samples_budgeted: Rows that the job sees if nothing ends it early.
+        slot: Slot that it occupies, None if none; the first rank's slot if it trains on several ranks.
+        ranks: Ranks that train it; empty while it has no slot.
         step: Steps done.
         train_losses: Training loss of every step; NaN where the journal has a gap.
-        evaluations: One point per evaluation, in the order of their steps.
+        evaluations: One point per evaluation, in the order of steps.
         metrics: Metrics of its method at each evaluation, by name.
-        best_step: Step of its best evaluation by the task's metric, 0 if there is none with a finite loss yet.
-        best_validation_loss: The loss there, infinity if there is none yet, or no validation.
-        best_score: Value of the task's metric there, higher is better; 0 where that is the loss.
-        best_metrics: Metrics of its method there.
-        best_loss_rows, best_metric_rows: Loss, and the task's metric, of every validation row there; empty where they
-            are not known, the latter also where the metric is the loss.
-        test_losses: Loss on the test rows by step, of every evaluation that was its best so far; empty where there are
-            no such rows.
+        best_step: Step of its best evaluation by the task's metric; 0 if there is none with a finite loss yet.
+        best_validation_loss: Validation loss at ``best_step``; infinity if there is none yet, or no validation.
+        best_score: Value of the task's metric at ``best_step``, higher is better; 0 if the metric is the loss.
+        best_metrics: Metrics of its method at ``best_step``.
+        best_loss_rows, best_metric_rows: Loss and task metric of every validation row at ``best_step``. Empty if
+            unknown; ``best_metric_rows`` is also empty if the metric is the loss.
+        test_losses: Loss on the test rows by step, for every evaluation that was its best so far; empty if there are no
+            test rows.
         test_metrics: Metrics of its method on the test rows, by the same steps.
         exit_reason: Why it ended early; None if it did not.
-        exit_evidence: Numbers that this was based on, by name.
-        origin: The job that it is a clone or a copy of; None of all others.
-        forked_at: Steps after which it continues where ``origin`` was; 0 of all but such copies.
-        starts_warm: It is a clone that began with the best weights of ``origin``.
-        is_suggested: The search has added it while others trained.
-        start: The evaluation before its first step; None where the journal does not have it.
-        configuration: Where jobs repeat a configuration with other seeds, the id of the first of those that repeat this
-            one; None of a job that repeats none.
+        exit_evidence: Numbers on which the exit was based, by name.
+        origin: The job of which it is a clone or copy; None for all other jobs.
+        forked_at: Step of ``origin`` from which a copy continues; 0 for all other jobs.
+        starts_warm: Whether it is a clone that began with the best weights of ``origin``.
+        is_suggested: Whether the search added it while other jobs trained.
+        start: The evaluation before its first step; None if the journal does not have it.
+        configuration: Id of the first job with the same configuration, if jobs repeat configurations with other seeds;
+            None for a job that repeats none.
     """
 
     job: str
@@ -151,7 +147,7 @@ class JobHistory:
 
     @property
     def outcome(self) -> str:
-        """The reason of its exit if it has one, else the name of its stage."""
+        """The exit reason if it has one, else the name of its stage."""
         return self.exit_reason or self.stage.value
 
     @property
@@ -161,7 +157,7 @@ class JobHistory:
 
     @property
     def samples_trained(self) -> int:
-        """Rows seen so far: counted once the job has ended, in proportion to its steps before."""
+        """Rows seen so far: the reported count once the job has ended, before that in proportion to its steps."""
         if self.samples_at_end is not None:
             return self.samples_at_end
         own_steps = self.total_steps - self.forked_at
@@ -169,7 +165,7 @@ class JobHistory:
 
     @property
     def samples_saved(self) -> int:
-        """Budgeted rows saved by its early exit; 0 while the job may still train them, and where a budget ended it."""
+        """Budgeted rows saved by its early exit; 0 while the job may still train them, or if a budget ended it."""
         return 0 if self.exit_reason == ExitReason.BUDGET else self._samples_left
 
     @property
@@ -183,7 +179,8 @@ class JobHistory:
 
     @property
     def train_loss(self) -> float | None:
-        """Smoothed training loss of the latest evaluation, else the latest loss; None before the first step."""
+        """Smoothed training loss of the latest evaluation, else the latest training loss; None before the first
+        step."""
         if self.evaluations:
             return self.evaluations[-1].train_ema
         return self.train_losses[-1] if self.train_losses else None
@@ -195,29 +192,29 @@ class JobHistory:
 
     @property
     def best_test_loss(self) -> float | None:
-        """Loss on the test rows at its best evaluation; None where it was not measured."""
+        """Loss on the test rows at its best evaluation; None if it was not measured."""
         return self.test_losses.get(self.best_step)
 
     @property
     def best_test_metrics(self) -> Mapping[str, float]:
-        """Metrics of its method on the test rows at its best evaluation; empty where they were not measured."""
+        """Metrics of its method on the test rows at its best evaluation; empty if they were not measured."""
         return self.test_metrics.get(self.best_step, {})
 
     @property
     def best_sort_key(self) -> tuple[float, float]:
-        """Orders jobs, the least first, as :attr:`LossPoint.sort_key` orders evaluations."""
+        """Sort key of jobs, best first; same order as :attr:`LossPoint.sort_key` of evaluations."""
         return (-self.best_score, self.best_validation_loss)
 
     @property
     def rank_key(self) -> tuple[bool, tuple[float, float], int]:
-        """Sorts jobs best first; a job without a finite validation loss comes last."""
+        """Sort key of jobs, best first; a job without a finite validation loss comes last."""
         has_none = not math.isfinite(self.best_validation_loss)
         return (has_none, (0.0, 0.0) if has_none else self.best_sort_key, self.position)
 
     def keep_best(self, step: int, validation_loss: float) -> None:
         """Set the evaluation at ``step`` as its best."""
         self.best_step, self.best_validation_loss = step, validation_loss
-        # The latest evaluations are most often the ones.
+        # Search backwards, because the best evaluation is usually a late one.
         for point, metrics in zip(reversed(self.evaluations), reversed(self.metrics), strict=True):
             if point.step == step:
                 self.best_score, self.best_metrics = point.score, metrics

@@ -6,31 +6,17 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, BinaryIO, Self, TypeAlias
 
+from alto.base import is_number, open_regular, read_bytes, replace_file, resume_command, writing
 from alto.errors import RunBusyError, RunError, RunNotFoundError
-from alto.runs.commands import resume_command
 from alto.runs.events import NO_SEQ, Event, JournalEntry, decode, encode, is_line
-from alto.runs.files import replace_file, writing
-from alto.spec.outside import is_number, read_bytes
-
-__all__ = [
-    "Event",
-    "Journal",
-    "Observer",
-    "SilentJournal",
-    "cut_journal",
-    "parse_line",
-    "read_entries",
-    "read_events",
-    "read_intact_entries",
-    "read_intact_events",
-]
 
 _MAX_BYTES = 4 * 1024**3
-"""Of a journal; a long run has some megabytes."""
+"""Largest size of a journal that is read; a long run has some megabytes."""
 
 _MAX_TIME = 253402300799.0
 """The last second of the year 9999: no calendar goes further."""
@@ -39,33 +25,33 @@ Observer = Callable[[JournalEntry], None]
 """Called with every entry after it has been written."""
 
 _Piece: TypeAlias = tuple[bytes, "dict[str, Any] | None"]
-"""One appended entry, without its line end, and its JSON object; None where it cannot be read."""
+"""One appended entry, without its line end, and its JSON object; None if it cannot be parsed."""
 
 _BEGINNING = b'{"seq": '
-"""Every line begins so."""
+"""The first bytes of every line."""
 
 
 class Journal:
-    """Writes one JSON object a line: ``seq``, ``time`` (unix seconds), ``event``, and the fields of the event.
+    """Writes one JSON object per line: ``seq``, ``time`` (unix seconds), ``event``, and the fields of the event.
 
     ``time`` never decreases, even if the machine's clock is set back.
 
-    Everything in the file after ``past`` (a torn line of an interrupted write, or events after the checkpoint that a
-    run resumes from) is cut before the first event is appended, as are the remains of an event that could not be
-    written.
+    Before the first event is appended, everything in the file after ``past`` is cut: a torn line of an interrupted
+    write, or events after the checkpoint from which a run resumes. The remains of an event that could not be written
+    are cut too.
 
     Args:
         path: The file; made if absent.
         observers: Called with every entry after it was written.
-        past: The first entries of the file, which the next one follows; None keeps all that are intact.
+        past: The first entries of the file, after which the next one is appended; None keeps all intact entries.
         check: Called before the file is cut and before every event; if it raises, the file is not changed.
 
     Attributes:
-        past: They.
+        past: The entries that were kept.
         num_lines_cut: Lines that were cut off when the journal was opened.
 
     Raises:
-        RunError: An entry of the file has a field of another type.
+        RunError: A field of an entry in the file has another type.
         RunWriteError: The disk is full or cannot be written.
     """
 
@@ -77,13 +63,13 @@ class Journal:
         past: Sequence[JournalEntry] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        check()  # the model may have been loading for long since the lock was taken
+        check()  # loading the model may have taken long since the lock was taken
         self._path = path
         self._check = check
         self.past = tuple(read_intact_entries(path) if past is None and path.exists() else past or ())
         self.num_lines_cut = cut_journal(path, len(self.past)) if path.exists() else 0
         with writing(path.parent, path):
-            # Unbuffered, so that a line that could not be written is not tried again when the file is closed.
+            # Unbuffered: otherwise closing the file would retry a line that could not be written.
             self._file = path.open("ab", buffering=0)
             self._num_bytes = os.fstat(self._file.fileno()).st_size
         self._observers = tuple(observers)
@@ -94,16 +80,15 @@ class Journal:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self._path
 
     def append(self, event: Event) -> JournalEntry:
-        """Write an event; the line is with the operating system when this returns.
+        """Write an event; the operating system has the line when this returns.
 
         Raises:
             RunBusyError: The file was removed or replaced, so another process may write the journal.
             RunWriteError: The disk is full or cannot be written.
-            TypeError: The event holds what strict JSON cannot.
+            TypeError: The event holds a value that strict JSON cannot hold.
         """
         self._check()
         self._check_file()
@@ -129,7 +114,7 @@ class Journal:
             )
 
     def _write(self, data: bytes) -> None:
-        """All of ``data``, or nothing."""
+        """Write all of ``data``, or nothing."""
         with writing(self._path.parent, self._path):
             if self._is_torn:
                 self._file.truncate(self._num_bytes)
@@ -165,11 +150,11 @@ class SilentJournal(Journal):
         pass
 
     def append(self, event: Event) -> JournalEntry:
-        """Nothing is written; the entry has no sequence number."""
+        """Return an entry without a sequence number; write nothing."""
         return JournalEntry(seq=NO_SEQ, time=time.time(), event=event)
 
     def sync(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __exit__(self, *_: object) -> None:
         pass
@@ -178,23 +163,23 @@ class SilentJournal(Journal):
 def read_entries(path: str | Path) -> list[JournalEntry]:
     """Read the entries of a journal, oldest first.
 
-    An incomplete last line, left by an interrupted write, is dropped. Where an event was appended to an incomplete
-    line, the line's first part is dropped and the event is read.
+    An incomplete last line, left by an interrupted write, is dropped. If an event was appended to an incomplete line,
+    the first part of the line is dropped and the event is read.
 
     Raises:
         RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object, its time is no time, or a known field of a known
-            event is missing or holds another type.
+        RunError: A line before the last one is not a JSON object, its time is not a valid time, or a known field of a
+            known event is missing or has another type.
     """
     return [decode(line, path) for line in read_events(path)]
 
 
 def read_intact_entries(path: Path) -> list[JournalEntry]:
-    """The entries before the first line that is damaged or missing: the intact part.
+    """Return the entries before the first damaged or missing line.
 
     Raises:
         RunNotFoundError: There is no such file.
-        RunError: A known field of a known event is missing or holds another type.
+        RunError: A known field of a known event is missing or has another type.
     """
     return [decode(line, path) for line in read_intact_events(path)]
 
@@ -202,12 +187,12 @@ def read_intact_entries(path: Path) -> list[JournalEntry]:
 def read_events(path: str | Path) -> list[dict[str, Any]]:
     """Read the events of a journal, oldest first.
 
-    An incomplete last line, left by an interrupted write, is dropped. Where an event was appended to an incomplete
-    line, the line's first part is dropped and the event is read.
+    An incomplete last line, left by an interrupted write, is dropped. If an event was appended to an incomplete line,
+    the first part of the line is dropped and the event is read.
 
     Raises:
         RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object, or its time is no time.
+        RunError: A line before the last one is not a JSON object, or its time is not a valid time.
     """
     path = Path(path)
     lines = _lines(path)
@@ -226,7 +211,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_intact_events(path: Path) -> list[dict[str, Any]]:
-    """The events before the first line that is damaged or missing: the intact part.
+    """Return the events before the first damaged or missing line.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -235,10 +220,11 @@ def read_intact_events(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_journal(path: Path, num_events: int) -> int:
-    """Keep the first ``num_events`` intact events of a journal, atomically; a journal of just these is not changed.
+    """Keep the first ``num_events`` intact events of a journal, atomically; if there is nothing to cut, leave the file
+    alone.
 
     Returns:
-        How many lines were cut off.
+        Number of lines that were cut off.
 
     Raises:
         RunNotFoundError: There is no such file.
@@ -264,8 +250,10 @@ def _intact_pieces(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
 
 
 def _pieces_of(line: bytes) -> Iterator[_Piece]:
-    """The entries of a line: one; or two where an event was appended to a line without an end (version 0.1 did so to
-    the journals of queues). A torn first one is left out: the second, which is intact, has its number."""
+    """Yield the entries of a line: usually one, or two if an event was appended to a line without an end.
+
+    Version 0.1 did so in the journals of queues. A torn first entry is left out: the intact second one has its number.
+    """
     if not line.strip():
         return
     event = parse_line(line)
@@ -296,10 +284,132 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """The event of a line; None where it is not a JSON object, or its time is no time."""
+    """Return the event of a line; None if it is not a JSON object, or its time is not a valid time."""
     try:
         event = json.loads(line)
     except (ValueError, RecursionError):
         return None
     is_event = isinstance(event, dict) and is_number(event.get("time", 0), least=0, most=_MAX_TIME)
     return event if is_event else None
+
+
+class JournalTail:
+    """Reads the new, complete lines of a journal.
+
+    When a run is resumed, its journal is cut back to a checkpoint and replaced by a new file. To return no line twice,
+    a digest of every line that was read is kept.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._digests: list[int] = []
+        self._offset = 0
+        self._inode: int | None = None
+
+    def read(self) -> list[JournalEntry]:
+        """Return the entries since the last call; empty if there is no journal.
+
+        A damaged line is skipped: resuming the run cuts it off.
+
+        Raises:
+            RunError: A known field of a known event is missing or has another type.
+        """
+        try:
+            file = open_regular(self._path)
+        except FileNotFoundError:
+            return []
+        with file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._inode or status.st_size < self._offset:
+                self._inode = status.st_ino
+                self._go_back(file)
+            file.seek(self._offset)
+            data = file.read()
+        *lines, torn = data.split(b"\n")
+        self._offset += len(data) - len(torn)
+        self._digests += map(hash, lines)
+        return [decode(event, self._path) for event in map(parse_line, lines) if event is not None]
+
+    def _go_back(self, file: BinaryIO) -> None:
+        """Go back to the first line that differs from what was read before."""
+        known, self._digests, self._offset = self._digests, [], 0
+        for line, digest in zip(file, known, strict=False):
+            if not line.endswith(b"\n") or hash(line[:-1]) != digest:
+                return
+            self._digests.append(digest)
+            self._offset += len(line)
+
+
+NOT_FOLDABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)
+"""Errors raised when an entry with invalid values is applied."""
+
+
+class JournalFold(ABC):
+    """State derived from the entries of a journal, one at a time.
+
+    Attributes:
+        started_at: Unix time of the first entry, None before it.
+        last_seen_at: Unix time of the latest entry.
+        interruptions: Spans, in unix seconds, in which no process worked although there was work to do.
+        rests: Spans, in unix seconds, from the end of all work until more work came.
+    """
+
+    def __init__(self) -> None:
+        self.started_at: float | None = None
+        self.last_seen_at: float | None = None
+        self.interruptions: list[tuple[float, float]] = []
+        self.rests: list[tuple[float, float]] = []
+
+    @classmethod
+    def of(cls, entries: Iterable[JournalEntry]) -> Self:
+        """Return the state after all of ``entries``."""
+        history = cls()
+        for entry in entries:
+            history.apply(entry)
+        return history
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Return the state after all entries of the journal at ``path``.
+
+        Raises:
+            RunNotFoundError: There is no journal.
+            RunError: The journal is damaged.
+        """
+        history = cls()
+        for entry in read_entries(path):
+            try:
+                history.apply(entry)
+            except NOT_FOLDABLE as error:
+                raise RunError(
+                    f"Expected a journal as ALTO writes it, found an invalid event in {path} ({entry!r:.100}: "
+                    f"{error!r}). Restore the original file."
+                ) from error
+        return history
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Fold in one entry; an unknown event only advances the clock."""
+        self._fold(entry.event, entry.time)
+        self.started_at = entry.time if self.started_at is None else self.started_at
+        self.last_seen_at = entry.time
+
+    @abstractmethod
+    def _fold(self, event: Event, time: float) -> None:
+        """Update the state by ``event``, written at ``time`` (unix seconds)."""
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from the first to the latest entry, without interruptions and rests."""
+        return 0.0 if self.last_seen_at is None else self.worked_s(self.last_seen_at)
+
+    def worked_s(self, time: float) -> float:
+        """Return the seconds from the first entry to ``time`` (unix seconds), without interruptions and rests."""
+        if self.started_at is None:
+            return 0.0
+        idle_s = sum(max(0.0, min(time, end) - start) for start, end in (*self.interruptions, *self.rests))
+        return max(0.0, time - self.started_at - idle_s)
+
+    def _note_interruption(self, time: float, *, is_rest: bool = False) -> None:
+        """Record an interruption, or a rest, from the previous entry to ``time``, when a process resumes."""
+        if self.last_seen_at is not None:
+            (self.rests if is_rest else self.interruptions).append((self.last_seen_at, max(self.last_seen_at, time)))

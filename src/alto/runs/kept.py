@@ -1,4 +1,4 @@
-"""Which adapters and states of jobs a finished run keeps in its folder."""
+"""Decides which adapters and states of jobs a finished run keeps in its folder."""
 
 from __future__ import annotations
 
@@ -6,25 +6,23 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from alto.base import writing
 from alto.errors import JobCommandError, RunNotFoundError
 from alto.runs.events import CheckpointSaved, SavedJob, TaskCompleted
-from alto.runs.files import writing
 from alto.runs.history import RunHistory
 from alto.runs.job_history import Stage
 from alto.runs.journal import read_intact_entries
 from alto.runs.run_dir import RunDir
-from alto.spec.task import Keep
-
-__all__ = ["check_can_continue", "kept_jobs", "remove_states"]
+from alto.spec import Keep
 
 _REMOVED = ".removed"
 
 
 def kept_jobs(history: RunHistory, keep: Keep) -> set[str]:
-    """The jobs of a finished run whose best adapters stay.
+    """Return the jobs of a finished run whose best adapters are kept.
 
-    ``finalists`` are the winner, the jobs that did all their steps, those that were ranked at the last rung that was
-    held, and those whose answers were scored.
+    ``finalists`` are the winner, the jobs that did all their steps, the jobs ranked at the last decided rung, and the
+    jobs whose generated answers were scored.
     """
     if keep == "all":
         return {*history.jobs}
@@ -38,10 +36,11 @@ def kept_jobs(history: RunHistory, keep: Keep) -> set[str]:
 
 
 def remove_states(run: RunDir, history: RunHistory, keep: Keep) -> int:
-    """Remove what a finished run does not keep; the number of bytes that this frees. Safe to repeat after a kill.
+    """Remove the files that a finished run does not keep, and return the number of bytes freed. Safe to repeat after a
+    kill.
 
-    With ``all`` nothing is removed; else the best adapters of :func:`kept_jobs` stay, and no state that a job could be
-    resumed from.
+    With ``all`` nothing is removed. Otherwise only the best adapters of :func:`kept_jobs` stay, and no state from which
+    a job could be resumed.
 
     Raises:
         RunBusyError: The lock of the run is lost.
@@ -57,7 +56,7 @@ def remove_states(run: RunDir, history: RunHistory, keep: Keep) -> int:
             if folder.name in kept:
                 freed += _removed(part for part in folder.iterdir() if part.name != "best")
             else:
-                # One rename: no reader finds a part of an adapter.
+                # A single rename, so that no reader finds part of an adapter.
                 removed.mkdir(exist_ok=True)
                 folder.rename(removed / folder.name)
         freed += _removed([removed])
@@ -65,10 +64,10 @@ def remove_states(run: RunDir, history: RunHistory, keep: Keep) -> int:
 
 
 def check_can_continue(run: RunDir) -> None:
-    """Check that a run which is finished still has the states of all its jobs, so that it can train further ones.
+    """Check that a finished run still has the states of all its jobs, so that it can train further jobs.
 
     Raises:
-        JobCommandError: It does not.
+        JobCommandError: States are missing.
     """
     try:
         entries = read_intact_entries(run.journal_file)
@@ -81,9 +80,9 @@ def check_can_continue(run: RunDir) -> None:
     missing = [job for job, at in jobs.items() if not _has_states(run, job, at)]
     if missing:
         raise JobCommandError(
-            f"expected a finished run with the states of all {len(jobs)} jobs, found those of {len(missing)} missing "
-            f"in {run.root}, as they were removed when it ended or by alto prune; only a run whose task has keep: all "
-            "takes further jobs: set it, and start a new run with: alto tune"
+            f"expected a finished run with the states of all {len(jobs)} jobs, found the states of {len(missing)} "
+            f"missing in {run.root}: they were removed when the run ended or by alto prune; only a run whose task has "
+            "keep: all takes further jobs: set it, and start a new run with: alto tune"
         )
 
 
@@ -94,7 +93,7 @@ def _has_states(run: RunDir, job: str, saved: SavedJob) -> bool:
 
 
 def _removed(paths: Iterable[Path]) -> int:
-    """Remove files and folders; returns the bytes of their files."""
+    """Remove files and folders, and return the total size of their files in bytes."""
     freed = 0
     for path in paths:
         if path.is_symlink() or path.is_file():

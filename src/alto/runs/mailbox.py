@@ -1,7 +1,8 @@
-"""Commands of other processes to a running task or queue: one file per command in ``control/``, the answer beside it.
+"""Commands from other processes to a running task or queue: one file per command in ``control/``, with the answer
+beside it.
 
-A command stays there until its effect is committed, so that it is not lost when the working process dies or restarts;
-and it has an id that the journal records, so that it takes effect once.
+A command stays there until its effect is committed, so it is not lost if the working process dies or restarts. The
+journal records its id, so that it takes effect only once.
 """
 
 from __future__ import annotations
@@ -18,23 +19,20 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from alto.base import read_json, replace_file, writing
 from alto.errors import JobCommandError, MailboxFullError, QueueCommandError, RunError
-from alto.runs.files import replace_file, writing
 from alto.runs.kept import check_can_continue
 from alto.runs.run_dir import RunDir
-from alto.spec.outside import read_json
-
-__all__ = ["Action", "Answer", "Command", "Mailbox", "QueueAction", "QueueCommand", "QueueMailbox"]
 
 _COMMAND = ".command.json"
 _ANSWER = ".answer.json"
 _POLL_S = 0.05
 
 MOST_KEPT = 256
-"""Commands to the jobs of a run that wait, and answers that nobody has read."""
+"""Largest number of waiting commands to the jobs of a run, and of answers that nobody has read."""
 
 _NUM_DIGITS = 20
-"""Digits of the time in nanoseconds with which the id of a command begins."""
+"""Digits of the time in nanoseconds at the start of a command's id."""
 
 
 class Action(StrEnum):
@@ -55,7 +53,7 @@ class QueueAction(StrEnum):
     SUBMIT = "submit"
     CANCEL = "cancel"
     FINISH = "finish"
-    """Accept no more tasks, and end when all have ended."""
+    """Accept no more tasks, and end when all tasks have ended."""
     DRAIN = "drain"
     """Let every running task save and end, then end."""
 
@@ -65,11 +63,9 @@ class Command:
     """A command to a job.
 
     Attributes:
-        id: Sorts commands by when they were given.
-        action: Stop, resume or clone.
-        job: Id of the job.
-        changes: A clone's settings that differ from the job's, canonical keys.
-        warm: A clone starts from the job's best adapter instead of a new one.
+        id: Id that sorts commands by the time they were given.
+        changes: A clone's settings that differ from the job's, by canonical key.
+        warm: Whether a clone starts from the job's best adapter instead of a new one.
     """
 
     id: str
@@ -84,11 +80,10 @@ class QueueCommand:
     """A command to a queue.
 
     Attributes:
-        id: Sorts commands by when they were given.
-        action: What to do.
+        id: Id that sorts commands by the time they were given.
         task: Name in the queue of the task to cancel.
-        values: Of a task that is submitted, as :class:`alto.spec.Task` takes them; paths are absolute.
-        tenant, priority: Of a task that is submitted.
+        values: Values of a submitted task, in the form that :class:`alto.spec.Task` takes; paths are absolute.
+        tenant, priority: Tenant and priority of a submitted task.
     """
 
     id: str
@@ -111,14 +106,14 @@ C = TypeVar("C", Command, QueueCommand)
 
 
 class _Mailbox(ABC, Generic[C]):
-    """The commands of one kind for the run, or queue, in a folder."""
+    """The commands of one kind for a run or queue, in one folder."""
 
     _error: ClassVar[type[RunError]]
     _writers: ClassVar[str]
-    """The commands of the CLI that write them, for errors."""
+    """The CLI commands that write these commands, for error messages."""
     _answerer: ClassVar[str]
     _remedy: ClassVar[str]
-    """The command of the CLI that shows whether a command took effect, for errors."""
+    """The CLI command that shows whether a command took effect, for error messages."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -127,10 +122,10 @@ class _Mailbox(ABC, Generic[C]):
     @staticmethod
     @abstractmethod
     def _parse(facts: dict[str, Any]) -> C:
-        """The command of ``facts``.
+        """Return the command with these fields.
 
         Raises:
-            ValueError, TypeError, KeyError: They are not a command's.
+            ValueError, TypeError, KeyError: They are not the fields of a command.
         """
 
     def _send(self, facts: Mapping[str, Any]) -> str:
@@ -146,22 +141,24 @@ class _Mailbox(ABC, Generic[C]):
 
     @property
     def num_pending(self) -> int:
-        """Commands not answered yet; changes nothing."""
+        """Number of commands not answered yet; reading it changes nothing."""
         try:
             return sum(path.name.endswith(_COMMAND) for path in self._folder.iterdir())
         except OSError:
             return 0
 
     def _latest_ns(self) -> int:
-        """Time of the latest pending command, in nanoseconds; the clock may have been set back since, or be that of
-        another machine."""
+        """Return the time of the latest pending command, in nanoseconds.
+
+        It may lie in the future: the clock may have been set back since, or another machine's clock may differ.
+        """
         given = (path.name.partition("-")[0] for path in self._folder.iterdir() if path.name.endswith(_COMMAND))
         return max((int(number) for number in given if number.isdecimal() and len(number) == _NUM_DIGITS), default=0)
 
     def pending(self) -> list[C]:
-        """Commands not answered yet, oldest first; an invalid file is answered with an error.
+        """Return the commands not answered yet, oldest first; an invalid file is answered with an error.
 
-        Empty where there is no folder, or none that can be read.
+        Empty if there is no folder, or it cannot be read.
         """
         commands = []
         for name in self._names():
@@ -172,7 +169,7 @@ class _Mailbox(ABC, Generic[C]):
         return commands
 
     def _names(self, ending: str = _COMMAND) -> list[str]:
-        """Names of the files of commands, or answers, oldest first."""
+        """Return the names of the files of commands, or of answers, oldest first."""
         try:
             return sorted(path.name for path in self._folder.iterdir() if path.name.endswith(ending))
         except OSError:
@@ -182,7 +179,7 @@ class _Mailbox(ABC, Generic[C]):
         """Answer a command and remove it.
 
         Raises:
-            RunBusyError: As of :meth:`RunDir.check_lock`.
+            RunBusyError: See :meth:`RunDir.check_lock`.
             RunWriteError: The run directory cannot be written.
         """
         self._run.check_lock()
@@ -196,14 +193,14 @@ class _Mailbox(ABC, Generic[C]):
     def wait_for_answer(
         self, command_id: str, timeout_s: float, *, sleep: Callable[[float], object] = time.sleep
     ) -> Answer | None:
-        """Read and remove the answer; None if there is none within ``timeout_s``.
+        """Read and remove the answer; return None if there is none within ``timeout_s``.
 
         Args:
             sleep: Called between two checks, with seconds.
 
         Raises:
             JobCommandError, QueueCommandError: The file is not a valid answer.
-            RunWriteError: It cannot be removed.
+            RunWriteError: The file cannot be removed.
         """
         path = self._folder / (command_id + _ANSWER)
         deadline = time.monotonic() + timeout_s
@@ -221,25 +218,25 @@ class _Mailbox(ABC, Generic[C]):
             return self._parse({**read_json(path), "id": command_id})
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise self._error(
-                f"expected a command as {self._writers} writes it, found another file ({error!s:.200}); use "
-                f"{self._writers}"
+                f"expected a command as {self._writers} writes it, found invalid content ({error!s:.200}); "
+                f"use {self._writers}"
             ) from None
 
     def _read_answer(self, path: Path) -> Answer:
         try:
             answer = Answer(**read_json(path))
             if not (isinstance(answer.done, bool) and isinstance(answer.message, str)):
-                raise TypeError("a field of another type")
+                raise TypeError("a field of the wrong type")
         except (OSError, ValueError, TypeError) as error:
             raise self._error(
-                f"expected the answer of the {self._answerer} at {path}, found another file ({error!s:.200}); remove "
-                f"it and see with {self._remedy} whether the command took effect"
+                f"expected the answer of the {self._answerer} at {path}, found invalid content ({error!s:.200}); "
+                f"remove the file and check with {self._remedy} whether the command took effect"
             ) from None
         return answer
 
 
 class Mailbox(_Mailbox[Command]):
-    """The commands of one run, and the latest answers; neither are ever more than :data:`MOST_KEPT`."""
+    """The commands of one run and the latest answers, at most :data:`MOST_KEPT` of each."""
 
     _error = JobCommandError
     _writers = "`alto job`"
@@ -247,18 +244,18 @@ class Mailbox(_Mailbox[Command]):
     _remedy = "alto show"
 
     def send(self, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
-        """Write a command; returns its id.
+        """Write a command and return its id.
 
         Args:
             action: Stop, resume or clone.
             job: Id of the job.
-            changes: A clone's settings that differ from the job's, canonical keys.
-            warm: A clone starts from the job's best adapter.
+            changes: A clone's settings that differ from the job's, by canonical key.
+            warm: Whether a clone starts from the job's best adapter.
 
         Raises:
             MailboxFullError: :data:`MOST_KEPT` commands wait already.
-            JobCommandError: The place of the mailbox is taken by a file, or a finished run is to train further jobs and
-                has not kept all states.
+            JobCommandError: A file is in the place of the mailbox, or the command asks a finished run to train further
+                jobs but the run has not kept all states.
             RunWriteError: The run directory cannot be written.
         """
         if (found := self.num_pending) >= MOST_KEPT:
@@ -272,22 +269,22 @@ class Mailbox(_Mailbox[Command]):
 
     def answer(self, command_id: str, answer: Answer) -> None:
         super().answer(command_id, answer)
-        # Some are never read: of commands that were given while the task did not run, or whose sender is gone.
+        # Delete the oldest answers: some are never read, because the sender no longer waits.
         for name in self._names(_ANSWER)[:-MOST_KEPT]:
             with writing(self._run.root, self._folder):
                 _remove(self._folder / name)
 
     def num_waiting(self, *actions: Action) -> int:
-        """Commands not answered yet that ask for one of ``actions``; changes nothing."""
+        """Return the number of unanswered commands that ask for one of ``actions``; change nothing."""
         found = 0
         for name in self._names():
-            with contextlib.suppress(RunError):  # answered by the run
+            with contextlib.suppress(RunError):  # the run answers an invalid file with an error
                 found += self._read(name.removesuffix(_COMMAND), self._folder / name).action in actions
         return found
 
     @property
     def extends_run(self) -> bool:
-        """Whether a command waits by which a finished run trains on: a clone, or a job that is to be resumed. Changes
+        """Whether a waiting command makes a finished run train on (a clone or a resumed job). Reading it changes
         nothing."""
         return self.num_waiting(*_EXTENDING) > 0
 
@@ -295,7 +292,7 @@ class Mailbox(_Mailbox[Command]):
     def _parse(facts: dict[str, Any]) -> Command:
         command = Command(**{**facts, "action": Action(facts["action"])})
         if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
-            raise TypeError("a field of another type")
+            raise TypeError("a field of the wrong type")
         return command
 
 
@@ -308,14 +305,14 @@ class QueueMailbox(_Mailbox[QueueCommand]):
     _remedy = "alto list"
 
     def submit(self, values: Mapping[str, Any], *, tenant: str = "", priority: int = 0) -> str:
-        """Submit a task; returns the command's id. Arguments as in `QueueCommand`, errors as in :meth:`ask`."""
+        """Submit a task and return the command's id. Arguments as in `QueueCommand`, errors as in :meth:`ask`."""
         return self._send({"action": QueueAction.SUBMIT, "values": values, "tenant": tenant, "priority": priority})
 
     def ask(self, action: QueueAction, task: str = "") -> str:
-        """Write any other command; returns its id.
+        """Write any other command and return its id.
 
         Raises:
-            QueueCommandError: The place of the mailbox is taken by a file.
+            QueueCommandError: A file is in the place of the mailbox.
             RunWriteError: The queue's folder cannot be written.
         """
         return self._send({"action": action, "task": task})
@@ -325,7 +322,7 @@ class QueueMailbox(_Mailbox[QueueCommand]):
         command = QueueCommand(**{**facts, "action": QueueAction(facts["action"])})
         is_text = isinstance(command.task, str) and isinstance(command.tenant, str)
         if not (is_text and isinstance(command.values, dict) and type(command.priority) is int):
-            raise TypeError("a field of another type")
+            raise TypeError("a field of the wrong type")
         return command
 
 

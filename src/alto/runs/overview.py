@@ -1,6 +1,6 @@
-"""The runs and queues in one folder: a summary of each, newest first, and the latest of them.
+"""The runs and queues in one folder: a summary of each, newest first, and the latest one.
 
-A damaged run has a summary too, which says what is wrong. Of a finished run few lines of the journal are decoded.
+The summary of a damaged run says what is wrong. For a finished run, only a few lines of the journal are decoded.
 """
 
 from __future__ import annotations
@@ -13,26 +13,23 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from alto.base import open_regular
 from alto.errors import AltoError, RunNotFoundError
 from alto.runs.events import JobAdded, TaskCompleted, TaskStarted, decode, decode_only
-from alto.runs.fold import NOT_FOLDABLE
 from alto.runs.history import RunHistory
 from alto.runs.job_history import RunStatus
-from alto.runs.journal import read_events
+from alto.runs.journal import NOT_FOLDABLE, read_events
 from alto.runs.progress import share_done
 from alto.runs.queue_dir import QueueDir
 from alto.runs.queue_history import QueueHistory, TaskStage, read_queue_history
 from alto.runs.run_dir import RunDir
-from alto.spec.outside import open_regular
-
-__all__ = ["RunState", "RunSummary", "find_runs", "latest_run", "summarise"]
 
 _FIRST_TIME = re.compile(rb'\{"seq": \d+, "time": (\d+(?:\.\d+)?)')
-"""How the first line of a journal begins."""
+"""Pattern of the beginning of a journal's first line."""
 
 
 class RunState(StrEnum):
-    """State of a run or queue in a list: one of `RunStatus`, or ``damaged``: its files cannot be read."""
+    """State of a run or queue in a list: a `RunStatus`, or ``damaged`` if its files cannot be read."""
 
     RUNNING = RunStatus.RUNNING.value
     INTERRUPTED = RunStatus.INTERRUPTED.value
@@ -45,17 +42,14 @@ class RunSummary:
     """One run or queue of a folder.
 
     Attributes:
-        root: Its folder.
-        is_queue: Whether it is a queue.
-        state: Its state.
         started_at: When it began, in unix seconds.
-        tasks: Names of its tasks, of a run one; empty where it has none yet, or where they are unknown.
-        num_jobs: Jobs of all its tasks; None where they are unknown.
-        best_validation_loss: Of the chosen job, or the best so far; None where there is none, and of a queue of several
-            tasks, whose losses cannot be compared.
-        share_done: Of the samples that it is expected to train in all, the share that it has trained, in [0, 1]; of a
-            queue the mean of its tasks. None where it is unknown.
-        problem: What is damaged, and the remedy; empty where nothing is.
+        tasks: Names of its tasks, one for a run; empty if it has none yet or they are unknown.
+        num_jobs: Jobs of all its tasks; None if unknown.
+        best_validation_loss: Loss of the chosen job, or the best so far. None if there is none, and for a queue of
+            several tasks, whose losses cannot be compared.
+        share_done: Share of the samples expected to be trained in total that are trained, in [0, 1]; for a queue the
+            mean over its tasks. None if unknown.
+        problem: Damage and remedy; empty if nothing is damaged.
     """
 
     root: Path
@@ -70,7 +64,7 @@ class RunSummary:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """The folders of all runs and queues in ``folder``, newest first by their start; empty where there is no folder."""
+    """Return the folders of all runs and queues in ``folder``, newest first by start; empty if there is no folder."""
     try:
         found = [path for path in Path(folder).iterdir() if not path.name.startswith(".") and _is_run(path)]
     except OSError:
@@ -79,19 +73,21 @@ def find_runs(folder: str | Path) -> list[Path]:
 
 
 def latest_run(folder: str | Path, is_wanted: Callable[[Path], bool] = lambda root: True) -> Path | None:
-    """The newest run or queue in ``folder`` that is wanted; None where there is none."""
+    """Return the newest run or queue in ``folder`` for which ``is_wanted`` is true; None if there is none."""
     return next((root for root in find_runs(folder) if is_wanted(root)), None)
 
 
 def summarise(root: Path) -> RunSummary:
-    """The summary of the run or queue in ``root``; where its files cannot be read, the summary says why."""
+    """Return the summary of the run or queue in ``root``; if its files cannot be read, the summary says why."""
     is_queue, started_at = _is_queue(root), _started_at(root)
     try:
         return _of_queue(root, started_at) if is_queue else _of_run(root, started_at)
     except AltoError as error:
         problem = str(error)
     except (OSError, *NOT_FOLDABLE) as error:
-        problem = f"expected a journal as ALTO writes it, found another ({error!r:.100}); put the file back as it was"
+        problem = (
+            f"expected a journal as ALTO writes it, found invalid content ({error!r:.100}); restore the original file"
+        )
     return RunSummary(root=root, is_queue=is_queue, state=RunState.DAMAGED, started_at=started_at, problem=problem)
 
 
@@ -119,8 +115,10 @@ def _of_run(root: Path, started_at: float) -> RunSummary:
 
 
 def _history(run: RunDir) -> RunHistory:
-    """The history of a run; of a finished one without what its jobs did. Every line is read as JSON, so that damage is
-    found, but decoding them takes longer."""
+    """Return the history of a run; for a finished run, without the events of its jobs.
+
+    Every line is parsed as JSON, so that damage is found; decoding all lines would take longer.
+    """
     lines = read_events(run.journal_file)
     if decode_only(lines[-1:], (TaskCompleted,), run.journal_file):
         return RunHistory.of(decode_only(lines, (TaskStarted, JobAdded, TaskCompleted), run.journal_file))
@@ -163,7 +161,7 @@ def _is_queue(root: Path) -> bool:
 
 
 def _is_run(root: Path) -> bool:
-    """Whether it is the folder of a run or queue, which may be damaged."""
+    """Return whether the folder is that of a run or queue, which may be damaged."""
     run = RunDir(root)
     try:
         if run.journal_file.exists() or QueueDir.exists(root):
@@ -174,7 +172,7 @@ def _is_run(root: Path) -> bool:
 
 
 def _started_at(root: Path) -> float:
-    """When it began, in unix seconds: the time of the first line of its journal, else that of its folder."""
+    """Return when the run began, in unix seconds: the time of the first journal line, else that of the folder."""
     with contextlib.suppress(OSError), open_regular(RunDir(root).journal_file) as journal:
         if (first := _FIRST_TIME.match(journal.read(100))) is not None:
             return float(first[1])

@@ -1,42 +1,30 @@
-"""Progress of a run, how long it still takes, and savings of early exit: the numbers that tables and pages share."""
+"""Progress of a run, its remaining time, and the savings of early exit: the numbers that tables and pages share."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from alto.base import is_number
+from alto.errors import SpecError
 from alto.records import Rung
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
-from alto.spec.outside import is_number
-from alto.spec.rungs import places_at
-
-__all__ = [
-    "ExitTotal",
-    "Outlook",
-    "RungCost",
-    "exit_totals",
-    "expected_samples_left",
-    "next_stop",
-    "outlook",
-    "remaining_duration_s",
-    "rung_costs",
-    "share_done",
-    "time_saved_s",
-    "trained_tokens",
-]
+from alto.spec import places_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """How far a run is, how fast it trains, and how long it still takes.
+    """The progress of a run, its speed and its remaining time.
 
     Attributes:
-        share_done: Of the samples that the run is expected to train in all, the share that it has trained, in [0, 1].
-        remaining_s: Seconds until its end; None where nothing was measured beforehand and nothing has been trained.
-        tokens_per_s: Tokens trained per second of the last three minutes, evaluations included; None where nothing has
-            been trained since the run began or was resumed, or the journal does not have the tokens of the rows.
+        share_done: Share of the samples expected to be trained in total that are trained, in [0, 1].
+        remaining_s: Seconds until its end; None if nothing was measured beforehand and nothing was trained.
+        tokens_per_s: Tokens trained per second over the last three minutes, evaluations included. None if nothing was
+            trained since the run began or was resumed, or the journal does not have the tokens of the rows.
     """
 
     share_done: float
@@ -46,13 +34,13 @@ class Outlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitTotal:
-    """Totals of one outcome over all jobs; ``share`` is of all budgeted samples.
+    """Totals of one outcome over all jobs.
 
     Attributes:
-        outcome: Reason of the exit, or the stage of the jobs.
-        num_jobs: Number of jobs.
-        samples_trained: Samples that they trained.
-        samples_saved: Budgeted samples that they did not train.
+        outcome: Exit reason, or stage of the jobs.
+        samples_trained: Samples that these jobs trained.
+        samples_saved: Budgeted samples that these jobs did not train.
+        share: Saved samples as a share of all budgeted samples.
     """
 
     outcome: str
@@ -64,13 +52,13 @@ class ExitTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungCost:
-    """What was trained between two rungs.
+    """The samples trained between two rungs.
 
     Attributes:
-        until: Share of a job's own steps at which the second of them ranks; 1 after the last rung.
-        num_kept, num_dropped: Jobs that continued and that ended there; None after the last rung.
-        samples_trained: Rows that all jobs have seen since the rung before.
-        share: Of the rows that were trained in all.
+        until: Share of a job's own steps at which the second rung ranks; 1 after the last rung.
+        num_kept, num_dropped: Jobs that the second rung kept and ended; None after the last rung.
+        samples_trained: Rows that all jobs have seen since the previous rung.
+        share: Share of all trained rows.
     """
 
     until: float
@@ -81,7 +69,7 @@ class RungCost:
 
 
 def rung_costs(history: RunHistory) -> list[RungCost]:
-    """What each rung cost, in their order, and what came after the last; empty where no rung was decided."""
+    """Return the cost of each rung in order, and of the part after the last one; empty if no rung was decided."""
     costs, before, total = [], 0, max(1, history.samples_trained)
     ends = [(rung.progress, len(rung.kept), len(rung.dropped), rung.samples_trained) for rung in history.rungs]
     for until, num_kept, num_dropped, samples in [*ends, (1.0, None, None, history.samples_trained)] if ends else []:
@@ -99,10 +87,10 @@ def rung_costs(history: RunHistory) -> list[RungCost]:
 
 
 def outlook(history: RunHistory, now: float) -> Outlook:
-    """The outlook of a run at ``now`` (unix seconds): the one estimate of its remaining time.
+    """Return the outlook of a run at ``now`` (unix seconds): the one estimate of its remaining time.
 
-    It begins as the duration that was measured beforehand (``alto plan``, journal event ``profile``), where there is
-    one, and is weighted more and more by the run's own pace.
+    The estimate begins as the duration measured beforehand (``alto plan``, journal event ``profile``), if there is one.
+    The run's own pace gets more and more weight.
     """
     left, rate = expected_samples_left(history), history.pace.per_second(now)
     done = _share(history, left)
@@ -128,7 +116,7 @@ def outlook(history: RunHistory, now: float) -> Outlook:
 
 
 def share_done(history: RunHistory) -> float:
-    """Of the samples that the run is expected to train in all, the share that it has trained, in [0, 1]."""
+    """Return the share of the samples expected to be trained in total that are trained, in [0, 1]."""
     return _share(history, expected_samples_left(history))
 
 
@@ -144,13 +132,13 @@ def _share(history: RunHistory, samples_left: float) -> float:
 def remaining_duration_s(
     expected_s: float, *, elapsed_s: float, share_before: float, share_done: float, by_pace_s: float | None = None
 ) -> float:
-    """Remaining seconds of a running task: the estimate, weighted more and more by the task's own pace.
+    """Return the remaining seconds of a running task: the estimate, with more and more weight on the task's own pace.
 
     Args:
-        expected_s: Estimated remaining seconds when it began, ``elapsed_s`` seconds ago.
-        elapsed_s: Seconds since then.
-        share_before, share_done: As of :func:`share_done`, then and now.
-        by_pace_s: Remaining seconds by its pace of late; None takes its mean pace since it began.
+        expected_s: Remaining seconds estimated when the task began, ``elapsed_s`` seconds ago.
+        elapsed_s: Seconds since the task began.
+        share_before, share_done: Values of :func:`share_done` when the task began and now.
+        by_pace_s: Remaining seconds by its recent pace; None uses its mean pace since it began.
     """
     weight = (share_done - share_before) / (1.0 - share_before) if share_before < 1.0 else 1.0
     if weight <= 0.0:
@@ -161,13 +149,13 @@ def remaining_duration_s(
 
 
 def trained_tokens(history: RunHistory) -> int | None:
-    """Tokens that all jobs have trained, by the mean of the training rows; None where the journal does not have it."""
+    """Return the tokens that all jobs trained, from the mean length of a training row; None if the journal lacks it."""
     row_tokens = _row_tokens(history)
     return None if row_tokens is None else round(history.samples_trained * row_tokens)
 
 
 def _row_tokens(history: RunHistory) -> float | None:
-    """Mean tokens of a training row; None where the journal does not have them."""
+    """Return the mean number of tokens of a training row; None if the journal does not have it."""
     counts: Mapping[str, Any] = {} if history.started is None else history.started.data
     num_rows, num_tokens = counts.get("train_rows", 0), counts.get("train_tokens", 0)
     if not (is_number(num_rows, least=1, most=2**63) and is_number(num_tokens, least=1, most=2**63)):
@@ -176,7 +164,7 @@ def _row_tokens(history: RunHistory) -> float | None:
 
 
 def expected_samples_left(history: RunHistory) -> float:
-    """Samples yet to be trained if every rung ahead keeps its share of the jobs.
+    """Return the number of samples left to train if every rung ahead keeps its share of the jobs.
 
     Exits for other reasons reduce it further.
     """
@@ -196,7 +184,7 @@ def expected_samples_left(history: RunHistory) -> float:
 
 
 def _survivals(history: RunHistory, ahead: list[int]) -> list[float]:
-    """Of each rung ahead, the share of those that reach it that continue."""
+    """Return, for each rung ahead, the share of the jobs reaching it that continue."""
     rungs, num_jobs = history.rung_settings, len(history.jobs)
     num_left, shares = sum(not job.has_ended for job in history.jobs.values()), []
     for index in ahead:
@@ -207,7 +195,7 @@ def _survivals(history: RunHistory, ahead: list[int]) -> list[float]:
 
 
 def next_stop(history: RunHistory, job: JobHistory) -> tuple[str, float]:
-    """The next stop of ``job``, ``rung`` or ``end``, and the steps left until it: 0 or less if it is reached."""
+    """Return the next stop of ``job``, ``rung`` or ``end``, and the steps until it: 0 or less if it is reached."""
     ahead = _rungs_ahead(history)
     if ahead:
         return "rung", ahead[0][1].progress * job.total_steps - job.step
@@ -215,14 +203,16 @@ def next_stop(history: RunHistory, job: JobHistory) -> tuple[str, float]:
 
 
 def _rungs_ahead(history: RunHistory) -> list[tuple[int, Rung]]:
-    """Rungs that have not been decided, by number."""
+    """Return the rungs that have not been decided, with their numbers."""
     held = {outcome.rung for outcome in history.rungs}
     return [(index, rung) for index, rung in enumerate(history.rung_settings) if index not in held]
 
 
 def time_saved_s(history: RunHistory) -> float | None:
-    """Seconds that training the saved samples would have taken at the pace of the run, without evaluations where the
-    journal tells these apart; None if it is unknown."""
+    """Return the seconds that the saved samples would have taken at the pace of the run; None if unknown.
+
+    Evaluations are not counted if the journal lists their time separately.
+    """
     training_s = history.time_s.get("training") or history.duration_s
     if not history.samples_trained or not history.samples_saved or training_s <= 0:
         return None
@@ -230,7 +220,7 @@ def time_saved_s(history: RunHistory) -> float | None:
 
 
 def exit_totals(history: RunHistory) -> list[ExitTotal]:
-    """Jobs and samples per outcome, the outcome that saved most first."""
+    """Return jobs and samples per outcome, the outcome that saved most first."""
     totals = []
     for outcome in dict.fromkeys(job.outcome for job in history.jobs.values()):
         jobs = [job for job in history.jobs.values() if job.outcome == outcome]
@@ -245,3 +235,80 @@ def exit_totals(history: RunHistory) -> list[ExitTotal]:
             )
         )
     return sorted(totals, key=lambda total: -total.samples_saved)
+
+
+PRICE_VARIABLE = "ALTO_GPU_HOUR_PRICE"
+"""Environment variable with the price of an hour of one GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceHours:
+    """The cost of a run in hours of GPUs, or of CPU slots if it had no GPU.
+
+    Attributes:
+        device: ``GPU`` or ``CPU slot``.
+        num_devices: Ranks that train the run since it was last resumed.
+        spent_h: Hours from its first event to its latest, without interruptions, times ``num_devices``.
+        saved_h: Hours that the samples saved by early exit would have taken at the run's own average pace; None if
+            nothing was saved or the pace is unknown.
+        price: Price of one such hour; None if none was given.
+    """
+
+    device: str
+    num_devices: int
+    spent_h: float
+    saved_h: float | None
+    price: float | None = None
+
+    @property
+    def whole_h(self) -> float | None:
+        """Hours if every job had trained to its end, at the same pace; None if ``saved_h`` is None."""
+        return None if self.saved_h is None else self.spent_h + self.saved_h
+
+    def cost(self, hours: float | None) -> float | None:
+        """Return the price of ``hours``, in the currency of the price; None if either is unknown."""
+        return None if hours is None or self.price is None else hours * self.price
+
+
+def device_hours(history: RunHistory, price: float | None = None) -> DeviceHours:
+    """Return the device hours that a run took so far.
+
+    Args:
+        history: History of the run.
+        price: Price of an hour of one device; see :func:`price_of_hour`.
+    """
+    is_gpu = history.started is not None and history.started.device.startswith("cuda")
+    saved_s = time_saved_s(history)
+    return DeviceHours(
+        device="GPU" if is_gpu else "CPU slot",
+        num_devices=history.num_ranks,
+        spent_h=history.duration_s * history.num_ranks / 3600,
+        saved_h=None if saved_s is None else saved_s * history.num_ranks / 3600,
+        price=price,
+    )
+
+
+def price_of_hour(given: float | None, of_task: float | None = None) -> float | None:
+    """Return the price of an hour of one GPU.
+
+    It is ``given``, else the environment variable ``ALTO_GPU_HOUR_PRICE``, else the price in the task's budget, else
+    None.
+
+    Raises:
+        SpecError: The environment variable holds no price.
+    """
+    if given is not None:
+        return given
+    text = os.environ.get(PRICE_VARIABLE, "").strip()
+    if not text:
+        return of_task
+    try:
+        price = float(text)
+    except ValueError:
+        price = math.nan
+    if not 0 <= price < math.inf:
+        raise SpecError(
+            f"{PRICE_VARIABLE}: expected the price of an hour of one GPU, a number of 0 or more, found {text!r:.40}; "
+            "correct or unset it"
+        )
+    return price

@@ -4,8 +4,8 @@
 
     runs/queue-<id>/
         queue.yaml           the tasks, their demands, and the scheduling settings
-        journal.jsonl        everything that happened to the queue
-        control/             commands of other processes: alto submit, alto cancel, alto drain
+        journal.jsonl        all events of the queue
+        control/             commands from other processes: alto submit, alto cancel, alto drain
         tasks/<task>/        the run directory of each task
         report.html
         run.lock             held by the process that works on the queue
@@ -23,23 +23,20 @@ from typing import Any
 
 import yaml
 
+from alto.base import is_number, read_bytes, replace_file, writing
 from alto.errors import RunError, RunNotFoundError
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate
-from alto.runs.files import replace_file, writing
 from alto.runs.run_dir import RunDir, being_born, claim
 from alto.spec import Task
-from alto.spec.outside import is_number, read_bytes
-
-__all__ = ["QueueDir", "QueueEntry"]
 
 _SPEC = "queue.yaml"
 _MAX_BYTES = 64 * 1024**2
 
 _WRITTEN_IF_SET = ("command", "is_cancelled", "base", "sharing", "is_unmeasured")
-"""Keys of a task that are left out where they have their defaults."""
+"""Keys of a task that are not written if they have their default values."""
 
 _MOST = 2.0**63
-"""Of seconds and bytes."""
+"""Largest accepted number of seconds or bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +44,13 @@ class QueueEntry:
     """One task of a queue.
 
     Attributes:
-        task: Its name in the queue, unique there.
-        num_gpus: GPUs that it runs on.
-        duration_s: Estimated seconds in an executor of its own, early exit included.
+        task: Its name, unique in the queue.
+        duration_s: Estimated seconds in its own executor, early exit included.
         priority, tenant: See :class:`alto.spec.Task`.
-        command: Id of the command by which it was submitted; empty where it was there from the start, or was submitted
-            by the process that works on the queue.
-        is_cancelled: It was cancelled.
-        base: Its base model: equal for tasks that one process can train; empty where that is not known.
-        sharing: What is known for sharing an executor; None where it has one of its own.
+        command: Id of the command that submitted it; empty if it was there from the start, or was submitted by the
+            process that works on the queue.
+        base: Its base model, equal for tasks that one process can train; empty if unknown.
+        sharing: Facts for sharing an executor; None if it has its own executor.
         is_unmeasured: Whether it still has to be measured before the queue's first schedule; ``duration_s`` is a guess
             until then.
     """
@@ -73,12 +68,12 @@ class QueueEntry:
 
     @property
     def estimate(self) -> TaskEstimate:
-        """What it is expected to take."""
+        """Its estimated duration, with the facts for sharing an executor."""
         return TaskEstimate(duration_s=self.duration_s, sharing=self.sharing)
 
 
 class QueueDir:
-    """Names of the files of a queue; its journal and its lock are those of any run."""
+    """Names of the files of a queue; the journal and the lock are the same as those of a run."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -89,12 +84,12 @@ class QueueDir:
     def create(
         cls, output_dir: str | Path, entries: Sequence[QueueEntry], tasks: Sequence[Task], settings: Mapping[str, Any]
     ) -> QueueDir:
-        """A new folder ``<output_dir>/queue-<id>`` with a run directory for each task, whole or not at all.
+        """Make a new folder ``<output_dir>/queue-<id>`` with a run directory for each task, completely or not at all.
 
         Args:
             entries: Entries of the queue.
             tasks: The task of each entry.
-            settings: How the queue is run, in plain values.
+            settings: Settings of the queue, as plain values.
 
         Raises:
             RunError: The folder cannot be made.
@@ -109,15 +104,15 @@ class QueueDir:
                 queue.run_of(entry.task).begin(task)
             queue._write(entries, settings)
             queue.run.journal_file.touch()
-            queue.run.control.mkdir()  # made by this user, who must be able to remove commands
+            queue.run.control.mkdir()  # made now, by the user who must later be able to remove commands
             return cls(claim(unborn, folder, stem))
 
     @classmethod
     def open(cls, root: str | Path) -> QueueDir:
-        """The queue at ``root``.
+        """Open the queue at ``root``.
 
         Raises:
-            RunNotFoundError: There is none.
+            RunNotFoundError: There is no queue.
         """
         queue = cls(Path(root).resolve())
         if not queue.exists(root):
@@ -128,14 +123,14 @@ class QueueDir:
 
     @staticmethod
     def exists(root: str | Path) -> bool:
-        """Whether the folder is that of a queue rather than of a run."""
+        """Return whether the folder is that of a queue rather than of a run."""
         return (Path(root) / _SPEC).is_file()
 
     def read(self) -> tuple[list[QueueEntry], dict[str, Any]]:
-        """The tasks, and how they are run.
+        """Return the tasks and the settings of the queue.
 
         Raises:
-            RunError: The file is not what was written.
+            RunError: The file does not have the expected content.
         """
         try:
             facts = yaml.safe_load(read_bytes(self._spec_file, _MAX_BYTES).decode("utf-8"))
@@ -147,28 +142,28 @@ class QueueDir:
             return entries, settings
         except (OSError, yaml.YAMLError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise RunError(
-                f"expected {self._spec_file} as ALTO wrote it, found another file ({error!r:.100}); put it back as it "
-                "was, or run the tasks in a new queue"
+                f"expected {self._spec_file} as ALTO wrote it, found invalid content ({error!r:.100}); restore the "
+                "original file, or run the tasks in a new queue"
             ) from error
 
     def add(self, entry: QueueEntry, task: Task) -> None:
-        """Add a task; once this has returned, it is durable.
+        """Add a task durably.
 
         Raises:
-            RunBusyError: As of :meth:`RunDir.check_lock`.
+            RunBusyError: See :meth:`RunDir.check_lock`.
             RunWriteError: The folder cannot be written.
         """
         run = self.run_of(entry.task)
         entries, settings = self.read()
         self.run.check_lock()
         with writing(self.root, run.root):
-            if run.root.exists():  # left by a task that was not added
+            if run.root.exists():  # left by an attempt that failed before the task was added
                 shutil.rmtree(run.root)
             run.begin(task)
             self._write([*entries, entry], settings)
 
     def cancel(self, task: str) -> None:
-        """Note that a task was cancelled; errors as in :meth:`add`."""
+        """Record that a task was cancelled; errors as in :meth:`add`."""
         entries, settings = self.read()
         self.run.check_lock()
         with writing(self.root, self._spec_file):
@@ -177,7 +172,7 @@ class QueueDir:
             )
 
     def note_estimate(self, task: str, estimate: TaskEstimate) -> None:
-        """Note what a task was measured to take; errors as in :meth:`add`."""
+        """Record the measured estimate of a task; errors as in :meth:`add`."""
         entries, settings = self.read()
         self.run.check_lock()
 
@@ -192,51 +187,51 @@ class QueueDir:
         replace_file(self._spec_file, yaml.safe_dump(facts, sort_keys=False, allow_unicode=True))
 
     def run_of(self, task: str) -> RunDir:
-        """The run directory of a task."""
+        """Return the run directory of a task."""
         return RunDir(self.root / "tasks" / task)
 
 
 def _facts(entry: QueueEntry) -> dict[str, Any]:
-    """The written form of an entry."""
+    """Return the written form of an entry."""
     facts = asdict(entry)
     return {key: value for key, value in facts.items() if value or key not in _WRITTEN_IF_SET}
 
 
 def _entry(facts: Mapping[str, Any]) -> QueueEntry:
-    """The entry of its written form."""
+    """Return the entry from its written form."""
     sharing = facts.get("sharing")
     return QueueEntry(**{**facts, "sharing": None if sharing is None else Sharing(**sharing)})
 
 
 def _check(entry: QueueEntry) -> None:
     is_text = all(isinstance(text, str) for text in (entry.task, entry.tenant, entry.command, entry.base))
-    # A task's name is that of a folder in the queue's own.
+    # A task's name is also the name of its folder inside the queue's folder.
     if not is_text or entry.task in ("", ".", "..") or "/" in entry.task or "\0" in entry.task:
-        raise ValueError(f"the task {entry.task!r}")
+        raise ValueError(f"task name {entry.task!r}")
     for key in ("is_cancelled", "is_unmeasured"):
         if type(getattr(entry, key)) is not bool:
-            raise ValueError(f"{getattr(entry, key)!r} as {key}")
+            raise ValueError(f"{key} {getattr(entry, key)!r}")
     if type(entry.num_gpus) is not int or type(entry.priority) is not int or entry.num_gpus < 1:
-        raise ValueError(f"{entry.num_gpus!r} GPUs at priority {entry.priority!r}")
+        raise ValueError(f"num_gpus {entry.num_gpus!r}, priority {entry.priority!r}")
     if not is_number(entry.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
-        raise ValueError(f"a duration of {entry.duration_s!r} s")
+        raise ValueError(f"duration_s {entry.duration_s!r}")
     if entry.sharing is not None:
         numbers = asdict(entry.sharing)
         base = numbers.pop("base")
         is_valid = isinstance(base, str) and bool(base)
         if not is_valid or not all(is_number(number, least=0, most=_MOST) for number in numbers.values()):
-            raise ValueError(f"the sharing {entry.sharing!r}")
+            raise ValueError(f"sharing {entry.sharing!r}")
 
 
 def _check_settings(settings: Mapping[str, Any]) -> None:
     for key in ("method", "strategy", "cluster"):
         if not isinstance(settings[key], str):
-            raise ValueError(f"the {key} {settings[key]!r}")
+            raise ValueError(f"{key} {settings[key]!r}")
     total_gpus, quotas = settings["total_gpus"], settings["quotas"]
     if total_gpus is not None and not _is_count(total_gpus):
-        raise ValueError(f"{total_gpus!r} as total_gpus")
+        raise ValueError(f"total_gpus {total_gpus!r}")
     if not isinstance(quotas, dict) or not all(isinstance(key, str) and _is_count(quotas[key]) for key in quotas):
-        raise ValueError(f"the quotas {quotas!r}")
+        raise ValueError(f"quotas {quotas!r}")
 
 
 def _is_count(value: object) -> bool:

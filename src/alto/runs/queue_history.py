@@ -8,25 +8,19 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from alto.errors import RunError
 from alto.records import Gpu, Node, Placement
 from alto.runs import events
-from alto.runs.events import Event
-from alto.runs.fold import JournalFold
+from alto.runs.events import Event, JournalEntry, MeasuringBegun, TaskMeasured, TaskRelayed, TaskResumed, TaskStarted
+from alto.runs.history import RunHistory, history_before, read_history
 from alto.runs.job_history import RunStatus
+from alto.runs.journal import JournalFold
+from alto.runs.progress import share_done
 from alto.runs.queue_dir import QueueDir
-
-__all__ = [
-    "Attempt",
-    "QueueHistory",
-    "TaskHistory",
-    "TaskStage",
-    "gpus_to_json",
-    "read_queue_history",
-]
 
 
 class TaskStage(StrEnum):
-    """State of a task of a queue."""
+    """The state of a task of a queue."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -37,14 +31,13 @@ class TaskStage(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One executor of a task, in unix seconds; ``end`` and ``outcome`` are None while it runs.
+    """One executor run of a task; ``end`` and ``outcome`` are None while it runs.
 
     Attributes:
-        number: Which attempt at its task it is, from 1; the journal counts anew after every resumption.
-        gpus: GPUs of the executor.
-        start: When it started, in unix seconds.
+        number: Number of the attempt, from 1 over all resumptions; the journal restarts at 1 after every resumption.
+        start, end: Begin and end, in unix seconds.
         reason: Why it ended.
-        executor: Tasks with the same one shared it; empty: it had one of its own.
+        executor: Name of the executor; tasks with the same name shared it. Empty: the task had its own.
     """
 
     number: int
@@ -56,27 +49,25 @@ class Attempt:
     executor: str = ""
 
     def duration_s(self, now: float) -> float:
-        """Seconds that it took, or has taken until ``now`` (unix seconds) if it still runs."""
+        """Return the seconds that it took, or has taken until ``now`` (unix seconds) if it still runs."""
         return (now if self.end is None else self.end) - self.start
 
 
 @dataclass(slots=True, kw_only=True)
 class TaskHistory:
-    """State of one task after the events seen so far.
+    """The state of one task after the events seen so far.
 
     Attributes:
         task: Name in the queue.
-        num_gpus: GPUs that it runs on.
-        duration_s: Estimated seconds, before the queue began.
-        state: Its state.
-        attempts: Its executors so far.
-        first_plan: Where the first schedule that holds it has placed it, its start in seconds since the queue began,
-            without interruptions; None before.
+        duration_s: Estimated seconds, made before the queue began.
+        attempts: Its executor runs so far.
+        first_plan: Its placement in the first schedule that includes it; its start is in seconds since the queue began,
+            without interruptions. None before that.
         failure: Why it was given up.
-        tenant, priority: As it was submitted.
-        is_cancelled: It was cancelled; a running executor of it saves and ends.
-        measuring: Steps of it are being measured; None where they are not.
-        is_unmeasured: It is to be measured before the first schedule: ``duration_s`` is a guess.
+        tenant, priority: Tenant and priority as submitted.
+        is_cancelled: Whether it was cancelled; its running executor saves and ends.
+        measuring: The measurement of its steps that is under way; None if there is none.
+        is_unmeasured: Whether it will be measured before the first schedule; ``duration_s`` is a guess until then.
     """
 
     task: str
@@ -93,13 +84,13 @@ class TaskHistory:
     is_unmeasured: bool = False
 
     def spent_s(self, now: float) -> float:
-        """Seconds that all its attempts took until ``now`` (unix seconds)."""
+        """Return the seconds that all its attempts took until ``now`` (unix seconds)."""
         return sum(attempt.duration_s(now) for attempt in self.attempts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanNote:
-    """One schedule that was made: when (unix seconds), why, by whom, and how good it is.
+    """One schedule that was made.
 
     Attributes:
         at: When it was made, in unix seconds.
@@ -108,7 +99,7 @@ class PlanNote:
         status: ``optimal``, ``feasible`` or ``heuristic``.
         makespan_s: Seconds to the end of the last task.
         bound_s: Lower bound of the makespan, in seconds.
-        notice: Why another method was used than the requested one; empty where it was used.
+        notice: Why the requested method was not used; empty if it was.
     """
 
     at: float
@@ -124,10 +115,10 @@ class QueueHistory(JournalFold):
     """Folds journal entries into the state of a queue.
 
     Attributes:
-        started: What the queue was started with; None before the first event.
-        tasks: Every task by its name in the queue, in the order they were given.
+        started: The event that started the queue; None before the first event.
+        tasks: Every task by its name in the queue, in the order given.
         plans: Every schedule that was made.
-        notices: What users should know, oldest first.
+        notices: Notices for the user, oldest first.
         is_completed: Whether every task has its result or was given up.
         measuring_s: Seconds in which tasks were measured before the first schedule; part of ``duration_s``.
     """
@@ -145,29 +136,31 @@ class QueueHistory(JournalFold):
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The machines as they were when the queue began."""
+        """The machines at the time the queue began."""
         return self.started.nodes if self.started is not None else ()
 
     @property
     def num_gpus(self) -> int:
-        """GPUs, or CPU slots that stand for them, of all machines."""
+        """GPUs of all machines, or CPU slots used in their place."""
         return sum(len(node.gpus) for node in self.nodes)
 
     @property
     def has_gpus(self) -> bool:
-        """False where CPU slots stand for GPUs."""
+        """Whether there are real GPUs; False if CPU slots are used in their place."""
         return self.started is not None and self.started.devices == "gpus"
 
     def status(self, *, is_live: bool) -> RunStatus:
-        """The status of the queue, from whether a process works on it."""
+        """Return the status of the queue; ``is_live``: whether a process works on it."""
         return RunStatus.of(is_finished=self.is_completed, is_live=is_live)
 
     def in_state(self, state: TaskStage) -> list[TaskHistory]:
         return [task for task in self.tasks.values() if task.state is state]
 
     def actual_placements(self, now: float | None = None) -> list[Placement]:
-        """Placements of all attempts until ``now`` (unix seconds; by default the latest event); starts are seconds
-        since the queue began, without interruptions."""
+        """Return the placements of all attempts until ``now`` (unix seconds; by default the latest event).
+
+        Starts are in seconds since the queue began, without interruptions.
+        """
         now = self.last_seen_at or 0.0 if now is None else now
         return [
             Placement(
@@ -181,9 +174,11 @@ class QueueHistory(JournalFold):
         ]
 
     def utilisation(self, now: float | None = None) -> float:
-        """Share of the GPU seconds between the first start and the last end that executors had, without interruptions,
-        in [0, 1]. What tasks share counts once, what still runs until ``now`` (unix seconds; by default the latest
-        event)."""
+        """Return the share of the GPU seconds from the first start to the last end that executors used, in [0, 1].
+
+        Interruptions are not counted, and a GPU shared by tasks counts once. Running attempts count until ``now`` (unix
+        seconds; by default the latest event).
+        """
         actual = sorted(self.actual_placements(now), key=lambda place: place.start_s)
         if not actual:
             return 0.0
@@ -255,9 +250,9 @@ class QueueHistory(JournalFold):
         self._note_interruption(time, is_rest=self.is_completed)
         self.is_completed = False
         self.notices += event.notes
-        self._done.update(event.done)  # their submission may be journaled again after this
+        self._done.update(event.done)  # the journal may repeat the submission of these tasks later
         for task in self.tasks.values():
-            if task.task in event.done:  # its event may not have reached the disk
+            if task.task in event.done:  # the event of its end may not have reached the disk
                 self._close(task, self.last_seen_at, outcome="finished", reason="")
                 task.state, task.failure = TaskStage.FINISHED, ""
             elif task.state is TaskStage.RUNNING:
@@ -297,20 +292,117 @@ class QueueHistory(JournalFold):
 
 
 def _unfinished(task: TaskHistory) -> TaskStage:
-    """State of a task whose executor has ended without a result."""
+    """Return the state of a task whose executor has ended without a result."""
     return TaskStage.CANCELLED if task.is_cancelled else TaskStage.WAITING
 
 
 def gpus_to_json(gpus: Iterable[Gpu]) -> list[list[Any]]:
-    """GPUs as a journal holds them."""
+    """Return GPUs in the form of a journal."""
     return [[gpu.node, gpu.index] for gpu in gpus]
 
 
 def read_queue_history(queue_dir: str | Path) -> QueueHistory:
-    """The history of the queue in ``queue_dir``.
+    """Return the history of the queue in ``queue_dir``.
 
     Raises:
         RunNotFoundError: It holds no queue.
         RunError: The journal is damaged.
     """
     return QueueHistory.read(QueueDir.open(queue_dir).run.journal_file)
+
+
+class QueueProgress:
+    """The observed state of a queue and of its tasks' runs.
+
+    Attributes:
+        queue: State of the queue, from its own journal.
+        runs: State of the tasks' runs, from their journals, by task; tasks that have not begun are missing.
+        unreadable: Why the journal of a task's run cannot be read, by task.
+        num_measured: Tasks whose duration was measured before the queue began.
+        folder: The queue's folder; None while it is unknown.
+    """
+
+    def __init__(self) -> None:
+        self.folder: QueueDir | None = None
+        self.queue = QueueHistory()
+        self.runs: dict[str, RunHistory] = {}
+        self.unreadable: dict[str, str] = {}
+        self.num_measured = 0
+
+    @classmethod
+    def read(cls, queue_dir: str | Path) -> QueueProgress:
+        """Return the progress of the queue in ``queue_dir``, from its journals.
+
+        Raises:
+            RunNotFoundError: There is no queue.
+            RunError: The queue's journal is damaged. If a task's journal is damaged, only that task's progress is
+                unknown.
+        """
+        progress, folder = cls(), QueueDir.open(queue_dir)
+        progress.queue = read_queue_history(queue_dir)
+        progress._read_runs(folder, progress.queue.tasks)
+        return progress
+
+    @classmethod
+    def before_resume(cls, queue_dir: str | Path) -> QueueProgress:
+        """Return the progress of the tasks' runs in ``queue_dir``, from their journals.
+
+        The queue's own journal is left out: when the queue is resumed, its entries are observed again.
+
+        Raises:
+            RunNotFoundError: There is no queue.
+            RunError: The queue's file is damaged. If a task's journal is damaged, only that task's progress is unknown.
+        """
+        progress, folder = cls(), QueueDir.open(queue_dir)
+        entries, _ = folder.read()
+        progress._read_runs(folder, [entry.task for entry in entries])
+        return progress
+
+    def _read_runs(self, folder: QueueDir, tasks: Iterable[str]) -> None:
+        self.folder = folder
+        for task in tasks:
+            try:
+                self.runs[task] = read_history(folder.run_of(task).root)
+            except RunError as error:
+                self.unreadable[task] = str(error)
+
+    def apply(self, entry: JournalEntry) -> None:
+        """Fold in an event of the queue, or an event of a task's run that the queue relays."""
+        match entry.event:
+            case TaskRelayed(task=task, entry=JournalEntry(event=MeasuringBegun() as begun)):
+                if task in self.queue.tasks:
+                    self.queue.tasks[task].measuring = begun
+                return
+            case TaskRelayed(task=task) if task in self.queue.tasks:
+                self.queue.tasks[task].measuring = None
+        match entry.event:
+            case TaskMeasured():
+                self.num_measured += 1
+                self.queue.apply(entry)
+            case TaskRelayed(task=task, entry=JournalEntry(event=TaskStarted(), is_replayed=False) as first):
+                self.runs[task] = RunHistory.of([first])
+            case TaskRelayed(task=task, entry=relayed):
+                if isinstance(relayed.event, TaskResumed) and self.folder is not None:
+                    # The run's journal was cut back to a checkpoint; the steps that were cut off are trained again.
+                    self.runs[task] = history_before(self.folder.run_of(task).root, relayed.seq)
+                    self.unreadable.pop(task, None)
+                self.runs.setdefault(task, RunHistory()).apply(relayed)
+            case _:
+                self.queue.apply(entry)
+
+    def share(self, task: TaskHistory) -> float:
+        """Return the share of the task's expected samples that is trained, in [0, 1]."""
+        if task.state is TaskStage.FINISHED:
+            return 1.0
+        run = self.runs.get(task.task)
+        return 0.0 if run is None else share_done(run)
+
+    def best_loss(self, task: TaskHistory) -> float | None:
+        """Return the best validation loss so far, in nats per token; None if there is none."""
+        run = self.runs.get(task.task)
+        return run.best.best_validation_loss if run is not None and run.best is not None else None
+
+    def holders(self) -> dict[Gpu, str]:
+        """Return the running task on each GPU that has one."""
+        running = self.queue.in_state(TaskStage.RUNNING)
+        return {gpu: task.task for task in running if task.attempts for gpu in task.attempts[-1].gpus}

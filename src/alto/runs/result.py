@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
+from alto.base import resume_command
 from alto.errors import NoResultError, RunError
 from alto.records import JobResult, TaskOutcome, exit_reason
-from alto.runs.commands import resume_command
 from alto.runs.events import TaskCompleted
 from alto.runs.history import RunHistory
 from alto.runs.job_history import JobHistory
@@ -14,14 +14,12 @@ from alto.runs.journal import read_intact_entries
 from alto.runs.lead import lead_of_winner
 from alto.runs.run_dir import RunDir
 
-__all__ = ["has_result", "task_outcome"]
-
 
 def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
-    """How the task ended.
+    """Return the outcome of a finished task.
 
     Raises:
-        NoResultError: It has not, or without one usable adapter.
+        NoResultError: The task is not finished, or has no usable adapter.
     """
     best = history.best
     if history.result is None or best is None:
@@ -53,8 +51,10 @@ def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
 
 
 def has_result(run: RunDir) -> bool:
-    """Whether the task has its result, and its best adapter is exported: nothing of it is left to be done but a
-    report. False where its journal cannot be read; resuming the run reports that error."""
+    """Return whether the task has its result and its best adapter is exported, so that only a report can be missing.
+
+    False if its journal cannot be read; resuming the run reports that error.
+    """
     try:
         entries = read_intact_entries(run.journal_file)
     except RunError:

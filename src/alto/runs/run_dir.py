@@ -3,21 +3,21 @@
 ::
 
     runs/<name>-<id>/
-        task.yaml            the task as it was resolved
-        journal.jsonl        everything that happened
+        task.yaml            the resolved task
+        journal.jsonl        all events
         jobs/<job>/best/     adapter with the job's best validation loss, PEFT format
         jobs/<job>/last/     adapter and optimizer state of the job's last checkpoint, while it can be resumed
-        jobs/<job>/start/    adapter that a cloned job starts from
-        control/             commands of other processes
+        jobs/<job>/start/    adapter from which a cloned job starts
+        control/             commands from other processes
         best/                the task's best adapter
-        logs/                output and end of every executor that a queue started
+        logs/                output and exit of every executor started by a queue
         report.html
         run.lock             held by the process that works on the run
-        lease                number of the last permission to work on it, where a service gives them
+        lease                number of the latest lease, if a service gave one
 
-When the task ends, its key ``keep`` decides what stays in ``jobs``, see :mod:`alto.runs.kept`.
-``best.previous`` and ``last.previous`` are what the last committed checkpoint refers to while a newer one is written;
-they are removed once that is committed.
+When the task ends, its key ``keep`` decides which files stay in ``jobs``, see :mod:`alto.runs.kept`.
+``best.previous`` and ``last.previous`` belong to the last committed checkpoint while a newer one is written; they are
+removed once the newer one is committed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError
-from alto.runs.commands import resume_command
-from alto.runs.files import replace_file, sync_folder, writing
-from alto.runs.lock import LockFile
-from alto.spec import Task
+from alto.base import LockFile, replace_file, resume_command, sync_folder, writing
+from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError, UntrustedCodeError
+from alto.spec import Task, read_run_task
 
-__all__ = ["RunDir", "being_born", "claim"]
-
-# A process that only checks whether a run is being worked on holds the lock for an instant.
+# Long enough to outlast a process that takes the lock for an instant, only to test it.
 LOCK_TIMEOUT_S = 1.0
 
 
 class RunDir:
-    """Names of the files of a run, and the lock that lets one process at a time work on it."""
+    """Names of the files of a run, and the lock that lets only one process at a time work on it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -59,7 +55,7 @@ class RunDir:
 
     @classmethod
     def create(cls, output_dir: str | Path, task: Task) -> RunDir:
-        """A new run directory ``<output_dir>/<name>-<id>`` that holds the resolved task and an empty journal.
+        """Make a new run directory ``<output_dir>/<name>-<id>`` with the resolved task and an empty journal.
 
         Raises:
             RunError: The folder cannot be made.
@@ -72,26 +68,26 @@ class RunDir:
             return cls(claim(unborn, folder, stem))
 
     def begin(self, task: Task) -> None:
-        """Make the folder, with the task and an empty journal; the rest of it comes with the executor."""
+        """Make the folder with the task and an empty journal; the executor adds the rest."""
         self.root.mkdir(parents=True)
         replace_file(self.task_file, task.to_yaml())
         self.journal_file.touch()
 
     def resolve(self, task: Task) -> None:
-        """Replace the task by ``task``, with its resolved settings."""
+        """Replace the task by ``task``, which has resolved settings."""
         self.check_lock()
         with writing(self.root, self.task_file):
             replace_file(self.task_file, task.to_yaml())
 
     @classmethod
     def open(cls, root: str | Path) -> RunDir:
-        """The run directory at ``root``.
+        """Open the run directory at ``root``.
 
         Raises:
-            RunNotFoundError: There is none.
+            RunNotFoundError: There is no run.
         """
         run = cls(Path(root).resolve())
-        # A task.yaml alone is what users write.
+        # A task.yaml alone does not make a run: users write such files.
         if not run.task_file.is_file() or not (run.journal_file.exists() or (run.root / "jobs").exists()):
             raise RunNotFoundError(
                 f"expected the folder of a run, found none of its files in {root}; give a folder such as "
@@ -100,22 +96,22 @@ class RunDir:
         return run
 
     def job(self, job: str, kind: str) -> Path:
-        """Folder of a job's adapter; ``kind`` is ``best``, ``last`` or ``start``."""
+        """Return the folder of a job's adapter; ``kind`` is ``best``, ``last`` or ``start``."""
         return self.root / "jobs" / job / kind
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Take the run's lock for the block; it is released however this process ends.
+        """Hold the run's lock for the block; it is released however this process ends.
 
         Raises:
-            RunBusyError: Another process works on it.
+            RunBusyError: Another process works on the run.
             RunWriteError: The folder cannot be written.
         """
         lock = LockFile(self._lock_file)
         with writing(self.root, self._lock_file):
             if not lock.acquire(LOCK_TIMEOUT_S):
                 raise RunBusyError(
-                    f"expected a run that no other process works on, found that one works on {self.root}; "
+                    f"expected a run that no other process works on, found that another process works on {self.root}; "
                     f"watch it with: alto show --watch {self.root}"
                 )
         outer, self._lock = self._lock, lock
@@ -127,12 +123,12 @@ class RunDir:
             lock.release()
 
     def check_lock(self) -> None:
-        """Check, before anything is written, that this process still holds the lock of the run.
+        """Check before a write that this process still holds the lock of the run.
 
-        A lock file that was removed cannot be made again: another process may have worked on the run since.
+        A removed lock file is not made again, because another process may have worked on the run since.
 
         Raises:
-            RunBusyError: The lock file was removed or replaced, or the run was leased to another process since.
+            RunBusyError: The lock file was removed or replaced, or the run was leased to another process.
         """
         if self._lock is not None and (found := self._read_lease()) != self._lease:
             raise RunBusyError(
@@ -147,10 +143,10 @@ class RunDir:
             )
 
     def lease(self, number: int) -> None:
-        """Let only processes that begin from now on work on the run: one that began before ends at its next write.
+        """Take the run away from processes that already work on it: each of them ends at its next write.
 
         Args:
-            number: Larger than that of any lease before.
+            number: Number of the new lease, larger than all earlier ones.
 
         Raises:
             RunWriteError: The folder cannot be written.
@@ -165,17 +161,17 @@ class RunDir:
             return ""
 
     def is_locked(self) -> bool:
-        """Whether a process works on the run."""
+        """Return whether a process works on the run."""
         try:
             return not LockFile(self._lock_file).is_free()
         except OSError:
-            # The lock file cannot be opened without the right to write.
+            # This user has no permission to open the lock file.
             return False
 
 
 @contextlib.contextmanager
 def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
-    """A temporary folder ``unborn``, removed afterwards unless :func:`claim` has renamed it.
+    """Remove the temporary folder ``unborn`` on exit, unless :func:`claim` has renamed it.
 
     Raises:
         RunError: The folder cannot be made.
@@ -194,12 +190,15 @@ def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
 
 
 def claim(unborn: Path, folder: Path, stem: str) -> Path:
-    """Rename the folder to its final name; this is atomic, so two processes never share a run.
+    """Rename the folder to its final name, atomically, so that two processes never share a run.
 
     Args:
         unborn: The temporary folder.
         folder: Parent of the final folder.
-        stem: Name of the final folder; a number is added where it is taken.
+        stem: Name of the final folder; a number is added if the name is taken.
+
+    Raises:
+        RunExistsError: The names with all numbers up to 999 are taken.
     """
     for attempt in range(1000):
         root = folder / (stem if attempt == 0 else f"{stem}-{attempt}")
@@ -213,4 +212,42 @@ def claim(unborn: Path, folder: Path, stem: str) -> Path:
             raise
         sync_folder(folder)
         return root.resolve()
-    raise RunExistsError(f"expected a free name for the run, found {stem} and 999 others taken; clear {folder}")
+    raise RunExistsError(
+        f"expected a free name for the run, found {stem} and 999 others taken; remove old runs from {folder}"
+    )
+
+
+# Keeps the files of a run from deciding whether foreign Python code is run, or where rows are sent.
+#
+# A task file that a user submits is the user's own decision. A run directory may belong to a colleague, or may have
+# been downloaded. So the user who works on a run must give the permission each time.
+
+
+def load_run_task(run: RunDir, *, trust_remote_code: bool, is_trained: bool = True) -> Task:
+    """Return the task of a run whose base model is about to be loaded.
+
+    Args:
+        trust_remote_code: The caller's permission to run the Python code that comes with the base model. The code runs
+            only if the task's own key is set too. The permission also covers a scorer that runs code or sends rows to a
+            server.
+        is_trained: Whether the run will be trained, so that its scorer may be used.
+
+    Raises:
+        UntrustedCodeError: The task sets the key, or has such a scorer, and the caller has not allowed it.
+        SpecError: The task cannot be read.
+    """
+    task = read_run_task(run.task_file)
+    if task.trust_remote_code and not trust_remote_code:
+        raise UntrustedCodeError(
+            f"trust_remote_code: expected permission from you to run the Python code of the base model {task.model!r}, "
+            f"found it only in {run.task_file}, which may come from another person; that code would run with all your "
+            "rights: read it, then add --trust-remote-code (in Python: trust_remote_code=True)"
+        )
+    scoring = task.scoring
+    if is_trained and scoring is not None and scoring.reaches_outside and not trust_remote_code:
+        what = f"call the Python function {scoring.function}" if scoring.function else f"send rows to {scoring.address}"
+        raise UntrustedCodeError(
+            f"select_by: expected permission from you to {what}, found it only in {run.task_file}, which may come from "
+            "another person; if you trust it, add --trust-remote-code (in Python: trust_remote_code=True)"
+        )
+    return task

@@ -1,6 +1,14 @@
 """Scheduling decisions from plain numbers: resident jobs, task schedules, models of memory and time."""
 
-from alto.scheduler.estimate import JobWork, estimate_duration_s, expected_duration_s, fitted_rungs
+from alto.scheduler.estimate import (
+    JobWork,
+    LastJob,
+    LastJobsForecast,
+    estimate_duration_s,
+    expected_duration_s,
+    fitted_rungs,
+    forecast_last_jobs,
+)
 from alto.scheduler.fair_shares import ReceivedShare, TokenShares, jain_index, slot_shares, task_weights
 from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
 from alto.scheduler.inter_task import (
@@ -14,11 +22,9 @@ from alto.scheduler.inter_task import (
     finish_times_s,
     schedule_tasks,
 )
-from alto.scheduler.intra_task import plan_residents
-from alto.scheduler.last_jobs import LastJob, LastJobsForecast, forecast_last_jobs
+from alto.scheduler.intra_task import AdmitReason, JobDemand, ParkReason, ResidentLimits, ResidentPlan, plan_residents
 from alto.scheduler.packing import Packing, PackingRequest, choose_packing
 from alto.scheduler.ranks import RankDemand, RankSlots, assign_ranks, imbalance
-from alto.scheduler.residents import AdmitReason, JobDemand, ParkReason, ResidentLimits, ResidentPlan
 
 __all__ = [
     "LIST_METHODS",

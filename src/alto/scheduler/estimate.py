@@ -1,4 +1,4 @@
-"""Estimates the duration of a task before it is run. Pure."""
+"""Estimates the duration of a task before it runs. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from alto.records import Rung, Throughput
-from alto.scheduler.intra_task import plan_residents
-from alto.scheduler.residents import JobDemand, ResidentLimits
-from alto.spec.rungs import places_at
-
-__all__ = ["JobWork", "estimate_duration_s", "expected_duration_s", "fitted_rungs"]
+from alto.scheduler.intra_task import JobDemand, ResidentLimits, plan_residents
+from alto.spec import places_at
 
 _SHARES_KEPT = (0.75, 0.5, 0.25, 0.0)
-"""Shares of the usual number of jobs that rungs may keep to fit a budget of time, the largest first."""
+"""Shares of their usual number of jobs that rungs may keep to fit a time budget, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +19,10 @@ class JobWork:
     """The work of one job without early exit.
 
     Attributes:
-        job: Job id.
         batch_size: Rows of a step.
-        num_tokens: Tokens of a step in expectation, rounded up.
-        num_steps: Training steps.
-        num_evaluations: Number of evaluations on all validation rows; one on some counts as that share.
+        num_tokens: Expected tokens of a step, rounded up.
+        num_steps: Optimizer steps.
+        num_evaluations: Number of evaluations on the whole validation set; one on a part of it counts as that share.
     """
 
     job: str
@@ -39,15 +35,15 @@ class JobWork:
 def estimate_duration_s(
     jobs: Iterable[JobWork], throughput: Throughput, limits: ResidentLimits, *, validation_tokens: int
 ) -> float:
-    """Seconds until every job has done all its steps: the task's duration without early exit, an upper bound with it.
+    """Estimate the seconds until every job has done all its steps: the task's duration without early exit.
 
-    The jobs are admitted by `plan_residents`. Between two changes of the residents all steps take the same time, so the
-    clock goes from one change to the next.
+    This is an upper bound of the duration with early exit. `plan_residents` admits the jobs. Between two changes of the
+    residents all steps take the same time, so the clock jumps from one change to the next.
 
     Args:
         jobs: The work of each job.
         throughput: Model of step durations.
-        limits: Slots and tokens of a step.
+        limits: Limits of slots and of tokens of a step.
         validation_tokens: Tokens of one evaluation.
     """
     work = {job.job: job for job in jobs}
@@ -77,19 +73,19 @@ def expected_duration_s(
     rungs: Sequence[Rung],
     online_exit_share: float = 0.0,
 ) -> float:
-    """Expected seconds of the task with early exit.
+    """Estimate the expected seconds of the task with early exit.
 
-    The jobs that a rung keeps are not known in advance, so every n-th of them in the order of their batch sizes is
-    taken. From rung to rung the remaining jobs train their share of steps as in `estimate_duration_s`; no job trains
-    past a rung before all have reached it. Exits between rungs save ``online_exit_share`` of the sum.
+    It is not known in advance which jobs a rung keeps, so jobs are taken at equal distances in the order of batch size.
+    Between rungs the remaining jobs train their share of steps as in `estimate_duration_s`; no job trains past a rung
+    before all have reached it. Early exits between rungs save ``online_exit_share`` of the sum.
 
     Args:
         jobs: The work of each job.
         throughput: Model of step durations.
-        limits: Slots and tokens of a step.
+        limits: Limits of slots and of tokens of a step.
         validation_tokens: Tokens of one evaluation.
         rungs: Points of selection, by rising progress; without any, only ``online_exit_share`` is saved.
-        online_exit_share: Share of the work left by the rungs that online exits have saved in other runs, in [0, 1).
+        online_exit_share: Share of the work that exits between rungs saved in other runs, beyond the rungs; in [0, 1).
     """
     stages = zip((0.0, *(rung.progress for rung in rungs)), (*(rung.progress for rung in rungs), 1.0), strict=True)
     places = (*(places_at(rungs, index, len(jobs)) for index in range(len(rungs))), len(jobs))
@@ -111,13 +107,13 @@ def fitted_rungs(
     rungs: Sequence[Rung],
     limit_s: float,
 ) -> tuple[Rung, ...]:
-    """Return ``rungs`` that keep only as many jobs as can be trained within ``limit_s``.
+    """Return ``rungs`` changed to keep only as many jobs as can be trained within ``limit_s``.
 
-    Every rung keeps the same share of its usual number of jobs, and at least one. Where not even one job from every
-    rung fits, rungs keep one job.
+    Every rung keeps the same share of its usual number of jobs, and at least one. If even one job per rung does not
+    fit, the rungs keep one job.
 
     Args:
-        jobs, throughput, limits, validation_tokens, rungs: As :func:`expected_duration_s` takes them.
+        jobs, throughput, limits, validation_tokens, rungs: Same as for :func:`expected_duration_s`.
         limit_s: Seconds that the task may take.
     """
     usual = [places_at(rungs, index, len(jobs)) for index in range(len(rungs))]
@@ -144,7 +140,7 @@ def _demand(job: JobWork, num_steps_left: int, slot: int | None) -> JobDemand:
 
 
 def _part(job: JobWork, start: float, end: float) -> JobWork:
-    """The job between two shares of its steps; the parts of consecutive shares add up to the whole."""
+    """Return the part of the job between two shares of its steps; consecutive parts add up to the whole job."""
 
     def between(total: float) -> int:
         return math.ceil(round(end * total, 9)) - math.ceil(round(start * total, 9))
@@ -159,5 +155,80 @@ def _part(job: JobWork, start: float, end: float) -> JobWork:
 
 
 def _spread(jobs: Sequence[JobWork], num_kept: int) -> list[JobWork]:
-    """``num_jobs`` of ``jobs``, at equal distances."""
+    """Return ``num_kept`` of ``jobs``, at equal distances."""
     return [jobs[index * len(jobs) // num_kept] for index in range(num_kept)]
+
+
+# Forecasts the last jobs of a task, when there are fewer jobs than ranks: on all ranks, or on one rank per job. Pure.
+#
+# On all ranks, every job's rows are split, and each rank does the fixed work of a step for all jobs. On one rank per
+# job, a step takes as long as the largest job's step alone, and the other GPUs are returned to the queue. The measured
+# duration of a step tells which is better. In both cases, rungs ahead still end jobs.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastJob:
+    """A remaining job.
+
+    Attributes:
+        num_tokens: Expected tokens of one of its steps.
+        num_steps: Remaining steps if no rung ends it.
+        step: Steps done so far.
+    """
+
+    num_tokens: int
+    num_steps: int
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastJobsForecast:
+    """The remaining seconds of a task on fewer GPUs and on all its GPUs.
+
+    Attributes:
+        num_gpus: The number of remaining jobs.
+        duration_s: Seconds on ``num_gpus`` GPUs, one job on each.
+        spread_duration_s: Seconds on all its GPUs.
+    """
+
+    num_gpus: int
+    duration_s: float
+    spread_duration_s: float
+
+
+def forecast_last_jobs(
+    jobs: Sequence[LastJob], throughput: Throughput, num_ranks: int, *, places: Sequence[tuple[float, int]] = ()
+) -> LastJobsForecast | None:
+    """Forecast the remaining seconds on fewer and on all GPUs; None unless there are fewer jobs than ranks.
+
+    Args:
+        jobs: The remaining jobs.
+        throughput: Model of step durations on ``num_ranks`` ranks, with the jobs and tokens of all of them.
+        num_ranks: Ranks of the task.
+        places: For each rung, its progress as a share of a job's steps, and the number of jobs that continue. It is not
+            known yet which jobs continue: the jobs with the most remaining work are assumed, so that neither duration
+            is underestimated.
+    """
+    if not 0 < len(jobs) < num_ranks:
+        return None
+    most_work_first = sorted(jobs, key=lambda job: -job.num_tokens * job.num_steps)
+    left = [replace(job, num_steps=_steps_to_its_end(job, index, places)) for index, job in enumerate(most_work_first)]
+    left.sort(key=lambda job: job.num_steps)
+    alone_s = spread_s = 0.0
+    done = 0
+    while left:
+        num_steps = left[0].num_steps - done
+        largest, together = max(job.num_tokens for job in left), sum(job.num_tokens for job in left)
+        # In a measured step every rank has the same numbers of jobs and tokens.
+        alone_s += num_steps * throughput.duration_s(num_ranks, num_ranks * largest)
+        spread_s += num_steps * throughput.duration_s(num_ranks * len(left), together)
+        done = left[0].num_steps
+        left = [job for job in left if job.num_steps > done]
+    return LastJobsForecast(num_gpus=len(jobs), duration_s=alone_s, spread_duration_s=spread_s)
+
+
+def _steps_to_its_end(job: LastJob, index: int, places: Sequence[tuple[float, int]]) -> int:
+    """Return the steps until the first rung ahead of ``job`` from which ``index`` jobs or fewer continue."""
+    total_steps = job.step + job.num_steps
+    ends = [math.ceil(round(progress * total_steps, 9)) - job.step for progress, count in places if count <= index]
+    return min([job.num_steps, *(steps for steps in ends if steps > 0)])

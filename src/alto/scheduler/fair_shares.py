@@ -1,4 +1,4 @@
-"""How tasks that share an executor divide its slots and its tokens: by weight, and what one leaves, others get.
+"""The slots and tokens that each task gets when several share an executor: by weight; unused shares go to the others.
 
 Pure: the same tasks in the same order get the same shares.
 """
@@ -8,21 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["ReceivedShare", "TokenShares", "jain_index", "slot_shares", "task_weights"]
-
-
 _MOST_DIFFERENCE = 20
-"""Of priorities that count; beyond it, a task would wait for ever."""
+"""Largest difference of priorities that counts; with a larger one, a task would wait forever."""
 
 
 def task_weights(owners: Mapping[str, tuple[str, int]]) -> dict[str, float]:
-    """The weight of each task: all tenants have the same, divided among the tasks of each by priority.
+    """Return the weight of each task: every tenant has weight 1, divided among its tasks by priority.
 
-    A task has twice the weight of one of the same tenant whose priority is lower by one; the difference counts up to
-    20.
+    A task has twice the weight of a task of the same tenant whose priority is lower by one. Differences above 20 count
+    as 20.
 
     Args:
-        owners: Tenant and priority of every task, by its name.
+        owners: Tenant and priority of every task, by task name.
 
     Returns:
         Weights that add up to the number of tenants.
@@ -40,21 +37,21 @@ def task_weights(owners: Mapping[str, tuple[str, int]]) -> dict[str, float]:
 
 
 def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slots: int) -> dict[str, int]:
-    """Slots of each task: in proportion to its weight, but no more than it wants; what is left goes to the others in
-    the same proportion.
+    """Divide the slots among the tasks in proportion to their weights, without giving a task more than it wants.
 
-    Every task that wants slots gets one as long as there are any, the heaviest first.
+    Slots that a task does not want go to the others in the same proportion. Every task that wants slots gets at least
+    one while slots last, the heaviest task first.
 
     Args:
-        wanted: Slots that each task can use, by name, in the order of their arrival.
-        weights: Positive; of at least these tasks.
-        num_slots: To be divided.
+        wanted: Slots that each task can use, by name, in the order of arrival.
+        weights: Positive weights of at least these tasks.
+        num_slots: Slots to divide.
 
     Returns:
-        A number for every task; together at most ``num_slots``, and exactly that many where so many are wanted.
+        Number of slots of every task. The sum is ``num_slots``, or the number of wanted slots if that is smaller.
     """
     shares = dict.fromkeys(wanted, 0)
-    # The next slot goes to the task that has least of what is due to it; equal ones in the order of arrival.
+    # The next slot goes to the task that is furthest below its proportional share; ties go to the earliest arrival.
     for _ in range(min(num_slots, sum(wanted.values()))):
         open_tasks = [task for task in wanted if shares[task] < wanted[task]]
         without = [task for task in open_tasks if not shares[task]]
@@ -67,13 +64,13 @@ def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slo
 
 @dataclass(slots=True, kw_only=True)
 class ReceivedShare:
-    """What one task got of the tokens that were trained while others could train too.
+    """The tokens that one task trained in steps in which other tasks could train too.
 
     Attributes:
-        num_steps: Steps that it could have trained in.
-        tokens: Tokens that it trained in them.
-        due_tokens: Tokens that were due to it, by its weight among those that could train.
-        all_tokens: Tokens that all trained in them.
+        num_steps: Steps in which the task could train.
+        tokens: Tokens that it trained in these steps.
+        due_tokens: Tokens that it should have trained, by its weight among the tasks that could train.
+        all_tokens: Tokens that all tasks together trained in these steps.
     """
 
     num_steps: int = 0
@@ -84,27 +81,27 @@ class ReceivedShare:
 
 @dataclass(slots=True)
 class TokenShares:
-    """Which tasks train in the next step, so that over many steps each trains tokens in proportion to its weight.
+    """The choice of the tasks that train in the next step, so that in the long run each trains tokens by its weight.
 
-    Start-time fair queueing: a task's clock is what it has trained, in tokens, over its weight. The task with the
-    earliest clock trains, and with it every task whose clock is earlier than that one would be after its own step. A
-    task that comes, or comes back, starts at the earliest clock of the others, so that it neither owes nor is owed
-    anything for the time that it was not there.
+    Start-time fair queueing: a task's clock is its number of trained tokens divided by its weight. The task with the
+    earliest clock trains. So does every task whose clock is earlier than the clock that the first task will have after
+    its step. A task that arrives or returns starts at the earliest clock of the others, so it neither owes nor is owed
+    anything for the time it was absent.
 
     Attributes:
-        clocks: Of every task that is there, in tokens of weight 1.
-        received: What each task got while there were others.
+        clocks: Clock of every present task, in tokens of weight 1.
+        received: Tokens that each task got while other tasks were present.
     """
 
     clocks: dict[str, float] = field(default_factory=dict)
     received: dict[str, ReceivedShare] = field(default_factory=dict)
 
     def choose(self, costs: Mapping[str, int], weights: Mapping[str, float]) -> tuple[str, ...]:
-        """The tasks that train in the next step, in the order of ``costs``; :meth:`trained` is next.
+        """Return the tasks that train in the next step, in the order of ``costs``; call :meth:`trained` afterwards.
 
         Args:
-            costs: Tokens of the next step of every task that could train, at least one task, in expectation.
-            weights: Positive; of at least these tasks.
+            costs: Expected tokens of the next step of every task that could train; at least one task.
+            weights: Positive weights of at least these tasks.
         """
         self.clocks = {task: clock for task, clock in self.clocks.items() if task in costs}
         earliest = min(self.clocks.values(), default=0.0)
@@ -115,11 +112,11 @@ class TokenShares:
         return tuple(task for task in costs if task == first or self.clocks[task] < until)
 
     def trained(self, tokens: Mapping[str, int], weights: Mapping[str, float]) -> None:
-        """Count a step, and advance the clocks of the tasks that have trained in it.
+        """Count a step, and advance the clocks of the tasks that trained in it.
 
         Args:
-            tokens: What each task has trained, of those that :meth:`choose` has chosen from; 0 of the others.
-            weights: As :meth:`choose` takes them.
+            tokens: Tokens that each task trained; 0 for a task that :meth:`choose` could have chosen but did not.
+            weights: The weights given to :meth:`choose`.
         """
         for task, num_tokens in tokens.items():
             self.clocks[task] += num_tokens / weights[task]
@@ -141,6 +138,6 @@ class TokenShares:
 
 
 def jain_index(shares: Mapping[str, float]) -> float:
-    """How fair shares are: 1 where all are equal, 1/n where one of n tasks has everything."""
+    """Return Jain's fairness index of the shares: 1 if all are equal, 1/n if one of n tasks has everything."""
     total, squares = sum(shares.values()), sum(share * share for share in shares.values())
     return total * total / (len(shares) * squares) if squares else 1.0

@@ -14,17 +14,15 @@ from numpy.typing import NDArray
 from alto.errors import ProfileError
 from alto.records import MemoryPoint, MemoryProfile, ThroughputPoint
 
-__all__ = ["SATURATED", "MemoryFit", "ThroughputFit", "fit_memory", "fit_throughput", "max_tokens", "saturation"]
-
 SATURATED = 0.95
-"""Share of the best measured tokens per second from which on more tokens in a step are hardly faster."""
+"""Share of the best measured tokens per second above which more tokens in a step hardly increase the speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryFit:
     """Peak memory of a step without the bank: ``fixed_bytes + bytes_per_token * tokens``.
 
-    ``error_median`` and ``error_worst`` are relative to the measurements.
+    ``error_median`` and ``error_worst`` are relative errors at the measured points.
     """
 
     fixed_bytes: float
@@ -45,9 +43,9 @@ class ThroughputFit:
 
 
 def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
-    """The line through ``points`` with the least squares of relative errors; both coefficients are at least 0.
+    """Fit a line to ``points`` by least squares of the relative errors; both coefficients are at least 0.
 
-    Measured peaks lie on both sides of it; the margin of memory that is not planned covers those above.
+    Measured peaks lie on both sides of the line; the memory margin that is not planned covers the peaks above it.
 
     Raises:
         ProfileError: There are not two different numbers of tokens.
@@ -68,9 +66,9 @@ def fit_memory(points: Sequence[MemoryPoint]) -> MemoryFit:
 
 
 def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin: float, bank_bytes: int) -> int | None:
-    """Most tokens that a step may have so that it and the bank stay within ``margin * capacity_bytes``.
+    """Return the most tokens of a step with which the step and the bank stay within ``margin * capacity_bytes``.
 
-    It is 0 where the base model and the bank alone do not fit, and None where the memory of tokens is negligible.
+    Return 0 if the base model and the bank alone do not fit, and None if the memory per token is negligible.
 
     Args:
         model: Memory model of a step.
@@ -85,7 +83,7 @@ def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin:
 
 
 def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
-    """The model of step durations with the least squares of relative errors; no coefficient is below 0.
+    """Fit the model of step durations by least squares of the relative errors; no coefficient is below 0.
 
     Raises:
         ProfileError: There is no point.
@@ -103,7 +101,7 @@ def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
 
 
 def saturation(points: Sequence[ThroughputPoint]) -> int:
-    """Fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
+    """Return the fewest tokens of a measured step that reaches `SATURATED` of the best measured tokens per second.
 
     Raises:
         ProfileError: There is no point.
@@ -116,12 +114,14 @@ def saturation(points: Sequence[ThroughputPoint]) -> int:
 
 
 def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients, none below 0, of the sum of ``columns`` with the least squares of ``predicted / measured - 1``.
+    """Return coefficients, none below 0, of the columns that minimize the sum of squares of ``predicted / measured -
+    1``.
 
-    The best such sum is an unconstrained one of some of the columns, and there are at most three: all are tried.
+    The best non-negative solution is the unconstrained solution on a subset of the columns. There are at most three
+    columns, so all subsets are tried.
 
     Raises:
-        ProfileError: Something was measured that is not above 0.
+        ProfileError: A measured value is not above 0.
     """
     if not (measured > 0.0).all():
         raise ProfileError(
@@ -129,7 +129,7 @@ def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.f
             "bank's own bytes, and use a monotonic clock"
         )
     relative = columns / measured[:, None]
-    # Columns of one size, so that rounding does not decide: bytes and tokens are millions apart.
+    # Normalize the columns: otherwise rounding decides, because bytes and tokens differ by a factor of millions.
     scale = np.linalg.norm(relative, axis=0)
     relative = relative / scale
     best, least = np.zeros(columns.shape[1]), math.inf
@@ -139,7 +139,7 @@ def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.f
             if rank < count or (solution < 0.0).any():
                 continue
             squares = float(np.sum((relative[:, chosen] @ solution - 1.0) ** 2))
-            # Another column must reduce the error by more than rounding.
+            # A further column must reduce the error by more than rounding.
             if squares < least * (1.0 - 1e-9) - 1e-24:
                 best, least = np.zeros(columns.shape[1]), squares
                 best[list(chosen)] = solution
@@ -148,6 +148,6 @@ def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.f
 
 
 def _errors(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> tuple[float, float]:
-    """Median and largest relative error."""
+    """Return the median and the largest relative error."""
     errors = [abs(float(error)) for error in predicted / measured - 1.0]
     return statistics.median(errors), max(errors)

@@ -1,4 +1,4 @@
-"""Chooses slots and micro-batch size of a task from the measured memory and throughput models. Pure."""
+"""Chooses the slots and the micro-batch size of a task from the measured memory and throughput models. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from alto.errors import DeviceMemoryError
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler.fit import max_tokens, saturation
-from alto.spec.base_model import LOAD_IN_4BIT
-
-__all__ = ["Packing", "PackingRequest", "choose_packing"]
+from alto.spec import LOAD_IN_4BIT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,16 +18,13 @@ class PackingRequest:
     None.
 
     Attributes:
-        step_tokens: Tokens of one step of every job, in expectation.
-        most_step_tokens: Tokens of one step of every job with its longest rows: what micro-batches can have at most.
+        step_tokens: Expected tokens of one step of every job.
+        most_step_tokens: Tokens of one step of every job with its longest rows: an upper limit for micro-batches.
         longest_row: Tokens of the longest row: the smallest possible micro-batch size.
         slot_bytes: Memory of one slot.
-        usual_tokens_per_pass: Tokens beyond which larger micro-batches are not faster on this device.
-        num_ranks: Devices like this one that share the jobs. Bytes and micro-batches are those of one device; slots,
-            and tokens of a step, of all.
-        max_slots: Set by the task; else None.
-        max_tokens_per_step: Set by the task; else None.
-        max_tokens_per_pass: Set by the task; else None.
+        usual_tokens_per_pass: Tokens above which larger micro-batches are not faster on this device.
+        num_ranks: Equal devices that share the jobs. Bytes and micro-batches are per device; slots and tokens of a step
+            are totals of all devices.
     """
 
     step_tokens: Sequence[int]
@@ -45,16 +40,14 @@ class PackingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """The limits that a task runs within, and the resulting peak of memory.
-
-    Slots and tokens of a step are those of all ranks; micro-batches and the peak are those of one.
+    """The limits within which a task runs, and the resulting peak memory.
 
     Attributes:
         max_slots: Slots of all ranks.
         max_tokens_per_step: Tokens of a step of all ranks.
         max_tokens_per_pass: Tokens of a micro-batch of one rank.
-        peak_bytes: Expected peak of memory of one rank.
-        why_one_slot: Why there is one slot only, as a phrase; empty where there are more.
+        peak_bytes: Expected peak memory of one rank.
+        why_one_slot: Why there is only one slot, as a phrase; empty if there are more.
     """
 
     max_slots: int
@@ -65,11 +58,11 @@ class Packing:
 
 
 def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: Throughput) -> Packing:
-    """As many slots as a step needs to reach the device's best rate of tokens, even with the smallest jobs, and as fit.
+    """Choose as many slots as fit, up to the number with which the smallest jobs reach the device's best token rate.
 
-    Slots beyond that would only delay the first results. Where slots leave too little memory for such a step, there are
-    fewer slots and larger micro-batches. Several ranks get a slot each at least, and steps in which each may train the
-    largest job. The task's own limits are kept; where they do not fit, the error names limits that do.
+    More slots would only delay the first results. If the slots leave too little memory for such a step, there are fewer
+    slots and larger micro-batches. Each of several ranks gets at least one slot, and a step limit at which it can train
+    the largest job. The task's own limits are kept; if they do not fit, the error names limits that do.
 
     Args:
         request: Jobs, rows and limits of the task.
@@ -113,7 +106,7 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
 
 
 def _why_one_slot(request: PackingRequest, memory: MemoryProfile, saturated: int) -> str:
-    """What kept a packing from a second slot: the task, the speed of the device, or its memory."""
+    """Explain why there is no second slot: the task's own limit, the speed of the device, or its memory."""
     smallest = min(request.step_tokens)
     if request.max_slots == 1:
         return "max_slots is 1 in the task"
@@ -121,24 +114,24 @@ def _why_one_slot(request: PackingRequest, memory: MemoryProfile, saturated: int
         return "there is one job"
     if smallest >= saturated:
         return (
-            f"the smallest job alone has {smallest:,} tokens a step, and {saturated:,} already reach the device's best "
-            "speed; a second slot would only delay the first results"
+            f"the smallest job alone has {smallest:,} tokens per step, and {saturated:,} already reach the device's "
+            "best speed; a second slot would only delay the first results"
         )
     fitting = _fitting_tokens(memory, 2 * request.slot_bytes)
     needed = max(request.longest_row, request.max_tokens_per_pass or 0, min(saturated, 2 * smallest))
     return (
-        f"beside two slots of {request.slot_bytes / 2**20:,.1f} MiB, memory is left for micro-batches of {fitting:,} "
-        f"tokens, and {needed:,} are needed"
+        f"with two slots of {request.slot_bytes / 2**20:,.1f} MiB, memory is left for micro-batches of {fitting:,} "
+        f"tokens, but {needed:,} tokens are needed"
     )
 
 
 def _one_job_each(request: PackingRequest) -> int:
-    """Tokens of a step in which no rank is idle, for any jobs; a single rank never is."""
+    """Return the tokens of a step in which every rank can train any job; 0 for a single rank."""
     return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
 
 
 def _fitting_tokens(memory: MemoryProfile, bank_bytes: int) -> int:
-    """Tokens of the largest micro-batch that fits beside the bank."""
+    """Return the tokens of the largest micro-batch that fits beside the bank."""
     fitting = max_tokens(memory, capacity_bytes=memory.capacity_bytes, margin=memory.margin, bank_bytes=bank_bytes)
     return 2**24 if fitting is None else min(fitting, 2**24)
 
@@ -150,7 +143,7 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
     planned = memory.margin * memory.capacity_bytes
     fitting = _fitting_tokens(memory, request.slot_bytes)
     if fitting < request.longest_row:
-        fits = f"rows of at most {fitting:,} tokens fit beside one slot: set max_length: {fitting}" if fitting else ""
+        fits = f"with one slot, rows of at most {fitting:,} tokens fit: set max_length: {fitting}" if fitting else ""
         remedy = "; ".join(
             filter(
                 None, (fits, f"or gradient_checkpointing: true, {LOAD_IN_4BIT}, more GPUs (num_gpus) or a smaller r")
@@ -161,12 +154,12 @@ def _does_not_fit(request: PackingRequest, memory: MemoryProfile, least_micro_ba
         while fitting > 1 and _fitting_tokens(memory, fitting * request.slot_bytes) < request.longest_row:
             fitting -= 1
         tokens = _fitting_tokens(memory, fitting * request.slot_bytes)
-        of_rank = f" a rank ({fitting * num_ranks} in all)" if num_ranks > 1 else ""
+        of_rank = f" per rank ({fitting * num_ranks} in total)" if num_ranks > 1 else ""
         fitted = f"{fitting} slots{of_rank} and micro-batches of {tokens:,} tokens fit"
         remedy = f"{fitted}: lower max_slots or max_tokens_per_pass"
     where = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     return (
-        f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of it all), found that {num_slots} "
+        f"memory: expected at most {planned / 2**30:,.2f} GiB ({memory.margin:.0%} of all), found that {num_slots} "
         f"slots of {request.slot_bytes / 2**20:,.1f} MiB and a micro-batch of {least_micro_batch:,} tokens take "
         f"{need / 2**30:,.2f} GiB{where}; {remedy}"
     )

@@ -1,7 +1,7 @@
 """Assigns jobs to the ranks of an executor with balanced load. Pure: every rank decides the same.
 
-A step takes as long as the rank with the most tokens, so these are made even: by putting new jobs where least is done,
-and, where exits have left the ranks uneven, by moving as few jobs as it takes.
+A step takes as long as the rank with the most tokens, so tokens are balanced over ranks: new jobs go to the rank with
+the least load. If exits have left the ranks unbalanced, as few jobs as possible are moved.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-__all__ = ["MAX_EXACT_JOBS", "TOLERANCE", "RankDemand", "RankSlots", "assign_ranks", "imbalance"]
-
 TOLERANCE = 0.05
 """Tolerated excess of the rank with the most tokens over the mean, as a share of the mean, before a job is moved."""
 
 MAX_EXACT_JOBS = 8
-"""Largest number of jobs with an optimal assignment; for more jobs, one that no single move or exchange improves."""
+"""Largest number of jobs that are assigned optimally; with more jobs, no single move or exchange improves the
+assignment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlots:
-    """The slots of all ranks, numbered consecutively: first those of rank 0, then those of rank 1, and so on.
+    """The slots of all ranks, numbered consecutively: first rank 0's slots, then rank 1's, and so on.
 
     Attributes:
-        per_rank: Slots of the bank of each.
+        per_rank: Slots of the bank of each rank.
     """
 
     num_ranks: int
@@ -34,11 +33,11 @@ class RankSlots:
         return self.num_ranks * self.per_rank
 
     def rank_of(self, slot: int) -> int:
-        """The rank whose bank has ``slot``."""
+        """Return the rank whose bank has ``slot``."""
         return slot // self.per_rank
 
     def local_slot_of(self, slot: int) -> int:
-        """The local slot of ``slot`` in the bank of its rank."""
+        """Return the number of ``slot`` within the bank of its rank."""
         return slot % self.per_rank
 
 
@@ -47,9 +46,8 @@ class RankDemand:
     """A job that trains.
 
     Attributes:
-        job: Job id.
-        num_tokens: Tokens of one of its steps in expectation, 1 or more.
-        rank: Where it is; None where moving it costs nothing.
+        num_tokens: Expected tokens of one of its steps, 1 or more.
+        rank: Its present rank; None if moving it costs nothing.
     """
 
     job: str
@@ -58,17 +56,17 @@ class RankDemand:
 
 
 def imbalance(loads: Sequence[int]) -> float:
-    """Excess of the largest of ``loads`` over the mean, as a share of the mean."""
+    """Return the excess of the largest of ``loads`` over the mean, as a share of the mean."""
     return max(loads) * len(loads) / sum(loads) - 1.0 if any(loads) else 0.0
 
 
 def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, int]:
-    """A rank for every job, at most ``slots.per_rank`` jobs a rank; those that have one keep it where the ranks are
-    even to `TOLERANCE`, or cannot be made more so.
+    """Return a rank for every job, with at most ``slots.per_rank`` jobs a rank.
 
-    Of up to `MAX_EXACT_JOBS` jobs no more are moved than it takes to make the ranks even, or as even as can be.
+    A job that has a rank keeps it if the ranks are balanced to `TOLERANCE`, or cannot be balanced better. With up to
+    `MAX_EXACT_JOBS` jobs, only as many are moved as needed for ranks that are balanced, or as balanced as possible.
 
-    The result depends only on its arguments, and not on the order of ``demands``; called again with its own result, it
+    The result depends only on its arguments, not on the order of ``demands``; called again with its own result, it
     moves no job.
     """
     ordered = tuple(sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job)))
@@ -81,8 +79,7 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
 
 
 def _better(ordered: Sequence[RankDemand], slots: RankSlots) -> dict[str, int]:
-    """The rank of every job, from its present one. Those that have a rank keep it, unless moving makes ranks more
-    even."""
+    """Return the rank of every job after one round; a job keeps its present rank unless moving improves the balance."""
     ranks = _Ranks(ordered, slots)
     ranks.fill()
     filled, before = ranks.rank_of, ranks.imbalance
@@ -94,7 +91,7 @@ def _better(ordered: Sequence[RankDemand], slots: RankSlots) -> dict[str, int]:
 
 
 class _Ranks:
-    """Jobs on ranks, while it is decided by single moves and exchanges."""
+    """An assignment of jobs to ranks, built by single moves and exchanges."""
 
     def __init__(self, ordered: Iterable[RankDemand], slots: RankSlots) -> None:
         self._demands = {demand.job: demand for demand in ordered}
@@ -121,7 +118,7 @@ class _Ranks:
                 self._put(demand.job, min(free, key=lambda rank: (self._loads[rank], rank)))
 
     def even_out(self) -> None:
-        """Move a job off the rank with the most, alone or in exchange for a smaller one, while that helps."""
+        """Move a job off the rank with the most tokens, alone or in exchange for a smaller one, while that helps."""
         while self.imbalance > TOLERANCE and self._improve():
             pass
 
@@ -134,7 +131,7 @@ class _Ranks:
                     continue
                 for other in (None, *others) if len(others) < self._per_rank else others:
                     after = self._larger_after(job, heaviest, other, rank)
-                    # Of equally good moves, those of new jobs are taken.
+                    # Among equally good moves, prefer to move new jobs.
                     cost = self._is_settled(job) + self._is_settled(other)
                     key = (after, cost, job, other or "", rank)
                     if after < self._loads[heaviest] and (best is None or key < best[0]):
@@ -148,7 +145,8 @@ class _Ranks:
         return True
 
     def _larger_after(self, job: str, heaviest: int, other: str | None, rank: int) -> int:
-        """Tokens of the larger of two ranks, once ``job`` has left one for the other in exchange for ``other``."""
+        """Return the larger of the two ranks' tokens after ``job`` leaves ``heaviest`` for ``rank`` in exchange for
+        ``other``."""
         shift = self._demands[job].num_tokens - (self._demands[other].num_tokens if other is not None else 0)
         return max(self._loads[heaviest] - shift, self._loads[rank] + shift)
 
@@ -166,10 +164,10 @@ class _Ranks:
 
 
 class _Search:
-    """Finds the best of all assignments, depth first: one that is even, or as even as can be, with the fewest moves.
+    """Depth-first search for the best assignment: balanced, or as balanced as possible, with the fewest moves.
 
     Args:
-        start: An assignment that only a better one replaces; the better it is, the sooner the rest is ruled out.
+        start: A first assignment that only a better one replaces; the better it is, the more of the search is cut off.
 
     Attributes:
         best: The rank of every job.
@@ -180,7 +178,8 @@ class _Search:
         self._per_rank = slots.per_rank
         self._total = sum(demand.num_tokens for demand in ordered)
         self._homes = {demand.rank for demand in ordered}
-        # No assignment is better: some rank has the largest job, and some has two of any that are more than the ranks.
+        # Lower bound of the largest load: some rank has the largest job, and with n ranks two of the n + 1 largest jobs
+        # share a rank.
         pair = ordered[slots.num_ranks - 1 : slots.num_ranks + 1]
         least = max(ordered[0].num_tokens, sum(demand.num_tokens for demand in pair) if len(pair) == 2 else 0)
         self._floor = max(least * slots.num_ranks / self._total - 1.0, TOLERANCE)
@@ -194,7 +193,7 @@ class _Search:
         self._place({}, 0)
 
     def _cost(self, num_moved: int) -> tuple[float, int]:
-        """The cost to be minimised; it only grows as jobs are added."""
+        """Return the cost to minimise; it only grows as jobs are added."""
         return max(max(self._loads) * len(self._loads) / self._total - 1.0, self._floor), num_moved
 
     def _place(self, rank_of: dict[str, int], num_moved: int) -> None:
@@ -214,7 +213,7 @@ class _Search:
             self._counts[rank] -= 1
 
     def _choices(self, demand: RankDemand) -> list[int]:
-        """Ranks with a free slot, the most promising first; one of those that are alike."""
+        """Return ranks with a free slot, the most promising first, and only one of several equivalent ranks."""
         alike: dict[object, int] = {}
         for rank, (load, count) in enumerate(zip(self._loads, self._counts, strict=True)):
             if count < self._per_rank:

@@ -1,4 +1,4 @@
-"""Population-based training (arXiv:1711.09846): the worst jobs continue as copies of better ones, with changed
+"""Population-based training (arXiv:1711.09846): the worst jobs continue as copies of better jobs, with changed
 settings."""
 
 from __future__ import annotations
@@ -9,29 +9,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["EXPLORED", "Fork", "forks_of", "population_rungs"]
-
 EXPLORED: Mapping[str, tuple[float, float]] = {
     "learning_rate": (0.0, 1.0),
     "weight_decay": (0.0, 1.0),
     "lora_dropout": (0.0, 0.9),
 }
-"""Settings that a copy changes, with the bounds of their values; all others belong to the copied state, or would make
-jobs of unequal lengths."""
+"""Settings that a copy changes, with the bounds of their values. All other settings belong to the copied state, or
+would make jobs of unequal lengths."""
 
 _FACTORS = (0.8, 1.25)
 _FIRST = {"weight_decay": 0.01, "lora_dropout": 0.05}
-"""What a setting that is 0 may become."""
+"""Values that a setting of 0 may change to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fork:
-    """A job that continues where another one is.
+    """A job that continues the training of another job.
 
     Attributes:
-        replaces: The job that ended for it.
-        origin: The job whose weights and optimizer state it begins with.
-        changes: Its settings that differ from those of ``origin``.
+        replaces: The ended job that the fork replaces.
+        origin: The job whose weights and optimizer state the fork begins with.
+        changes: The fork's settings that differ from those of ``origin``.
     """
 
     replaces: str
@@ -40,8 +38,8 @@ class Fork:
 
 
 def population_rungs(interval: float) -> tuple[float, ...]:
-    """The shares of a job's steps at which a population is ranked and the worst of it are exchanged; the last tenth of
-    the steps is left to what was found."""
+    """Return the shares of a job's steps at which a population is ranked and its worst jobs are replaced. There is none
+    in the last tenth of the steps, so that the final settings are trained for a while."""
     count = math.floor(0.9 / interval + 1e-9)
     return tuple(round(number * interval, 9) for number in range(1, count + 1))
 
@@ -56,17 +54,17 @@ def forks_of(
     seed: int,
     rung: int,
 ) -> list[Fork]:
-    """Who continues for each of ``dropped``: copies of jobs drawn among the best, each with its learning rate, weight
-    decay and dropout drawn up or down by a factor.
+    """Return a fork for each of ``dropped``: a copy of a job drawn from the best, with its learning rate, weight decay
+    and dropout each raised or lowered by a factor.
 
     Args:
         kept: Jobs that train on, best first.
         dropped: Jobs that ended at this rung.
         configs: Settings of every job in ``kept``.
-        bounds: Smallest and largest value of settings that the search space limits.
-        exchanged: Share of the population among whose best the origins are drawn.
-        seed: Of the task.
-        rung: Number of the rung; with ``seed`` it decides all draws.
+        bounds: Smallest and largest value of the settings that the search space limits.
+        exchanged: Share of the population that counts as the best, from which the origins are drawn.
+        seed: The task's seed.
+        rung: Number of the rung; it decides all draws together with ``seed``.
     """
     if not kept:
         return []

@@ -5,23 +5,41 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from alto.errors import UnsupportedError
-from alto.search.trial import Trial
-from alto.spec.search_space import Axis, Sampled, SearchSpace
+from alto.spec import Axis, Sampled, SearchSpace
 
-__all__ = ["check_installed", "next_configuration"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One configuration and its progress.
+
+    Attributes:
+        values: Its point in the search space: values by canonical name, spelled as in the space.
+        losses: Its value at every rung that it has reached, at exactly equal shares of the steps; lower is better.
+        final: Its best value once it has done all its steps; None before.
+        has_ended: Whether it no longer trains.
+        is_infeasible: Whether it ended because it does not fit into memory.
+    """
+
+    values: Mapping[str, Any]
+    losses: tuple[float, ...] = ()
+    final: float | None = None
+    has_ended: bool = False
+    is_infeasible: bool = False
+
 
 _TRIES = 8
-"""Suggestions that were tried before, in a row, after which one is drawn at random."""
+"""Number of suggestions in a row that were already tried, after which a configuration is drawn at random."""
 
 
 def check_installed() -> None:
     """Check that Optuna can be imported.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: Optuna cannot be imported.
     """
     try:
         import optuna  # noqa: F401
@@ -33,18 +51,17 @@ def check_installed() -> None:
 
 
 def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -> dict[str, Any] | None:
-    """The place in ``space`` to try next; None where all were tried.
+    """Return the configuration in ``space`` to try next; None if all were tried.
 
-    It depends on its arguments alone: the estimator is built anew from all trials, and its random state is made of
-    ``seed`` and their number. A trial that was ended early counts with its values at the rungs that it has reached:
-    those that came further, and among them those with lower values, count as better. One that trains and has reached no
-    rung counts as a bad one, so that what is suggested keeps a distance from it. One that does not fit into memory
-    violates a constraint.
+    The result depends only on the arguments: the estimator is built anew from all trials, and its random state comes
+    from ``seed`` and their number. A trial that ended early counts with its values at the rungs that it has reached:
+    trials that came further count as better, and among these, trials with lower values. A trial that is still training
+    and has reached no rung counts as a bad one, so that suggestions keep a distance from it. A trial that does not fit
+    into memory violates a constraint.
 
     Args:
-        space: The search space.
-        trials: All that were begun, in order.
-        seed: Of the task.
+        trials: All trials so far, in order.
+        seed: The task's seed.
     """
     import optuna
 
@@ -72,7 +89,7 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
 
 
 def _distributions(space: SearchSpace) -> dict[str, Any]:
-    """One parameter for each group of the space, by its position."""
+    """Return one parameter for each group of the space, named by its position."""
     return {_name(index): _distribution(group) for index, group in enumerate(space.groups)}
 
 
@@ -95,7 +112,7 @@ def _distribution(group: tuple[Axis, ...]) -> Any:
 
 
 def _is_ordered(axis: Axis) -> bool:
-    """Whether neighbours in the list are alike: numbers that rise or fall."""
+    """Return whether neighbouring values of the list are similar: numbers that rise or fall."""
     values = axis.draw(0)
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == len(values) and numbers in (sorted(numbers), sorted(numbers, reverse=True))

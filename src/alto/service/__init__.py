@@ -1,1 +1,1 @@
-"""LoRA tuning as a service: OpenAI's fine-tuning API with search inside, an API and a dashboard of its own."""
+"""LoRA tuning as a service: OpenAI's fine-tuning API extended with search, ALTO's own API, and a dashboard."""

@@ -1,32 +1,208 @@
-"""What the parts of a running service share."""
+"""Objects that the parts of a running service share."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Generic, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
 from sqlalchemy.orm import Session
 
+from alto.engine.start import preview_data, with_model_notes
+from alto.records import DataPreview
+from alto.runs import RunHistory, read_history
 from alto.service.access import DEFAULT_TENANT, SCOPES, Caller, RateLimiter
+from alto.service.errors import ApiError
 from alto.service.files import Artefacts
-from alto.service.histories import Histories
-from alto.service.previews import Previews
 from alto.service.settings import ServiceSettings
 from alto.service.store import Store
-from alto.service.store.replays import Refusals
+from alto.service.store.store import Refusals
 from alto.service.store.tables import JobRow, Tenant
+from alto.spec import DataKeys, Task
 
-__all__ = ["Limits", "Service", "ServiceOf", "service_of"]
+_MOST_HISTORIES = 64
+_MOST_FIGURES = 10_000
+
+T = TypeVar("T")
+_State: TypeAlias = tuple[int, int, int]
+
+
+class Histories:
+    """A cache of recent run histories, which callers must not change. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._histories: _Lately[Path, RunHistory] = _Lately(_MOST_HISTORIES)
+        self._figures: _Lately[tuple[Path, Hashable], object] = _Lately(_MOST_FIGURES)
+
+    def read(self, run: Path) -> RunHistory:
+        """Return the history of a run; an empty one if it has no journal yet.
+
+        Raises:
+            RunError: The journal is damaged.
+        """
+        state = _state_of(run)
+        return RunHistory() if state is None else self._histories.get(run, state, lambda: read_history(run))
+
+    def figures(self, run: Path, of: Hashable, make: Callable[[RunHistory], T]) -> T:
+        """Return a few numbers of a run. Many more runs are cached here than histories, so long lists of runs are
+        cheap.
+
+        Args:
+            run: Its folder.
+            of: Anything else that the numbers depend on.
+            make: Computes the numbers from the run's history; not called if the journal is unchanged.
+
+        Raises:
+            RunError: The journal is damaged.
+        """
+        state = _state_of(run)
+        if state is None:
+            return make(RunHistory())
+        found: T = self._figures.get((run, of), state, lambda: make(self.read(run)))  # type: ignore[assignment]
+        return found
+
+
+K = TypeVar("K")
+
+
+class _Lately(Generic[K, T]):
+    """A cache of recent values, each with the state of the file that it was computed from."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._known: OrderedDict[K, tuple[_State, T]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: K, state: _State, make: Callable[[], T]) -> T:
+        with self._lock:
+            known = self._known.get(key)
+            if known is not None:
+                self._known.move_to_end(key)
+        if known is None or known[0] != state:
+            known = (state, make())
+            with self._lock:
+                self._known[key] = known
+                self._known.move_to_end(key)
+                while len(self._known) > self._most:
+                    self._known.popitem(last=False)
+        return known[1]
+
+
+def _state_of(run: Path) -> _State | None:
+    """Return a value that changes with the journal of a run; None if it has no journal yet."""
+    try:
+        found = (run / "journal.jsonl").stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+_MOST = 32
+_MOST_AT_ONCE = 2
+"""Maximum number of drafts whose rows are tokenised at the same time."""
+_MOST_WAITING = 8
+"""Maximum number of waiting drafts; each occupies a thread of the server."""
+
+_NOT_OF_ROWS = frozenset({"name", "dataset", "validation_dataset", "token_cache"})
+"""Data keys that do not change how the rows of given files are shown."""
+
+
+class Previews:
+    """A cache of recent previews. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, DataPreview] = OrderedDict()
+        self._lock = threading.Lock()
+        self._turns = threading.Semaphore(_MOST_AT_ONCE)
+        self._num_open = 0
+
+    def preview(self, task: Task, files: Sequence[str], *, num_rows: int) -> DataPreview:
+        """Return the first ``num_rows`` rows of ``task`` as the model sees them, and counts over all rows.
+
+        Args:
+            files: A digest of the content of each of the task's files.
+
+        Raises:
+            AltoError: The rows cannot be used.
+            ApiError: Too many previews are being computed.
+        """
+        key = _key(task, files, num_rows)
+        shown = self._found(key)
+        if shown is None:
+            shown = self._made(key, task, num_rows)
+        return with_model_notes(shown, task)
+
+    def _found(self, key: str) -> DataPreview | None:
+        with self._lock:
+            if key in self._known:
+                self._known.move_to_end(key)
+            return self._known.get(key)
+
+    def _made(self, key: str, task: Task, num_rows: int) -> DataPreview:
+        with self._lock:
+            if self._num_open >= _MOST_AT_ONCE + _MOST_WAITING:
+                raise ApiError(
+                    429,
+                    f"expected at most {self._num_open} drafts that read rows at the same time, found one more; "
+                    "send it again in a few seconds, or with num_rows=0",
+                    code="too_many_drafts",
+                    headers={"Retry-After": "5"},
+                )
+            self._num_open += 1
+        try:
+            with self._turns:
+                shown = self._found(key)  # another thread may have made it meanwhile
+                if shown is None:
+                    shown = preview_data(task, num_rows=num_rows)
+                    self._keep(key, shown)
+        finally:
+            with self._lock:
+                self._num_open -= 1
+        return shown
+
+    def _keep(self, key: str, shown: DataPreview) -> None:
+        with self._lock:
+            self._known[key] = shown
+            while len(self._known) > _MOST:
+                self._known.popitem(last=False)
+
+
+def _key(task: Task, files: Sequence[str], num_rows: int) -> str:
+    """Return a key of everything that a preview depends on, and of the tenant: response times must not reveal what
+    another tenant has looked at."""
+    values = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _NOT_OF_ROWS)
+    return json.dumps(
+        [task.tenant, values, task.base_model.key(), task.method, list(files), num_rows], sort_keys=True, default=str
+    )
+
+
+# Journal folders of a service's control planes. Each leader has its own folder, so a leader that hangs does not block
+# the next one.
+
+_CONTROL = "control"
+
+
+def control_folder(root: Path, epoch: int) -> Path:
+    """Return the folder for the leader of an epoch; ``root`` is the data folder."""
+    return root / _CONTROL / f"{epoch:08d}"
+
+
+def newest_journal(root: Path) -> Path | None:
+    """Return the journal of the latest leader; None if there was no leader yet."""
+    found = sorted((root / _CONTROL).glob("*/journal.jsonl"))
+    return found[-1] if found else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a tenant may use at most; None sets no limit."""
+    """Limits of a tenant; None means unlimited."""
 
     max_gpus: int | None
     max_tasks: int | None
@@ -36,17 +212,16 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """A service, as the handlers of its requests and its coordinator have it.
+    """A running service, as its request handlers and its coordinator use it.
 
     Attributes:
-        settings: How it is set up.
-        store: Its database, migrated.
-        artefacts: Where files and adapters are kept.
-        rates: Requests of tenants.
-        histories: Of runs, as their journals are now.
-        previews: Of the rows of drafts.
+        store: The migrated database.
+        artefacts: Storage of files and adapters.
+        rates: Rate limiter for tenants' requests.
+        histories: Cached histories of runs.
+        previews: Cached previews of drafts' rows.
         refusals: Requests that were refused while the database did not answer.
-        work: Set where the coordinator has something to do.
+        work: Set when the coordinator has something to do.
     """
 
     settings: ServiceSettings
@@ -59,17 +234,17 @@ class Service:
     work: threading.Event = field(default_factory=threading.Event)
 
     def limits_of(self, tenant: Tenant | None) -> Limits:
-        """The limits of a tenant, or those of the settings where it has none of its own."""
+        """Return the limits of a tenant; the settings supply limits that it does not have itself."""
         names = ("max_gpus", "max_tasks", "max_bytes", "requests_per_s")
         found = {name: getattr(tenant, name, None) for name in names}
         return Limits(**{name: getattr(self.settings, name) if found[name] is None else found[name] for name in names})
 
     def run_of(self, job: JobRow) -> Path:
-        """Folder of the run of a job; it has everything of it, so that deleted files do not matter."""
+        """Return the run folder of a job. It holds copies of the job's files, so deleted uploads do not affect it."""
         return self.settings.root / "runs" / job.tenant / job.id
 
     def run_bytes(self, tenant: str) -> int:
-        """Bytes of the files in the folders of all runs of a tenant; one that is removed meanwhile does not count."""
+        """Return the total size of a tenant's run folders in bytes; files that are removed meanwhile do not count."""
         found = 0
         for folder, _, names in os.walk(self.settings.root / "runs" / tenant):
             for name in names:
@@ -78,17 +253,17 @@ class Service:
         return found
 
     def tenant(self, session: Session, caller: Caller) -> Tenant | None:
-        """The row of the caller's tenant; None for the one that needs no key."""
+        """Return the row of the caller's tenant; None if the tenant has no row."""
         return session.get(Tenant, caller.tenant)
 
     @property
     def open_caller(self) -> Caller:
-        """Who asks without a key, where none is needed."""
+        """The caller of requests without a key, if no key is needed."""
         return Caller(tenant=DEFAULT_TENANT, scopes=frozenset(SCOPES))
 
 
 def service_of(request: Request) -> Service:
-    """The service that a request was sent to."""
+    """Return the service that a request was sent to."""
     found: Service = request.app.state.service
     return found
 

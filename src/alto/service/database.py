@@ -1,4 +1,4 @@
-"""The database of a service, opened and migrated."""
+"""Opening and migrating the service's database."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from alto.errors import ServiceError
 from alto.service.settings import ServiceSettings
 from alto.service.store import Store
 
-__all__ = ["opened_store"]
-
 _LOG = logging.getLogger("alto.service")
 
 
 @contextlib.contextmanager
 def opened_store(settings: ServiceSettings) -> Iterator[Store]:
-    """The database, in the form of this version, until the block is left; its folder is for this user alone, also
-    where it was there before.
+    """Yield the migrated database and close it afterwards. The data folder becomes private to this user, even if it
+    existed before; if it belongs to another user, only log a warning.
 
     Raises:
         ServiceError: The folder or the database cannot be used.
@@ -31,7 +29,8 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
         _close_to_others(settings.root)
     except OSError as error:
         raise ServiceError(
-            f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); choose another"
+            f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); "
+            "choose a different folder"
         ) from error
     store = Store(settings.database_url)
     try:
@@ -42,11 +41,13 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Take the rights of all other users to a folder; of one that belongs to another user, say that they have some."""
+    """Make a folder private to this user; log a warning if it belongs to another user and others can access it."""
     state = folder.stat()
     if not state.st_mode & 0o077:
         return
     if state.st_uid == os.geteuid():
         folder.chmod(stat.S_IMODE(state.st_mode) & ~0o077)
     else:
-        _LOG.warning("data_dir: other users of this machine may look into %s, which is not this user's", folder)
+        _LOG.warning(
+            "data_dir: other users of this machine may have access to %s, which belongs to a different user", folder
+        )

@@ -1,7 +1,7 @@
-"""Errors of the service, and answers that OpenAI's clients read: ``{"error": {message, type, param, code}}``.
+"""Errors of the service, answered in the form that OpenAI's clients read: ``{"error": {message, type, param, code}}``.
 
-The store and the checks of access raise a :class:`TenantError`, which knows nothing of HTTP; ``service/web`` makes an
-:class:`ApiError` of it.
+The store and the access checks raise a :class:`TenantError`, which knows nothing about HTTP; ``service/web`` converts
+it to an :class:`ApiError`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Any
-
-__all__ = [
-    "ApiError",
-    "JobStateError",
-    "ReusedKeyError",
-    "TenantError",
-    "TooManyRequestsError",
-    "UnknownJobError",
-    "not_found",
-    "refused",
-]
 
 _TYPES = {
     401: "authentication_error",
@@ -33,14 +22,13 @@ _TYPES = {
 
 
 class TenantError(Exception):
-    """A wish of a tenant that cannot be carried out."""
+    """A tenant's request that cannot be carried out."""
 
 
 class UnknownJobError(TenantError):
     """The tenant has no such job.
 
     Args:
-        job: Its id.
         param: Parameter of the request that names the job.
     """
 
@@ -51,19 +39,18 @@ class UnknownJobError(TenantError):
 
 
 class JobStateError(TenantError):
-    """A job cannot be changed in the state that it is in."""
+    """The job cannot be changed in its present state."""
 
 
 class ReusedKeyError(TenantError):
-    """An idempotency key was used for another request."""
+    """The idempotency key was already used for a different request."""
 
 
 class TooManyRequestsError(TenantError):
-    """A tenant sends more requests than it may.
+    """The tenant sends more requests than its limit allows.
 
     Args:
-        message: Expected and found.
-        wait_s: Seconds after which to try again.
+        wait_s: Seconds to wait before the next try.
     """
 
     def __init__(self, message: str, *, wait_s: int) -> None:
@@ -72,14 +59,13 @@ class TooManyRequestsError(TenantError):
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """A request that is answered with an HTTP error.
 
     Args:
-        status: HTTP status. Never 409: clients repeat such a request by themselves.
-        message: What was expected, what was found, and what to do.
-        param: Key of the request that was wrong.
-        code: A word for programs.
-        headers: Of the answer.
+        status: HTTP status; never 409, because clients retry it on their own.
+        message: Says what was expected, what was found, and what to do.
+        param: Key of the request that is wrong.
+        code: Machine-readable error code.
     """
 
     def __init__(
@@ -100,24 +86,23 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The answer as JSON values."""
+        """Return the response body as JSON values."""
         kind = _TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def refused(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """The error of a request that cannot be carried out as it is."""
+    """Return a 400 error for a request that cannot be carried out as sent."""
     return ApiError(400, message, param=param, code=code)
 
 
 def not_found(kind: str, name: str, param: str = "id", *, of_what: str = "") -> ApiError:
-    """The error of an id that is not there, or belongs to another tenant: both look the same.
+    """Return a 404 error for an id that does not exist or belongs to another tenant; both look the same.
 
     Args:
-        kind: What it is an id of.
-        name: The id.
-        param: Key of the request.
-        of_what: What was expected, where it is not one of the tenant's own ``kind``.
+        kind: Kind of object that the id names, such as "model".
+        param: Key of the request that holds the id.
+        of_what: The expected object, if it is not simply one of the tenant's own ``kind``.
     """
     return ApiError(
         404,

@@ -1,18 +1,16 @@
-"""Identifiers and times of what the service keeps."""
+"""Ids and timestamps of the service's records."""
 
 from __future__ import annotations
 
 import secrets
 import time
 
-__all__ = ["new_id", "now"]
-
 
 def new_id(prefix: str) -> str:
-    """An identifier that nobody can guess, such as ``file-6f1c…``."""
+    """Return an unguessable id such as ``file-6f1c…``."""
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def now() -> int:
-    """Seconds since 1970, whole as in OpenAI's API."""
+    """Return the current unix time in whole seconds, as in OpenAI's API."""
     return int(time.time())

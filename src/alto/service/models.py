@@ -1,4 +1,4 @@
-"""Base models by the names that requests give, and fine-tuned ones."""
+"""Names of base models and fine-tuned models in requests."""
 
 from __future__ import annotations
 
@@ -13,28 +13,17 @@ from alto.service.errors import ApiError, not_found
 from alto.service.settings import ServiceSettings
 from alto.service.store.tables import AliasRow, ModelRow
 
-__all__ = [
-    "alias_name",
-    "aliases_of",
-    "base_model_of",
-    "checkpoint_name",
-    "find_alias",
-    "find_model",
-    "fine_tuned_name",
-    "merged_folder",
-]
-
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def base_model_of(settings: ServiceSettings, name: str) -> dict[str, Any]:
-    """The keys of a task for the base model that a request names.
+    """Return the task keys for the base model that a request names.
 
     Raises:
-        ApiError: The service offers none of that name.
+        ApiError: The service offers no model of that name.
     """
     model = settings.models.get(name)
-    # A folder of that name below the working directory would be read in place of the hub's model.
+    # If a local folder has that name, it would be loaded instead of the hub's model.
     if model is None and settings.hub_models and _HUB_ID.fullmatch(name) and not Path(name).exists():
         model = name
     if model is None:
@@ -51,30 +40,30 @@ def base_model_of(settings: ServiceSettings, name: str) -> dict[str, Any]:
 
 
 def fine_tuned_name(base: str, tenant: str, suffix: str | None, job: str) -> str:
-    """The name of the model that a job returns, unique and stable."""
+    """Return the unique, stable name of the model that a job returns."""
     return f"ft:{base}:{tenant}:{suffix or ''}:{job.rpartition('-')[2][:12]}"
 
 
 def alias_name(base: str, tenant: str, suffix: str) -> str:
-    """The name that answers with the newest model of a tenant, base model and suffix."""
+    """Return the name that points to the newest model of a tenant, base model and suffix."""
     return f"ft:{base}:{tenant}:{suffix}"
 
 
 def merged_folder(model: ModelRow) -> str:
-    """Where the weights of the base model with the adapter of ``model`` are kept among the artefacts."""
+    """Return the artefact folder for the weights of the base model merged with the adapter of ``model``."""
     return f"merged/{model.tenant}/{model.job}"
 
 
 def checkpoint_name(model: str, step: int) -> str:
-    """The name of a checkpoint of a model."""
+    """Return the name of a model's checkpoint."""
     return f"{model}:ckpt-step-{step}"
 
 
 def find_model(session: Session, tenant: str, name: str) -> ModelRow:
-    """A fine-tuned model of a tenant.
+    """Return a fine-tuned model of a tenant.
 
     Raises:
-        ApiError: There is none.
+        ApiError: There is no such model.
     """
     row = session.scalar(
         select(ModelRow).where(ModelRow.id == name, ModelRow.tenant == tenant, ModelRow.deleted_at.is_(None))
@@ -85,14 +74,14 @@ def find_model(session: Session, tenant: str, name: str) -> ModelRow:
 
 
 def find_alias(session: Session, tenant: str, name: str) -> tuple[AliasRow, ModelRow] | None:
-    """An alias of a tenant, with its model; None where there is none, or its model was deleted."""
+    """Return an alias of a tenant and its model; None if there is no such alias or its model was deleted."""
     statement = _aliases(tenant).where(AliasRow.name == name)
     found = session.execute(statement).first()
     return None if found is None else (found[0], found[1])
 
 
 def aliases_of(session: Session, tenant: str) -> list[tuple[AliasRow, ModelRow]]:
-    """All aliases of a tenant whose models are there, with these, by name."""
+    """Return all aliases of a tenant with their models, sorted by name, without aliases of deleted models."""
     return [(row[0], row[1]) for row in session.execute(_aliases(tenant).order_by(AliasRow.name))]
 
 

@@ -1,4 +1,4 @@
-"""What early exit has saved in a task."""
+"""Training that early exit saved in a task."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from alto.records import ExitReason
 from alto.runs import RunHistory
 
-__all__ = ["Savings", "savings_of"]
-
 _NOT_BY_RULES = (ExitReason.STOPPED, ExitReason.FAILED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savings:
-    """What rules of early exit have saved: jobs that a user has stopped, or that failed, do not count.
+    """Training that the early-exit rules saved. Jobs that failed or that a user stopped do not count.
 
     Attributes:
-        samples: Rows of the budget that need not be trained.
-        share: Of all rows of the budget, in [0, 1].
-        time_s, device_h: What these rows would have taken at the run's average pace; None where there are none.
+        samples: Budgeted samples that were not trained.
+        share: ``samples`` as a fraction of all budgeted samples, in [0, 1].
+        time_s, device_h: Time that these samples would have taken at the run's average pace; None if nothing was saved
+            or the pace is unknown.
     """
 
     samples: int
@@ -29,12 +28,7 @@ class Savings:
 
 
 def savings_of(history: RunHistory, status: str) -> Savings:
-    """The savings of a task whose run has ``history``; a failed one has saved nothing.
-
-    Args:
-        history: Of its run.
-        status: Of the task.
-    """
+    """Return the savings of the task whose run has ``history``; a failed task has saved nothing."""
     jobs = [] if status == "failed" else [job for job in history.jobs.values() if job.exit_reason not in _NOT_BY_RULES]
     samples = sum(job.samples_saved for job in jobs)
     time_s = None

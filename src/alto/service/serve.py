@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
+import logging
 import os
 import signal
 import socket
+import sys
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,22 +21,96 @@ from alto.engine.control_plane import ControlPlane, opened_control_plane
 from alto.engine.queue_setup import QueueSetup
 from alto.errors import ServiceError
 from alto.service.access import DEFAULT_TENANT, create_tenant, has_keys
-from alto.service.app import create_app
-from alto.service.context import Service
-from alto.service.control import control_folder
+from alto.service.api import cluster, drafts, health, streams, tasks
+from alto.service.api import models as own_models
+from alto.service.api.models import ModelExports
+from alto.service.api.streams import Followers
+from alto.service.context import Service, control_folder
 from alto.service.coordinator import Coordinator
 from alto.service.coordinator.leadership import Leadership
+from alto.service.dashboard import router as dashboard
+from alto.service.dashboard.rendering import error_page
 from alto.service.database import opened_store
 from alto.service.files import Artefacts
-from alto.service.logs import configure_logs
+from alto.service.openai import files, jobs, models, unsupported, uploads
+from alto.service.serving import chat
 from alto.service.settings import ServiceSettings
+from alto.service.web.answers import ERROR_ANSWERS, RequestCounts, RequestIds, add_error_answers, describe_keys
+from alto.service.web.limits import BodyLimits
+from alto.version import __version__
 
-__all__ = ["listening", "opened_service", "running", "serve"]
+
+def create_app(service: Service, coordinator: Coordinator | None = None) -> FastAPI:
+    """Return the application that serves ``service``; ``coordinator`` is this process's coordinator, if it has one."""
+    app = FastAPI(title="ALTO", version=__version__, docs_url=None, redoc_url=None)
+    app.state.service, app.state.coordinator = service, coordinator
+    app.state.model_exports = ModelExports(service)
+    add_error_answers(app, error_page)
+    describe_keys(app)
+    app.state.request_counts = RequestCounts()
+    app.include_router(health.router)
+    app.state.followers = Followers(service.store)
+    for part in (tasks, streams, cluster, drafts, own_models):
+        app.include_router(part.router, prefix="/api", responses=dict(ERROR_ANSWERS))
+    for part in (files, uploads, jobs, models, chat, unsupported):
+        app.include_router(part.router, prefix="/v1", responses=dict(ERROR_ANSWERS))
+    app.include_router(dashboard)
+    settings = service.settings
+    app.add_middleware(
+        BodyLimits,
+        max_upload_bytes=settings.max_upload_bytes,
+        max_request_bytes=settings.max_request_bytes,
+    )
+    app.add_middleware(RequestIds, counts=app.state.request_counts)
+    return app
+
+
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+def configure_logs(*, as_json: bool, level: int = logging.INFO) -> None:
+    """Write the logs of the service and of its web server to stderr, and only warnings of all other packages."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines() if as_json else _Lines())
+    for name in ("alto.service", "uvicorn.error"):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(logging.WARNING)
+
+
+def _facts_of(record: logging.LogRecord) -> dict[str, Any]:
+    """Return a record's extra fields, except names with a leading underscore, which belong to other packages (Ray)."""
+    facts = vars(record).items()
+    return {key: value for key, value in facts if key not in _OWN and not key.startswith("_") and value is not None}
+
+
+class _JsonLines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{record.msecs:03.0f}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_facts_of(record),
+        }
+        if record.exc_info:
+            facts["exception"] = self.formatException(record.exc_info)
+        return json.dumps(facts, default=str)
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        facts = " ".join(f"{key}={value}" for key, value in _facts_of(record).items() if key != "color_message")
+        line = f"{time.strftime('%H:%M:%S')} {record.levelname.lower()} {record.getMessage()} {facts}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
 @contextlib.contextmanager
 def opened_service(settings: ServiceSettings) -> Iterator[Service]:
-    """The service of ``settings``: its folders made, its database migrated; until the block is left.
+    """Yield the service of ``settings``, with its folders created and its database migrated; close it afterwards.
 
     Raises:
         ServiceError: The folder or the database cannot be used.
@@ -44,7 +123,7 @@ def opened_service(settings: ServiceSettings) -> Iterator[Service]:
 
 @contextlib.contextmanager
 def running(service: Service) -> Iterator[FastAPI]:
-    """The application, with a coordinator beside it until the block is left."""
+    """Yield the application, and run a coordinator until the block is left."""
     coordinator = Coordinator(service, Leadership(service.store), lambda epoch: _plane(service.settings, epoch))
     app = create_app(service, coordinator)
     coordinator.start()
@@ -56,10 +135,10 @@ def running(service: Service) -> Iterator[FastAPI]:
 
 @contextlib.contextmanager
 def listening(settings: ServiceSettings) -> Iterator[list[socket.socket]]:
-    """Sockets at the address and the port of ``settings``, until the block is left.
+    """Yield sockets bound to the host and port of ``settings``; close them afterwards.
 
     Raises:
-        ServiceError: The port is in use, or the address is not one of this machine.
+        ServiceError: The port is in use or not permitted, or the address does not belong to this machine.
     """
     with contextlib.ExitStack() as opened:
         try:
@@ -70,13 +149,13 @@ def listening(settings: ServiceSettings) -> Iterator[list[socket.socket]]:
 
 
 def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda url: None) -> None:
-    """Answer requests until a signal ends the process; then running executors save and end.
+    """Answer requests until a signal ends the process; running executors then save and end.
 
     Args:
-        on_ready: Called with the address once requests are answered.
+        on_ready: Called with the service's address once requests are answered.
 
     Raises:
-        ServiceError: It would listen beyond this machine without keys; or as of :func:`opened_service` and
+        ServiceError: Other machines can reach the host and there are no keys; see also :func:`opened_service` and
             :func:`listening`.
     """
     configure_logs(as_json=settings.json_logs)
@@ -84,16 +163,16 @@ def serve(settings: ServiceSettings, *, on_ready: Callable[[str], None] = lambda
         with service.store.reading() as session:
             if not settings.is_loopback and not has_keys(session):
                 raise ServiceError(
-                    f"host: expected an address of this machine alone, such as 127.0.0.1, while there are no keys, "
-                    f"found {settings.host}; make a key first with: alto keys create"
+                    f"host: expected an address that only this machine can reach, such as 127.0.0.1, while there are "
+                    f"no keys, found {settings.host}; create a key first with: alto keys create"
                 )
-        # The port comes first: a server that cannot answer must not begin to lead.
+        # Bind the port first: a server that cannot answer requests must not become the leader.
         with listening(settings) as sockets, running(service) as app:
             _Server(app, on_ready).run(sockets)
 
 
 class _Server(uvicorn.Server):
-    """Says when it answers."""
+    """A uvicorn server that reports when it answers requests."""
 
     def __init__(self, app: FastAPI, on_ready: Callable[[str], None]) -> None:
         super().__init__(
@@ -109,8 +188,8 @@ class _Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Ends by a signal as asked, and does not send it to itself once more, as uvicorn does: executors are to save
-        first. A second signal has its usual effect."""
+        """Handle signals by ending the server. Unlike uvicorn, do not raise the signal again afterwards, because
+        executors must save first. A second signal has its usual effect."""
         before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -126,7 +205,7 @@ class _Server(uvicorn.Server):
 
 
 def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.socket]:
-    """A socket for each address of ``host``, as "localhost" has two; ``opened`` closes them."""
+    """Return a socket bound to each address of ``host`` ("localhost" has two); ``opened`` closes them."""
     found: list[socket.socket] = []
     refusal: OSError | None = None
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -135,14 +214,14 @@ def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.so
         each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        # Where any free port will do, all sockets have that of the first.
+        # If any free port will do (port 0), all sockets use the port of the first.
         taken = found[0].getsockname()[1] if found else port
         try:
             each.bind((address[0], taken, *address[2:]))
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
-            refusal = error  # a name may have an address that this machine has not
+            refusal = error  # a host name may have an address that this machine lacks
         else:
             found.append(each)
     if not found:
@@ -151,7 +230,7 @@ def _bound(host: str, port: int, opened: contextlib.ExitStack) -> list[socket.so
 
 
 def _unusable(settings: ServiceSettings, error: OSError) -> str:
-    """Why it cannot listen."""
+    """Return an error message that says why the service cannot listen."""
     if error.errno == errno.EADDRINUSE:
         return (
             f"port: expected a free port, found that another program listens on {settings.port} of {settings.host}; "
@@ -159,8 +238,8 @@ def _unusable(settings: ServiceSettings, error: OSError) -> str:
         )
     if error.errno == errno.EACCES:
         return (
-            f"port: expected a port that this user may open, found {settings.port}; choose another port, such as one "
-            "of 1024 and above"
+            f"port: expected a port that this user may open, found {settings.port}; choose a different port, such as "
+            "1024 or higher"
         )
     return (
         f"host: expected an address of this machine, found {settings.host!r} ({error.strerror}); choose another host, "

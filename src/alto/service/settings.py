@@ -1,4 +1,4 @@
-"""How a service is set up: a YAML file, and options of ``alto serve``."""
+"""Settings of a service: a YAML file, and options of ``alto serve``."""
 
 from __future__ import annotations
 
@@ -10,61 +10,58 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from alto.errors import SpecError
-from alto.spec.keys import canonical_keys
-from alto.spec.load import read_mapping
-from alto.spec.validation import SpecModel
-
-__all__ = ["MOST_NAME_CHARS", "ServiceSettings", "VllmSettings", "load_settings"]
+from alto.spec import SpecModel, canonical_keys, read_mapping
 
 MIB = 2**20
 MOST_NAME_CHARS = 96
-"""Of a base model's name, as on the Hugging Face hub; with it the name of a fine-tuned model fits its column."""
+"""Maximum length of a base model's name, as on the Hugging Face hub; the name of a fine-tuned model then fits its
+column."""
 
 _SERVER_URL = r"^https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?$"
 
 
 class VllmSettings(SpecModel):
-    """A vLLM server that answers for the adapters; started with ``--enable-lora`` and
-    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=true``, and sees the service's folder at the same path.
+    """A vLLM server that serves the adapters. It must be started with ``--enable-lora`` and
+    ``VLLM_ALLOW_RUNTIME_LORA_UPDATING=true``, and see the service's folder at the same path.
 
     Attributes:
         url: Its address, such as ``http://127.0.0.1:8000``.
-        api_key: Its bearer key; None sends none.
-        base_model: Name under which it serves the base model. Adapters are for that one of the service's models which
-            has this name or this id, or for the only one.
-        probe_interval_s: Seconds between two looks at whether it still has the adapters.
-        timeout_s: Longest wait for an answer, or for the next piece of one that is streamed.
+        api_key: Its bearer key; None sends no key.
+        base_model: Name under which it serves the base model. It serves adapters of the service's model that has this
+            name or id, or of the service's only model.
+        probe_interval_s: Seconds between two checks that it still has the adapters.
+        timeout_s: Longest wait for an answer, or for the next piece of a streamed answer.
     """
 
     url: str = Field(pattern=_SERVER_URL, description="address of the server")
-    api_key: str | None = Field(default=None, pattern=r"^[!-~]+$", description="its bearer key")
-    base_model: str = Field(min_length=1, description="name of the base model there")
+    api_key: str | None = Field(default=None, pattern=r"^[!-~]+$", description="bearer key of the server")
+    base_model: str = Field(min_length=1, description="name of the base model on the server")
     probe_interval_s: float = Field(default=10.0, gt=0, le=3600, description="seconds between two probes")
-    timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer")
+    timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer, in seconds")
 
 
 class ServiceSettings(SpecModel):
     """Settings of a service.
 
     Attributes:
-        host, port: Where it listens. Beyond this machine it needs keys.
-        data_dir: Folder of its runs, of files, and of the database where none is named. Servers on one database, and
-            all nodes of a cluster, see it at the same path.
-        database: Address as of SQLAlchemy; None is an SQLite file in ``data_dir``.
-        artefacts: Where uploaded files and adapters are kept, a path or any URL of fsspec; None is in ``data_dir``.
-        cluster, total_gpus, strategy: As of :class:`alto.Engine`.
-        models: Base models by the names that requests give: shipped names, hub ids or local folders.
+        host, port: Address to listen on. If other machines can reach it, keys are required.
+        data_dir: Folder for runs, files, and the default database. All servers that share a database, and all nodes of
+            a cluster, must see it at the same path.
+        database: SQLAlchemy address; None uses an SQLite file in ``data_dir``.
+        artefacts: Storage of uploaded files and adapters, a path or any fsspec URL; None uses ``data_dir``.
+        cluster, total_gpus, strategy: See :class:`alto.Engine`.
+        models: Base models by the names that requests use: shipped names, hub ids or local folders.
         hub_models: Whether requests may also name any model of the Hugging Face hub.
-        trust_remote_code: Models among ``models`` whose own Python code may run.
-        max_upload_bytes: Largest file.
+        trust_remote_code: Names of models whose own Python code may run.
+        max_upload_bytes: Largest uploaded file.
         max_request_bytes: Largest body of any other request.
         max_jobs: Most configurations of one task.
-        max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have none of their own. Bytes are those
-            of uploaded files and of the folders of runs.
-        vllm: A server that answers for the adapters; None where there is none.
+        max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have no limits of their own. Bytes count
+            uploaded files and run folders.
+        vllm: The vLLM server that serves the adapters; None if there is none.
         hub_push: Whether tenants may upload their adapters to the Hugging Face hub, with the token of the service, to
             any repository that this token can write.
-        json_logs: Logs are lines of JSON.
+        json_logs: Whether log lines are JSON.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")
@@ -72,25 +69,27 @@ class ServiceSettings(SpecModel):
     data_dir: str = Field(default="alto-service", min_length=1, description="folder of runs, files and the database")
     database: str | None = Field(default=None, min_length=1, description="address of the database")
     artefacts: str | None = Field(default=None, min_length=1, description="where files and adapters are kept")
-    cluster: str = Field(default="local", min_length=1, description="what tasks run on")
-    total_gpus: int | None = Field(default=None, ge=1, description="GPUs to use at most")
+    cluster: str = Field(default="local", min_length=1, description="machines that tasks run on")
+    total_gpus: int | None = Field(default=None, ge=1, description="maximum number of GPUs to use")
     strategy: str = Field(default="adapter_parallel", description="how a task uses several GPUs")
     models: Mapping[str, str] = Field(default={"alto-tiny": "alto-tiny"}, description="base models by name")
     hub_models: bool = Field(default=False, description="whether requests may name any model of the hub")
     trust_remote_code: tuple[str, ...] = Field(default=(), description="models whose own code may run")
-    max_upload_bytes: int = Field(default=512 * MIB, ge=1, description="largest file")
-    max_request_bytes: int = Field(default=MIB, ge=1024, description="largest other request")
-    max_jobs: int = Field(default=1000, ge=1, le=10_000, description="most jobs of one task")
-    max_gpus: int | None = Field(default=None, ge=1, description="GPUs of a tenant at a time")
-    max_tasks: int | None = Field(default=None, ge=1, description="open tasks of a tenant")
-    max_bytes: int | None = Field(default=None, ge=1, description="bytes of a tenant's files and runs")
-    requests_per_s: float | None = Field(default=None, gt=0, description="requests of a tenant a second")
-    vllm: VllmSettings | None = Field(default=None, description="a server that answers for the adapters")
+    max_upload_bytes: int = Field(default=512 * MIB, ge=1, description="maximum size of an uploaded file, in bytes")
+    max_request_bytes: int = Field(default=MIB, ge=1024, description="maximum size of any other request, in bytes")
+    max_jobs: int = Field(default=1000, ge=1, le=10_000, description="maximum number of jobs of one task")
+    max_gpus: int | None = Field(default=None, ge=1, description="maximum number of GPUs that a tenant uses at a time")
+    max_tasks: int | None = Field(default=None, ge=1, description="maximum number of open tasks of a tenant")
+    max_bytes: int | None = Field(default=None, ge=1, description="maximum size of a tenant's files and runs, in bytes")
+    requests_per_s: float | None = Field(
+        default=None, gt=0, description="maximum number of requests of a tenant per second"
+    )
+    vllm: VllmSettings | None = Field(default=None, description="vLLM server that serves the adapters")
     hub_push: bool = Field(default=False, description="whether adapters may be uploaded to the hub")
-    json_logs: bool = Field(default=False, description="logs are lines of JSON")
+    json_logs: bool = Field(default=False, description="whether log lines are JSON")
 
     def __init__(self, /, **values: Any) -> None:
-        given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the file of settings")
+        given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the settings file")
         if isinstance(given.get("vllm"), Mapping):
             given["vllm"] = canonical_keys(given["vllm"], fields=VllmSettings.model_fields, aliases={}, where="vllm")
         super().__init__(**given)
@@ -118,7 +117,7 @@ class ServiceSettings(SpecModel):
 
     @property
     def root(self) -> Path:
-        """The data folder, absolute."""
+        """Absolute path of the data folder."""
         return Path(self.data_dir).expanduser().resolve()
 
     @property
@@ -128,11 +127,11 @@ class ServiceSettings(SpecModel):
 
     @property
     def artefact_url(self) -> str:
-        """Where files and adapters are kept."""
+        """Storage address of files and adapters."""
         return self.artefacts or str(self.root / "artefacts")
 
     def is_served(self, base_model: str) -> bool:
-        """Whether the vLLM server has the base model that requests call ``base_model``."""
+        """Return whether the vLLM server has the base model that requests call ``base_model``."""
         if self.vllm is None:
             return False
         if self.vllm.base_model in (base_model, self.models.get(base_model)):
@@ -141,7 +140,7 @@ class ServiceSettings(SpecModel):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine reaches the service."""
+        """Whether only this machine can reach the service."""
         if self.host == "localhost":
             return True
         try:
@@ -151,13 +150,13 @@ class ServiceSettings(SpecModel):
 
 
 def load_settings(path: str | Path | None, options: Mapping[str, Any]) -> ServiceSettings:
-    """The settings of a YAML file, if one is given, with ``options`` in place of its own.
+    """Read settings from a YAML file, if one is given; ``options`` override its values.
 
     Raises:
-        SpecError: No such file, or a value is out of its domain.
-        UnknownKeyError: A key that is no setting.
+        SpecError: The file does not exist, or a value is invalid.
+        UnknownKeyError: A key is not a setting.
     """
     written = {} if path is None else read_mapping(Path(path), "settings", "port: 8100")
     if any(not isinstance(key, str) for key in written):
-        raise SpecError(f"{path} should have text for keys, found another one. Put the key in quotes.")
+        raise SpecError(f"{path} should have text for keys, found a key of a different type. Put the key in quotes.")
     return ServiceSettings(**{**written, **options})

@@ -1,49 +1,195 @@
-"""Specifications: tasks, their search spaces and jobs, and their files. Without torch."""
+"""Specifications: tasks, their search spaces and jobs, and their files. Nothing here imports torch."""
 
-from alto.spec.base_model import BaseModelSpec, Quantisation
-from alto.spec.early_exit import EarlyExit
-from alto.spec.job_config import ALL_LINEAR, JobConfig
-from alto.spec.load import build_task, load_task, parse_override, read_run_task
-from alto.spec.module_names import PEFT_DEFAULT
-from alto.spec.objectives import PREFERENCE_METRICS, PREFERENCE_SCORES, ObjectiveEntry, ObjectiveSettings
-from alto.spec.rules import Rule
-from alto.spec.scoring import Scoring, parse_metric
+from alto.spec.base_model import (
+    LOAD_IN_4BIT,
+    QUANTISATION_KEYS,
+    BaseModelSpec,
+    BaseObjects,
+    Quantisation,
+    is_object_name,
+    quantisation_keys,
+    quantisation_of,
+    with_base_objects,
+)
+from alto.spec.data_keys import (
+    TEMPLATE_NAME,
+    TOOLS_TEMPLATE,
+    DataKeys,
+    chat_template_text,
+    default_name,
+    is_template_text,
+)
+from alto.spec.early_exit import EARLIEST_IN_WARMUP, EarlyExit, ceil_share, places_at, rung_step
+from alto.spec.expansion import AUTO, auto_space, usual_learning_rate
+from alto.spec.initial_weights import InitLoraWeights
+from alto.spec.job_config import ALL_LINEAR, JOB_FIELDS, MAPPING_FIELDS, SHAPE_FIELDS, JobConfig
+from alto.spec.keys import (
+    JOB_ALIASES,
+    NOT_NEEDED_KEYS,
+    TASK_ALIASES,
+    UNSUPPORTED_KEYS,
+    asks_for_nothing,
+    canonical_keys,
+)
+from alto.spec.labels import LABELS_NAME, labels_beside
+from alto.spec.load import build_task, load_task, overridden, parse_override, read_mapping, read_run_task
+from alto.spec.lr_schedules import EIGHT_BIT_OPTIMIZERS, OptimizerName
+from alto.spec.method import OWN_METHODS, SETTING_ALIASES, Method, find_method, learns_from_pairs
+from alto.spec.metric import LEAST_SCORE, LOSS, loss_scale, metric_notes, score_of, source_metric, source_of
+from alto.spec.module_names import PEFT_DEFAULT, module_matches, of_module, per_module, targeted_modules
+from alto.spec.objective_settings import (
+    CPO_LOSS_TYPES,
+    KTO_LOSS_TYPES,
+    LOSS_TYPES,
+    OBJECTIVES,
+    PREFERENCE_METRICS,
+    PREFERENCE_SCORES,
+    CpoLossType,
+    CpoSettings,
+    Divergence,
+    DpoSettings,
+    KtoSettings,
+    LossType,
+    ObjectiveEntry,
+    ObjectiveSettings,
+    OrpoSettings,
+)
+from alto.spec.row_objects import first_row
+from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
+from alto.spec.scoring import Scoring, parse_metric, parse_select_by
 from alto.spec.search import Budget, Search
-from alto.spec.search_space import MAX_JOBS, SearchSpace
-from alto.spec.simulation import Simulation, load_simulation
-from alto.spec.task import AdapterDtype, Job, MixtureSource, OnBadRow, RowFormName, Task, TrainOn
-from alto.spec.trace import ArrivingTask
+from alto.spec.search_space import MAX_JOBS, Axis, Sampled, SearchSpace, written
+from alto.spec.simulation import MAX_S, MIN_S, ArrivingTask, Simulation, load_simulation
+from alto.spec.strict_yaml import NotYamlError, read_yaml, write_yaml
+from alto.spec.task import (
+    TASK_FIELDS,
+    TRACKERS,
+    AdapterDtype,
+    Job,
+    Keep,
+    MixtureSource,
+    OnBadRow,
+    RowFormName,
+    Task,
+    TrainOn,
+)
+from alto.spec.task_checks import Refit
+from alto.spec.validation import SpecModel, is_finite_number, plain
 
 __all__ = [
     "ALL_LINEAR",
+    "AUTO",
+    "CPO_LOSS_TYPES",
+    "EARLIEST_IN_WARMUP",
+    "EIGHT_BIT_OPTIMIZERS",
+    "JOB_ALIASES",
+    "JOB_FIELDS",
+    "KTO_LOSS_TYPES",
+    "LABELS_NAME",
+    "LEAST_SCORE",
+    "LOAD_IN_4BIT",
+    "LOSS",
+    "LOSS_TYPES",
+    "MAPPING_FIELDS",
     "MAX_JOBS",
+    "MAX_S",
+    "MIN_S",
+    "NOT_NEEDED_KEYS",
+    "OBJECTIVES",
+    "OWN_METHODS",
     "PEFT_DEFAULT",
     "PREFERENCE_METRICS",
     "PREFERENCE_SCORES",
+    "QUANTISATION_KEYS",
+    "RULES",
+    "SETTING_ALIASES",
+    "SHAPE_FIELDS",
+    "TASK_ALIASES",
+    "TASK_FIELDS",
+    "TEMPLATE_NAME",
+    "TOOLS_TEMPLATE",
+    "TRACKERS",
+    "UNSUPPORTED_KEYS",
     "AdapterDtype",
     "ArrivingTask",
+    "Axis",
     "BaseModelSpec",
+    "BaseObjects",
     "Budget",
+    "CpoLossType",
+    "CpoSettings",
+    "DataKeys",
+    "Divergence",
+    "DivergenceSettings",
+    "DpoSettings",
     "EarlyExit",
+    "GapSettings",
+    "InitLoraWeights",
     "Job",
     "JobConfig",
+    "Keep",
+    "KtoSettings",
+    "LossType",
+    "Method",
     "MixtureSource",
+    "NotYamlError",
     "ObjectiveEntry",
     "ObjectiveSettings",
     "OnBadRow",
+    "OptimizerName",
+    "OrpoSettings",
     "Quantisation",
+    "Refit",
     "RowFormName",
     "Rule",
+    "Sampled",
     "Scoring",
     "Search",
     "SearchSpace",
     "Simulation",
+    "SpecModel",
     "Task",
     "TrainOn",
+    "UpturnSettings",
+    "asks_for_nothing",
+    "auto_space",
     "build_task",
+    "canonical_keys",
+    "ceil_share",
+    "chat_template_text",
+    "default_name",
+    "find_method",
+    "first_row",
+    "is_finite_number",
+    "is_object_name",
+    "is_template_text",
+    "labels_beside",
+    "learns_from_pairs",
     "load_simulation",
     "load_task",
+    "loss_scale",
+    "metric_notes",
+    "module_matches",
+    "of_module",
+    "overridden",
     "parse_metric",
     "parse_override",
+    "parse_select_by",
+    "per_module",
+    "places_at",
+    "plain",
+    "quantisation_keys",
+    "quantisation_of",
+    "read_mapping",
     "read_run_task",
+    "read_yaml",
+    "rung_step",
+    "score_of",
+    "source_metric",
+    "source_of",
+    "targeted_modules",
+    "usual_learning_rate",
+    "with_base_objects",
+    "write_yaml",
+    "written",
 ]

@@ -1,32 +1,152 @@
-"""The keys of a task that name its base model and its rows, and how rows are converted into tokens."""
+"""The keys of a task that name its base model and its data, and that control how rows become tokens."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from importlib import resources
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
+from alto.base import quoted
 from alto.records import ProblemType
-from alto.spec.chat_template import chat_template_text
-from alto.spec.data_forms import RowFormName, check_columns, label_names
 from alto.spec.mixture import MixtureSource
-from alto.spec.quoting import quoted
 from alto.spec.validation import MAX_CHARS, SpecModel, check_path
 
-__all__ = ["MAX_SEED", "DataKeys", "OnBadRow", "TokenCacheName", "TrainOn", "default_name"]
+RowFormName = Literal[
+    "auto",
+    "messages",
+    "sharegpt",
+    "prompt_completion",
+    "raw_prompt_completion",
+    "alpaca",
+    "text",
+    "preference",
+    "raw_preference",
+    "openai_preference",
+    "unpaired_preference",
+    "text_classification",
+]
+
+_COLUMN_ROLES = (
+    *("messages", "system", "prompt", "completion", "instruction", "input", "output", "history", "text", "text_pair"),
+    *("chosen", "rejected", "preferred_output", "non_preferred_output", "label"),
+    *("tools", "functions", "chat_template_kwargs"),
+)
+"""Roles of a dataset's columns: the keys of ``columns``."""
+
+ROW_COLUMNS = frozenset({*_COLUMN_ROLES, "conversations", "question", "answer", "response", "sentence"})
+"""Usual names of columns; rows are recognised by them."""
+
+
+def check_columns(columns: object) -> dict[str, str]:
+    """Check ``columns`` of a task or a source and return it as a dictionary.
+
+    Raises:
+        ValueError: It does not map roles to different columns.
+    """
+    if not isinstance(columns, Mapping) or not all(
+        isinstance(item, str) and item for pair in columns.items() for item in pair
+    ):
+        raise ValueError(
+            f"should map roles to names of the dataset's columns, found {quoted(columns)}. "
+            "Write for example {prompt: question, completion: solution}."
+        )
+    unknown = [role for role in columns if role not in _COLUMN_ROLES]
+    if unknown:
+        raise ValueError(
+            f"should have roles as keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. Write the "
+            "dataset's name of the column on the right."
+        )
+    if len(set(columns.values())) < len(columns):
+        raise ValueError(f"should give every role a different column, found {quoted(dict(columns))}. Remove one.")
+    return dict(columns)
+
+
+def label_names(value: object) -> tuple[str, ...]:
+    """Check ``id2label`` of a task and return the names in order.
+
+    Args:
+        value: A list of names, or a mapping from the indices 0 to K - 1 to names.
+
+    Raises:
+        ValueError: ``value`` is neither, or two names are the same.
+    """
+    given: list[object] = list(value) if isinstance(value, list | tuple) else []
+    if isinstance(value, Mapping):
+        indices = {str(key): name for key, name in value.items()}
+        given = [indices.get(str(index)) for index in range(len(value))]
+    names = [name for name in given if isinstance(name, str) and name]
+    if not names or len(set(names)) < len(given):
+        raise ValueError(
+            f"should give labels 0 to K - 1 different names, found {quoted(value)}. Write for example {{0: negative, "
+            "1: positive}; put names that look like numbers or truth values in quotes."
+        )
+    return tuple(names)
+
+
+TEMPLATE_NAME = "chat_template.jinja"
+"""Name of its file in the folder of an exported adapter; transformers uses the same name beside a tokenizer."""
+
+TOOLS_TEMPLATE = "chatml-tools"
+"""Name of ALTO's own template: ChatML turns, with tools and tool calls in the format of Hermes and Qwen 2.5."""
+
+_MAX_BYTES = 2**20
+
+
+def is_template_text(value: str) -> bool:
+    """Return whether ``value`` is the text of a template and not a path: it contains a Jinja tag."""
+    return "{{" in value or "{%" in value
+
+
+def is_template_name(value: str) -> bool:
+    """Return whether ``value`` names a template that is shipped with ALTO."""
+    return value == TOOLS_TEMPLATE
+
+
+def chat_template_text(value: str) -> str:
+    """Return the text of the template that ``value`` is, or that it names: a shipped template or a file.
+
+    Raises:
+        ValueError: The file does not exist, cannot be read, or holds no template.
+    """
+    if is_template_text(value):
+        return value
+    if is_template_name(value):
+        file = resources.files("alto").joinpath("assets", "chat-templates", f"{value}.jinja")
+        return file.read_text(encoding="utf-8")
+    path = Path(value).expanduser()
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError(
+                f"should be a file of at most {_MAX_BYTES} bytes, found {quoted(value)}. Name a smaller file."
+            )
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ValueError(
+            f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, a file with such a text, or {TOOLS_TEMPLATE}, "
+            f"found {quoted(value)}: {reason}. Correct the path, or write the template itself."
+        ) from None
+    if not is_template_text(text):
+        raise ValueError(
+            "should be a file with a Jinja text that contains {{ … }} or {% … %}, found neither in "
+            f"{quoted(value)}. Name a different file."
+        )
+    return text
+
 
 OnBadRow: TypeAlias = Literal["error", "skip"]
-"""What is done about rows that cannot be used."""
+"""The treatment of rows that cannot be used."""
 
 TrainOn: TypeAlias = Literal["completion", "all", "last"]
-"""Which tokens of a row are trained."""
+"""The tokens of a row that are trained."""
 
 TokenCacheName: TypeAlias = Literal["auto", "memory", "disk"]
-"""Where the tokens of the rows are kept."""
+"""The place where the tokens of the rows are kept."""
 
 _MAX_TEMPLATE_CHARS = 2**18
 
@@ -37,76 +157,82 @@ _DATA_SUFFIXES = {".gz", ".zst", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", "
 
 
 class DataKeys(SpecModel):
-    """The keys of a task that name its base model and its rows.
+    """The keys of a task that name its base model and its data.
 
     Attributes:
-        name: A safe file name; by default the dataset's file name without its endings.
+        name: A safe file name; the default is the dataset's file name without its suffixes.
         model: A model shipped with ALTO, a hub id, or a local folder.
-        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``; or a list of
-            several with weights, a mixture: ``[{path, weight, name}, …]``.
-        dataset_config: Configuration of a hub dataset; None takes its only one, or the preset's.
-        dataset_train_split, dataset_test_split: Splits of a hub dataset; None takes ``train`` and ``test``, or the
+        dataset: A file of training rows, a hub dataset (``owner/name``) or a preset such as ``gsm8k``; or a mixture,
+            a list of several datasets with weights: ``[{path, weight, name}, …]``.
+        dataset_config: Configuration of a hub dataset; None uses its only configuration, or the preset's.
+        dataset_train_split, dataset_test_split: Splits of a hub dataset; None uses ``train`` and ``test``, or the
             preset's. The test split is for ``alto eval``: nothing is trained or selected on it.
         dataset_format: The form of the rows; ``auto`` recognises it by their columns.
-        columns: The column of each role (``prompt``, ``completion``, ``messages``, …), where the names are not the
-            defaults.
-        validation_dataset: Rows to validate on, named as ``dataset`` is.
-        validation_split: Share of the dataset's rows set aside to validate on. Where both are None, a dataset's own
-            validation rows are used, or else a tenth of its rows.
-        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside for it: nothing is
-            trained on them or selected by them, so the loss of the best adapters there is what a user can expect. Where
-            both are None, there are none.
-        test_jobs: Which jobs' new best adapters are tested. ``auto``: those of the job that leads the task, so that in
-            the end the winner is tested; of every job where a metric, answers or means over seeds choose it. ``all``:
-            those of every job.
-        max_samples: Use only this many rows of the dataset; of each source of a mixture.
+        columns: The dataset's column for each role (``prompt``, ``completion``, ``messages``, …), if its names differ
+            from the defaults.
+        validation_dataset: Rows to validate on, named in the same way as ``dataset``.
+        validation_split: Share of the dataset's rows set aside to validate on. If this key and ``validation_dataset``
+            are both None, the dataset's own validation rows are used, or else a tenth of its rows.
+        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside to test on. Nothing is
+            trained on them or selected by them, so the test loss of the best adapters is what a user can expect. If
+            both are None, nothing is tested.
+        test_jobs: The jobs whose new best adapters are tested. ``auto`` tests the leading job, so that the winner is
+            tested in the end; if a metric, answers or means over seeds choose the winner, it tests every job. ``all``
+            always tests every job.
+        max_samples: Use only this many rows of the dataset, or of each source of a mixture.
         data_seed: Seed of the split and of the sampled values of the search space.
-        max_length: Tokens at which a row is cut; the number of cut rows is reported before training starts. None takes
-            the value of a preset, and 1024 for any other dataset. Rows are always cut at the model's positions.
-        train_on: Which tokens of a row are trained: ``completion``, all replies of the assistant; ``last``, only the
-            last of them; ``all``, the whole text. Of pairs, only replies are.
-        chat_template: A Jinja text, a file of it, or ``chatml-tools``, ALTO's own with calls of tools, in place of the
-            tokenizer's own chat template; it is written beside the best adapter as ``chat_template.jinja``.
-        problem_type: What a classification head learns, as transformers names it; None finds it in the labels:
-            ``regression`` with method ``regression``, several labels a row where they are lists, else one.
-        num_labels: Number of labels; None counts those of the rows.
-        id2label: Names of the labels in the order of the head's outputs, as a list or a mapping from their indices;
-            None takes the sorted names of the rows' labels, and ``LABEL_0`` and so on for numbers.
-        on_bad_row: What is done about rows that cannot be used: ``error`` lists every fault once, with the places of
-            its rows, and counts every kind; ``skip`` leaves them out, and their number is noted before training. Rows
-            that are all bad are an error in any case.
-        token_cache: Where the tokens of the rows are: in ``memory``; on ``disk``, in files that later runs and other
-            processes use again, of which a bounded part is in memory; ``auto`` is ``disk`` where the texts of the task
-            have 256 MiB or more, and from 4 MiB on where the cache can be written; but rows with labels for a
-            classification head are kept in memory. Tokens, splits and order of rows are the same.
+        max_length: Tokens at which a row is truncated; the number of truncated rows is reported before training starts.
+            None uses the value of a preset, and 1024 for any other dataset. Rows are always truncated to the model's
+            maximum number of positions.
+        train_on: The tokens of a row that are trained: ``completion``, all replies of the assistant; ``last``, only the
+            last reply; ``all``, the whole text. For preference pairs, only replies are trained.
+        chat_template: A chat template that replaces the tokenizer's own: a Jinja text, a file that holds one, or
+            ``chatml-tools``, ALTO's own template with tool calls. It is written beside the best adapter as
+            ``chat_template.jinja``.
+        problem_type: The problem that a classification head learns, as transformers names it. None derives it:
+            ``regression`` with method ``regression``; else multi-label if the labels of a row are a list, and
+            single-label if not.
+        num_labels: Number of labels; None counts the labels of the rows.
+        id2label: Names of the labels in the order of the head's outputs, as a list or a mapping from their indices.
+            None uses the sorted names of the rows' labels; numbers are named ``LABEL_0`` and so on.
+        on_bad_row: The treatment of rows that cannot be used. ``error`` lists every fault once, with the places of its
+            rows, and counts every kind; ``skip`` leaves the rows out and reports their number before training. If all
+            rows are bad, it is always an error.
+        token_cache: The place where tokens are kept: in ``memory``; or on ``disk``, in files that later runs and other
+            processes reuse, with only a bounded part in memory. ``auto`` is ``disk`` if the texts of the task have
+            256 MiB or more, and already from 4 MiB if the cache can be written; but rows with labels for a
+            classification head are kept in memory. Tokens, splits and the order of rows are the same either way.
     """
 
-    name: str = Field(description="of the task and its run")
+    name: str = Field(description="name of the task and its run")
     model: str = Field(min_length=1, description="base model: a shipped name, a hub id or a folder")
     dataset: str | tuple[MixtureSource, ...] = Field(min_length=1, description="training rows")
     dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
     dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
-    dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
-    dataset_format: RowFormName = Field(default="auto", description="form of the rows")
-    columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
-    validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
+    dataset_test_split: str | None = Field(default=None, min_length=1, description="split with held-out rows")
+    dataset_format: RowFormName = Field(default="auto", description="format of the rows")
+    columns: Mapping[str, str] = Field(default={}, description="names of the columns by role")
+    validation_dataset: str | None = Field(default=None, min_length=1, description="validation rows")
     validation_split: float | None = Field(
-        default=None, gt=0, lt=1, description="share of the rows set aside to validate on"
+        default=None, gt=0, lt=1, description="share of the rows set aside for validation"
     )
-    test_dataset: str | None = Field(default=None, min_length=1, description="rows to test on")
-    test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside to test on")
-    test_jobs: Literal["auto", "all"] = Field(default="auto", description="which jobs' best adapters are tested")
+    test_dataset: str | None = Field(default=None, min_length=1, description="test rows")
+    test_split: float | None = Field(default=None, gt=0, lt=1, description="share of the rows set aside for tests")
+    test_jobs: Literal["auto", "all"] = Field(default="auto", description="jobs whose best adapters are tested")
     max_samples: int | None = Field(default=None, ge=1, le=10**9, description="number of rows to use")
-    data_seed: int = Field(default=42, ge=0, le=MAX_SEED, description="of the split and of sampled values")
-    max_length: int | None = Field(default=None, ge=1, le=2**20, description="tokens of a row")
+    data_seed: int = Field(default=42, ge=0, le=MAX_SEED, description="seed of the split and of sampled values")
+    max_length: int | None = Field(default=None, ge=1, le=2**20, description="maximum number of tokens in a row")
     train_on: TrainOn = Field(default="completion", description="which tokens of a row are trained")
     chat_template: str | None = Field(
-        default=None, min_length=1, max_length=_MAX_TEMPLATE_CHARS, description="in place of the tokenizer's own"
+        default=None,
+        min_length=1,
+        max_length=_MAX_TEMPLATE_CHARS,
+        description="chat template that replaces the tokenizer's own",
     )
-    problem_type: ProblemType | None = Field(default=None, description="what a classification head learns")
+    problem_type: ProblemType | None = Field(default=None, description="problem that a classification head learns")
     num_labels: int | None = Field(default=None, ge=1, le=2**16, description="number of labels")
     id2label: tuple[str, ...] | None = Field(default=None, description="names of the labels by index")
-    on_bad_row: OnBadRow = Field(default="error", description="what is done about rows that cannot be used")
+    on_bad_row: OnBadRow = Field(default="error", description="how rows that cannot be used are treated")
     token_cache: TokenCacheName = Field(default="auto", description="where the tokens of the rows are kept")
 
     @field_validator("name")
@@ -165,16 +291,16 @@ class DataKeys(SpecModel):
 
     @property
     def sources(self) -> tuple[MixtureSource, ...]:
-        """The sources of a mixture; empty where there is one dataset."""
+        """The sources of a mixture; empty if there is only one dataset."""
         return () if isinstance(self.dataset, str) else self.dataset
 
     @property
     def dataset_name(self) -> str:
-        """The dataset as text; of a mixture the paths of all sources."""
+        """The dataset as text; for a mixture, the paths of all sources."""
         return " + ".join(source.path for source in self.sources) if self.sources else str(self.dataset)
 
     def of_source(self, source: MixtureSource) -> DataKeys:
-        """The keys for the rows of one source: its own, and else those of the task."""
+        """Return the keys for the rows of one source: the source's own keys, completed by those of the task."""
         own = source.model_dump(exclude={"path", "name", "weight"})
         if own["dataset_format"] is None:
             del own["dataset_format"]
@@ -183,7 +309,7 @@ class DataKeys(SpecModel):
 
 
 def default_name(dataset: object) -> str:
-    """A safe name from the dataset's: ``data/my train.jsonl.gz`` becomes ``my-train``."""
+    """Return a safe name made from the dataset's name: ``data/my train.jsonl.gz`` becomes ``my-train``."""
     if isinstance(dataset, list | tuple):
         paths = [item.get("path") if isinstance(item, Mapping) else getattr(item, "path", item) for item in dataset]
         return "-".join(map(default_name, paths))[:_MAX_NAME_CHARS] or "task"

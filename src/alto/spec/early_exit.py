@@ -1,10 +1,12 @@
-"""When jobs end before their last step: the early-exit settings of a task."""
+"""The early-exit settings of a task: when jobs end before their last step."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     Field,
@@ -16,48 +18,130 @@ from pydantic import (
     model_validator,
 )
 
+from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError
 from alto.records import Rung
 from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
-from alto.spec.rungs import (
-    EARLIEST_IN_WARMUP,
-    LEAST_RANKED_STEPS,
-    PRESETS,
-    Preset,
-    PresetName,
-    no_earlier,
-    without_floor,
-)
 from alto.spec.validation import plain
 
-__all__ = ["EarlyExit"]
+# A product this close to a whole number, relative to it, counts as that number: 0.07 * 100 is 7.000000000000001 in
+# float64.
+ROUNDING = 1e-9
+
+
+def ceil_share(share: float, total: int) -> int:
+    """Return ``ceil(share * total)``, unaffected by float rounding of the product."""
+    product = share * total
+    nearest = round(product)
+    return nearest if abs(product - nearest) <= ROUNDING * max(1, nearest) else math.ceil(product)
+
+
+def rung_step(rung: Rung, total_steps: int) -> int:
+    """Return the number of steps, at least 1, after which a job of ``total_steps`` steps reaches ``rung``."""
+    return max(1, ceil_share(rung.progress, total_steps))
+
+
+def places_at(rungs: Sequence[Rung], index: int, num_jobs: int) -> int:
+    """Return how many of ``num_jobs`` jobs continue from rung number ``index`` (from 0).
+
+    The shares of all rungs up to it are multiplied, and only their product is rounded:
+    ``max(ceil(keep_0 * … * keep_index * num_jobs), min(min_kept, num_jobs))``, and at most ``max_kept``.
+    """
+    rung = rungs[index]
+    share = math.prod(earlier.keep for earlier in rungs[: index + 1])
+    places = max(ceil_share(share, num_jobs), min(rung.min_kept, num_jobs))
+    return places if rung.max_kept is None else min(places, rung.max_kept)
+
+
+EARLIEST_IN_WARMUP = 0.25
+"""Share of a learning-rate warmup after which jobs may be compared. On recorded sweeps of supervised fine-tuning with
+warmups of 3 to 10 %, comparing that early loses nothing (``benchmarks/policies``)."""
+
+LEAST_RANKED_STEPS = 3
+"""Jobs with fewer steps are not ranked, because they are almost done after the first step."""
+
+PresetName: TypeAlias = Literal["default", "cautious", "greedy", "preferences"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A successive halving of the jobs of a task.
+
+    Attributes:
+        rungs: ``(progress, keep)`` pairs.
+        min_kept: Smallest number of jobs that continue from each rung, in the order of the rungs.
+        finish_from: Share of its steps from which only the best job continues; None for no such point.
+        clear_from: Share of its steps from which rungs also end jobs clearly behind the best; None for no such point.
+    """
+
+    rungs: tuple[tuple[float, float], ...]
+    min_kept: tuple[int, ...]
+    finish_from: float | None
+    clear_from: float | None = None
+
+
+def _preset(
+    first: float, then: float, min_kept: Mapping[float, int], finish: float | None, clear: float | None = None
+) -> Preset:
+    """Return a preset with rungs at the keys of ``min_kept``; the first keeps ``first``, the others keep ``then``."""
+    keeps = (first, *[then] * (len(min_kept) - 1))
+    rungs = tuple(zip(min_kept, keeps, strict=True))
+    return Preset(rungs=rungs, min_kept=tuple(min_kept.values()), finish_from=finish, clear_from=clear)
+
+
+PRESETS: Mapping[PresetName, Preset] = {
+    "default": _preset(1 / 6, 1 / 2, {0.01: 8, 0.025: 8, 0.05: 5, 0.1: 3, 0.25: 2}, finish=0.6, clear=0.25),
+    "cautious": _preset(1 / 3, 2 / 3, {0.025: 8, 0.05: 6, 0.1: 5, 0.2: 4, 0.4: 3, 0.8: 2}, finish=None),
+    "greedy": _preset(1 / 8, 1 / 2, {0.005: 8, 0.025: 8, 0.05: 5, 0.1: 3}, finish=0.3),
+    "preferences": Preset(rungs=((0.1, 1 / 2), (0.2, 0.3), (0.3, 1 / 2)), min_kept=(16, 6, 4), finish_from=0.6),
+}
+"""The presets of ``policy: alto`` by name; found by replay on recorded sweeps."""
+
+
+def without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
+    """Return the selection at ``rungs`` without a higher minimum than one job, and without a finish."""
+    return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
+
+
+def no_earlier(halving: Preset, earliest: float) -> Preset:
+    """Return the same selection with no rung before the share ``earliest``; rungs up to it merge into one at it."""
+    early = [index for index, (progress, _) in enumerate(halving.rungs) if progress <= earliest]
+    if not early:
+        return halving
+    keep = math.prod(halving.rungs[index][1] for index in early)
+    return Preset(
+        rungs=((earliest, keep), *halving.rungs[len(early) :]),
+        min_kept=halving.min_kept[early[-1] :],
+        finish_from=halving.finish_from,
+        clear_from=halving.clear_from,
+    )
+
 
 PAPER_WARMUP_RATIO = 0.05
 PAPER_SELECT_RATIO = 0.25
 PAPER_RUNGS = ((PAPER_WARMUP_RATIO, PAPER_SELECT_RATIO),)
 RUNGS_OF_0_1 = ((0.025, 0.5), (0.05, 0.2))
 DEFAULT_EVALUATION_SHARE = 0.2
-"""Evaluations take a sixth of the time of training and evaluating."""
+"""The default ``evaluation_share``: evaluations take a sixth of the total time of training and evaluation."""
 
 _MOST_KEPT = 10**6
 _RULES_OF_POLICY: Mapping[str, Mapping[str, str]] = {
     "alto": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_upturn"},
     "paper": {"detect_divergence": "divergence", "detect_overfitting": "overfitting_gap"},
 }
-"""By policy: its rules in the order of their calls, each with the setting that switches it off."""
+"""The rules of each policy in the order of their calls, by the setting that switches each rule on or off."""
 
 
 class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
-    """Which jobs are stopped early, and on what evidence.
+    """The settings that decide which jobs are stopped early, and on what evidence.
 
-    Two policies share these settings. ``paper`` is Algorithm 1 of the ALTO paper to the letter. ``alto`` (the default)
+    Two policies share these settings. ``paper`` is exactly Algorithm 1 of the ALTO paper. ``alto`` (the default)
     differs in three points: it selects at several rungs instead of one boundary; it compares jobs at exactly equal
     shares of their steps; and it calls a job overfitting when its validation loss has turned upward by more than its
-    own noise, not when validation and training loss lie apart.
+    own noise, not when there is a gap between validation and training loss.
 
-    A non-finite loss always ends a job, with any settings.
+    A non-finite loss always ends a job, whatever the settings.
 
     Attributes:
         enabled: False trains every job to its last step.
@@ -67,52 +151,52 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         rules: Further rules by name, called after those of the policy: a mapping of a rule's settings, or true for its
             defaults. Packages register rules; ALTO's are ``divergence``, ``overfitting_gap``, ``overfitting_upturn``.
         select: Rank the jobs at every rung and end those that are not kept.
-        preset: Rungs, ``min_kept`` and ``finish_from`` by name (``alto`` only). Where no rungs are given, None is
-            ``preferences`` in a task whose method learns which replies are better (``dpo``, ``kto`` and the like), and
-            ``default`` in every other. ``cautious`` keeps more jobs for longer than ``default``, ``greedy`` fewer.
-        warmup_ratio: Share of its steps every job trains before it is ranked. Given alone or with ``select_ratio``
-            it makes one rung; the default is the paper's 0.05 if only ``select_ratio`` is given.
-        select_ratio: Share of the ranked jobs that continue; the default is the paper's 0.25 if only ``warmup_ratio``
-            is given.
-        rungs: ``(progress, keep)`` pairs, progress rising: at ``progress`` of its steps every job is ranked and
+        preset: Rungs, ``min_kept``, ``finish_from`` and ``clear_from`` by name (``alto`` only). If no rungs are given,
+            None means ``preferences`` for a method that learns which replies are better (``dpo``, ``kto`` and similar),
+            and ``default`` for any other. ``cautious`` keeps more jobs for longer than ``default``, ``greedy`` fewer.
+        warmup_ratio: Share of its steps that every job trains before it is ranked. Given alone or with
+            ``select_ratio``, it makes one rung; if only ``select_ratio`` is given, the default is the paper's 0.05.
+        select_ratio: Share of the ranked jobs that continue; if only ``warmup_ratio`` is given, the default is the
+            paper's 0.25.
+        rungs: ``(progress, keep)`` pairs with rising progress: at ``progress`` of its steps every job is ranked, and
             ``keep`` of the jobs that the previous rung kept continue. Excludes ``warmup_ratio``, ``select_ratio`` and
             ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and ``alto`` its default preset.
         min_kept: Smallest number of jobs that continue from every rung: one number, or one for each of ``rungs``. None
-            is the preset's value, and 1 without one.
-        finish_from: Share of its steps from which only the best job continues; 1 lets all jobs left by the rungs
-            finish. None is the preset's value, and 1 without one.
+            means the preset's value, or 1 without a preset.
+        finish_from: Share of its steps from which only the best job continues; 1 lets all jobs kept by the rungs
+            finish. None means the preset's value, or 1 without a preset.
         clear_from: Share of its steps from which rungs also end jobs clearly behind the best: by three standard errors
-            on common rows, and by a twentieth of what the best has gained; 1 for no such point. None is the preset's
-            value where only the best job finishes, else 1. It needs evaluations that ``evaluation_share`` plans.
+            on common rows, and by a twentieth of the best job's improvement; 1 disables this. None means the preset's
+            value if only the best job finishes, else 1. It needs evaluations that ``evaluation_share`` plans.
         equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
             evaluations, and count places over all rungs (``alto`` only). False compares the first evaluation at or
             after the rung and counts places among the jobs that reach it, as ``paper`` does.
         evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides on how
             many validation rows jobs are evaluated, and how often after the last rung, at most at every ``eval_steps``
-            of the task; the best adapters are measured once more in the end. ``all`` evaluates on all rows, at every
-            ``eval_steps``. Methods other than sft, dpo, orpo and cpo, and metrics other than the loss, do that always.
-        evaluations: ``(progress, rows)`` pairs, progress rising: after which shares of its steps a job is evaluated,
-            and on how many validation rows. None lets ``evaluation_share`` decide.
-        final_evaluations: How many of the best jobs are measured once more in the end, and on how many validation rows;
-            the winner is one of them. None lets ``evaluation_share`` decide.
-        window: Evaluations a divergence slope is fitted over.
-        divergence_patience: Evaluations in a row at which a job must look diverging.
-        overfitting_patience: Evaluations in a row at which a job must look overfit.
-        tau_slope: Slope from which a loss counts as rising, in its own unit (nats per token) per evaluation.
-        tau_gap: Gap between validation and smoothed training loss, relative to the latter (``paper`` only).
-        tau_upturn: Rise of the validation loss over its best, relative to that best, below which it has not turned
-            upward even on a smooth curve (``alto`` only).
+            of the task; the best adapters are measured once more at the end. ``all`` evaluates on all rows, at every
+            ``eval_steps``. Methods other than sft, dpo, orpo and cpo, and metrics other than the loss, always do that.
+        evaluations: ``(progress, rows)`` pairs with rising progress: the shares of its steps after which a job is
+            evaluated, and the number of validation rows. None lets ``evaluation_share`` decide.
+        final_evaluations: Number of best jobs that are measured once more at the end, and number of validation rows;
+            the winner is one of these jobs. None lets ``evaluation_share`` decide.
+        window: Number of evaluations over which a divergence slope is fitted.
+        divergence_patience: Number of evaluations in a row at which a job must look diverging.
+        overfitting_patience: Number of evaluations in a row at which a job must look overfit.
+        tau_slope: Slope from which a loss counts as rising, in the unit of the loss (nats per token) per evaluation.
+        tau_gap: Gap between validation loss and smoothed training loss, relative to the training loss (``paper`` only).
+        tau_upturn: Rise of the validation loss over its best value, relative to that value, below which it has not
+            turned upward even on a smooth curve (``alto`` only).
         tau_noise: The same rise in standard deviations of the job's own validation noise (``alto`` only).
         ema_alpha: Weight of the newest step in the smoothed training loss. The default 0.1 averages over about the last
             ten steps, which cuts step noise to a quarter and still follows a loss that turns between two evaluations.
 
     Raises:
-        UnknownKeyError: A key that is not one of the above.
-        ConflictingKeysError: ``rungs`` together with ``warmup_ratio`` or ``select_ratio``; ``preset`` together with one
-            of these three, or with the paper's policy.
-        SpecError: A value out of bounds, rungs that do not rise, an unknown rule, or one of the policy's own under
-            ``rules``.
-        UnsupportedError: The rule of a package cannot be used.
+        UnknownKeyError: A key is not one of the above.
+        ConflictingKeysError: ``rungs`` is given together with ``warmup_ratio`` or ``select_ratio``; or ``preset``
+            together with one of these three or with the paper's policy.
+        SpecError: A value is out of bounds, rungs do not rise, a rule is unknown, or ``rules`` names one of the
+            policy's own.
+        UnsupportedError: A package's rule cannot be used.
     """
 
     enabled: bool = Field(default=True, description="whether any job is stopped early")
@@ -122,29 +206,32 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     rules: Mapping[str, SerializeAsAny[Rule]] = Field(default={}, description="further rules and their settings")
     select: bool = Field(default=True, description="rank the jobs at rungs")
     warmup_ratio: float | None = Field(
-        default=None, gt=0, lt=1, description="share of its steps before a job is ranked"
+        default=None, gt=0, lt=1, description="share of its steps that a job trains before it is ranked"
     )
     select_ratio: float | None = Field(default=None, gt=0, le=1, description="share of the ranked jobs that continue")
-    preset: PresetName | None = Field(default=None, description="rungs by name")
+    preset: PresetName | None = Field(default=None, description="name of predefined rungs")
     rungs: tuple[tuple[float, float], ...] | None = Field(default=None, description="pairs of progress and share kept")
     min_kept: int | tuple[int, ...] | None = Field(
         default=None, description="smallest number of jobs that continue from a rung"
     )
     finish_from: float | None = Field(
-        default=None, gt=0, le=1, description="share of its steps from which only the best job continues"
+        default=None, gt=0, le=1, description="share of the steps from which only the best job continues"
     )
     clear_from: float | None = Field(
-        default=None, gt=0, le=1, description="share of its steps from which rungs end jobs that lie clearly behind"
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the steps from which rungs also end jobs that are clearly behind the best",
     )
     equal_shares: bool = Field(default=True, description="compare jobs at exactly equal shares of their steps")
     evaluation_share: Annotated[float, Field(gt=0, le=10)] | Literal["all"] = Field(
-        default=DEFAULT_EVALUATION_SHARE, description="time for evaluations over time for training, or all"
+        default=DEFAULT_EVALUATION_SHARE, description="time for evaluations as a share of the time for training, or all"
     )
     evaluations: tuple[tuple[float, int], ...] | None = Field(
-        default=None, description="pairs of progress and validation rows"
+        default=None, description="pairs of progress and number of validation rows"
     )
     final_evaluations: tuple[int, int] | None = Field(
-        default=None, description="jobs measured in the end, and validation rows"
+        default=None, description="number of jobs measured at the end, and number of validation rows"
     )
     ema_alpha: float = Field(default=0.1, gt=0, le=1, description="weight of the newest training loss")
 
@@ -184,8 +271,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if not isinstance(pairs, tuple) or not pairs or not all(_is_evaluation(pair, least, most) for pair in pairs):
             example = "[[0.05, 12], [1.0, 100]]" if info.field_name == "evaluations" else "[3, 100]"
             raise ValueError(
-                f"should be positive numbers in pairs, the second a number of validation rows, found {quoted(given)}. "
-                f"Write for example {example}, or remove the key: evaluation_share decides."
+                "should be pairs of positive numbers, the second the number of validation rows, found "
+                f"{quoted(given)}. Write for example {example}, or remove the key: evaluation_share decides."
             )
         if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
             raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
@@ -219,7 +306,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     @model_validator(mode="after")
     def _check_finish(self) -> EarlyExit:
         given = self._given_rungs
-        # The rungs of a preset after the finish are left out; those that a user sets are all used.
+        # A preset's rungs after the finish are dropped; rungs set by the user are all used.
         before, which = (self._basis.rungs[0][0], "first") if given is None else (given[-1][0], "last")
         if self.finish_from is not None and self.finish_from <= before:
             raise ValueError(
@@ -232,8 +319,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     def _check_min_kept(self) -> EarlyExit:
         if isinstance(self.min_kept, tuple) and (self.rungs is None or len(self.min_kept) != len(self.rungs)):
             raise ValueError(
-                f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)} with "
-                f"{len(self.rungs or ())} of them. Write one number."
+                f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)}, and the "
+                f"number of rungs is {len(self.rungs or ())}. Write one number."
             )
         return self
 
@@ -242,8 +329,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         twice = [name for name in _RULES_OF_POLICY[self.policy].values() if name in self.rules]
         if twice:
             raise ValueError(
-                f"rules: expected rules beside those of policy {self.policy!r}, found {twice[0]!r}, which is one of "
-                f"them. Write its settings directly under early_exit."
+                f"rules: expected rules that are not part of policy {self.policy!r}, found {twice[0]!r}, which is "
+                "part of it. Write its settings directly under early_exit."
             )
         return self
 
@@ -254,10 +341,10 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @classmethod
     def parse(cls, value: object) -> EarlyExit:
-        """Parse ``early_exit`` of a task: a mapping of settings; true for the defaults, false for none.
+        """Parse ``early_exit`` of a task: a mapping of settings; true for the defaults, false for no early exit.
 
         Raises:
-            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As the constructor does.
+            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See the constructor.
         """
         if isinstance(value, EarlyExit):
             return value
@@ -270,21 +357,21 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             )
         if not all(isinstance(key, str) for key in value):
             raise SpecError(
-                f"early_exit should have text for keys, found {quoted(list(value))}. Put the keys in quotes."
+                f"early_exit should have text as keys, found {quoted(list(value))}. Put the keys in quotes."
             )
         try:
             return cls(**value)
         except SpecError as error:
-            if type(error) is SpecError:  # about a value; errors about keys have their place in the message
+            if type(error) is SpecError:  # about a value; messages about keys already name the place
                 raise SpecError(f"early_exit.{error}") from None
             raise
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:
-        """The settings in the files of a run; those of version 0.1 select as that version did.
+        """Read the settings in the files of a run; settings written by version 0.1 select as that version did.
 
         Raises:
-            SpecError: As the constructor does.
+            SpecError: See the constructor.
         """
         if "equal_shares" in settings:
             return cls(**settings)
@@ -295,7 +382,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         return cls(**old)
 
     def with_preset(self, name: PresetName) -> EarlyExit:
-        """The same settings with a preset, where they have neither a preset nor rungs of their own."""
+        """Return the same settings with a preset, unless they already have a preset or rungs of their own."""
         return self if self.has_own_rungs or self.preset is not None else self.replace(preset=name)
 
     @property
@@ -305,7 +392,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @property
     def active_rules(self) -> tuple[Rule, ...]:
-        """The rules that judge each job at each of its evaluations, in the order of their calls."""
+        """The rules that judge each job at each of its evaluations, in the order in which they are called."""
         if not self.enabled:
             return ()
         switches = _RULES_OF_POLICY[self.policy]
@@ -315,8 +402,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @property
     def selection_rungs(self) -> tuple[Rung, ...]:
-        """The rungs of these settings, also where ``enabled`` or ``select`` is off; the last one is the point from
-        which only the best job continues, where there is one."""
+        """The rungs of these settings, even if ``enabled`` or ``select`` is off. If there is a point from which only
+        the best job continues, it is the last rung."""
         halving = self._halving
         clear_from = halving.clear_from or 1.0
         rungs = [
@@ -328,16 +415,16 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         return tuple(rungs)
 
     def resolved(self, *, lr_warmup: float = 0.0, steps: Collection[int] = ()) -> EarlyExit:
-        """The same settings with explicit rungs, as they are written to the run directory.
+        """Return the same settings with explicit rungs, as they are written to the run directory.
 
-        The rungs of a preset come after the learning-rate warmup; those of a user or the paper do not move, nor does a
-        user's ``finish_from``, and then the rungs of a preset stay before it.
+        A preset's rungs move so that they come no earlier than after a quarter of the learning-rate warmup. Rungs of
+        the user or of the paper do not move. A user's ``finish_from`` does not move either; if it comes no later than
+        that point, the preset's rungs stay where they are.
 
         Args:
-            lr_warmup: The largest share of its steps for which a job's learning rate rises. The rungs of a preset come
-                no earlier than after a quarter of it.
-            steps: Numbers of steps that jobs have; empty where they are not known. Where a job has fewer than three, no
-                jobs are ranked at the rungs of a preset.
+            lr_warmup: Largest share of a job's steps in which its learning rate rises.
+            steps: Numbers of steps of the jobs; empty if they are not known. If a job has fewer than three steps, no
+                jobs are ranked at a preset's rungs.
         """
         halving, select, earliest = self._halving, self.select, EARLIEST_IN_WARMUP * lr_warmup
         is_finish_before = self.finish_from is not None and self.finish_from < 1 and self.finish_from <= earliest
@@ -357,12 +444,12 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @property
     def has_own_rungs(self) -> bool:
-        """Whether a user (or the paper) has set the rungs, not a preset."""
+        """Whether the user or the paper's policy, and not a preset, sets the rungs."""
         return self._given_rungs is not None
 
     @property
     def _given_rungs(self) -> tuple[tuple[float, float], ...] | None:
-        """The rungs of a user or the paper; None where a preset has them."""
+        """The rungs of the user or the paper; None if a preset sets them."""
         if self.rungs is not None:
             return self.rungs
         if self.warmup_ratio is not None or self.select_ratio is not None:
@@ -372,7 +459,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @property
     def _basis(self) -> Preset:
-        """The rungs with the ``min_kept`` and ``finish_from`` that hold where these are not set."""
+        """The rungs, with the defaults of ``min_kept``, ``finish_from`` and ``clear_from``."""
         given = self._given_rungs
         return PRESETS[self.preset or "default"] if given is None else without_floor(given)
 
@@ -404,7 +491,7 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
         raise ConflictingKeysError(f"early_exit gives both preset and {other}; expected one. Remove one of them.")
     if given.get("policy") == "paper":
         raise ConflictingKeysError(
-            "early_exit gives a preset with policy 'paper', whose rule has none; expected one of the two. Remove one."
+            "early_exit gives a preset with policy 'paper', which has no presets; expected one of the two. Remove one."
         )
 
 
@@ -436,7 +523,7 @@ def _rule(name: str, settings: object) -> Rule:
 
 
 def _is_evaluation(pair: object, least: float, most: float) -> bool:
-    """Whether ``pair`` is a number above ``least`` and up to ``most``, and a positive whole number."""
+    """Return whether ``pair`` is a number above ``least`` and up to ``most``, and a positive whole number."""
     if not isinstance(pair, tuple) or len(pair) != 2 or any(isinstance(number, bool) for number in pair):
         return False
     first, num_rows = pair

@@ -19,14 +19,19 @@ from pydantic import (
     model_validator,
 )
 
+from alto.base import quoted
 from alto.errors import UnsupportedError
-from alto.spec.initial_weights import InitLoraWeights, supported_init
+from alto.spec.initial_weights import InitLoraWeights, check_targets, parameter_names, supported_init
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.lr_schedules import (
     LrSchedulerType,
+    OptimizerName,
+    check_optimizer_args,
     check_schedule,
+    optimizer_args,
     schedule_factor,
     scheduler_kwargs,
+    supported_optimizer,
     supported_scheduler,
 )
 from alto.spec.method import Method, find_method
@@ -41,34 +46,21 @@ from alto.spec.module_names import (
     saved_modules,
     targeted_modules,
 )
-from alto.spec.objectives import ObjectiveSettings
-from alto.spec.optimizers import OptimizerName, check_optimizer_args, optimizer_args, supported_optimizer
-from alto.spec.quoting import quoted
-from alto.spec.target_parameters import check_targets, parameter_names
+from alto.spec.objective_settings import ObjectiveSettings
 from alto.spec.validation import SpecModel, is_finite_number
 
-__all__ = [
-    "ALL_LINEAR",
-    "JOB_FIELDS",
-    "MAPPING_FIELDS",
-    "SHAPE_FIELDS",
-    "BiasMode",
-    "JobConfig",
-    "LrSchedulerType",
-]
-
 BiasMode: TypeAlias = Literal["none", "all", "lora_only"]
-"""Which biases of the base model are trained: none, all, or those of the modules with adapters."""
+"""The biases of the base model that are trained: none, all, or those of the modules with adapters."""
 
 MAPPING_FIELDS = ("alpha_pattern", "lr_scheduler_kwargs", "optim_args", "rank_pattern")
-"""Fields of a job that are mappings themselves; they hold their pairs as tuples, in the order of writing."""
+"""Fields of a job that are mappings; they are stored as tuples of pairs, in the order in which they were written."""
 
 SHAPE_FIELDS = (
     *("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("bias", "use_dora", "modules_to_save"),
 )
-"""Fields of a job that decide its adapter's modules, their ranks and scales, and its further tensors."""
+"""Fields of a job that decide its adapter's modules, their ranks and scales, and its extra trained tensors."""
 
 _MAX_RANK = 1024
 _MAX_SEED = 2**32 - 1
@@ -93,32 +85,32 @@ _SchedulerKwargs = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(schedu
 
 
 class JobConfig(SpecModel):
-    """All settings of one job's trajectory, resolved and checked.
+    """All settings that decide one job's training, resolved and checked.
 
-    Fields carry the spelling of Hugging Face's ``TrainingArguments`` and PEFT's ``LoraConfig``; the constructor also
-    takes the aliases in :data:`alto.spec.keys.JOB_ALIASES`. Steps are optimizer steps, rows are training examples;
-    a row count given to a method is that of the training split.
+    Fields are spelled as in Hugging Face's ``TrainingArguments`` and PEFT's ``LoraConfig``; the constructor also
+    accepts the aliases in :data:`alto.spec.keys.JOB_ALIASES`. Steps are optimizer steps, rows are training examples;
+    methods that take a number of rows expect that of the training split.
 
-    ``lora_alpha`` may be given as a number, ``"r"`` or ``"<number>*r"``; the finished object holds the number.
-    ``target_modules`` may be given as one name, several, or a pattern; the finished object holds ``"all-linear"``,
-    ``"peft-default"``, a sorted tuple of names, or a regular expression; ``exclude_modules`` likewise.
-    ``rank_pattern``, ``alpha_pattern``, ``lr_scheduler_kwargs`` and ``optim_args`` may be given as mappings; the
-    finished object holds their pairs, :meth:`to_dict` the mappings; ``optim_args`` also as transformers' text,
-    ``"momentum=0.9,nesterov=true"``. ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is
-    stored as ``"default"``; ``mixture_weights`` are given as a mapping, and stored as shares that add up to 1;
-    ``max_grad_norm`` 0 as None: no clipping; ``optim`` in one spelling where there are several. ``objective`` holds the
-    settings of the method; :meth:`of` takes them beside the others, as a task file does, and so does :meth:`to_dict`.
+    Some values are stored in another form than they are given. ``lora_alpha`` may be ``"r"`` or ``"<number>*r"``; the
+    number is stored. ``target_modules`` may be one name, several, or a pattern; stored is ``"all-linear"``,
+    ``"peft-default"``, a sorted tuple of names, or a regular expression; likewise ``exclude_modules``. The mappings
+    ``rank_pattern``, ``alpha_pattern``, ``lr_scheduler_kwargs`` and ``optim_args`` are stored as tuples of pairs;
+    :meth:`to_dict` returns mappings. ``optim_args`` may also be text, ``"momentum=0.9,nesterov=true"``.
+    ``warmup_steps`` below 1 is a share of the steps. ``init_lora_weights`` true is stored as ``"default"``, and
+    ``max_grad_norm`` 0 as None: no clipping. ``mixture_weights`` is a mapping; stored are shares that add up to 1.
+    ``optim`` is stored in one spelling if there are several. ``objective`` holds the settings of the method;
+    :meth:`of` and :meth:`to_dict` have them as ordinary keys beside the others, as a task file does.
 
     Raises:
-        SpecError: A value is out of its domain, or two of them contradict each other.
-        UnsupportedError: One of PEFT's other ways to start an adapter, or of transformers' other optimizers.
+        SpecError: A value is out of its domain, or values contradict each other.
+        UnsupportedError: An initialisation of PEFT or an optimizer of transformers is not supported.
         UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
     """
 
     learning_rate: float = Field(default=2e-4, gt=0, description="the peak learning rate")
-    per_device_train_batch_size: int = Field(default=8, ge=1, le=4096, description="rows of one micro-step")
+    per_device_train_batch_size: int = Field(default=8, ge=1, le=4096, description="number of rows in one micro-step")
     gradient_accumulation_steps: int = Field(
-        default=1, ge=1, le=4096, description="micro-steps of one step: its rows are the product of the two"
+        default=1, ge=1, le=4096, description="number of micro-steps in one step, which multiply its rows"
     )
     r: int = Field(default=16, ge=1, le=_MAX_RANK, description="the adapter's rank")
     lora_alpha: float = Field(
@@ -132,7 +124,9 @@ class JobConfig(SpecModel):
     target_parameters: tuple[str, ...] | None = Field(
         default=None, description="parameters of stacked experts that get an adapter per expert"
     )
-    exclude_modules: str | tuple[str, ...] | None = Field(default=None, description="which of them get none")
+    exclude_modules: str | tuple[str, ...] | None = Field(
+        default=None, description="which linear layers get no adapter"
+    )
     layers_to_transform: tuple[int, ...] | None = Field(
         default=None, description="indices of the model's layers with adapters"
     )
@@ -140,7 +134,7 @@ class JobConfig(SpecModel):
         default=None, description="name of the list that holds the model's layers"
     )
     modules_to_save: tuple[str, ...] | None = Field(
-        default=None, description="which of the output head and the token embeddings are trained whole"
+        default=None, description="which of the output head and the token embeddings are trained in full"
     )
     rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
     alpha_pattern: _AlphaPattern = Field(default=(), description="lora_alpha of some modules, by name or pattern")
@@ -149,31 +143,36 @@ class JobConfig(SpecModel):
         default=None, ge=0, description="size of the noise on token embeddings in training (NEFTune)"
     )
     router_aux_loss_coef: float | None = Field(
-        default=None, ge=0, description="weight of the loss that balances the load of experts; as TRL by default"
+        default=None, ge=0, description="weight of the loss that balances the load of experts; by default as in TRL"
     )
-    loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="learning rate of B over that of A (LoRA+)")
+    loraplus_lr_ratio: float = Field(default=1.0, gt=0, description="ratio of the learning rates of B and A (LoRA+)")
     num_train_epochs: float = Field(
         default=3, gt=0, le=_MAX_STEPS, description="epochs over the training rows; steps are rounded up"
     )
-    max_steps: int | None = Field(default=None, ge=1, le=_MAX_STEPS, description="steps; overrides num_train_epochs")
-    lr_scheduler_type: LrSchedulerType = Field(default="linear", description="course of the learning rate")
-    lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of that course")
+    max_steps: int | None = Field(
+        default=None, ge=1, le=_MAX_STEPS, description="number of steps; overrides num_train_epochs"
+    )
+    lr_scheduler_type: LrSchedulerType = Field(default="linear", description="schedule of the learning rate")
+    lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of the learning-rate schedule")
     warmup_steps: float = Field(
-        default=0, ge=0, le=_MAX_STEPS, description="steps of rising learning rate; below 1 their share"
+        default=0,
+        ge=0,
+        le=_MAX_STEPS,
+        description="number of steps with rising learning rate, or their share if below 1",
     )
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
     optim: OptimizerName = Field(default="adamw_torch", description="the optimizer, as in transformers")
-    optim_args: _OptimizerArgs = Field(default=(), description="settings of an optimizer that is no AdamW")
+    optim_args: _OptimizerArgs = Field(default=(), description="settings of an optimizer other than AdamW")
     weight_decay: float = Field(
         default=0.0, ge=0, description="decoupled decay; L2 penalty with sgd, rmsprop and adagrad, as in torch"
     )
     max_grad_norm: float | None = Field(default=1.0, ge=0, description="gradients are clipped to this norm")
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment")
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW's decay of the second moment")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's term in the denominator")
-    seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="of initial weights, data order and dropout")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="decay rate of AdamW's first moment")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay rate of AdamW's second moment")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="term in the denominator of AdamW")
+    seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="seed of initial weights, data order and dropout")
     mixture_weights: Weights | None = Field(
-        default=None, description="weight of every source of a mixture, by name; those of the sources by default"
+        default=None, description="weight of every source of a mixture, by name; by default those set in the sources"
     )
     objective: SerializeAsAny[ObjectiveSettings] = Field(
         default=ObjectiveSettings(), description="settings of the method"
@@ -181,7 +180,7 @@ class JobConfig(SpecModel):
 
     def __init__(self, /, **values: Any) -> None:
         if not values.keys() <= JobConfig.model_fields.keys():
-            # A setting of another method is refused as such, and not as a misspelt field.
+            # A setting of another method gets an error of its own, not that of a misspelt field.
             method = find_method("sft")
             fields, aliases = (*JobConfig.model_fields, *method.known_keys), {**JOB_ALIASES, **method.aliases}
             given = canonical_keys(values, fields=fields, aliases=aliases, where="the job")
@@ -190,14 +189,14 @@ class JobConfig(SpecModel):
 
     @classmethod
     def of(cls, method: Method, values: Mapping[str, Any]) -> JobConfig:
-        """The configuration of a job of ``method`` from one flat mapping, as task files and journals have it.
+        """Return the configuration of a job of ``method`` from one flat mapping, as in task files and journals.
 
         Args:
             values: Fields of every job and settings of the method, in any spelling; settings of ALTO's other methods
                 are allowed if they are null.
 
         Raises:
-            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As the constructor does.
+            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See the constructor.
         """
         fields, aliases = (*JOB_FIELDS, *method.known_keys), {**JOB_ALIASES, **method.aliases}
         given = method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the job"))
@@ -206,27 +205,28 @@ class JobConfig(SpecModel):
         if config.gradient_accumulation_steps > 1 and method.compares_replies:
             raise UnsupportedError(
                 f"gradient_accumulation_steps: expected 1 with method {method.name!r}, found "
-                f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, of which the last of an "
-                "epoch may be smaller, and not over the rows of a step. Multiply per_device_train_batch_size by it."
+                f"{config.gradient_accumulation_steps}: TRL averages over micro-batches, not over the rows of a step, "
+                "and the last micro-batch of an epoch may be smaller. Multiply per_device_train_batch_size by it."
             )
         if config.router_aux_loss_coef and method.entry.problem_types:
             raise UnsupportedError(
-                f"router_aux_loss_coef: expected none with method {method.name!r}, found "
-                f"{config.router_aux_loss_coef:g}: transformers adds no such loss to that of "
-                "a classification head. Remove the key."
+                f"router_aux_loss_coef: expected no value with method {method.name!r}, found "
+                f"{config.router_aux_loss_coef:g}: transformers does not add this loss to that of a classification "
+                "head. Remove the key."
             )
         if config.neftune_noise_alpha and method.compares_replies:
             raise UnsupportedError(
-                f"neftune_noise_alpha: expected none with method {method.name!r}, found {config.neftune_noise_alpha}: "
-                "replies to one prompt are compared, and the noise on each would differ. Remove the key."
+                f"neftune_noise_alpha: expected no value with method {method.name!r}, found "
+                f"{config.neftune_noise_alpha}: replies to one prompt are compared, and the noise on each would "
+                "differ. Remove the key."
             )
         return config
 
     def replace(self, **changes: Any) -> Self:
-        """A new, fully checked object with some fields, or settings of the same method, changed (canonical names).
+        """Return a new, fully checked object with some fields or settings of the method changed (canonical names).
 
         Raises:
-            SpecError: As the constructor does.
+            SpecError: See the constructor.
         """
         settings = type(self.objective)
         values = {"objective": None, **self.to_dict(), **changes}
@@ -253,7 +253,7 @@ class JobConfig(SpecModel):
                 f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {quoted(value)}. "
                 "Write one of these, a number without quotes."
             )
-        # A refused rank is reported separately; any positive number replaces it here.
+        # An invalid rank is reported separately; any positive number will do here.
         return float(match["factor"] or 1) * info.data.get("r", 1)
 
     @field_validator("target_modules", mode="before")
@@ -313,7 +313,7 @@ class JobConfig(SpecModel):
     @field_validator("num_train_epochs", mode="after")
     @classmethod
     def _keep_whole_numbers(cls, value: float) -> float:
-        # Hugging Face types this field as a float: 3.0 and 3 are one configuration, and are shown as 3.
+        # Hugging Face types this field as a float: 3.0 and 3 are the same configuration, and are shown as 3.
         return int(value) if value.is_integer() else value
 
     @field_validator("mixture_weights", mode="before")
@@ -370,8 +370,8 @@ class JobConfig(SpecModel):
         odd = next((rank for rank in (self.r, *(rank for _, rank in self.rank_pattern)) if rank % 2), None)
         if self.init_lora_weights == "orthogonal" and odd is not None:
             raise ValueError(
-                f"init_lora_weights 'orthogonal' should come with even ranks, of which it gives half to A and half to "
-                f"B, found rank {odd}. Write an even r and rank_pattern, or another start."
+                "init_lora_weights 'orthogonal' should come with even ranks, because it gives half of a rank to A and "
+                f"half to B, found rank {odd}. Write an even r and rank_pattern, or a different init_lora_weights."
             )
         return self
 
@@ -392,16 +392,17 @@ class JobConfig(SpecModel):
 
     @property
     def rows_per_step(self) -> int:
-        """Rows of one optimizer step. Its loss is that of all its rows at once, so how they are divided into
-        micro-batches changes nothing, except where rows have labels (:meth:`row_factors`)."""
+        """Rows of one optimizer step. The loss is computed over all of them together, so the division into
+        micro-batches changes nothing, except for rows with labels (:meth:`row_factors`)."""
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     def row_factors(self, num_rows: int) -> tuple[float, ...]:
-        """The weight of each row of a step in the mean over micro-steps of their mean losses, relative to that in the
-        mean over rows: 1 for all where every micro-step has as many.
+        """Return a factor per row of a step that turns the mean over rows into the mean over micro-step means.
+
+        All factors are 1 if every micro-step has the same number of rows.
 
         Args:
-            num_rows: Rows of the step; in the last one of an epoch, the last micro-step may have fewer than others.
+            num_rows: Rows of the step; at the end of an epoch, the last micro-step may have fewer than the others.
         """
         size = self.per_device_train_batch_size
         num_micro_steps = math.ceil(num_rows / size)
@@ -409,33 +410,32 @@ class JobConfig(SpecModel):
         return tuple(num_rows / (num_micro_steps * of_micro_step) for of_micro_step in sizes)
 
     def steps_per_epoch(self, num_rows: int) -> int:
-        """Steps of one epoch over ``num_rows`` rows; a last, smaller batch is kept, as HF's Trainer does."""
+        """Return the number of steps of one epoch; the last, smaller batch is kept, as in HF's Trainer."""
         assert num_rows >= 1, f"an epoch needs rows, got {num_rows}"
         return math.ceil(num_rows / self.rows_per_step)
 
     def total_steps(self, num_rows: int) -> int:
-        """Steps of the whole job if nothing ends it early; those of a part of an epoch are rounded up, as HF's Trainer
-        does."""
+        """Return the number of steps of the job without early exit; a fraction is rounded up, as in HF's Trainer."""
         return self.max_steps or math.ceil(self.num_train_epochs * self.steps_per_epoch(num_rows))
 
     def samples_after(self, step: int, num_rows: int) -> int:
-        """Rows trained on after ``step`` steps, repeats over epochs counted."""
+        """Return the number of rows trained after ``step`` steps, counting repeats over epochs."""
         assert step >= 0, f"steps are counted from 0, got {step}"
         epochs, steps = divmod(step, self.steps_per_epoch(num_rows))
         return epochs * num_rows + steps * self.rows_per_step
 
     def num_warmup_steps(self, total_steps: int) -> int:
-        """Steps of rising learning rate in a job of ``total_steps``: a ratio is rounded up, as HF's Trainer does."""
+        """Return the number of warmup steps in a job of ``total_steps``; a share is rounded up, as in HF's Trainer."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
         return math.ceil(total_steps * (self.warmup_steps or self.warmup_ratio))
 
     def lr_warmup_share(self, total_steps: int) -> float:
-        """The share of ``total_steps`` in which the learning rate rises, at most 1."""
+        """Return the share of ``total_steps`` in which the learning rate rises, at most 1."""
         return min(1.0, self.num_warmup_steps(total_steps) / total_steps)
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
-        """The rate that the step with 0-based index ``step`` uses: ``transformers.get_scheduler``, to the last bit."""
+        """Return the rate of the step with 0-based index ``step``, bit-equal to ``transformers.get_scheduler``."""
         return self.learning_rate * schedule_factor(
             self.lr_scheduler_type,
             step,

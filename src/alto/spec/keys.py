@@ -1,4 +1,4 @@
-"""Names of keys: spellings of fields, unsupported keys, and suggestions for misspelt ones."""
+"""Names of keys: other spellings of fields, unsupported keys, and suggestions for misspelt keys."""
 
 from __future__ import annotations
 
@@ -7,27 +7,14 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from alto.base import nearest_key, quoted
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
-from alto.spec.quoting import quoted
-from alto.spec.suggestions import nearest_key
 from alto.spec.trainer_keys import (
     FIELD_DEFAULTS,
     NOT_NEEDED_KEYS,
     TRAINER_OFF_VALUES,
     UNSUPPORTED_TRAINER_KEYS,
 )
-
-__all__ = [
-    "FIELD_DEFAULTS",
-    "JOB_ALIASES",
-    "NOT_NEEDED_KEYS",
-    "OFF_VALUES",
-    "TASK_ALIASES",
-    "UNSUPPORTED_KEYS",
-    "asks_for_nothing",
-    "canonical_keys",
-    "spelt_as",
-]
 
 JOB_ALIASES: Mapping[str, str] = {
     "lr": "learning_rate",
@@ -53,7 +40,7 @@ JOB_ALIASES: Mapping[str, str] = {
     "optimizer": "optim",
     "moe_aux_loss_coef": "router_aux_loss_coef",
 }
-"""Other spellings of the fields that every job has: the paper's, LLaMA-Factory's and Axolotl's."""
+"""Other spellings of the fields that every job has, from the paper, LLaMA-Factory and Axolotl."""
 
 TASK_ALIASES: Mapping[str, str] = {
     "base_model": "model",
@@ -75,14 +62,16 @@ TASK_ALIASES: Mapping[str, str] = {
 }
 """Other spellings of a task's own fields."""
 
-_ONLY_PLAIN_LORA = "LoRA and DoRA are trained in their usual forms alone; remove the key."
+_ONLY_PLAIN_LORA = "Only the usual forms of LoRA and DoRA are trained; remove the key."
 _USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, or 'init_adapter', run once for all jobs; remove the key."
 _WHOLE_DISTRIBUTION = (
-    "It needs the probabilities of all tokens at every position, and only that of the trained token is computed; "
+    "It needs the probabilities of all tokens at every position, but only that of the trained token is computed; "
     "remove the key."
 )
-_CUT_AT_THE_END = "A conversation is cut after its first 'max_length' tokens, the prompt's included; remove the key."
+_CUT_AT_THE_END = (
+    "A conversation is cut after its first 'max_length' tokens, including those of the prompt; remove the key."
+)
 
 UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -106,7 +95,8 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
         ),
         _ONLY_PLAIN_LORA,
     ),
-    "ensure_weight_tying": "The output head and the embeddings are trained apart, PEFT's default; remove the key.",
+    "ensure_weight_tying": "The output head and the embeddings are trained separately, as by default in PEFT; remove "
+    "the key.",
     "trainable_token_indices": (
         "Single rows of the embeddings are not trained; write modules_to_save: [embed_tokens] to train all of them, or "
         "remove the key."
@@ -142,7 +132,7 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     **dict.fromkeys(("max_completion_length", "max_prompt_length", "truncation_mode"), _CUT_AT_THE_END),
     **UNSUPPORTED_TRAINER_KEYS,
 }
-"""Well-known keys that this version does not support, with the remedy; they are not treated as misspelt keys."""
+"""Well-known keys that this version does not support, with the remedy; they are not reported as misspelt."""
 
 OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "adapter": ("lora",),
@@ -173,14 +163,14 @@ OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     ),
     **TRAINER_OFF_VALUES,
 }
-"""Values, besides null, with which a key of :data:`UNSUPPORTED_KEYS` or :data:`NOT_NEEDED_KEYS` has no effect, such as
-PEFT's own default."""
+"""Values, besides null, that switch off a key of :data:`UNSUPPORTED_KEYS` or :data:`NOT_NEEDED_KEYS`, such as PEFT's
+own default."""
 
 _NOTES = frozenset({"auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size"})
-"""Other keys that PEFT writes into every configuration; alone they have no effect."""
+"""Other keys that PEFT writes into every configuration; on their own they have no effect."""
 
 _MAX_REFUSED = 20
-"""Keys that an error lists."""
+"""Maximum number of keys that one error lists."""
 
 
 def canonical_keys(
@@ -193,20 +183,20 @@ def canonical_keys(
 ) -> dict[str, Any]:
     """Rename every key to its canonical spelling; order and values stay.
 
-    A known key of another program that is switched off, or at a default that asks for nothing, is left out, so that a
-    pasted configuration works. All keys that are refused are in one error, a line each.
+    A known key of another program is dropped if its value switches it off or is a default without effect, so that a
+    pasted configuration works. One error lists all refused keys, one per line.
 
     Args:
         given: Keys as the user wrote them.
         fields: Canonical names allowed here.
         aliases: Other spellings; those of fields not allowed here are ignored.
         where: Place of the keys, for messages ("the task", "search_space", ...).
-        elsewhere: Keys that belong under another key, and its name.
+        elsewhere: Keys that belong under another key, with the name of that key.
 
     Raises:
         UnknownKeyError: A key is neither a field nor an alias of one.
-        ConflictingKeysError: Two spellings of one field.
-        UnsupportedError: Only keys of PEFT or of a trainer that this version does not support, or does not need.
+        ConflictingKeysError: Two spellings of one field are given.
+        UnsupportedError: All refused keys are keys of PEFT or of a trainer that are not supported or not needed.
     """
     spellings = {name: name for name in fields} | {a: name for a, name in aliases.items() if name in fields}
     kept = {key: value for key, value in given.items() if not _asks_for_nothing(key, value, spellings)}
@@ -226,14 +216,14 @@ def canonical_keys(
 
 @contextlib.contextmanager
 def spelt_as(written: Collection[str], aliases: Mapping[str, str]) -> Iterator[None]:
-    """Name fields in the errors of the block by the user's spelling first, where the user has another one.
+    """Put the user's own spelling of a field in front of its name in errors that the block raises.
 
     Args:
         written: Keys as the user wrote them.
         aliases: Other spellings of fields.
 
     Raises:
-        SpecError: The block raises one; lines of it that begin with such a field are changed.
+        SpecError: The block raises one; its lines that begin with such a field are changed.
     """
     spelt = {aliases[key]: key for key in written if key in aliases}
 
@@ -251,7 +241,7 @@ def spelt_as(written: Collection[str], aliases: Mapping[str, str]) -> Iterator[N
 
 
 def asks_for_nothing(key: str, value: object) -> bool:
-    """Whether the key of another program, which tasks do not have, has no effect with ``value``."""
+    """Return whether ``key``, a key of another program that tasks do not have, has no effect with ``value``."""
     if key in UNSUPPORTED_KEYS or key in NOT_NEEDED_KEYS:
         return value is None or value in OFF_VALUES.get(key, ())
     return key in _NOTES
@@ -269,7 +259,7 @@ def _asks_for_nothing(key: object, value: object, spellings: Mapping[str, str]) 
 def _refusal(
     keys: Sequence[Any], spellings: Mapping[str, str], where: str, elsewhere: Mapping[str, str]
 ) -> UnknownKeyError | UnsupportedError:
-    """One error for all ``keys``: that of unknown keys where one is."""
+    """Return one error for all ``keys``: `UnsupportedError` if each is unsupported or not needed, else unknown."""
     answers = {key: _answer(key, elsewhere) for key in keys}
     listed = keys[:_MAX_REFUSED]
     near = {key: nearest_key(key, spellings) for key in listed if isinstance(key, str) and answers[key] is None}
@@ -284,7 +274,7 @@ def _refusal(
 
 
 def _answer(key: object, elsewhere: Mapping[str, str]) -> str | None:
-    """Why a key that tasks do not have is refused, and what to do; None of an unknown one."""
+    """Return why a known key is refused and what to do about it; None for an unknown key."""
     if not isinstance(key, str):
         return None
     if key in elsewhere:
@@ -300,6 +290,6 @@ def _unknown(key: object, near: str | None) -> str:
     if not isinstance(key, str):
         kind = type(key).__name__
         return f"the key {quoted(key)} ({kind}); expected text. Put the key in quotes if it is meant."
-    # A letter of another alphabet may look like the right one.
+    # A letter of another alphabet may look like the right letter, so it is shown as an escape too.
     shown = quoted(key) if quoted(key).isascii() else f"{quoted(key)} ({ascii(quoted(key))[1:-1]})"
     return f"the unknown key {shown}." + (f" Did you mean {near!r}?" if near is not None else "")

@@ -1,4 +1,4 @@
-"""What a task says about the labels of its rows, where it trains classification heads."""
+"""Labels of a task that trains classification heads: checks of its keys, and the file of label names."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
+from alto.base import quoted, read_json
 from alto.errors import ConflictingKeysError, RunError, SpecError, UnsupportedError
 from alto.records import LabelSet, ProblemType
-from alto.spec.data_forms import label_names
-from alto.spec.data_keys import DataKeys
+from alto.spec.data_keys import DataKeys, label_names
 from alto.spec.keys import TASK_ALIASES
 from alto.spec.method import Method, find_method
-from alto.spec.outside import read_json
-from alto.spec.quoting import quoted
-
-__all__ = ["LABELS_NAME", "check_label_keys", "labels_beside", "with_task_type"]
 
 LABELS_NAME = "labels.json"
-"""File beside an adapter with the labels of its classification head."""
+"""Name of the file beside an adapter that holds the labels of its classification head."""
 
 _HEADS = ("score", "classifier")
-"""Names of classification heads, which PEFT adds to ``modules_to_save`` itself."""
+"""Names of classification heads; PEFT itself adds them to ``modules_to_save``."""
 
 
 def with_task_type(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A task's keys with ``method`` in place of PEFT's ``task_type: SEQ_CLS``: ``regression`` where ``problem_type``
-    says so, else ``classification``; and without the head in ``modules_to_save``, as it is always trained and saved.
-    Any other ``task_type`` stays.
+    """Replace PEFT's ``task_type: SEQ_CLS`` by ``method``; any other ``task_type`` stays.
+
+    Without a ``method``, it becomes ``regression`` if ``problem_type`` is that, else ``classification``. The head is
+    removed from ``modules_to_save``, because it is always trained and saved.
 
     Raises:
-        ConflictingKeysError: The method trains no classification head.
+        ConflictingKeysError: The given method trains no classification head.
     """
     task_type = values.get("task_type")
     if not isinstance(task_type, str) or task_type.upper() != "SEQ_CLS":
@@ -55,7 +52,7 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
 
     Raises:
         SpecError: The method has no labels, or labels of another kind; or the keys contradict each other.
-        UnsupportedError: The method trains classification heads, and on several GPUs.
+        UnsupportedError: The method trains classification heads, with several GPUs or with ``token_cache: disk``.
     """
     allowed = method.entry.problem_types
     if (keys.dataset_format == "text_classification") != bool(allowed) and keys.dataset_format != "auto":
@@ -74,8 +71,8 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
         return
     if keys.token_cache == "disk":
         raise UnsupportedError(
-            f"token_cache: expected 'auto' or 'memory' with method {method.name!r}, found 'disk', which has no place "
-            "for the labels of texts. Remove the key: the tokens are kept in memory."
+            f"token_cache: expected 'auto' or 'memory' with method {method.name!r}, found 'disk', which cannot store "
+            "the labels of texts. Remove the key: the tokens are kept in memory."
         )
     if num_gpus > 1:
         raise UnsupportedError(
@@ -102,7 +99,7 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
 
 
 def labels_beside(adapter: Path) -> LabelSet | None:
-    """The labels of the classification head in the folder ``adapter``; None where the folder does not have them.
+    """Read the labels of the classification head in the folder ``adapter``; None if there is no such file.
 
     Raises:
         RunError: The file is damaged.

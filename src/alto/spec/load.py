@@ -1,4 +1,4 @@
-"""Tasks from YAML files, with changes from the command line."""
+"""Reading of tasks from YAML files, with overrides from the command line."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
-from alto.spec.chat_template import is_template_name, is_template_text
+from alto.spec.data_keys import is_template_name, is_template_text
 from alto.spec.early_exit import EarlyExit
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.method import SETTING_ALIASES
-from alto.spec.quoting import quoted
 from alto.spec.strict_yaml import NotYamlError, read_yaml
 from alto.spec.task import TASK_FIELDS, Task
-
-__all__ = ["build_task", "load_task", "overridden", "parse_override", "read_mapping", "read_run_task"]
 
 _ALIASES = {**JOB_ALIASES, **TASK_ALIASES, **SETTING_ALIASES}
 
@@ -28,21 +26,21 @@ _MAX_OVERRIDE_KEYS = 8
 def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Task:
     """Read a task from a YAML file.
 
-    A path in the file is taken relative to the file: ``dataset``, ``validation_dataset``, ``test_dataset``,
-    ``chat_template`` and ``init_adapter`` where such a file or folder exists, ``model`` where it is written with a
-    leading ``./`` or ``../``. A path that does not exist there is left unchanged. A path in an override is taken
-    relative to the current directory, as any on a command line.
+    Paths in the file are relative to the file: ``dataset``, ``validation_dataset``, ``test_dataset``,
+    ``chat_template`` and ``init_adapter`` if such a file or folder exists, and ``model`` if it begins with ``./`` or
+    ``../``. A path that does not exist there is left unchanged. Paths in an override are relative to the current
+    directory.
 
     Args:
         path: The file.
-        overrides: ``key=value`` each, applied in order. Dots lead into nested settings
+        overrides: ``key=value`` texts, applied in order. Dots lead into nested settings
             (``early_exit.policy=paper``, ``search_space.lr=[1e-4, 2e-4]``); the value is YAML. An override replaces
-            the field under any of its spellings, and fixes a job's field that the file searches. Of several with the
-            same spelling the last counts; two spellings of one key are an error.
+            the field under any of its spellings, and fixes a job's field that the file varies in its search space. If
+            several have the same spelling, the last counts; two spellings of one key are an error.
 
     Raises:
-        SpecError: No such file, no YAML, not a mapping, an invalid override, or an invalid task.
-        UnknownKeyError, ConflictingKeysError, UnsupportedError: As :class:`Task` does.
+        SpecError: The file does not exist, is not YAML or not a mapping; or an override or the task is invalid.
+        UnknownKeyError, ConflictingKeysError, UnsupportedError: See :class:`Task`.
     """
     path = Path(path)
     written = _resolve_paths(read_mapping(path, "task", "model: alto-tiny"), path.parent)
@@ -58,7 +56,7 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
 
 
 def _fault_of(path: Path, written: Mapping[Any, Any]) -> str:
-    """Return the error of the file without overrides; empty where it has none."""
+    """Return the error message of the file without overrides; empty if it is valid."""
     try:
         _task(path, written)
     except (SpecError, UnsupportedError) as error:
@@ -70,7 +68,7 @@ def read_run_task(path: str | os.PathLike[str]) -> Task:
     """Read the task of a run from the ``task.yaml`` in its folder. A run of version 0.1 keeps that version's defaults.
 
     Raises:
-        SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: As :func:`load_task`.
+        SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`load_task`.
     """
     path = Path(path)
     values = _resolve_paths(read_mapping(path, "task", "model: alto-tiny"), path.parent)
@@ -86,7 +84,7 @@ def read_run_task(path: str | os.PathLike[str]) -> Task:
 def _task(path: Path, values: Mapping[Any, Any]) -> Task:
     for key in values:
         if not isinstance(key, str):
-            raise SpecError(f"{path} should have text for keys, found {quoted(key)}. Put the key in quotes.")
+            raise SpecError(f"{path} should have text as keys, found {quoted(key)}. Put the key in quotes.")
     try:
         return Task(**values)
     except (SpecError, UnsupportedError) as error:
@@ -94,12 +92,12 @@ def _task(path: Path, values: Mapping[Any, Any]) -> Task:
 
 
 def build_task(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Task:
-    """The task of ``values`` with ``overrides`` applied; arguments and errors as of :func:`load_task`."""
+    """Build the task of ``values`` with ``overrides`` applied; see :func:`load_task` for overrides and errors."""
     return Task(**overridden(values, overrides))
 
 
 def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
-    """The keys and values of a YAML file; ``kind`` and the line ``example`` are for messages.
+    """Read the keys and values of a YAML file.
 
     Args:
         path: The file.
@@ -107,11 +105,11 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
         example: A line of such a file, for messages.
 
     Raises:
-        SpecError: No such file, no YAML, empty, or not a mapping.
+        SpecError: The file does not exist, is too large, empty, not YAML, or not a mapping.
     """
     looks_like_rows = kind == "task" and path.suffix.lower() in _DATA_SUFFIXES
     try:
-        with path.open("rb") as file:  # the path may be a pipe without an end
+        with path.open("rb") as file:  # read a bounded part: the path may be a pipe that never ends
             data = file.read(_MAX_BYTES + 1)
         text = data.decode("utf-8-sig") if len(data) <= _MAX_BYTES else None
     except FileNotFoundError:
@@ -122,8 +120,8 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
         raise SpecError(f"{path} should be a readable YAML file in UTF-8, found: {error}. Check the file.") from None
     if text is None:
         raise SpecError(
-            f"{path} should be a {kind} file of at most {_MAX_BYTES} bytes, found more. Is it the right file? Rows "
-            f"belong in a dataset of their own, and many values of a search space are sampled: {{min, max, num}}."
+            f"{path} should be a {kind} file of at most {_MAX_BYTES} bytes, found more. Check whether it is the right "
+            "file: rows belong in a separate dataset, and a search space with many values is sampled: {min, max, num}."
         )
     try:
         values = read_yaml(text)
@@ -170,7 +168,7 @@ def _resolve_path(field: object, value: Any, folder: Path) -> Any:
     candidate = folder / value
     try:
         return os.path.abspath(candidate) if candidate.exists() else value
-    except OSError:  # too long for a name, or in a folder that may not be read
+    except OSError:  # the name is too long, or the folder may not be read
         return value
 
 
@@ -182,7 +180,7 @@ def _resolve_source(item: Any, folder: Path) -> Any:
 
 
 def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[Any, Any]:
-    """``values`` with ``key=value`` overrides applied in order, as :func:`load_task` does.
+    """Apply ``key=value`` overrides to ``values`` in order; see :func:`load_task`.
 
     Raises:
         ConflictingKeysError: Two overrides name one key by different spellings.
@@ -196,17 +194,17 @@ def overridden(values: Mapping[Any, Any], overrides: Iterable[str]) -> Mapping[A
         earlier = spelled.setdefault(tuple(_ALIASES.get(key, key) for key in keys), written)
         if earlier != written:
             raise ConflictingKeysError(
-                f"The overrides should give one key by one spelling, found both {quoted(earlier)} and "
-                f"{quoted(written)}. Remove one."
+                f"The overrides should use one spelling of a key, found both {quoted(earlier)} and {quoted(written)}. "
+                "Remove one."
             )
     return values
 
 
 def parse_override(override: str) -> tuple[str, Any]:
-    """Key and value of ``key=value``; the value is YAML.
+    """Split ``key=value`` into the key and its value, which is parsed as YAML.
 
     Raises:
-        SpecError: It is not of that form.
+        SpecError: ``override`` is not of that form, or the value is not YAML.
     """
     dotted, equals, text = override.partition("=")
     if not equals or not all(key.strip() for key in dotted.split(".")):
@@ -226,8 +224,8 @@ def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
     keys = [key.strip() for key in dotted.split(".")]
     if len(keys) > _MAX_OVERRIDE_KEYS:
         raise SpecError(
-            f"The override {quoted(override)} should lead to a key, found {len(keys)} keys in each other. No setting "
-            f"is nested that deep; correct it."
+            f"The override {quoted(override)} should name a key, found {len(keys)} nested keys. No setting is nested "
+            "so deeply; correct it."
         )
     if len(keys) == 1:
         values = _without_search(values, _ALIASES.get(keys[0], keys[0]))
@@ -235,7 +233,7 @@ def _override(values: Mapping[Any, Any], override: str) -> dict[Any, Any]:
 
 
 def _without_search(values: Mapping[Any, Any], field: str) -> dict[Any, Any]:
-    """Remove fields from the search space that an override fixes."""
+    """Remove ``field``, which an override fixes, from the search space."""
     space = values.get("search_space")
     if field in TASK_FIELDS or not isinstance(space, Mapping):
         return dict(values)
@@ -243,7 +241,7 @@ def _without_search(values: Mapping[Any, Any], field: str) -> dict[Any, Any]:
 
 
 def _with_value(values: Mapping[Any, Any], keys: list[str], value: Any, override: str) -> dict[Any, Any]:
-    """A copy of ``values`` with ``value`` at the end of the path ``keys``; the field keeps its place."""
+    """Return a copy of ``values`` with ``value`` at the end of the path ``keys``; the field keeps its place."""
     field = _ALIASES.get(keys[0], keys[0])
     spelling = keys[0] if keys[0] in JOB_ALIASES or keys[0] in TASK_ALIASES else field
     written = next((key for key in values if _ALIASES.get(key, key) == field), spelling)

@@ -1,29 +1,19 @@
-"""Learning-rate schedules: those of transformers that need no metric, with their ``lr_scheduler_kwargs``.
+"""Learning-rate schedules of transformers that need no metric, with their ``lr_scheduler_kwargs``.
 
-Source: ``transformers/optimization.py`` 5.23; every factor is computed in the order of its operations there, so that
-rates are equal to the last bit.
+Source: ``transformers/optimization.py`` 5.23. Every factor is computed with the same order of operations, so that
+learning rates are equal to the last bit.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
+from alto.base import quoted
 from alto.errors import UnsupportedError
 from alto.spec.module_names import Pairs, pairs_of
-from alto.spec.quoting import quoted
 from alto.spec.validation import is_finite_number
-
-__all__ = [
-    "DOMAINS",
-    "KWARGS_OF_SCHEDULES",
-    "LrSchedulerType",
-    "check_schedule",
-    "schedule_factor",
-    "scheduler_kwargs",
-    "supported_scheduler",
-]
 
 LrSchedulerType: TypeAlias = Literal[
     "linear",
@@ -60,7 +50,7 @@ KWARGS_OF_SCHEDULES: Mapping[str, tuple[str, ...]] = {
         *_CYCLES,
     ),
 }
-"""The ``lr_scheduler_kwargs`` of every schedule."""
+"""The ``lr_scheduler_kwargs`` that each schedule takes."""
 
 DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "num_cycles": ("a number > 0", lambda value: is_finite_number(value) and value > 0),
@@ -76,29 +66,29 @@ DOMAINS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "decay_type": ("'linear', 'cosine' or '1-sqrt'", lambda value: value in _SHAPES),
     "min_lr_ratio": ("a share from 0 to 1", lambda value: is_finite_number(value) and 0 <= value <= 1),
 }
-"""The values of every setting: in words, and as a test."""
+"""The allowed values of each setting: in words, and as a test."""
 
 
 def supported_scheduler(value: object) -> object:
-    """``value``, if it is no schedule that cannot be supported; the spelling of transformers' own enumeration is text.
+    """Return ``value`` unless it is an unsupported schedule; a member of transformers' enumeration becomes its text.
 
     Raises:
-        UnsupportedError: It depends on losses.
+        UnsupportedError: The schedule depends on losses.
     """
     name = getattr(value, "value", value)
     if isinstance(name, str) and name in _REFUSED:
         raise UnsupportedError(
             f"lr_scheduler_type: expected a schedule that is fixed before the job starts, found {quoted(name)}: "
-            f"{_REFUSED[str(name)]}. Write another, such as 'cosine'."
+            f"{_REFUSED[str(name)]}. Write a different schedule, such as 'cosine'."
         )
     return name
 
 
 def scheduler_kwargs(value: object) -> Pairs:
-    """``value`` of ``lr_scheduler_kwargs`` as sorted pairs; settings that are null are left out.
+    """Return ``value`` of ``lr_scheduler_kwargs`` as sorted pairs; settings that are null are left out.
 
     Raises:
-        ValueError: It is no mapping, or has a key or a value that no schedule has.
+        ValueError: ``value`` is not a mapping, or has a key or a value that no schedule has.
     """
     pairs = pairs_of(value)
     if pairs is None:
@@ -109,20 +99,20 @@ def scheduler_kwargs(value: object) -> Pairs:
     for key, item in pairs:
         if key not in DOMAINS:
             raise ValueError(
-                f"should have settings of schedules for keys ({', '.join(DOMAINS)}), found {quoted(key)}. Correct it, "
+                f"should have settings of schedules as keys ({', '.join(DOMAINS)}), found {quoted(key)}. Correct it, "
                 "or remove it."
             )
         domain, is_allowed = DOMAINS[key]
         if item is not None and not is_allowed(item):
-            raise ValueError(f"should have for {key} {domain}, found {quoted(item)}. Write such a value.")
+            raise ValueError(f"should have {domain} for {key}, found {quoted(item)}. Write such a value.")
     return tuple(sorted((key, item) for key, item in pairs if item is not None))
 
 
 def check_schedule(name: LrSchedulerType, kwargs: Mapping[str, Any], learning_rate: float) -> None:
-    """Check that ``kwargs`` are those of the schedule ``name``.
+    """Check that the schedule ``name`` takes ``kwargs``.
 
     Raises:
-        ValueError: One is of another schedule or missing, or two contradict each other.
+        ValueError: A setting belongs to another schedule or is missing, or settings contradict each other.
     """
     foreign = [key for key in kwargs if key not in KWARGS_OF_SCHEDULES[name]]
     if foreign:
@@ -161,15 +151,15 @@ def schedule_factor(
     learning_rate: float,
     kwargs: Mapping[str, Any],
 ) -> float:
-    """Rate of the step with 0-based index ``step`` over the peak ``learning_rate``.
+    """Return the learning rate of the step with 0-based index ``step``, divided by the peak ``learning_rate``.
 
     Args:
         name: The schedule.
-        step: Steps done.
-        warmup: Steps of rising learning rate.
+        step: Number of steps done before this step.
+        warmup: Number of warmup steps.
         total_steps: Steps of the whole job.
-        learning_rate: The peak.
-        kwargs: Checked by :func:`check_schedule`.
+        learning_rate: The peak learning rate.
+        kwargs: Settings that :func:`check_schedule` has checked.
     """
     if name == "constant":
         return 1.0
@@ -258,3 +248,145 @@ def _stable_decay(step: int, warmup: int, total_steps: int, kwargs: Mapping[str,
 
 def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+OptimizerName: TypeAlias = Literal[
+    "adamw_torch", "adamw_8bit", "paged_adamw_8bit", "sgd", "rmsprop", "adagrad", "adafactor"
+]
+"""AdamW with 32-bit state, with bitsandbytes' 8-bit state, or with paged 8-bit state; torch's own optimizers and
+transformers' Adafactor, with the settings that transformers' Trainer gives them."""
+
+EIGHT_BIT_OPTIMIZERS = ("adamw_8bit", "paged_adamw_8bit")
+"""Optimizers with 8-bit state."""
+
+_OTHER_SPELLINGS = {"adamw": "adamw_torch", "adamw_torch_fused": "adamw_torch", "adamw_bnb_8bit": "adamw_8bit"}
+
+_NEEDS_PACKAGE = "it needs a package that ALTO does not use"
+_BY_LAYER = "it projects the gradients of whole layers, which an adapter's small matrices do not need"
+_IN_BACKWARD = "it updates weights inside the backward pass, before the gradients of a job are clipped"
+_TWO_WEIGHTS = "it keeps two sets of weights, one to train and one to evaluate"
+_OTHER_BITSANDBYTES = "of bitsandbytes' optimizers only its 8-bit AdamW is supported"
+
+_WHY_REFUSED: Mapping[str, tuple[str, ...]] = {
+    "it is for other devices": ("adamw_torch_xla", "adamw_torch_npu_fused"),
+    _NEEDS_PACKAGE: ("adamw_anyprecision", "adamw_torch_4bit", "adamw_torch_8bit", "grokadamw", "stable_adamw"),
+    _IN_BACKWARD: ("lomo", "adalomo"),
+    _TWO_WEIGHTS: ("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"),
+    _BY_LAYER: (
+        *("galore_adamw", "galore_adamw_8bit", "galore_adafactor", "galore_adamw_layerwise"),
+        *("galore_adamw_8bit_layerwise", "galore_adafactor_layerwise", "apollo_adamw", "apollo_adamw_layerwise"),
+    ),
+    _OTHER_BITSANDBYTES: (
+        *("ademamix", "ademamix_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit", "paged_adamw_32bit"),
+        *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"),
+        *("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    ),
+}
+_NOT_HERE: Mapping[str, str] = {name: why for why, names in _WHY_REFUSED.items() for name in names}
+"""transformers' other optimizers, with the reason why they are refused."""
+
+_NON_NEGATIVE = ("momentum", "alpha", "eps", "lr_decay")
+_FLAGS = ("nesterov", "centered")
+_WORDS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+
+_ARGS: Mapping[str, tuple[str, ...]] = {
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "rmsprop": ("alpha", "eps", "momentum", "centered"),
+    "adagrad": ("eps", "lr_decay"),
+}
+"""The ``optim_args`` that transformers' Trainer reads for each optimizer; the others have none."""
+
+_ALL_ARGS = tuple(dict.fromkeys(name for names in _ARGS.values() for name in names))
+
+_Args: TypeAlias = tuple[tuple[str, float | bool], ...]
+
+
+def supported_optimizer(value: object) -> object:
+    """Return ``value`` in the spelling of :data:`OptimizerName`.
+
+    Raises:
+        UnsupportedError: ``value`` is an optimizer of transformers that is not supported.
+    """
+    name = getattr(value, "value", value)
+    if not isinstance(name, str):
+        return value
+    if name in _NOT_HERE:
+        raise UnsupportedError(
+            f"optim: expected one of {', '.join(get_args(OptimizerName))}, found {quoted(name)}: {_NOT_HERE[name]}. "
+            "Write one of these."
+        )
+    return _OTHER_SPELLINGS.get(name, name)
+
+
+def optimizer_args(value: object) -> _Args:
+    """Return ``optim_args`` as sorted pairs of names and values.
+
+    Args:
+        value: A mapping, or text such as ``"momentum=0.9,nesterov=true"`` as in transformers' ``TrainingArguments``.
+
+    Raises:
+        ValueError: ``value`` is neither, or has a name or a value that no optimizer takes.
+    """
+    pairs = _pairs_of_text(value) if isinstance(value, str) else pairs_of({} if value is None else value)
+    if pairs is None:
+        raise ValueError(
+            f"should map settings of the optimizer to values, found {quoted(value)}. Write for example "
+            "{momentum: 0.9}, or 'momentum=0.9,nesterov=true'."
+        )
+    return tuple(sorted((_known(name), _value(name, given)) for name, given in pairs if given is not None))
+
+
+def check_optimizer_args(optim: OptimizerName, args: Mapping[str, float | bool]) -> None:
+    """Check that ``optim`` takes ``args``, and that they are consistent.
+
+    Raises:
+        ValueError: ``optim`` does not take one of them, or they contradict each other.
+    """
+    foreign = next((name for name in args if name not in _ARGS.get(optim, ())), None)
+    if foreign is not None:
+        own = ", ".join(_ARGS[optim]) if optim in _ARGS else "none"
+        raise ValueError(
+            f"optim_args should have settings of optim {optim!r} ({own}), found {foreign!r}. Remove it, or tie the two "
+            "keys with paired."
+        )
+    if args.get("nesterov") and (not args.get("momentum") or args.get("dampening")):
+        raise ValueError(
+            f"optim_args should have a momentum above 0 and no dampening with nesterov, found momentum "
+            f"{args.get('momentum', 0.0)} and dampening {args.get('dampening', 0.0)}. Correct one of them."
+        )
+
+
+def _pairs_of_text(text: str) -> tuple[tuple[str, Any], ...] | None:
+    parts = [part.split("=") for part in text.replace(" ", "").split(",") if part]
+    if any(len(part) != 2 for part in parts) or len({part[0] for part in parts}) < len(parts):
+        return None
+    return tuple((name, given) for name, given in parts)
+
+
+def _known(name: str) -> str:
+    if name == "weight_decay":
+        raise ValueError(
+            "should not have weight_decay, which transformers' Trainer ignores there, found it. Write the key "
+            "weight_decay beside optim."
+        )
+    if name not in _ALL_ARGS:
+        raise ValueError(
+            f"should have settings of optimizers ({', '.join(_ALL_ARGS)}), found {quoted(name)}. Correct it."
+        )
+    return name
+
+
+def _value(name: str, given: Any) -> float | bool:
+    if name in _FLAGS:
+        flag = given if isinstance(given, bool) else _WORDS.get(str(given).lower())
+        if flag is None:
+            raise ValueError(f"should have true or false for {name}, found {quoted(given)}. Write one of them.")
+        return flag
+    try:
+        number = math.nan if isinstance(given, bool) else float(given)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or (name in _NON_NEGATIVE and number < 0):
+        domain = "a finite number >= 0" if name in _NON_NEGATIVE else "a finite number"
+        raise ValueError(f"should have {domain} for {name}, found {quoted(given)}. Write such a value.")
+    return number

@@ -8,18 +8,22 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError
-from alto.spec.objective_settings import CPO_LOSS_TYPES, KTO_LOSS_TYPES, LOSS_TYPES
-from alto.spec.objectives import OBJECTIVES, ObjectiveEntry, ObjectiveSettings
-from alto.spec.quoting import quoted
-
-__all__ = ["OWN_METHODS", "SETTING_ALIASES", "Method", "find_method", "learns_from_pairs"]
+from alto.spec.objective_settings import (
+    CPO_LOSS_TYPES,
+    KTO_LOSS_TYPES,
+    LOSS_TYPES,
+    OBJECTIVES,
+    ObjectiveEntry,
+    ObjectiveSettings,
+)
 
 OWN_METHODS = tuple(OBJECTIVES.own)
 """Names of ALTO's own methods."""
 
 _FORMS: Mapping[str, tuple[str, ...]] = {"dpo": LOSS_TYPES, "cpo": CPO_LOSS_TYPES, "kto": KTO_LOSS_TYPES}
-"""By method: the forms of its loss, which users take for methods."""
+"""The loss types of each method; users sometimes give them as the method."""
 
 
 _OWN_SETTINGS: Mapping[str, type[ObjectiveSettings]] = {
@@ -31,7 +35,7 @@ _METHODS_WITH: Mapping[str, tuple[str, ...]] = {
     for kind in _OWN_SETTINGS.values()
     for key in kind.model_fields
 }
-"""By setting: the methods of ALTO that have it."""
+"""The ALTO methods that have each setting."""
 
 SETTING_ALIASES: Mapping[str, str] = {
     alias: key for settings in _OWN_SETTINGS.values() for alias, key in settings.aliases.items()
@@ -40,29 +44,24 @@ SETTING_ALIASES: Mapping[str, str] = {
 
 
 _SAME_AS_NONE: Mapping[tuple[str, str], tuple[str, ...]] = {("sft", "loss_type"): ("nll", "chunked_nll")}
-"""By method and a setting of others: values that TRL has for what the method does."""
+"""TRL values that mean what the method does anyway, by method and by a setting that only other methods have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method: its name and the entry of its objective.
-
-    Attributes:
-        name: As a task names it.
-        entry: Its objective.
-    """
+    """A method of a task: its name and the entry of its objective."""
 
     name: str
     entry: ObjectiveEntry
 
     @property
     def fields(self) -> Mapping[str, FieldInfo]:
-        """Its settings by name."""
+        """The method's settings by name."""
         return self.entry.settings.model_fields
 
     @property
     def known_keys(self) -> tuple[str, ...]:
-        """Names of its settings, then of those of ALTO's other methods, which :meth:`without_others` refuses."""
+        """Names of the method's settings, then those of other ALTO methods, which :meth:`without_others` refuses."""
         return tuple(dict.fromkeys((*self.fields, *_METHODS_WITH)))
 
     @property
@@ -72,14 +71,14 @@ class Method:
 
     @property
     def compares_replies(self) -> bool:
-        """Whether it learns which replies are the better ones, from pairs or from labelled replies."""
+        """Whether the method learns which replies are better, from pairs or from labelled replies."""
         return bool(self.entry.is_paired) or self.entry.is_labelled
 
     def without_others(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """``given`` without settings of other methods, which may be there if they are null.
+        """Return ``given`` without settings of other methods, which must be null or have no effect.
 
         Raises:
-            UnknownKeyError: One has a value.
+            UnknownKeyError: A setting of another method has a value.
         """
         kept: dict[str, Any] = {}
         refused = []
@@ -98,7 +97,7 @@ class Method:
         return kept
 
     def settings(self, values: Mapping[str, Any]) -> ObjectiveSettings:
-        """Its settings among ``values`` (canonical names), defaults filled in.
+        """Return the method's settings among ``values`` (canonical names), with defaults filled in.
 
         Raises:
             SpecError: A value is out of its domain, or values contradict each other.
@@ -106,17 +105,17 @@ class Method:
         return self.entry.settings(**{key: values[key] for key in self.fields if key in values})
 
     def check_setting(self, key: str, value: object) -> None:
-        """Check that the setting ``key`` may be ``value``, independent of the others.
+        """Check that the setting ``key`` may have ``value``, independent of other settings.
 
         Raises:
-            SpecError: It may not.
+            SpecError: The value is not allowed.
         """
         error = None if value is None else self.entry.settings.error_of(key, value)
         if error is not None:
             raise error
 
 
-_GENERATES = "which generates while it trains: ALTO does not. Choose one of the others."
+_GENERATES = "which generates text during training; ALTO does not. Choose one of these methods."
 _SWEEP = "which is how a sweep of W&B searches. Write its parameters under 'search_space', and 'search: "
 _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("grpo", "rloo", "ppo", "online_dpo"), _GENERATES),
@@ -124,15 +123,15 @@ _OTHER_NAMES: Mapping[str, str] = {
     "random": f"{_SWEEP}random'.",
     "bayes": f"{_SWEEP}tpe'.",
 }
-"""What other programs have under the key ``method``: what it is, and what to do."""
+"""Values of ``method`` in other programs, each with the end of an error message: what it is, and what to do."""
 
 
 def find_method(name: str) -> Method:
-    """The method called ``name``.
+    """Return the method called ``name``.
 
     Raises:
         SpecError: There is no such method.
-        UnsupportedError: The entry of a package cannot be used.
+        UnsupportedError: The entry that a package registers cannot be used.
     """
     method = None if name in OBJECTIVES.own else next((of for of, forms in _FORMS.items() if name in forms), None)
     if method is not None and name not in OBJECTIVES.names():
@@ -148,9 +147,9 @@ def find_method(name: str) -> Method:
 
 
 def learns_from_pairs(method: str) -> bool | None:
-    """Whether the rows of ``method`` are preference pairs; None where it takes either kind.
+    """Return whether the rows of ``method`` are preference pairs; None if it takes either kind.
 
     Raises:
-        SpecError, UnsupportedError: As :func:`find_method`.
+        SpecError, UnsupportedError: See :func:`find_method`.
     """
     return find_method(method).entry.is_paired

@@ -1,4 +1,4 @@
-"""Mixtures: a dataset of several sources, of which each job draws its rows by weights of its own."""
+"""Mixtures: datasets of several sources, from which each job draws rows by its own weights."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from typing import Any
 
 from pydantic import Field, field_validator
 
+from alto.base import quoted
 from alto.errors import SpecError
-from alto.spec.data_forms import RowFormName, check_columns
+from alto.spec.data_keys import RowFormName, check_columns
 from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
 from alto.spec.validation import SpecModel, check_path, is_finite_number
 
-__all__ = ["MIXTURE_WEIGHTS", "MixtureSource", "Weights", "normalised", "ordered", "parse_sources"]
-
 MIXTURE_WEIGHTS = "mixture_weights"
-"""The field of a job that holds its weights."""
+"""The field of a job that holds its mixture weights."""
 
 Weights = tuple[tuple[str, float], ...]
-"""The share of each source, by its name; together 1."""
+"""The share of each source, by its name; the shares add up to 1."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 _MAX_SOURCES = 64
@@ -36,27 +34,29 @@ _ALIASES = {
 
 
 class MixtureSource(SpecModel):
-    """One source of a mixture: what ``dataset`` and its keys are to a task without one.
+    """One source of a mixture, with the keys that a task without a mixture has for its dataset.
 
     Attributes:
         path: A file, a hub dataset or a preset.
-        name: Its name in weights, events and reports; by default the file's name without endings.
-        weight: Its weight where a job sets no ``mixture_weights``.
-        dataset_config, dataset_train_split, dataset_test_split, dataset_format, columns, validation_dataset: As the
-            task's keys.
+        name: Name of the source in weights, events and reports; the default is the file's name without suffixes.
+        weight: Weight of the source for jobs that set no ``mixture_weights``.
+        dataset_config, dataset_train_split, dataset_test_split, dataset_format, columns, validation_dataset: Same as
+            the task's keys.
     """
 
     path: str = Field(min_length=1, description="a file, a hub dataset or a preset")
-    name: str = Field(min_length=1, max_length=40, description="of the source")
-    weight: float = Field(default=1.0, ge=0, le=1e6, description="where a job sets no mixture_weights")
+    name: str = Field(min_length=1, max_length=40, description="name of the source")
+    weight: float = Field(
+        default=1.0, ge=0, le=1e6, description="weight of the source, if a job sets no mixture_weights"
+    )
     dataset_config: str | None = Field(default=None, min_length=1, description="configuration of a hub dataset")
     dataset_train_split: str | None = Field(default=None, min_length=1, description="split to train on")
-    dataset_test_split: str | None = Field(default=None, min_length=1, description="split held out")
+    dataset_test_split: str | None = Field(default=None, min_length=1, description="split with held-out rows")
     dataset_format: RowFormName | None = Field(
-        default=None, description="form of the rows; that of the task by default"
+        default=None, description="format of the rows; by default that of the task"
     )
-    columns: Mapping[str, str] = Field(default={}, description="columns by their roles")
-    validation_dataset: str | None = Field(default=None, min_length=1, description="rows to validate on")
+    columns: Mapping[str, str] = Field(default={}, description="names of the columns by role")
+    validation_dataset: str | None = Field(default=None, min_length=1, description="validation rows")
 
     @field_validator("path", "validation_dataset", mode="before")
     @classmethod
@@ -87,14 +87,14 @@ class MixtureSource(SpecModel):
 
 
 def parse_sources(given: object, default_name: Any) -> tuple[MixtureSource, ...]:
-    """The sources of a task whose ``dataset`` is a list.
+    """Return the sources of a task whose ``dataset`` is a list.
 
     Args:
         given: The user's list.
-        default_name: Makes a name of a path.
+        default_name: A function that makes a name from a path.
 
     Raises:
-        SpecError: An entry is not a source, two have one name, or no weight is above 0.
+        SpecError: An entry is not a source, two have the same name, or no weight is above 0.
         UnknownKeyError, ConflictingKeysError: See :func:`alto.spec.keys.canonical_keys`.
     """
     assert isinstance(given, list | tuple)
@@ -107,7 +107,7 @@ def parse_sources(given: object, default_name: Any) -> tuple[MixtureSource, ...]
     names = [source.name for source in sources]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise SpecError(f"dataset should name every source differently, found {quoted(twice)} twice. Set 'name'.")
+        raise SpecError(f"dataset should give every source a different name, found {quoted(twice)} twice. Set 'name'.")
     if not any(source.weight for source in sources):
         raise SpecError("dataset should have a source with a weight above 0, found none. Raise one.")
     return sources
@@ -133,13 +133,13 @@ def _parsed(item: object, index: int, default_name: Any) -> MixtureSource:
 
 
 def normalised(value: object) -> Weights:
-    """Weights by name, so that they add up to 1.
+    """Return weights by name, scaled so that they add up to 1.
 
     Args:
-        value: A mapping of names to weights, or pairs of them.
+        value: A mapping of names to weights, or a list of such pairs.
 
     Raises:
-        ValueError: It is no such mapping, a weight is negative or not finite, or all are 0.
+        ValueError: ``value`` is neither, a weight is negative or not finite, or all are 0.
     """
     pairs: Sequence[Any] = tuple(value.items()) if isinstance(value, Mapping) else ()
     if isinstance(value, list | tuple):
@@ -157,7 +157,7 @@ def normalised(value: object) -> Weights:
     total = sum(float(weight) for _, weight in pairs) if are_weights else 0.0
     if not 0 < total < math.inf:
         raise ValueError(
-            f"should hold finite weights from 0 on, one of them above 0, found {quoted(dict(pairs))}. Correct them."
+            f"should hold finite weights >= 0, at least one of them above 0, found {quoted(dict(pairs))}. Correct them."
         )
     if math.isclose(total, 1.0, rel_tol=1e-12):
         return tuple((name, float(weight)) for name, weight in pairs)
@@ -165,14 +165,15 @@ def normalised(value: object) -> Weights:
 
 
 def ordered(weights: Weights, sources: Sequence[MixtureSource]) -> Weights:
-    """The weights of a job in the order of its task's sources.
+    """Return the weights of a job in the order of its task's sources.
 
     Raises:
-        SpecError: It has not one for every source, or the task has one dataset.
+        SpecError: The names are not exactly those of the sources, or the task has only one dataset.
     """
     if not sources:
         raise SpecError(
-            f"{MIXTURE_WEIGHTS} should be set where 'dataset' is a list of sources, found one dataset. Remove the key."
+            f"{MIXTURE_WEIGHTS} should be set only if 'dataset' is a list of sources, found one dataset. Remove the "
+            "key."
         )
     by_name, expected = dict(weights), [source.name for source in sources]
     if by_name.keys() != set(expected):

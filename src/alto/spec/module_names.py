@@ -1,4 +1,4 @@
-"""How a job names modules of a base model: lists of names, and regular expressions over full names."""
+"""Names of a base model's modules in a job: lists of names, and regular expressions over full names."""
 
 from __future__ import annotations
 
@@ -8,31 +8,16 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from alto.spec.quoting import quoted
-
-__all__ = [
-    "ALL_LINEAR",
-    "PEFT_DEFAULT",
-    "Pairs",
-    "chosen_modules",
-    "layer_indices",
-    "layer_parents",
-    "module_matches",
-    "of_module",
-    "pairs_of",
-    "per_module",
-    "saved_modules",
-    "targeted_modules",
-]
+from alto.base import quoted
 
 ALL_LINEAR = "all-linear"
-"""As in PEFT: every linear layer of the model except its output head."""
+"""Every linear layer of the model except its output head, as in PEFT."""
 
 PEFT_DEFAULT = "peft-default"
-"""The modules that PEFT chooses for the architecture where none are named; they take its place before training."""
+"""The modules that PEFT chooses for an architecture by default; their names replace this word before training."""
 
 Pairs = tuple[tuple[str, Any], ...]
-"""A mapping in the order in which it was written, as pairs, which can be hashed."""
+"""A mapping as pairs, in the order in which it was written; unlike a mapping, it can be hashed."""
 
 _Number = TypeVar("_Number", int, float)
 _WORDS = (ALL_LINEAR, PEFT_DEFAULT)
@@ -41,10 +26,10 @@ _MAX_LAYERS = 10_000
 
 
 def targeted_modules(value: object) -> str | tuple[str, ...]:
-    """``value`` of ``target_modules`` as ``"all-linear"``, ``"peft-default"``, a sorted tuple of names, or a pattern.
+    """Return ``target_modules`` as ``"all-linear"``, ``"peft-default"``, a sorted tuple of names, or a pattern.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: ``value`` is none of these.
     """
     if isinstance(value, str) and value.lower() in _WORDS:
         return value.lower()
@@ -53,24 +38,24 @@ def targeted_modules(value: object) -> str | tuple[str, ...]:
     if word is None:
         return found
     if len(found) > 1:
-        raise ValueError(f"should be {word!r} alone or names alone, found {quoted(value)}. Choose one.")
+        raise ValueError(f"should be either {word!r} or names, found both in {quoted(value)}. Choose one.")
     return word
 
 
 def chosen_modules(value: object) -> str | tuple[str, ...] | None:
-    """``value`` of ``exclude_modules`` as a sorted tuple of names, or a regular expression; None if it names nothing.
+    """Return ``exclude_modules`` as a sorted tuple of names or a regular expression; None if it names nothing.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: ``value`` is none of these.
     """
     return None if value in (None, [], (), "") else _names_or_pattern(value, "")
 
 
 def saved_modules(value: object) -> tuple[str, ...] | None:
-    """``value`` of ``modules_to_save`` as a sorted tuple of names; None if it names nothing.
+    """Return ``modules_to_save`` as a sorted tuple of names; None if it names nothing.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: ``value`` is not a name or a list of names.
     """
     names = chosen_modules(value)
     if isinstance(names, str):
@@ -79,10 +64,10 @@ def saved_modules(value: object) -> tuple[str, ...] | None:
 
 
 def layer_indices(value: object) -> tuple[int, ...] | None:
-    """``value`` of ``layers_to_transform``, an index or a list of them, as a sorted tuple; None if it names none.
+    """Return ``layers_to_transform``, an index or a list of indices, as a sorted tuple; None if it names none.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: ``value`` is something else, or an index is repeated.
     """
     if value is None or value in ([], ()):
         return None
@@ -99,11 +84,13 @@ def layer_indices(value: object) -> tuple[int, ...] | None:
 
 
 def layer_parents(value: object) -> tuple[str, ...] | None:
-    """``value`` of ``layers_pattern``, one or more regular expressions for what a layer's index follows, as a tuple;
-    None if there is none.
+    """Return ``layers_pattern`` as a tuple; None if it is empty.
+
+    Args:
+        value: One or more regular expressions that match the part of a module's name before a layer's index.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: ``value`` is something else.
     """
     if value in (None, [], (), ""):
         return None
@@ -119,15 +106,15 @@ def layer_parents(value: object) -> tuple[str, ...] | None:
 
 
 def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> Pairs:
-    """``value`` of ``rank_pattern`` or ``alpha_pattern``, a mapping of names to numbers, as pairs; order is kept.
+    """Return ``rank_pattern`` or ``alpha_pattern``, a mapping of names to numbers, as pairs in the same order.
 
     Args:
         value: The user's value.
-        what: The numbers that are allowed, for messages.
-        is_allowed: Whether a value is one of them.
+        what: The allowed numbers in words, for messages.
+        is_allowed: Whether a number is allowed.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: ``value`` is not such a mapping.
     """
     pairs = pairs_of(value)
     if pairs is None:
@@ -137,8 +124,8 @@ def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> P
     for name, number in pairs:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(
-                f"should have names of modules, or regular expressions over them, for keys, found {quoted(name)}. "
-                "Write for example {q_proj: 8}."
+                "should have names of modules, or regular expressions that match them, as keys, found "
+                f"{quoted(name)}. Write for example {{q_proj: 8}}."
             )
         _check_regex(name)
         if isinstance(number, bool) or not isinstance(number, int | float) or not is_allowed(number):
@@ -147,12 +134,12 @@ def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> P
 
 
 def of_module(name: str, pattern: Sequence[tuple[str, _Number]], usual: _Number) -> _Number:
-    """The number of the first key of ``pattern`` that matches the module ``name``, else ``usual``."""
+    """Return the number of the first key of ``pattern`` that matches the module ``name``, else ``usual``."""
     return next((number for key, number in pattern if module_matches(key, name)), usual)
 
 
 def module_matches(key: str, name: str) -> bool:
-    """Whether the key of a pattern matches the full name of a module, or its end from a dot on.
+    """Return whether the key of a pattern matches the full name of a module, or the part after one of its dots.
 
     Source: PEFT 0.21, ``get_pattern_key``.
     """
@@ -160,7 +147,7 @@ def module_matches(key: str, name: str) -> bool:
 
 
 def pairs_of(value: object) -> Pairs | None:
-    """A mapping as pairs; pairs as they are; None of another value."""
+    """Return a mapping, or a list of pairs, as a tuple of pairs; None for any other value."""
     if value is None:
         return ()
     if isinstance(value, Mapping):
@@ -190,10 +177,10 @@ def _names_or_pattern(value: object, others: str) -> str | tuple[str, ...]:
 
 
 def _checked_pattern(text: str, others: str) -> str:
-    """``text`` if it can be a regular expression over module names.
+    """Return ``text`` if it can be a regular expression over module names.
 
     Raises:
-        ValueError: It cannot, or is a list of names that has lost its brackets.
+        ValueError: ``text`` is not a regular expression, or looks like a list of names without its brackets.
     """
     if not text.strip():
         raise ValueError(f"should be {others}names or a pattern, found {quoted(text)}. Remove the key for the default.")
@@ -208,7 +195,7 @@ def _checked_pattern(text: str, others: str) -> str:
 def _check_regex(text: str) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the meaning of the pattern in a later Python
+            warnings.simplefilter("ignore")  # warnings that later Python versions read the pattern differently
             re.compile(text)
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(

@@ -1,30 +1,18 @@
-"""Settings of objectives: the base class, and those of ALTO's own objectives."""
+"""Settings of objectives: the base class, and the settings of ALTO's own objectives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 from pydantic import Field, field_validator, model_validator
 
+from alto.base import Registry, quoted
+from alto.errors import SpecError
+from alto.records import ProblemType
 from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
-from alto.spec.validation import SpecModel, plain
-
-__all__ = [
-    "CPO_LOSS_TYPES",
-    "KTO_LOSS_TYPES",
-    "LOSS_TYPES",
-    "CpoLossType",
-    "CpoSettings",
-    "Divergence",
-    "DpoSettings",
-    "KtoLossType",
-    "KtoSettings",
-    "LossType",
-    "ObjectiveSettings",
-    "OrpoSettings",
-]
+from alto.spec.validation import SpecModel, check_defaults, plain
 
 LossType: TypeAlias = Literal[
     "sigmoid",
@@ -58,7 +46,7 @@ _DIVERGING: tuple[LossType, ...] = (
     "discopop",
     "sft",
 )
-"""The forms that have ``f_divergence_type``: those of the difference of two scores."""
+"""The forms that have ``f_divergence_type``: losses of the difference between two scores."""
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]
 """Divergences between the adapter and the base that DPO can limit (f-DPO, arXiv:2309.16240)."""
@@ -81,21 +69,21 @@ _METHODS_BY_FORM: Mapping[str, str] = {
     "kto": "method: kto",
     "simpo": "method: cpo and loss_type: simpo",
 }
-"""Names that other programs have among the forms of DPO's loss, and what to write here."""
+"""Names that other programs list as forms of DPO's loss, with the keys to write in ALTO."""
 
-_SORTED = "sorts the log-ratios of the whole batch, which may be split over micro-batches here"
+_SORTED = "sorts the log-ratios of the whole batch, which ALTO may split over micro-batches"
 _REFUSED_FORMS: Mapping[str, str] = {"aot": _SORTED, "aot_unpaired": _SORTED}
-"""Forms of TRL's that are not supported, and why."""
+"""TRL's forms of the loss that are not supported, with the reason."""
 
 _DISCOPOP_TAU = 0.05
 _ALPHA_COEF = 0.5
 
 
 class ObjectiveSettings(SpecModel):
-    """Settings of an objective beside those of every job (:class:`alto.spec.JobConfig`); the base class has none.
+    """Settings of an objective in addition to those of every job (:class:`alto.spec.JobConfig`); here there are none.
 
-    A subclass declares them as pydantic fields with bounds and a description. A task gives them where it gives a job's
-    other settings: at its top level, or under ``search_space``. Null is the default.
+    A subclass declares them as pydantic fields with bounds and a description. A task gives them in the same places as a
+    job's other settings: at its top level, or under ``search_space``. Null means the default.
 
     Raises:
         SpecError: A value is out of its domain.
@@ -107,8 +95,8 @@ class ObjectiveSettings(SpecModel):
 
     @property
     def needs_kl(self) -> bool:
-        """Whether the loss needs ``batch.kl_J``, the estimated divergence of the adapter from the base over the job's
-        whole batch, which takes two more forward passes."""
+        """Whether the loss needs ``batch.kl_J``, the estimated divergence of the adapter from the base model over the
+        job's whole batch; estimating it takes two more forward passes."""
         return False
 
     def __init__(self, /, **values: Any) -> None:
@@ -122,14 +110,14 @@ class OrpoSettings(ObjectiveSettings):
 
     aliases: ClassVar[Mapping[str, str]] = {"pref_beta": "beta", "rl_beta": "beta"}
 
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds")
+    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of the odds-ratio loss")
 
 
 class DpoSettings(ObjectiveSettings):
     """Settings of ``dpo``.
 
-    ``loss_type`` may be a list of forms whose losses are added, each times its number in ``loss_weights`` (1 where
-    there are none); a list of one is stored as that form.
+    ``loss_type`` may be a list of forms. Their losses are multiplied by ``loss_weights`` (by default 1) and added. A
+    list with one form is stored as that form.
     """
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -139,22 +127,24 @@ class DpoSettings(ObjectiveSettings):
         "dpo_label_smoothing": "label_smoothing",
     }
 
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
+    beta: float = Field(
+        default=0.1, ge=1e-6, le=1e6, description="strength of the penalty for deviating from the base model"
+    )
     loss_type: LossType | tuple[LossType, ...] = Field(
-        default="sigmoid", description="form of the loss, or several that are added"
+        default="sigmoid", description="form of the loss, or several forms that are summed"
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
     loss_weights: tuple[float, ...] | None = Field(
-        default=None, description="weight of each form of loss_type, where there are several"
+        default=None, description="weight of each form of loss_type, if there are several"
     )
     rpo_alpha: float | None = Field(
-        default=None, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy, which is added"
+        default=None, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy that is added to the loss"
     )
     ld_alpha: float | None = Field(
         default=None, ge=0, le=1, description="weight of a reply's tokens beyond the length of the shorter reply"
     )
     f_divergence_type: Divergence = Field(
-        default="reverse_kl", description="divergence from the base that the loss limits"
+        default="reverse_kl", description="divergence from the base model that the loss limits"
     )
     f_alpha_divergence_coef: float = Field(
         default=_ALPHA_COEF, ge=-1e3, le=1e3, description="alpha of f_divergence_type alpha_divergence"
@@ -163,7 +153,7 @@ class DpoSettings(ObjectiveSettings):
 
     @property
     def forms(self) -> Mapping[LossType, float]:
-        """The weight of each form of the loss, ``rpo_alpha`` as that of ``sft``."""
+        """The weight of each form of the loss; ``rpo_alpha`` is the weight of ``sft``."""
         names: tuple[LossType, ...] = self.loss_type if isinstance(self.loss_type, tuple) else (self.loss_type,)
         found = dict(zip(names, self.loss_weights or (1.0,) * len(names), strict=True))
         return found if self.rpo_alpha is None else {**found, "sft": self.rpo_alpha}
@@ -174,7 +164,7 @@ class DpoSettings(ObjectiveSettings):
         names = value if isinstance(value, list | tuple) else [value]
         for name in names:
             if isinstance(name, str) and name not in LOSS_TYPES:
-                remedy = f"Write {_METHODS_BY_FORM[name]}." if name in _METHODS_BY_FORM else "Write one of those."
+                remedy = f"Write {_METHODS_BY_FORM[name]}." if name in _METHODS_BY_FORM else "Write one of them."
                 reason = f", which {_REFUSED_FORMS[name]}" if name in _REFUSED_FORMS else ""
                 raise ValueError(f"should be one of {', '.join(LOSS_TYPES)}, found {quoted(name)}{reason}. {remedy}")
         if not isinstance(value, list | tuple):
@@ -215,7 +205,7 @@ class DpoSettings(ObjectiveSettings):
         if "exo_pair" in names and not self.label_smoothing:
             raise ValueError(
                 "label_smoothing should be above 0 with loss_type 'exo_pair', found 0. Write label_smoothing: 1.0e-3, "
-                "as its paper has it."
+                "as in its paper."
             )
         others = [name for name in names if name not in _DIVERGING]
         if self.f_divergence_type != "reverse_kl" and others:
@@ -244,19 +234,19 @@ class CpoSettings(ObjectiveSettings):
     beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="weight of a reward")
     loss_type: CpoLossType = Field(default="sigmoid", description="form of the loss")
     cpo_alpha: float = Field(
-        default=1.0, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy, which is added"
+        default=1.0, ge=0, le=1e6, description="weight of the chosen replies' cross-entropy that is added to the loss"
     )
     simpo_gamma: float | None = Field(
         default=None,
         ge=0,
         le=1e6,
-        description="lead that the chosen reply's reward is to have; only of loss_type simpo",
+        description="margin that the chosen reply's reward should have; only for loss_type simpo",
     )
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="assumed share of pairs in the wrong order")
 
     @property
     def target_margin(self) -> float:
-        """The lead that the reward of the chosen reply is to have: TRL's default where it is not set."""
+        """The target margin between the rewards of the chosen and the rejected reply; by default TRL's."""
         return 0.5 if self.simpo_gamma is None else self.simpo_gamma
 
     @model_validator(mode="after")
@@ -286,7 +276,9 @@ class KtoSettings(ObjectiveSettings):
         "kto_undesirable_weight": "undesirable_weight",
     }
 
-    beta: float = Field(default=0.1, ge=1e-6, le=1e6, description="penalty of leaving the base")
+    beta: float = Field(
+        default=0.1, ge=1e-6, le=1e6, description="strength of the penalty for deviating from the base model"
+    )
     loss_type: KtoLossType = Field(default="kto", description="form of the loss")
     desirable_weight: float = Field(default=1.0, ge=0, le=1e6, description="weight of the losses of desirable replies")
     undesirable_weight: float = Field(
@@ -296,3 +288,154 @@ class KtoSettings(ObjectiveSettings):
     @property
     def needs_kl(self) -> bool:
         return self.loss_type == "kto"
+
+
+PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
+PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
+"""The metrics of :func:`alto.objectives.preference_metrics`; for those in ``PREFERENCE_SCORES``, higher is better."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveEntry:
+    """The entry of an objective, registered under ``alto.objectives`` by the name of its method.
+
+    The module that holds it must not import torch: it is imported whenever a task names the method.
+    ``docs/objectives.md`` has an example.
+
+    Attributes:
+        implementation: ``module:class`` of the loss (:class:`alto.objectives.ObjectiveImplementation`); imported only
+            for training and evaluation.
+        settings: Settings of the objective in addition to those of every job.
+        is_paired: Whether it learns from preference pairs; None if it accepts either kind of rows.
+        is_labelled: Whether it learns from replies labelled as desirable or not (pairs are converted to them);
+            ``is_paired`` must be false then.
+        problem_types: Problems that its classification head can learn, if every job trains a head of its own; rows are
+            then texts with labels, and ``is_paired`` must be false. Empty if it learns from the losses of tokens.
+        needs_reference: Whether it needs reference log-probs (``batch.references_Q2``).
+        metrics: Names of its metrics, without the loss.
+        derived: Metrics that are not means over rows; the implementation derives them from sums
+            (:class:`alto.objectives.DerivedMetrics`).
+        scores: Metrics for which higher is better; a task may select by one of them (``metric``).
+        scaled_by: The settings that decide the scale of each metric. All settings count for the scale of the loss.
+
+    Raises:
+        SpecError: A field does not have its type, a named metric or setting does not exist, or a default of the
+            settings is out of its domain.
+    """
+
+    implementation: str
+    settings: type[ObjectiveSettings] = ObjectiveSettings
+    is_paired: bool | None = None
+    is_labelled: bool = False
+    problem_types: tuple[ProblemType, ...] = ()
+    needs_reference: bool = False
+    metrics: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()
+    scores: tuple[str, ...] = ()
+    scaled_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.settings, type) or not issubclass(self.settings, ObjectiveSettings):
+            raise SpecError(
+                f"settings: expected a subclass of ObjectiveSettings, found {self.settings!r}. Make it such a subclass."
+            )
+        check_defaults(self.settings)
+        if not isinstance(self.implementation, str) or ":" not in self.implementation:
+            raise SpecError(
+                f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
+                "it in this form; the class is imported when training starts."
+            )
+        if self.problem_types and (self.is_paired is not False or self.is_labelled or self.needs_reference):
+            raise SpecError(
+                "problem_types: expected is_paired to be false with it, and is_labelled and needs_reference not to be "
+                "set. Texts with labels are not replies."
+            )
+        if self.is_labelled and self.is_paired is not False:
+            raise SpecError(
+                f"is_labelled: expected is_paired to be false with it, found {self.is_paired}. Labelled rows are not "
+                "pairs."
+            )
+        named = {name: getattr(self, name) for name in ("problem_types", "metrics", "derived", "scores")}
+        for name, given in (*named.items(), *self.scaled_by.items()):
+            if not isinstance(given, tuple) or not all(isinstance(item, str) for item in given):
+                raise SpecError(f'{name}: expected a tuple of names, found {given!r}. Write ("one",) for a single one.')
+        if "loss" in self.metrics or not {*self.scores, *self.derived} <= {*self.metrics}:
+            raise SpecError(
+                f"expected every score and derived metric among the metrics and no metric called 'loss', found metrics "
+                f"{self.metrics}, derived {self.derived} and scores {self.scores}. Correct them."
+            )
+        for metric, keys in self.scaled_by.items():
+            if metric not in self.metrics or not set(keys) <= self.settings.model_fields.keys():
+                raise SpecError(
+                    f"scaled_by: expected settings of {self.settings.__name__} by the name of a metric, found "
+                    f"{metric!r}: {keys}. Correct it."
+                )
+
+
+def _entry(found: object) -> ObjectiveEntry:
+    if not isinstance(found, ObjectiveEntry):
+        kind = found.__name__ if isinstance(found, type) else type(found).__name__
+        raise SpecError(f"expected an alto.spec.ObjectiveEntry, found {kind}")
+    return found
+
+
+OBJECTIVES: Registry[ObjectiveEntry] = Registry(
+    group="alto.objectives",
+    key="method",
+    page="docs/objectives.md",
+    own={
+        "sft": ObjectiveEntry(implementation="alto.objectives.sft:Sft", is_paired=False),
+        "dpo": ObjectiveEntry(
+            implementation="alto.objectives.dpo:Dpo",
+            settings=DpoSettings,
+            is_paired=True,
+            needs_reference=True,
+            metrics=(*PREFERENCE_METRICS, "kl"),
+            scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta", "ld_alpha")},
+        ),
+        "orpo": ObjectiveEntry(
+            implementation="alto.objectives.orpo:Orpo",
+            settings=OrpoSettings,
+            is_paired=True,
+            metrics=(*PREFERENCE_METRICS, "chosen_loss"),
+            scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta",)},
+        ),
+        "cpo": ObjectiveEntry(
+            implementation="alto.objectives.cpo:Cpo",
+            settings=CpoSettings,
+            is_paired=True,
+            metrics=(*PREFERENCE_METRICS, "chosen_loss"),
+            scores=PREFERENCE_SCORES,
+            scaled_by={"reward_margin": ("beta", "loss_type")},
+        ),
+        "kto": ObjectiveEntry(
+            implementation="alto.objectives.kto:Kto",
+            settings=KtoSettings,
+            is_paired=False,
+            is_labelled=True,
+            needs_reference=True,
+            metrics=("reward_margin", "chosen_reward", "rejected_reward", "kl"),
+            scores=("reward_margin",),
+            scaled_by={"reward_margin": ("beta",)},
+        ),
+        "classification": ObjectiveEntry(
+            implementation="alto.objectives.labelled:Classification",
+            is_paired=False,
+            problem_types=("single_label_classification", "multi_label_classification"),
+            metrics=("accuracy", "macro_f1"),
+            derived=("macro_f1",),
+            scores=("accuracy", "macro_f1"),
+        ),
+        "regression": ObjectiveEntry(
+            implementation="alto.objectives.labelled:Regression",
+            is_paired=False,
+            problem_types=("regression",),
+            metrics=("mse", "pearson"),
+            derived=("pearson",),
+            scores=("pearson",),
+        ),
+    },
+    check=_entry,
+)

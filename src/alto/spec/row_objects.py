@@ -1,7 +1,7 @@
-"""Rows that a user gives as Python objects: they are written to a file, which the task names like any other.
+"""Rows that a user gives as Python objects: they are written to a file, and the task names that file.
 
-So a task is made of plain values whatever it was given: it can be written to a file, sent to another process and
-resumed. The file is named by the digest of its content, so that equal rows have one file.
+So a task always consists of plain values: it can be written to a file, sent to another process and resumed. The file is
+named by the digest of its content, so equal rows share one file.
 """
 
 from __future__ import annotations
@@ -13,42 +13,40 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import date, time
+from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from alto.base import cache_home, quoted
 from alto.errors import DataError, SpecError
-from alto.spec.cache_home import cache_home
-from alto.spec.data_forms import ROW_COLUMNS
-from alto.spec.quoting import quoted
-
-__all__ = ["first_row", "with_rows_in_files"]
+from alto.spec.data_keys import ROW_COLUMNS
 
 _KEYS = {"train": "dataset", "validation": "validation_dataset", "test": "test_dataset"}
-"""By name of a split: the key of the task that names its rows."""
+"""The key of the task that names the rows of each split."""
 
 _MISNAMED = ("val", "valid", "dev", "eval")
-"""Other names of the split ``validation``: rows under them would be left out."""
+"""Other names of the split ``validation``; rows under these names would be silently ignored."""
 
 _SOURCE_KEYS = frozenset({"path", "dataset", "weight"})
-"""Keys that the sources of a mixture have."""
+"""Keys by which the sources of a mixture are recognised."""
 
 _NAME = "task"
 _CHUNK = 2**20
 
 
 def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a task, where rows that are Python objects are replaced by the path of a file that holds them.
+    """Return the keys of a task with rows that are Python objects replaced by the path of a file that holds them.
 
-    Rows are a ``datasets.Dataset``, a pandas ``DataFrame``, or whatever yields mappings of columns to values: a list,
-    a generator; or a function that returns one of these. ``dataset`` may be a mapping of splits to rows, such as a
-    ``datasets.DatasetDict``: ``train`` (or the split that ``dataset_train_split`` names), ``validation``, ``test`` (or
-    the split that ``dataset_test_split`` names). Missing cells of a frame become null.
+    Rows may be a ``datasets.Dataset``, a pandas ``DataFrame``, or any iterable of mappings of columns to values, such
+    as a list or a generator; or a function that returns one of these. ``dataset`` may be a mapping of splits to rows,
+    such as a ``datasets.DatasetDict``: ``train`` (or the split that ``dataset_train_split`` names), ``validation``,
+    ``test`` (or the split that ``dataset_test_split`` names). Missing cells of a frame become null.
 
     Args:
-        values: By canonical names.
+        values: The keys by canonical names.
 
     Raises:
-        SpecError: There are no rows, one is no mapping or holds a value that JSON cannot, or a split is missing.
+        SpecError: There are no rows, a row is not a mapping or cannot be written as JSON, or a split is missing.
         DataError: The file cannot be written.
     """
     found = dict(values)
@@ -67,7 +65,7 @@ def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_row(values: Mapping[str, Any]) -> Mapping[Any, Any] | None:
-    """The first row to train on, where rows are Python objects that can be read twice; None elsewhere.
+    """Return the first training row if rows are Python objects that can be read twice, else None.
 
     Args:
         values: The keys of a task, by canonical names.
@@ -83,7 +81,7 @@ def first_row(values: Mapping[str, Any]) -> Mapping[Any, Any] | None:
 
 
 def _splits(dataset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """The splits of ``dataset`` by the keys of the task; a key that the task has already stays."""
+    """Return the splits of ``dataset`` by the task's keys; a key that the task already has is not replaced."""
     train = values.get("dataset_train_split") or "train"
     if train not in dataset or not all(_are_rows(rows) for rows in dataset.values()):
         raise SpecError(
@@ -115,7 +113,7 @@ def _splits(dataset: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def _source(item: object, index: int) -> object:
-    """A source of a mixture, with its rows in files."""
+    """Return a source of a mixture with rows that are objects replaced by the path of their file."""
     if not isinstance(item, Mapping):
         return item
     found = dict(item)
@@ -127,7 +125,7 @@ def _source(item: object, index: int) -> object:
 
 
 def _are_rows(value: object) -> bool:
-    """Whether ``value`` holds rows itself, in contrast to a path, a name and the sources of a mixture."""
+    """Return whether ``value`` is rows, and not a path, a name or the sources of a mixture."""
     if value is None or isinstance(value, str | bytes | os.PathLike | Mapping | int | float):
         return False
     if isinstance(value, list | tuple):
@@ -136,12 +134,12 @@ def _are_rows(value: object) -> bool:
 
 
 def _is_source(item: Mapping[Any, Any]) -> bool:
-    """Whether it is a source of a mixture; a row, too, may have a column such as ``dataset``."""
+    """Return whether ``item`` is a source of a mixture; a row may also have a column such as ``dataset``."""
     return bool(_SOURCE_KEYS & item.keys()) and not ROW_COLUMNS & item.keys()
 
 
 def _kept(rows: Any, key: str) -> Path:
-    """The file that holds ``rows``."""
+    """Write ``rows`` to a file and return its path."""
     rows = rows() if callable(rows) else rows
     kind = type(rows).__module__.partition(".")[0]
     if kind == "datasets" and hasattr(rows, "to_parquet") and not _is_transformed(rows):
@@ -152,13 +150,13 @@ def _kept(rows: Any, key: str) -> Path:
 
 
 def _is_transformed(rows: Any) -> bool:
-    """Whether a function makes the rows of a ``datasets.Dataset`` when they are read (``set_transform``)."""
+    """Return whether a ``datasets.Dataset`` computes its rows by a function when they are read (``set_transform``)."""
     shown: Any = getattr(rows, "format", None)
     return isinstance(shown, Mapping) and shown.get("type") == "custom"
 
 
 def _frame_rows(frame: Any, key: str) -> Iterator[dict[Any, Any]]:
-    """The rows of a frame, as they are: its own JSON would round numbers. Missing cells are None."""
+    """Yield the rows of a frame with missing cells as None. The frame's own JSON export would round numbers."""
     columns = list(frame.columns)
     twice = next((column for column, count in Counter(columns).items() if count > 1), None)
     if twice is not None:
@@ -197,7 +195,7 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
 
 
 class _RowsFailedError(Exception):
-    """The user's rows have raised ``error``, in contrast to the file that they are written to."""
+    """Reading the user's rows raised ``error``, as opposed to writing the file."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -212,7 +210,7 @@ def _drawn(rows: Iterator[Any]) -> Iterator[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of NumPy as those of Python, dates as text."""
+    """Convert NumPy numbers and arrays to Python's, and dates to text."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, date | time):
@@ -221,7 +219,7 @@ def _plain(value: Any) -> Any:
 
 
 def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path:
-    """The file with what ``write`` writes; an earlier one with the same content is used again."""
+    """Return the path of a file with the content that ``write`` writes, named by the digest of that content."""
     folder = cache_home() / "rows"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -261,3 +259,32 @@ def _unwritable(folder: Path, error: OSError) -> DataError:
         f"expected to keep the rows of the task in {folder}, found: {error.strerror or error}; free disk space, or "
         "name another folder with the environment variable ALTO_CACHE"
     )
+
+
+CONFIG = "config"
+"""An argument of :class:`alto.Task` that task files cannot have."""
+
+_READER = "alto.importing.config_objects", "read_config_objects"
+"""Module and function that read them. That package imports ``alto.spec``, so it is imported lazily, only when there are
+such objects."""
+
+
+def with_config_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the keys of a task including those set by ``config``, and notes on settings not adopted unchanged.
+
+    Args:
+        values: Keys as the user wrote them. ``config`` is an object or a list of objects; every other key overrides it,
+            and so do the fields of the search space.
+
+    Raises:
+        SpecError: An object is not a configuration of an adapter or of a trainer, or there are two of one kind.
+        UnsupportedError: Settings would change what is learned, and ALTO does not have them; the message names all.
+    """
+    found = dict(values)
+    given = found.pop(CONFIG, None)
+    if given is None:
+        return found, ()
+    module, name = _READER
+    configs = given if isinstance(given, list | tuple) else (given,)
+    read: tuple[dict[str, Any], tuple[str, ...]] = getattr(import_module(module), name)(configs, found)
+    return read

@@ -1,4 +1,4 @@
-"""Online early-exit rules for task files: the base class of a rule, and the settings of ALTO's own."""
+"""Early-exit rules in task files: the base class of a rule, and the settings of ALTO's own rules."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from alto.base import Registry
 from alto.errors import SpecError
 from alto.records import ExitDecision, ExitReason, LossPoint
 from alto.spec.keys import canonical_keys
-from alto.spec.registry import Registry
 from alto.spec.validation import SpecModel, check_defaults, plain
-
-__all__ = ["RULES", "DivergenceSettings", "GapSettings", "OverfittingSettings", "Rule", "UpturnSettings"]
 
 _MAX_EVALUATIONS = 10**6
 _REASON = re.compile(r"[a-z][a-z0-9_ -]{0,39}")
 _RESERVED = (ExitReason.UNDERPERFORMING, ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET)
-"""Reserved reasons: those of rungs, users, faults and budgets."""
+"""Reasons that a rule may not use: those of rungs, users, faults and budgets."""
 
 
 class Rule(SpecModel):
     """A rule that judges one job by its own evaluations; its fields are its settings.
 
-    Pure: the same history and settings give the same verdict, live, resumed and replayed, on every rank. A rule of your
-    own subclasses it, declares its settings as pydantic fields with bounds, a default and a description, and is
-    registered by name under ``alto.early_exit_rules``. ``docs/early-exit.md`` has one.
+    A rule is pure: the same history and settings give the same verdict on every rank, whether live, resumed or
+    replayed. Your own rule subclasses this class, declares its settings as pydantic fields with bounds, a default and a
+    description, and is registered by name under ``alto.early_exit_rules``. ``docs/early-exit.md`` has an example.
 
     Raises:
         SpecError: A value is out of its domain.
-        UnknownKeyError: A key that is not a setting of the rule.
+        UnknownKeyError: A key is not a setting of the rule.
     """
 
     reason: ClassVar[str]
-    """Why a job ended, one or two lower-case words, shown in journal, tables and report. The job's best adapter is
+    """Why a job ended: one or two lower-case words, shown in the journal, tables and report. The job's best adapter is
     kept; it still competes unless the reason is ``diverging``."""
 
     def __init__(self, /, **settings: Any) -> None:
@@ -45,7 +43,7 @@ class Rule(SpecModel):
 
     @abstractmethod
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
-        """The verdict for the last point of ``history``, or None to continue.
+        """Return the verdict for the last point of ``history``, or None to continue.
 
         Args:
             history: Evaluations of one job, oldest first; all losses are finite.
@@ -55,18 +53,20 @@ class Rule(SpecModel):
 class DivergenceSettings(SpecModel):
     """Settings of the divergence test."""
 
-    window: int = Field(default=2, ge=2, le=_MAX_EVALUATIONS, description="evaluations a slope is fitted over")
-    divergence_patience: int = Field(
-        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look diverging"
+    window: int = Field(
+        default=2, ge=2, le=_MAX_EVALUATIONS, description="number of evaluations over which a slope is fitted"
     )
-    tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss rises")
+    divergence_patience: int = Field(
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="number of evaluations in a row that must look diverging"
+    )
+    tau_slope: float = Field(default=0.001, gt=0, description="slope from which a loss counts as rising")
 
 
 class OverfittingSettings(SpecModel):
     """Common settings of the overfitting rules."""
 
     overfitting_patience: int = Field(
-        default=2, ge=1, le=_MAX_EVALUATIONS, description="evaluations in a row that must look overfit"
+        default=2, ge=1, le=_MAX_EVALUATIONS, description="number of evaluations in a row that must look overfit"
     )
 
 
@@ -79,8 +79,10 @@ class GapSettings(OverfittingSettings):
 class UpturnSettings(OverfittingSettings):
     """Settings of ALTO's overfitting test."""
 
-    tau_upturn: float = Field(default=0.001, ge=0, description="relative rise of the validation loss over its best")
-    tau_noise: float = Field(default=3.0, ge=0, description="the same rise in deviations of its noise")
+    tau_upturn: float = Field(
+        default=0.001, ge=0, description="relative rise of the validation loss over its best value"
+    )
+    tau_noise: float = Field(default=3.0, ge=0, description="the same rise in standard deviations of the loss's noise")
 
 
 def _rule(found: object) -> type[Rule]:
@@ -105,9 +107,9 @@ RULES: Registry[type[Rule]] = Registry(
     key="rules",
     page="docs/early-exit.md",
     own={
-        "divergence": "alto.early_exit.divergence:Divergence",
-        "overfitting_gap": "alto.early_exit.gap:OverfittingGap",
-        "overfitting_upturn": "alto.early_exit.upturn:OverfittingUpturn",
+        "divergence": "alto.early_exit.patterns:Divergence",
+        "overfitting_gap": "alto.early_exit.patterns:OverfittingGap",
+        "overfitting_upturn": "alto.early_exit.patterns:OverfittingUpturn",
     },
     check=_rule,
 )

@@ -1,4 +1,4 @@
-"""What chooses the winner of a task beside its metric: a scorer of the jobs' answers to the validation rows."""
+"""Scoring of the jobs' answers to the validation rows, which can choose the winner instead of the metric."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
+from alto.base import quoted
 from alto.errors import SpecError
 from alto.records import Metric, ScorerName
-from alto.spec.functions import is_function, name_of
 from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
+from alto.spec.metric import is_function, name_of
 from alto.spec.validation import SpecModel, plain
-
-__all__ = ["Scoring", "parse_metric", "parse_select_by"]
 
 _WORDS = ("metric", "eval_accuracy")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -40,56 +38,56 @@ _OF_EVALUATIONS = {
 
 
 class Scoring(SpecModel):
-    """How the answers of jobs to the validation rows are scored, and when.
+    """Settings that say how and when the jobs' answers to the validation rows are scored.
 
     Attributes:
-        scorer: ``exact``: a generated text is the row's reply, but for white space. ``contains``: it contains the
-            reply. ``regex``: it matches a pattern. ``json``: it has the reply's JSON value. ``tool_call``: it has the
-            reply's calls, with their names and arguments. ``numeric``: its last number is that of the reply.
-            ``exact_match``: ``numeric`` in GSM8K's form, where the number is the final answer ``#### N``.
-            ``multiple_choice``: of the distinct replies of the validation rows, 26 at most, the row's own is the most
-            likely; nothing is generated. ``python``: a function of yours scores each generated text. ``http``: a server
-            does, for example one that asks a language model.
-        keys: Of ``json``: compare only these keys of an object; ``a.b`` is ``b`` in the object ``a``. None compares
+        scorer: The check that an answer must pass. ``exact``: the generated text equals the row's reply, except for
+            white space. ``contains``: it contains the reply. ``regex``: it matches a pattern. ``json``: it has the same
+            JSON value as the reply. ``tool_call``: it has the reply's tool calls, with their names and arguments.
+            ``numeric``: its last number equals that of the reply. ``exact_match``: ``numeric`` in GSM8K's form, where
+            the number is the final answer ``#### N``. ``multiple_choice``: among the distinct replies of the validation
+            rows (at most 26), the row's own reply is the most likely; nothing is generated. ``python``: your own
+            function scores each generated text. ``http``: a server does, for example one that asks a language model.
+        keys: For ``json``: compare only these keys of an object; ``a.b`` is ``b`` in the object ``a``. None compares
             the whole value.
-        pattern: Of ``regex``: a regular expression of Python, which is searched for in a generated text. Where it has a
-            group, the text that its first group finds must be the one that it finds in the row's reply.
-        tolerance: Of ``numeric``: largest difference of two numbers that count as equal.
-        ignore_case: Of ``exact``, ``contains`` and ``regex``: treat capital and small letters alike.
-        function: Of ``python``: its dotted name, ``package.module:function`` or ``package.module.function``; in Python
-            also the function itself, where that name leads to it. It is
+        pattern: For ``regex``: a Python regular expression that is searched for in the generated text. If it has a
+            group, the text of its first group must be the same as in the row's reply.
+        tolerance: For ``numeric``: largest difference of two numbers that count as equal.
+        ignore_case: For ``exact``, ``contains`` and ``regex``: ignore the case of letters.
+        function: For ``python``: the function's dotted name, ``package.module:function`` or
+            ``package.module.function``; in Python also the function itself, if it can be imported by that name. It is
             called with the keyword arguments ``prompt``, ``reference`` and ``answer``, all text, and returns a
-            number from -1e100 to 1e100; higher is better. It runs in the process that trains, with all its rights.
-        url: Of ``http``: where ``{"rows": [{"prompt", "reference", "answer"}, …]}`` is posted as JSON. The answer is
-            ``{"scores": […]}``, a finite number for each row; higher is better.
-        headers_env: Of ``http``: the name of an environment variable that holds further headers of a request as a JSON
+            number from -1e100 to 1e100; higher is better. It runs in the training process, with all its rights.
+        url: For ``http``: the address to which ``{"rows": [{"prompt", "reference", "answer"}, …]}`` is posted as JSON.
+            The response is ``{"scores": […]}``, a finite number for each row; higher is better.
+        headers_env: For ``http``: the name of an environment variable that holds further request headers as a JSON
             object, such as ``{"Authorization": "Bearer …"}``. Only the name is written to the run.
-        rows_per_request: Of ``http``: rows in one request.
-        timeout_s: Seconds that one request (``http``), or the call for one row (``python``), may take. A request that
-            fails is sent again twice.
-        num_rows: Score only so many of the first validation rows that can be scored. None takes all.
-        max_new_tokens: Longest generated text, in tokens.
+        rows_per_request: For ``http``: number of rows in one request.
+        timeout_s: Maximum seconds for one request (``http``), or for the call for one row (``python``). A request that
+            fails is retried twice.
+        num_rows: Number of validation rows to score: the first ones that can be scored. None scores all.
+        max_new_tokens: Maximum length of a generated text, in tokens.
         at: ``finalists``: the best ``num_finalists`` jobs are scored when training has ended. A list of shares, each a
-            rung of ``early_exit``: the jobs that stand at these rungs are scored too, and the rungs rank by their
+            rung of ``early_exit``: the jobs that compete at these rungs are scored too, and these rungs rank by the
             scores.
 
     Raises:
-        SpecError: A value is out of its bounds, or does not belong to the scorer.
-        UnknownKeyError: A key that is not one of the above.
+        SpecError: A value is out of bounds, or does not belong to the scorer.
+        UnknownKeyError: A key is not one of the above.
     """
 
     scorer: ScorerName = Field(description="what scores the answers")
     keys: tuple[str, ...] | None = Field(default=None, description="keys of JSON objects that are compared")
     pattern: str | None = Field(default=None, min_length=1, description="regular expression of a right answer")
-    tolerance: float = Field(default=0.0, ge=0, description="difference of numbers that count as equal")
+    tolerance: float = Field(default=0.0, ge=0, description="largest difference of numbers that count as equal")
     ignore_case: bool = Field(default=False, description="treat capital and small letters alike")
     function: str | None = Field(default=None, min_length=1, description="dotted name of a Python function")
     url: str | None = Field(default=None, min_length=1, description="address of an HTTP scorer")
     headers_env: str | None = Field(default=None, description="environment variable with further headers")
-    rows_per_request: int = Field(default=16, ge=1, le=10_000, description="rows in one request")
-    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="seconds for one request or call")
-    num_rows: int | None = Field(default=None, ge=1, le=10**9, description="rows that are scored")
-    max_new_tokens: int = Field(default=512, ge=1, le=2**17, description="tokens of a generated text")
+    rows_per_request: int = Field(default=16, ge=1, le=10_000, description="number of rows in one request")
+    timeout_s: float = Field(default=30.0, gt=0, le=3600, description="maximum seconds for one request or call")
+    num_rows: int | None = Field(default=None, ge=1, le=10**9, description="number of rows that are scored")
+    max_new_tokens: int = Field(default=512, ge=1, le=2**17, description="maximum number of tokens in a generated text")
     at: Literal["finalists"] | tuple[float, ...] = Field(default="finalists", description="when jobs are scored")
 
     @field_validator("at", mode="before")
@@ -161,8 +159,8 @@ class Scoring(SpecModel):
             is_address = False
         if not is_address or not url.isprintable() or " " in url:
             raise ValueError(
-                "should be an address that begins with http:// or https://, found another one. Write for example "
-                "https://judge.example/score."
+                "should be an address that begins with http:// or https://, found a different address. Write for "
+                "example https://judge.example/score."
             )
         if parts.username is not None or parts.password is not None:
             raise ValueError(
@@ -175,7 +173,7 @@ class Scoring(SpecModel):
     @classmethod
     def _check_headers_env(cls, name: str | None) -> str | None:
         if name is not None and _VARIABLE.fullmatch(name) is None:
-            # What was written may be the secret itself.
+            # The text may be the secret itself, so the message does not repeat it.
             raise ValueError(
                 "should be the name of an environment variable, found other text. Put the headers into a variable as "
                 "a JSON object, and write the variable's name here."
@@ -197,7 +195,7 @@ class Scoring(SpecModel):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """The settings that differ from their defaults, made of what YAML and JSON can hold."""
+        """Return the settings that differ from their defaults, as values that YAML and JSON can hold."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
     @property
@@ -206,25 +204,25 @@ class Scoring(SpecModel):
         return () if isinstance(self.at, str) else self.at
 
     def is_at(self, progress: float) -> bool:
-        """Whether jobs are scored at the rung at this share of their steps."""
+        """Return whether jobs are scored at the rung at the share ``progress`` of their steps."""
         return any(math.isclose(share, progress, rel_tol=1e-9) for share in self.rungs)
 
     @property
     def address(self) -> str:
-        """``url`` for messages: without what follows its path, which may hold a key."""
+        """``url`` for messages, without its query and fragment, which may hold a secret."""
         return (self.url or "").partition("?")[0].partition("#")[0]
 
     @property
     def reaches_outside(self) -> bool:
-        """Whether it runs Python code, or sends rows to a server, that the task names."""
+        """Whether the scorer runs Python code, or sends rows to a server, that the task names."""
         return self.scorer in ("python", "http")
 
 
 def parse_select_by(value: object) -> str | Scoring:
-    """Parse ``select_by`` of a task: a word, a mapping of settings, or a function, which scores as a Python scorer.
+    """Parse ``select_by`` of a task: a word, a mapping of settings, or a function that becomes a Python scorer.
 
     Raises:
-        SpecError, UnknownKeyError: It is neither, or as the constructor of :class:`Scoring` does.
+        SpecError, UnknownKeyError: ``value`` is none of these; or see :class:`Scoring`.
     """
     if isinstance(value, str) and value in _WORDS:
         return value
@@ -234,19 +232,22 @@ def parse_select_by(value: object) -> str | Scoring:
 
 
 def parse_metric(value: object) -> str | Scoring:
-    """Parse the metric of an evaluation: a word of :data:`alto.records.Metric`, a mapping of the settings of a scorer,
-    or a function, which scores as a Python scorer.
+    """Parse the metric of an evaluation.
+
+    Args:
+        value: A word of :data:`alto.records.Metric`, a mapping of a scorer's settings, or a function that becomes a
+            Python scorer.
 
     Raises:
-        SpecError, UnknownKeyError: It is none of them, or as the constructor of :class:`Scoring` does; or a setting is
-            one that an evaluation has itself.
+        SpecError, UnknownKeyError: ``value`` is none of these, or has a setting that is an option of the evaluation
+            itself; or see :class:`Scoring`.
     """
     if isinstance(value, str) and value in get_args(Metric):
         return _parsed({"scorer": value}, "metric", "", "") if value in get_args(ScorerName) else value
     found = _parsed(value, "metric", "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
     for key, option in _OF_EVALUATIONS.items():
         if key in found.model_fields_set:
-            raise SpecError(f"metric.{key}: expected settings of the scorer alone, found {key}; {option}")
+            raise SpecError(f"metric.{key}: expected only settings of the scorer, found {key}; {option}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""How the configurations of a task are found, and what may be spent on them."""
+"""The search of a task: how configurations are chosen, and the budget for them."""
 
 from __future__ import annotations
 
@@ -7,36 +7,36 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from alto.base import quoted
 from alto.errors import SpecError
 from alto.spec.keys import canonical_keys
-from alto.spec.quoting import quoted
 from alto.spec.search_space import SearchSpace
 from alto.spec.validation import SpecModel
-
-__all__ = ["Budget", "Search"]
 
 _NUM_STARTUP = 10
 _POPULATION = 12
 
 
 class Budget(SpecModel):
-    """Limits of what a search may spend; where several are given, all hold. Training the leading job to its end is
-    reserved first: once that takes all that is left, the others end with the reason ``budget``.
+    """Limits on what a search may spend; if several are given, all apply.
+
+    Training the leading job to its end is reserved first. Once that needs all the remaining budget, the other jobs end
+    with the reason ``budget``.
 
     Attributes:
-        jobs: Configurations; those that begin with the task count.
-        samples: Training rows of all jobs, counting repeats.
-        duration_s: Seconds of training and evaluation, those before an interruption included.
+        jobs: Number of configurations, including those that begin with the task.
+        samples: Number of training rows of all jobs, counting repeats.
+        duration_s: Seconds of training and evaluation, including those before an interruption.
         cost: Money, in the currency of ``gpu_hour_price``.
-        gpu_hour_price: Price of an hour of one GPU; with ``cost`` only.
+        gpu_hour_price: Price of an hour of one GPU; only together with ``cost``.
 
     Raises:
-        SpecError: A value is out of its bounds, or one of ``cost`` and ``gpu_hour_price`` is given alone.
-        UnknownKeyError: A key that is not one of the above.
+        SpecError: A value is out of bounds, or only one of ``cost`` and ``gpu_hour_price`` is given.
+        UnknownKeyError: A key is not one of the above.
     """
 
     jobs: int | None = Field(default=None, ge=1, le=10_000, description="configurations")
-    samples: int | None = Field(default=None, ge=1, le=10**12, description="training rows of all jobs")
+    samples: int | None = Field(default=None, ge=1, le=10**12, description="number of training rows of all jobs")
     duration_s: float | None = Field(default=None, gt=0, le=10**8, description="seconds")
     cost: float | None = Field(default=None, gt=0, le=10**9, description="money")
     gpu_hour_price: float | None = Field(default=None, gt=0, le=10**6, description="price of an hour of one GPU")
@@ -51,7 +51,7 @@ class Budget(SpecModel):
         return self
 
     def max_duration_s(self, num_gpus: int) -> float | None:
-        """Seconds that a task on ``num_gpus`` may take; None sets no limit."""
+        """Return the seconds that a task on ``num_gpus`` GPUs may take; None means no limit."""
         limits = [] if self.duration_s is None else [self.duration_s]
         if self.cost is not None and self.gpu_hour_price is not None:
             limits.append(3600 * self.cost / (self.gpu_hour_price * num_gpus))
@@ -59,31 +59,36 @@ class Budget(SpecModel):
 
 
 class Search(SpecModel):
-    """How the configurations of a task are found.
+    """The settings that say how the configurations of a task are chosen.
 
     Attributes:
         algorithm: ``grid`` trains every configuration of the search space; ``random`` some of them, drawn with the
-            task's ``data_seed``; ``tpe`` begins with random ones and gives each slot that becomes free to one that
-            Optuna's tree-structured Parzen estimator suggests from the losses so far; ``pbt`` trains a population: at
-            every ``interval`` the worst jobs continue with the weights of better ones and changed settings.
-        budget: What may be spent. None of ``grid``: no limit. Without one, ``random`` and ``tpe`` try half as many
-            configurations as the search space has.
-        num_initial_jobs: Jobs that begin with the task: of ``tpe`` before it learns (default 10, and at most half of
-            all), of ``pbt`` the population (default 12).
-        usual_learning_rate: Three of four of the jobs that begin with ``tpe`` have a learning rate near this one, where
-            the search space has a logarithmic range that it is in. The default is what is usual for the base model, and
-            is written into the run's task when that is loaded.
+            task's ``data_seed``; ``tpe`` begins with random ones and fills each slot that becomes free with a
+            configuration that Optuna's tree-structured Parzen estimator suggests from the losses so far; ``pbt`` trains
+            a population: at every ``interval`` the worst jobs continue with the weights of better ones and changed
+            settings.
+        budget: Limits on what the search may spend; the default is no limit. Without ``budget.jobs``, ``random`` tries
+            half as many configurations as the search space has; so does ``tpe`` if its budget has no other limit.
+        num_initial_jobs: Number of jobs that begin with the task: for ``tpe``, those before it learns (default 10, and
+            at most half of all); for ``pbt``, the population (default 12).
+        usual_learning_rate: With ``tpe``, three out of four initial jobs have a learning rate near this value, if the
+            search space has a logarithmic range that contains it. The default is the usual value for the base model; it
+            is written into the run's task when the model is loaded.
         interval: Share of their steps between two exchanges of a population (``pbt``).
         exchanged: Share of the population that is exchanged each time (``pbt``).
 
     Raises:
-        SpecError: A value is out of its bounds, or does not belong to the algorithm.
-        UnknownKeyError: A key that is not one of the above.
+        SpecError: A value is out of bounds, or does not belong to the algorithm.
+        UnknownKeyError: A key is not one of the above.
     """
 
-    algorithm: Literal["grid", "random", "tpe", "pbt"] = Field(default="grid", description="how they are found")
+    algorithm: Literal["grid", "random", "tpe", "pbt"] = Field(
+        default="grid", description="how configurations are chosen"
+    )
     budget: Budget = Field(default=Budget(), description="what may be spent")
-    num_initial_jobs: int | None = Field(default=None, ge=2, le=10_000, description="jobs that begin with the task")
+    num_initial_jobs: int | None = Field(
+        default=None, ge=2, le=10_000, description="number of jobs that begin with the task"
+    )
     usual_learning_rate: float | None = Field(
         default=None, gt=0, le=1, description="learning rate near which a search begins"
     )
@@ -104,8 +109,8 @@ class Search(SpecModel):
             )
         if self.budget.jobs is not None and self.algorithm == "grid":
             raise ValueError(
-                "budget.jobs: expected it with another algorithm than 'grid', which trains all configurations. "
-                "Set algorithm to random or tpe, or limit samples or duration_s."
+                "budget.jobs: expected it with an algorithm other than 'grid', which trains all configurations. Set "
+                "algorithm to random or tpe, or limit samples or duration_s."
             )
         return self
 
@@ -114,7 +119,7 @@ class Search(SpecModel):
         """Parse ``search`` of a task: a mapping of settings, or the name of an algorithm.
 
         Raises:
-            SpecError, UnknownKeyError: As the constructor does.
+            SpecError, UnknownKeyError: See the constructor.
         """
         if isinstance(value, Search):
             return value
@@ -133,7 +138,7 @@ class Search(SpecModel):
         return self.algorithm in ("tpe", "pbt")
 
     def num_initial(self, space: SearchSpace) -> int:
-        """Jobs that begin with a task."""
+        """Return the number of jobs that begin with the task."""
         if self.algorithm == "grid":
             return len(space)
         if self.algorithm == "pbt":
@@ -144,7 +149,7 @@ class Search(SpecModel):
         return min(self.num_initial_jobs or min(_NUM_STARTUP, max(2, most // 2)), most)
 
     def max_jobs(self, space: SearchSpace) -> int:
-        """Largest number of configurations that are tried; jobs of a population that continue others do not count."""
+        """Return the largest number of configurations tried; jobs of a population that continue others do not count."""
         if self.algorithm in ("grid", "pbt"):
             return self.num_initial(space)
         if self.budget.jobs is not None:

@@ -11,28 +11,145 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError
-from alto.spec.distributions import as_values
 from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.mixture import MIXTURE_WEIGHTS
-from alto.spec.quoting import quoted
 from alto.spec.validation import plain
 
-__all__ = ["MAX_JOBS", "Axis", "Sampled", "SearchSpace", "written"]
+# Conversion of Optuna, Ray Tune and W&B sweep distributions in a search space into ranges and lists.
+#
+# They are recognised by module and class, or by their keys, so none of these packages has to be installed.
+
+_MAX_VALUES = 10_000
+
+_OF_SWEEPS = frozenset({"distribution", "values", "value", "min", "max"})
+"""Keys that a W&B sweep parameter may have if it is a list, a value or a range."""
+
+
+def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
+    """Convert a distribution to a list or range that :meth:`alto.spec.SearchSpace.parse` accepts.
+
+    NumPy arrays with one axis and Python's ``range`` become lists. Any other value is returned unchanged.
+
+    A distribution with a single value becomes a list of one. A distribution of whole numbers becomes a list of them if
+    the field also takes fractions, because a range of that field would contain fractions.
+
+    Args:
+        value: ``FloatDistribution``, ``IntDistribution`` or ``CategoricalDistribution`` of Optuna; ``choice``,
+            ``uniform``, ``loguniform``, ``randint``, ``lograndint`` (both exclude their upper end) or ``grid_search``
+            of Ray Tune; a parameter of a W&B sweep: ``{values: […]}``, ``{value: …}``,
+            ``{distribution: …, min: …, max: …}``.
+        path: Place of the value in the task, for error messages.
+        is_integer: Whether ranges of the field contain only whole numbers.
+
+    Raises:
+        SpecError: The distribution is neither a range nor a list (a normal distribution, for example).
+    """
+    package, kind = type(value).__module__.partition(".")[0], type(value).__name__
+    if package == "optuna" and kind.endswith("Distribution"):
+        return _of_optuna(value, kind, path, is_integer=is_integer)
+    if package == "ray" and kind in ("Float", "Integer", "Categorical", "Function", "Quantized"):
+        return _of_ray(value, kind, path, is_integer=is_integer)
+    if isinstance(value, range) or (package == "numpy" and getattr(value, "ndim", None) == 1):
+        _check_count(len(value), value, path)
+        return list(value) if isinstance(value, range) else value.tolist()
+    if isinstance(value, dict) and value.keys() == {"grid_search"}:
+        return value["grid_search"]
+    if isinstance(value, Mapping) and value.keys() & {"distribution", "values", "value"}:
+        return _of_a_sweep(value, path)
+    return value
+
+
+def _of_a_sweep(value: Mapping[Any, Any], path: str) -> Any:
+    # ``uniform`` and ``int_uniform`` are the same here: the field decides whether the numbers are whole.
+    kind = value.get("distribution")
+    if value.keys() - _OF_SWEEPS:
+        raise _unknown(dict(value), path)
+    if kind in (None, "categorical") and isinstance(value.get("values"), list):
+        return value["values"]
+    if kind in (None, "constant") and "value" in value:
+        return value["value"]
+    if kind in ("uniform", "int_uniform", "log_uniform_values") and {"min", "max"} <= value.keys():
+        return {"min": value["min"], "max": value["max"], "log": kind == "log_uniform_values"}
+    raise _unknown(dict(value), path)
+
+
+def _of_optuna(value: Any, kind: str, path: str, *, is_integer: bool) -> Any:
+    if kind == "CategoricalDistribution":
+        return list(value.choices)
+    if kind not in ("FloatDistribution", "IntDistribution"):
+        raise _unknown(value, path)
+    is_whole = kind == "IntDistribution"
+    step = value.step
+    if step is not None and not (is_whole and step == 1):
+        count = math.floor((value.high - value.low) / step + 1e-9) + 1
+        _check_count(count, value, path)
+        # Multiples of the step are rounded, so that 0.1 and 3 steps of 0.1 give 0.4.
+        return [value.low + index * step if is_whole else _rounded(value.low + index * step) for index in range(count)]
+    if is_whole and not is_integer:
+        return _whole_numbers(value, value.low, value.high, path, log=value.log)
+    return _range(value.low, value.high, log=value.log)
+
+
+def _of_ray(value: Any, kind: str, path: str, *, is_integer: bool) -> Any:
+    if kind == "Categorical":
+        return list(value.categories)
+    sampler = type(value.sampler).__name__.lstrip("_") if getattr(value, "sampler", None) is not None else "Uniform"
+    if kind not in ("Float", "Integer") or sampler not in ("Uniform", "LogUniform"):
+        raise _unknown(value, path)
+    log = sampler == "LogUniform"
+    if kind == "Float":
+        return _range(value.lower, value.upper, log=log)
+    high = value.upper - 1  # Ray's integer ranges exclude their upper end
+    return _range(value.lower, high, log=log) if is_integer else _whole_numbers(value, value.lower, high, path, log=log)
+
+
+def _range(low: float, high: float, *, log: bool) -> Any:
+    return [low] if low == high else {"min": low, "max": high, "log": bool(log)}
+
+
+def _whole_numbers(value: object, low: int, high: int, path: str, *, log: bool) -> list[int]:
+    """Return all whole numbers of a distribution, for a field that also takes fractions."""
+    if log and low != high:
+        raise SpecError(
+            f"{path} should be a range of real numbers, or a list, because the field is not limited to whole numbers, "
+            f"found {quoted(value)}. Write {{min: {low}, max: {high}, log: true}}, or list some of them."
+        )
+    _check_count(high - low + 1, value, path)
+    return list(range(low, high + 1))
+
+
+def _check_count(count: int, value: object, path: str) -> None:
+    if count > _MAX_VALUES:
+        raise SpecError(f"{path} should have at most {_MAX_VALUES} values, found {count} in {quoted(value)}.")
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.12g}")
+
+
+def _unknown(value: object, path: str) -> SpecError:
+    return SpecError(
+        f"{path} should be a value, a list, a range, or a uniform or log-uniform distribution, found {quoted(value)}. "
+        "Write {min: …, max: …, log: true}, or a list."
+    )
+
 
 MAX_JOBS = 10_000
 """A search space that expands to more jobs than this is refused."""
 
 _MOST_DRAWS = 1000
-"""Draws for each configuration that is wanted."""
+"""Maximum number of draws for each requested configuration."""
 
 _OPEN = 8
-"""Values that a range without ``num`` counts as, where the size of a search space decides how many are tried."""
+"""Number of values that a range without ``num`` counts as, if the size of the search space decides how many
+configurations are tried."""
 
 _NUMBERS_THAT_MAY_BE_WHOLE = frozenset({"num_train_epochs", "warmup_steps"})
-"""Fields that take fractions, of which a range between whole numbers has whole numbers alone."""
+"""Fields that take fractions, but whose ranges contain only whole numbers if both ends are whole."""
 
 _PAIRED = "paired"
 _SAMPLED_FIELDS = ("min", "max", "log", "num")
@@ -40,12 +157,12 @@ _SAMPLED_FIELDS = ("min", "max", "log", "num")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """``num`` values of ``[min, max]``, drawn uniformly, or uniformly in the logarithm with ``log``.
+    """A range: ``num`` values of ``[min, max]``, drawn uniformly, or uniformly in the logarithm with ``log``.
 
     Integers are drawn without repeats.
 
     Attributes:
-        num: Values in a grid; None where the search does not train one.
+        num: Number of values in a grid; None if the search is not a grid.
         is_integer: Whether values are whole numbers.
     """
 
@@ -57,10 +174,10 @@ class Sampled:
 
     @property
     def num_distinct(self) -> int:
-        """Different values, at most :data:`MAX_JOBS`."""
+        """Number of different values, at most :data:`MAX_JOBS`."""
         if self.is_integer:
             return min(MAX_JOBS, int(self.max) - int(self.min) + 1)
-        # Two ends may be so near that there are few numbers of double precision between them.
+        # The two ends may be so close that there are few double-precision numbers between them.
         found = int((self.max - self.min) / math.ulp(self.max)) + 1
         if self.log:
             low, high = math.log(self.min), math.log(self.max)
@@ -68,11 +185,11 @@ class Sampled:
         return min(MAX_JOBS, found)
 
     def draw(self, key: str, seed: int) -> tuple[float, ...]:
-        """The values for ``key``; they depend on the key and the seed, not on what else the search space holds."""
+        """Return the values for ``key``; they depend on the key and the seed, not on the rest of the search space."""
         return _drawn(self, key, seed)
 
     def quantile(self, share: float) -> float:
-        """The value below which ``share`` of the distribution lies."""
+        """Return the value below which ``share`` of the distribution lies."""
         # Integers get equal shares of [min, max + 1), so that the two ends are as likely as the others.
         low, high = self.min, self.max + 1 if self.is_integer else self.max
         if self.log:
@@ -80,7 +197,7 @@ class Sampled:
         value = low + (high - low) * share
         if self.log:
             value = math.exp(value)
-        # Rounding may step over an end.
+        # Rounding may go past an end of the range.
         return min(max(math.floor(value) if self.is_integer else value, self.min), self.max)
 
     def to_dict(self) -> dict[str, Any]:
@@ -90,7 +207,7 @@ class Sampled:
 
 @functools.lru_cache(maxsize=64)
 def _drawn(sampled: Sampled, key: str, seed: int) -> tuple[float, ...]:
-    """Of :meth:`Sampled.draw`; kept, as every configuration of a pairing asks for them."""
+    """Draw the values for :meth:`Sampled.draw`; cached, because every configuration of a pairing needs them."""
     source = random.Random(f"{seed}/{key}")
     assert sampled.num is not None, "no values of a grid"
     if not sampled.is_integer:
@@ -102,7 +219,7 @@ def _drawn(sampled: Sampled, key: str, seed: int) -> tuple[float, ...]:
 
 
 def written(key: str, value: Any) -> Any:
-    """A value of the field ``key`` as a task file has it: weights and patterns are mappings, other tuples are lists."""
+    """Return a value of the field ``key`` as in a task file: mapping fields as mappings, other tuples as lists."""
     if key in (*MAPPING_FIELDS, MIXTURE_WEIGHTS) and isinstance(value, tuple):
         return dict(value)
     return list(value) if isinstance(value, tuple) else value
@@ -120,7 +237,7 @@ class Axis:
 
     @property
     def num_distinct(self) -> int:
-        """Different values, at most :data:`MAX_JOBS`."""
+        """Number of different values, at most :data:`MAX_JOBS`."""
         return self.values.num_distinct if isinstance(self.values, Sampled) else len(self.values)
 
     def draw(self, seed: int) -> tuple[Any, ...]:
@@ -137,10 +254,10 @@ class SearchSpace:
     """A grid over groups of axes; the axes of a group vary together.
 
     Attributes:
-        groups: A free field is a group of one axis, a ``paired`` mapping a group of several. The last group
-            varies fastest.
+        groups: Groups of axes: a single field is a group of one axis, a ``paired`` mapping a group of several. The last
+            group varies fastest.
         paired: Indices of the groups that were written under ``paired``.
-        is_auto: Its ranges will be replaced when the base model is known.
+        is_auto: Whether the ranges will be replaced when the base model is known.
     """
 
     groups: tuple[tuple[Axis, ...], ...] = ()
@@ -151,17 +268,17 @@ class SearchSpace:
     def parse(cls, given: object, method: Method | None = None) -> SearchSpace:
         """Read and check ``search_space``.
 
-        A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled; ``mixture_weights`` is a list of
-        mappings, or a mapping of names to lists, all combinations of which are tried; ``paired`` is a mapping of
-        equally long lists (or sampled forms), or a list of such mappings.
+        A scalar is one value, a list is a grid, ``{min, max, log, num}`` is sampled. ``mixture_weights`` is a list of
+        mappings, or a mapping of names to lists, whose combinations are all tried. ``paired`` is a mapping of equally
+        long lists (or sampled ranges), or a list of such mappings.
 
         Args:
             given: The user's value.
-            method: Method whose settings may vary beside the fields of every job; None is ``sft``, which has none.
+            method: Method whose settings may vary as well as the fields of every job; None is ``sft``, which has none.
 
         Raises:
-            SpecError: A value a job cannot have, an empty or repeating list, lists of unequal length under
-                ``paired``, or more than :data:`MAX_JOBS` jobs.
+            SpecError: A job cannot have a value, a list is empty or has repeats, lists under ``paired`` have different
+                lengths, or there are more than :data:`MAX_JOBS` jobs.
             UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
         """
         method = find_method("sft") if method is None else method
@@ -191,11 +308,11 @@ class SearchSpace:
         return tuple(axis.key for group in self.groups for axis in group if len(axis) > 1)
 
     def __len__(self) -> int:
-        """Number of configurations; counted, not expanded."""
+        """Return the number of configurations without expanding them."""
         return math.prod(len(group[0]) for group in self.groups)
 
     def expand(self, seed: int) -> Iterator[dict[str, Any]]:
-        """Every configuration, canonical names to values as written; ``seed`` decides the sampled ones."""
+        """Yield every configuration, canonical names to values as written; ``seed`` decides the sampled values."""
         columns = []
         for group in self.groups:
             drawn = [[(axis.key, value) for value in axis.draw(seed)] for axis in group]
@@ -204,8 +321,10 @@ class SearchSpace:
             yield dict(itertools.chain.from_iterable(row))
 
     def extremes(self, seed: int) -> Iterator[dict[str, Any]]:
-        """The configurations of all listed values and of both ends of every range, the first :data:`MAX_JOBS` of them;
-        ``seed`` decides the sampled values of pairings."""
+        """Yield the combinations of all listed values and both ends of every range, at most :data:`MAX_JOBS`.
+
+        ``seed`` decides the sampled values of pairings.
+        """
         columns = [
             [((group[0].key, end),) for end in (group[0].values.min, group[0].values.max)]
             if len(group) == 1 and isinstance(group[0].values, Sampled)
@@ -217,19 +336,17 @@ class SearchSpace:
 
     @property
     def num_distinct(self) -> int:
-        """Different configurations, at most :data:`MAX_JOBS`."""
+        """Number of different configurations, at most :data:`MAX_JOBS`."""
         return min(MAX_JOBS, math.prod(_num_distinct(group) for group in self.groups))
 
     def sample(self, count: int, seed: int) -> list[dict[str, Any]]:
-        """``count`` different configurations, as :meth:`expand` gives them: each value, or each place in a pairing, is
-        drawn uniformly. The first ones do not depend on ``count``.
+        """Draw ``count`` different configurations in the form of :meth:`expand`.
 
-        Args:
-            count: At most :attr:`num_distinct`.
-            seed: Decides the draws.
+        Each value, or each position in a pairing, is drawn uniformly (from a range, by its distribution). A larger
+        ``count`` only adds configurations after the same first ones.
 
         Raises:
-            SpecError: There are not so many.
+            SpecError: ``count`` is above :attr:`num_distinct`, or too few different configurations were drawn.
         """
         if count > self.num_distinct:
             raise SpecError(
@@ -251,7 +368,7 @@ class SearchSpace:
         return list(found.values())
 
     def at(self, shares: Sequence[float], seed: int) -> dict[str, Any]:
-        """The configuration at a share in [0, 1) of every group; ``seed`` decides the sampled values of pairings."""
+        """Return the configuration at a share in [0, 1) of each group; ``seed`` decides sampled values of pairings."""
         values = {}
         for group, share in zip(self.groups, shares, strict=True):
             for axis in group:
@@ -263,12 +380,12 @@ class SearchSpace:
 
     @property
     def open_ranges(self) -> tuple[str, ...]:
-        """Fields with a range that has no ``num``, so that there is no grid."""
+        """Fields with a range that has no ``num``; with such a field there is no grid."""
         axes = (axis for group in self.groups for axis in group)
         return tuple(axis.key for axis in axes if isinstance(axis.values, Sampled) and axis.values.num is None)
 
     def to_dict(self) -> dict[str, Any]:
-        """The canonical form, which :meth:`parse` reads back to an equal object; scalars become lists of one."""
+        """Return the canonical form, which :meth:`parse` reads back to an equal object; scalars become lists of one."""
         result: dict[str, Any] = {}
         for index, group in enumerate(self.groups):
             fields = {key: value for axis in group for key, value in axis.to_dict().items()}
@@ -295,7 +412,7 @@ class SearchSpace:
 
 
 def _num_distinct(group: tuple[Axis, ...]) -> int:
-    """Different values of a group, at most :data:`MAX_JOBS`; lists that are paired may repeat theirs."""
+    """Return the number of different values of a group, at most :data:`MAX_JOBS`; paired lists may have repeats."""
     if len(group) == 1:
         return group[0].num_distinct
     are_lists = not any(isinstance(axis.values, Sampled) for axis in group)
@@ -329,18 +446,20 @@ def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
     for key, values in fields.items():
         if not isinstance(values, list | tuple | Mapping):
             raise SpecError(
-                f"{path}.{key} should be a list as long as those it is paired with, found {quoted(values)}. "
-                f"Move a fixed value out of 'paired'."
+                f"{path}.{key} should be a list as long as the lists it is paired with, found {quoted(values)}. Move "
+                "a fixed value out of 'paired'."
             )
     axes = tuple(_axis(key, values, f"{path}.{key}", method, may_repeat=True) for key, values in fields.items())
     if len({len(axis) for axis in axes}) > 1:
         found = ", ".join(f"{axis.key} with {len(axis)}" for axis in axes)
-        raise SpecError(f"{path} should hold equally many values for every field, found {found}. Even them out.")
+        raise SpecError(
+            f"{path} should hold the same number of values for every field, found {found}. Add or remove values."
+        )
     return axes
 
 
 def _values(key: str, value: object, path: str, method: Method) -> Any:
-    """What a distribution of another package stands for; mappings may be values of the field themselves."""
+    """Convert a distribution of another package to a list or range; a mapping field's mapping is a value itself."""
     if isinstance(value, Mapping) and key in (*MAPPING_FIELDS, MIXTURE_WEIGHTS):
         return value
     return as_values(value, path, is_integer=int in _kinds(key, method) or key in _NUMBERS_THAT_MAY_BE_WHOLE)
@@ -354,7 +473,7 @@ def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: boo
     if isinstance(value, Mapping) and not is_mapping:
         return Axis(key=key, values=_sampled(key, value, path, method))
     given = value if isinstance(value, list | tuple) else [value]
-    # A mapping becomes its pairs, which can be compared and hashed.
+    # A mapping becomes pairs, which can be hashed.
     values = plain([tuple(item.items()) if isinstance(item, Mapping) and is_mapping else item for item in given])
     if not 1 <= len(values) <= MAX_JOBS:
         raise SpecError(
@@ -370,7 +489,7 @@ def _axis(key: str, value: object, path: str, method: Method, *, may_repeat: boo
 
 
 def _weights_grid(value: Mapping[Any, Any], path: str) -> list[dict[Any, Any]]:
-    """All combinations of the weights of every source: each has one, or a list of them."""
+    """Return all combinations of the sources' weights; each source has one weight or a list of them."""
     lists = [item if isinstance(item, list | tuple) else [item] for item in value.values()]
     if (found := math.prod(map(len, lists))) > MAX_JOBS:
         raise SpecError(
@@ -384,7 +503,7 @@ def _check_value(key: str, value: object, path: str, method: Method) -> None:
         if key in method.fields:
             method.check_setting(key, value)
         else:
-            # By itself: what fits together is known when all values of a job are.
+            # Checked alone: whether values fit together can only be checked for a whole job.
             error = JobConfig.error_of(key, value)
             if error is not None:
                 raise error
@@ -393,7 +512,7 @@ def _check_value(key: str, value: object, path: str, method: Method) -> None:
 
 
 def _kinds(key: str, method: Method) -> tuple[Any, ...]:
-    """The types of a field's values."""
+    """Return the types of a field's values."""
     annotation = {**JobConfig.model_fields, **method.fields}[key].annotation
     return get_args(annotation) or (annotation,)
 
@@ -430,7 +549,7 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
         raise SpecError(
             f"{path} needs min > 0 to be sampled in the logarithm, found {quoted(low)}. Raise it, or drop 'log'."
         )
-    # Steps of warmup are a number in a range of whole numbers, and a share in another.
+    # ``warmup_steps`` is a number of steps if both ends are whole numbers, else a share.
     is_integer = int in kinds or (key in _NUMBERS_THAT_MAY_BE_WHOLE and isinstance(low, int) and isinstance(high, int))
     if is_integer and num is not None and num > high - low + 1:
         raise SpecError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,59 +11,155 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from alto.base import quoted, read_bytes, strict_json
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.keys import canonical_keys
 from alto.spec.load import overridden, read_mapping
-from alto.spec.quoting import quoted
-from alto.spec.trace import MAX_S, MAX_TASKS, MIN_S, STEP_SHARE, ArrivingTask, read_trace
 from alto.spec.validation import SpecModel
 
-__all__ = ["MEASURED_EXIT_SHARES", "Simulation", "load_simulation"]
+MIN_S, MAX_S = 0.001, 1e9
+"""Bounds of durations: a millisecond and thirty years. Up to there, a float clock still counts every second."""
+
+MAX_TASKS = 10**6
+"""Maximum number of tasks of a simulation; more would take hours."""
+
+STEP_SHARE = 0.5
+"""Default share of a task's duration that is a fixed cost of its steps, whatever they train."""
+
+_MAX_BYTES = 512 * 1024**2
+
+
+class ArrivingTask(SpecModel):
+    """One task of a trace.
+
+    Attributes:
+        arrival_s: Time of arrival, in seconds from the start.
+        gpus: Number of GPUs the task runs on.
+        duration_s: Seconds of all its work on these GPUs, without early exit.
+        tenant: The tenant whose GPU quota the task counts against.
+        priority: Priority of the task; a waiting task is never delayed by a task of lower priority.
+        base: Base model; tasks on one GPU with the same base model may share an executor. Empty: the task shares none.
+        step_share: Share of the duration that is a fixed cost of the steps, whatever they train; tasks that share an
+            executor pay it once.
+    """
+
+    arrival_s: float = Field(ge=0, le=MAX_S, description="seconds from the start")
+    gpus: int = Field(default=1, ge=1, description="GPUs of the task")
+    duration_s: float = Field(ge=MIN_S, le=MAX_S, description="duration without early exit")
+    tenant: str = Field(default="", description="tenant whose GPU quota the task counts against")
+    priority: int = Field(default=0, description="priority")
+    base: str = Field(default="", description="base model that it may share")
+    step_share: float = Field(
+        default=STEP_SHARE, ge=0, le=1, description="share of the duration that is a fixed cost of the steps"
+    )
+
+    def __init__(self, /, **values: Any) -> None:
+        super().__init__(**canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the trace"))
+
+
+def read_trace(path: Path) -> tuple[ArrivingTask, ...]:
+    """Read the tasks of a CSV file with a header, or of JSON lines.
+
+    Raises:
+        SpecError: The file cannot be read, a line is invalid, or there is no task or more than `MAX_TASKS`.
+        UnknownKeyError: A task has no such key or column.
+    """
+    try:
+        text = read_bytes(path, _MAX_BYTES).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"trace should be a readable file of tasks, found {path}: {error}. Check the path.") from None
+    rows = _csv_rows(text, path) if path.suffix.lower() == ".csv" else _json_rows(text, path)
+    tasks: list[ArrivingTask] = []
+    for number, row in rows:
+        if len(tasks) == MAX_TASKS:
+            raise SpecError(f"trace should hold at most {MAX_TASKS:,} tasks, found more in {path}. Take a part of it.")
+        try:
+            tasks.append(ArrivingTask(**row))
+        except SpecError as error:
+            raise type(error)(f"{path}:{number}: {error}") from None
+    if not tasks:
+        raise SpecError(f"trace should hold at least one task, found none in {path}. Check the file.")
+    return tuple(tasks)
+
+
+def _csv_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for row in rows:
+            yield (
+                rows.line_num,
+                {str(key): _cell(str(key), value) for key, value in row.items() if value not in (None, "")},
+            )
+    except csv.Error as error:
+        raise SpecError(f"{path}:{rows.line_num + 1} should be a line of CSV, found: {error}. Correct it.") from None
+
+
+def _cell(key: str, text: Any) -> Any:
+    """Convert a cell to its field's type; text that is not a number stays, and the field reports it."""
+    kinds = {"arrival_s": float, "duration_s": float, "gpus": int, "priority": int, "step_share": float}
+    try:
+        return kinds[key](text) if key in kinds else text
+    except (TypeError, ValueError):
+        return text
+
+
+def _json_rows(text: str, path: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = strict_json(line)
+        except ValueError as error:
+            raise SpecError(f"{path}:{number} should be a JSON object, found: {error}. Correct the line.") from None
+        if not isinstance(row, dict):
+            raise SpecError(f"{path}:{number} should be a JSON object, found {quoted(row)}. Correct the line.")
+        yield number, row
+
 
 MEASURED_EXIT_SHARES = (
     *(0.055, 0.057, 0.058, 0.060, 0.063, 0.063, 0.066, 0.069, 0.072, 0.075),
     *(0.082, 0.083, 0.092, 0.097, 0.107, 0.118, 0.136, 0.152, 0.183, 0.213),
 )
-"""Share of the work that is done with the default early exit: by replay on twenty random parts, of 10 to 60 jobs, of
-the sweep in ``benchmarks/recordings/gsm8k-alto-tiny.json.gz``; ``tools/measure_exit_shares.py`` prints them. One sweep
-on one small model: others will differ."""
+"""Shares of the work that are done with the default early exit, measured by replay on twenty random parts, of 10 to 60
+jobs, of the sweep in ``benchmarks/recordings/gsm8k-alto-tiny.json.gz``; ``tools/measure_exit_shares.py`` prints them.
+This is one sweep on one small model: others will differ."""
 
 
 class Simulation(SpecModel):
-    """A cluster, arriving tasks, and failures. They are determined by the seed.
+    """The settings of a simulation: a cluster, arriving tasks, and failures. The seed decides all random values.
 
     Attributes:
-        nodes, gpus_per_node: The cluster.
-        trace: Recorded tasks: a CSV file with a heading, or JSON lines, of ``arrival_s``, ``gpus``, ``duration_s``
+        nodes, gpus_per_node: Size of the cluster.
+        trace: Recorded tasks: a CSV file with a header, or JSON lines, with ``arrival_s``, ``gpus``, ``duration_s``
             and optionally ``tenant``, ``priority``, ``base`` and ``step_share``. None generates tasks.
         num_tasks: Number of generated tasks.
-        arrivals: Whether they arrive all at once, or at random times with the rate ``arrivals_per_hour``.
-        arrivals_per_hour: Tasks that arrive in an hour on average.
-        gpus: Numbers of GPUs they run on: a share for each number.
+        arrivals: Whether the generated tasks arrive all at once, or at random times at the rate ``arrivals_per_hour``.
+        arrivals_per_hour: Average number of tasks that arrive in an hour.
+        gpus: Share of the generated tasks for each number of GPUs.
         duration_distribution: ``lognormal``, or ``pareto``, whose tail is heavier.
-        duration_median_s, duration_p99_s: Median and 99th percentile of their durations without early exit; the two set
-            the distribution.
-        bases: Base models of the generated tasks; those on one GPU with the same one may share an executor. 0: none
-            does.
-        step_share: Share of a generated task's duration that its steps take whatever they train; tasks that share an
-            executor pay that once.
-        early_exit_shares: The share of its work that a task does with early exit is drawn from these; the default is
-            measured by replay on a recorded sweep. An empty list simulates no early exit.
-        estimate_error: Estimates are wrong by up to this factor, upwards or downwards, until a task is half done.
-        gpu_mtbf_hours: Hours of a GPU between two losses on average; None loses none.
-        gpu_repair_hours: Hours until it is back.
+        duration_median_s, duration_p99_s: Median and 99th percentile of the durations without early exit; the two
+            determine the distribution.
+        bases: Number of base models of the generated tasks; tasks on one GPU with the same base model may share an
+            executor. With 0, no task shares.
+        step_share: Share of a generated task's duration that is a fixed cost of its steps, whatever they train; tasks
+            that share an executor pay it once.
+        early_exit_shares: Shares from which the part of its work that a task does with early exit is drawn; the
+            default is measured by replay on a recorded sweep. An empty list simulates no early exit.
+        estimate_error: Largest factor by which estimates are wrong, upwards or downwards, until a task is half done.
+        gpu_mtbf_hours: Average hours between two losses of a GPU; None means that no GPU is lost.
+        gpu_repair_hours: Hours until a lost GPU is back.
         crashes_per_hour: Average number of crashes of an executor in an hour of work.
-        checkpoint_interval_s: Work that a task loses with its executor at most.
-        quotas: The most GPUs a tenant has at a time.
-        max_attempts, backoff_s: Failures after which a task is given up, and the pause after the first.
-        methods: Scheduling methods; by default ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` where there are few tasks.
-        solver_s: Seconds of this machine, not of the simulated cluster, that a solver has for all plans.
+        checkpoint_interval_s: Largest amount of work, in seconds, that a task loses with its executor.
+        quotas: Maximum number of GPUs that a tenant has at a time.
+        max_attempts, backoff_s: Number of failures after which a task is given up, and the pause after the first.
+        methods: Scheduling methods; the default is ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` if there are few tasks.
+        solver_s: Seconds on this machine, not on the simulated cluster, that a solver has for all plans.
         seed: Seed of all random values.
-        num_seeds: Simulations that decide how many GPUs are enough.
+        num_seeds: Number of simulations that decide how many GPUs are enough.
 
     Raises:
-        UnknownKeyError: A key that is not one of the above.
-        SpecError: A value is out of its bounds, or a rate of arrivals is given and not used.
+        UnknownKeyError: A key is not one of the above.
+        SpecError: A value is out of bounds, or ``arrivals_per_hour`` does not go with ``arrivals``.
     """
 
     nodes: int = Field(default=1, ge=1, le=4096, description="machines of the cluster")
@@ -70,7 +168,9 @@ class Simulation(SpecModel):
     num_tasks: int = Field(default=100, ge=1, le=MAX_TASKS, description="number of generated tasks")
     arrivals: Literal["at_once", "poisson"] = Field(default="at_once", description="arrival of tasks")
     arrivals_per_hour: float | None = Field(default=None, ge=1e-3, le=1e9, description="tasks that arrive in an hour")
-    gpus: Mapping[int, float] = Field(default={1: 0.6, 2: 0.25, 4: 0.15}, description="GPUs of a task, with shares")
+    gpus: Mapping[int, float] = Field(
+        default={1: 0.6, 2: 0.25, 4: 0.15}, description="share of the tasks for each number of GPUs"
+    )
     duration_distribution: Literal["lognormal", "pareto"] = Field(
         default="lognormal", description="the distribution of durations"
     )
@@ -80,23 +180,34 @@ class Simulation(SpecModel):
     duration_p99_s: float = Field(default=36000.0, ge=MIN_S, le=MAX_S, description="99th percentile of the durations")
     bases: int = Field(default=0, ge=0, le=MAX_TASKS, description="base models that generated tasks may share")
     step_share: float = Field(
-        default=STEP_SHARE, ge=0, le=1, description="share of a generated task's duration for steps as such"
+        default=STEP_SHARE,
+        ge=0,
+        le=1,
+        description="share of a generated task's duration that is a fixed cost of its steps",
     )
     early_exit_shares: tuple[float, ...] = Field(
-        default=MEASURED_EXIT_SHARES, description="shares of the work done with early exit"
+        default=MEASURED_EXIT_SHARES, description="shares of its work that a task does with early exit"
     )
-    estimate_error: float = Field(default=1.0, ge=1, le=1000, description="factor by which estimates are wrong at most")
-    gpu_mtbf_hours: float | None = Field(default=None, ge=0.01, le=1e9, description="hours between two losses of a GPU")
+    estimate_error: float = Field(default=1.0, ge=1, le=1000, description="largest factor by which estimates are wrong")
+    gpu_mtbf_hours: float | None = Field(
+        default=None, ge=0.01, le=1e9, description="average hours between two losses of a GPU"
+    )
     gpu_repair_hours: float = Field(default=1.0, ge=0.01, le=1e6, description="hours until a lost GPU is back")
-    crashes_per_hour: float = Field(default=0.0, ge=0, le=1e6, description="deaths of an executor in an hour")
-    checkpoint_interval_s: float = Field(default=60.0, ge=0, le=MAX_S, description="work lost with an executor at most")
-    quotas: Mapping[str, int] = Field(default={}, description="GPUs a tenant has at most")
-    max_attempts: int = Field(default=3, ge=1, le=1000, description="failures after which a task is given up")
-    backoff_s: float = Field(default=10.0, ge=0, le=MAX_S, description="pause after the first failure")
+    crashes_per_hour: float = Field(
+        default=0.0, ge=0, le=1e6, description="average number of crashes of an executor in an hour"
+    )
+    checkpoint_interval_s: float = Field(
+        default=60.0, ge=0, le=MAX_S, description="maximum seconds of work lost with an executor"
+    )
+    quotas: Mapping[str, int] = Field(default={}, description="maximum number of GPUs of a tenant")
+    max_attempts: int = Field(default=3, ge=1, le=1000, description="number of failures after which a task is given up")
+    backoff_s: float = Field(default=10.0, ge=0, le=MAX_S, description="seconds of the pause after the first failure")
     methods: tuple[str, ...] = Field(default=(), description="how tasks are scheduled")
-    solver_s: float = Field(default=5.0, gt=0, le=MAX_S, description="seconds a solver has in one simulation")
+    solver_s: float = Field(default=5.0, gt=0, le=MAX_S, description="maximum seconds of a solver in one simulation")
     seed: int = Field(default=42, ge=0, description="seed of all random values")
-    num_seeds: int = Field(default=5, ge=1, le=1000, description="simulations that decide how many GPUs are enough")
+    num_seeds: int = Field(
+        default=5, ge=1, le=1000, description="number of simulations that decide how many GPUs are enough"
+    )
 
     def __init__(self, /, **values: Any) -> None:
         given = canonical_keys(values, fields=type(self).model_fields, aliases={}, where="the simulation")
@@ -153,11 +264,11 @@ def load_simulation(path: str | os.PathLike[str], overrides: Iterable[str] = ())
     """Read a simulation from a YAML file; the path of its trace is relative to the file.
 
     Args:
-        overrides: ``key=value`` each, as of :func:`alto.spec.load_task`.
+        overrides: ``key=value`` texts; see :func:`alto.spec.load_task`.
 
     Raises:
-        SpecError: As :func:`alto.spec.load_task` does, or a trace that cannot be read.
-        UnknownKeyError: As :class:`Simulation` does.
+        SpecError: See :func:`alto.spec.load_task`; or the trace cannot be read.
+        UnknownKeyError: See :class:`Simulation`.
     """
     path = Path(path)
     values = dict(overridden(read_mapping(path, "simulation", "nodes: 4"), overrides))

@@ -8,17 +8,15 @@ from typing import Any
 
 import yaml
 
-from alto.spec.quoting import quoted
-
-__all__ = ["MAX_VALUES", "NotYamlError", "num_values", "read_yaml", "write_yaml"]
+from alto.base import quoted
 
 MAX_VALUES = 50_000
-"""Keys and values a task may hold; those that an alias repeats count each time."""
+"""Maximum number of keys and values in a task; values repeated by an alias count each time."""
 
 _MAX_LEVELS = 32
 
 _NO_SUCH_VALUE = (ValueError, LookupError, AttributeError, TypeError, ArithmeticError)
-"""Errors that PyYAML does not translate where a text looks like an invalid date or number (2024-13-45), or contradicts
+"""Errors that PyYAML does not translate when a text looks like an invalid date or number (2024-13-45), or contradicts
 its tag."""
 
 
@@ -27,12 +25,12 @@ class NotYamlError(Exception):
 
 
 def read_yaml(text: str) -> Any:
-    """The value of the YAML ``text``.
+    """Parse the YAML ``text``.
 
-    ``1e-4``, ``1E3`` and ``.5e3`` are numbers, as in YAML 1.2 and everywhere else; in YAML 1.1 they are text.
+    ``1e-4``, ``1E3`` and ``.5e3`` are numbers as in YAML 1.2; in YAML 1.1, which PyYAML follows, they are text.
 
     Raises:
-        NotYamlError: It is no YAML, gives a key twice, or has too many values or levels.
+        NotYamlError: ``text`` is not YAML, gives a key twice, or has too many values or levels.
     """
     try:
         return yaml.load(text, Loader=_StrictLoader)
@@ -41,23 +39,23 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(value: object) -> str:
-    """``value`` as YAML that :func:`read_yaml` reads back: a text that looks like one of its numbers is in quotes."""
+    """Return ``value`` as YAML that :func:`read_yaml` reads back: text that looks like a number is put in quotes."""
     text: str = yaml.dump(value, Dumper=_StrictDumper, sort_keys=False, allow_unicode=True)
     return text
 
 
 def num_values(value: object) -> int:
-    """Keys and values in ``value``, as :data:`MAX_VALUES` counts them."""
+    """Return the number of keys and values in ``value``, counted as for :data:`MAX_VALUES`."""
     if isinstance(value, Mapping):
         return 1 + len(value) + sum(map(num_values, value.values()))
     return 1 + (sum(map(num_values, value)) if isinstance(value, list | tuple) else 0)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML in which a duplicate key is an error.
+    """A YAML loader for which a duplicate key is an error.
 
-    Limits are checked while the text is read: a deep one would overflow the stack, and a few lines of nested aliases
-        can expand to more values than fit into memory.
+    Limits are checked while the text is read: deeply nested text would overflow the stack, and a few lines of nested
+    aliases can expand to more values than fit into memory.
     """
 
     def __init__(self, text: str) -> None:
@@ -80,7 +78,7 @@ class _StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[object] = set()
-        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # others are no keys
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():  # other nodes have no keys
             if not isinstance(key_node, yaml.ScalarNode) or key_node.value == "<<":
                 continue
             if key_node.value in seen:
@@ -96,23 +94,23 @@ class _StrictLoader(yaml.SafeLoader):
         except _NO_SUCH_VALUE:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"the {kind} {quoted(node.value)} is none", node.start_mark
+                None, None, f"the {kind} {quoted(node.value)} is not valid", node.start_mark
             ) from None
 
 
 class _StrictDumper(yaml.SafeDumper):
-    """Writes what :class:`_StrictLoader` reads."""
+    """A YAML dumper for :class:`_StrictLoader`."""
 
 
 _EXPONENT = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+$")
-"""A number with an exponent; YAML 1.1 wants a point and a sign in it."""
+"""A number with an exponent; YAML 1.1 would require a point and a sign in it."""
 
 for _kind in (_StrictLoader, _StrictDumper):
     _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
 
 
 def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Values and levels of ``node`` and below it; aliases count as if they were expanded."""
+    """Return the numbers of values and of levels in ``node``; aliases count as if they were expanded."""
     if id(node) in known:
         measured = known[id(node)]
         if measured is None:
@@ -137,4 +135,4 @@ def _check_bounds(values: int, levels: int) -> None:
     if values > MAX_VALUES:
         raise NotYamlError(f"more than {MAX_VALUES} values (values by alias counted); sample them: {{min, max, num}}")
     if levels > _MAX_LEVELS:
-        raise NotYamlError(f"more than {_MAX_LEVELS} levels of lists and mappings in each other")
+        raise NotYamlError(f"more than {_MAX_LEVELS} levels of nested lists and mappings")

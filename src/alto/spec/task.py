@@ -9,34 +9,38 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 
+from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.records import LabelSet
-from alto.spec.auto_space import AUTO, auto_space
-from alto.spec.base_model import BaseModelSpec, Dtype, quantisation_of
-from alto.spec.base_objects import BaseObjects, Origin, check_object_keys, with_base_objects
-from alto.spec.chat_template import chat_template_text
-from alto.spec.config_objects import with_config_objects
-from alto.spec.data_forms import RowFormName
-from alto.spec.data_keys import DataKeys, OnBadRow, TrainOn, default_name
+from alto.spec.base_model import (
+    BaseModelSpec,
+    BaseObjects,
+    Dtype,
+    Origin,
+    check_object_keys,
+    quantisation_of,
+    with_base_objects,
+)
+from alto.spec.data_keys import DataKeys, chat_template_text, default_name
 from alto.spec.early_exit import EarlyExit
-from alto.spec.expansion import Expansion, Job
+from alto.spec.expansion import AUTO, Expansion, Job, auto_space
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
 from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
 from alto.spec.metric import LOSS, check_metric, check_metric_name
-from alto.spec.mixture import MixtureSource, parse_sources
-from alto.spec.quoting import quoted
-from alto.spec.refit import Refit, check_refit
-from alto.spec.row_objects import with_rows_in_files
+from alto.spec.mixture import parse_sources
+from alto.spec.row_objects import with_config_objects, with_rows_in_files
 from alto.spec.scoring import Scoring, parse_select_by
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace, written
 from alto.spec.strict_yaml import write_yaml
 from alto.spec.task_checks import (
+    Refit,
     check_fixed,
     check_given_once,
     check_mixture,
+    check_refit,
     check_samples,
     check_scored_rungs,
     check_search,
@@ -47,8 +51,6 @@ from alto.spec.task_checks import (
     check_train_on,
 )
 from alto.spec.validation import check_path, plain
-
-__all__ = ["AdapterDtype", "Job", "Keep", "MixtureSource", "OnBadRow", "RowFormName", "Task", "TrainOn"]
 
 AdapterDtype = Literal["float32", "bfloat16"]
 Keep = Literal["winner", "finalists", "all"]
@@ -61,115 +63,121 @@ DEFAULT_METHOD = "sft"
 class Task(DataKeys):
     """One tuning task, checked completely by its constructor: every job of its search space is valid.
 
-    A job's fields (:class:`JobConfig`, aliases included) and settings of the task's method given beside the task's own
-    keys are fixed for every job. The keys about data are those of :class:`DataKeys`.
+    Fields of a job (:class:`JobConfig`, including aliases) and settings of the method may be given beside the task's
+    own keys; they are then fixed for every job. The keys about data are those of :class:`DataKeys`.
 
-    Two arguments are objects of Python, which no file has. ``model`` may be a loaded ``transformers.PreTrainedModel``,
-    with its ``tokenizer`` beside it, for a run in this process. ``config`` is a configuration of PEFT, transformers or
-    TRL, or a list of them; it sets the keys that are not given themselves.
+    Two arguments can be Python objects, which files cannot contain. ``model`` may be a loaded
+    ``transformers.PreTrainedModel``, given with its ``tokenizer``, for a run in this process. ``config`` is a
+    configuration of PEFT, transformers or TRL, or a list of them; it sets keys that are not given explicitly.
 
     Attributes:
-        method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which of two is preferred,
-            ``kto`` from labels which replies are desirable; ``classification`` and ``regression`` learn the labels of
-            texts; packages may register others
-            (:class:`alto.spec.ObjectiveEntry`).
-        metric: Selects the best checkpoint of a job, the jobs that continue at rungs, and the best job: the validation
-            loss, or a metric of the method that is better when higher; where that is equal, the loss. Divergence and
-            overfitting are judged by losses in any case.
-        init_adapter: A saved LoRA adapter, or a run whose best one is meant: every job begins with it, and with a fresh
-            optimizer. Where the method compares with a reference, that is this adapter, as in TRL. Its ranks, targets,
-            scales and further tensors are those of the jobs; keys about them need not be given.
-        refit: The finished run whose best job is trained again on all rows, validation rows included; ``alto refit``
-            writes it, and there is no validation.
+        method: ``sft`` learns replies; ``dpo``, ``orpo`` and ``cpo`` learn from pairs which reply is preferred;
+            ``kto`` learns from labels which replies are desirable; ``classification`` and ``regression`` learn the
+            labels of texts. Packages may register others (:class:`alto.spec.ObjectiveEntry`).
+        metric: The metric that selects the best checkpoint of a job, the jobs that continue at rungs, and the best job:
+            the validation loss, or a metric of the method where higher is better; the loss breaks ties. Divergence and
+            overfitting are always judged by losses.
+        init_adapter: A saved LoRA adapter, or a run, whose best adapter is used: every job begins with it, and with a
+            fresh optimizer. If the method compares with a reference, this adapter is the reference, as in TRL. The jobs
+            have its ranks, targets, scales and extra tensors; keys about them need not be given.
+        refit: The finished run whose best job is trained again on all rows, including validation rows. ``alto refit``
+            writes it; there is no validation.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
-        priority: A task of a lower priority never delays a waiting one of a higher.
-        tenant: Whose quota of GPUs the task counts against.
+        priority: Priority of the task; a waiting task is never delayed by a task of lower priority.
+        tenant: The tenant whose GPU quota the task counts against.
         share_executor: Whether the task may be trained in one process with other tasks on the same base model
-            (``alto run``), where all are done sooner; its results are the same.
+            (``alto run``) if all are done sooner that way; its results are the same.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
-        early_exit: A mapping of settings; true for the defaults, false for none.
-        search: How configurations are found in the search space, and what may be spent: a mapping of settings, or the
-            name of an algorithm.
-        repeat_by: Jobs of a grid that differ in nothing but this key repeat one configuration: rungs and the end of the
-            task rank configurations by the means of their jobs, and the best job of the best one is exported. ``none``:
-            every job is a configuration of its own.
-        search_space: What varies between jobs; ``auto`` are ranges around a usual learning rate for the base model's
-            hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
-        select_by: What chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the validation rows that
-            end in ``#### N``, and the most right answers win, ties by validation loss; or a mapping that names a
-            scorer of answers. All but ``metric`` on one GPU only.
-        num_finalists: How many of the best jobs by the metric are scored where ``select_by`` is not ``metric``.
-        num_samples: At the end of the task, the prompts of so many of the first validation rows are continued greedily
-            by the base, the best adapter and that of the next best job, to be read side by side. 0 or None: none. On
-            one GPU only.
-        sample_max_new_tokens: Longest continuation of such a prompt, in tokens.
-        report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard where
-            it is installed. Their settings come from their own environment variables.
-        gradient_checkpointing: Recompute activations instead of keeping them; ``auto`` lets the engine decide by the
-            memory.
-        load_in_4bit, load_in_8bit: Keep the base model's linear layers, but not its output head, in 4 bits (NF4 with
-            double quantisation) or in 8, as bitsandbytes does. A model that is quantised on disk needs neither.
+        early_exit: A mapping of settings; true for the defaults, false for no early exit.
+        search: How configurations are chosen from the search space, and the budget: a mapping of settings, or the name
+            of an algorithm.
+        repeat_by: The key in which repetitions of a configuration differ. Jobs of a grid that differ only in it repeat
+            one configuration: rungs and the end of the task rank configurations by the means of their jobs, and the
+            best job of the best configuration is exported. With ``none``, every job is a separate configuration.
+        search_space: Fields that vary between jobs; ``auto`` uses ranges around a usual learning rate for the base
+            model's hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
+        select_by: The criterion that chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the
+            validation rows that end in ``#### N``, and the most right answers win, ties by validation loss; or a
+            mapping that names a scorer of answers. All but ``metric`` need a single GPU.
+        num_finalists: Number of best jobs by the metric that are scored if ``select_by`` is not ``metric``.
+        num_samples: Number of validation prompts (the first rows) that the base, the best adapter and that of the next
+            best job continue greedily at the end of the task, for comparison. 0 or None: none. On one GPU only.
+        sample_max_new_tokens: Maximum length of such a continuation, in tokens.
+        report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard if it
+            is installed. Trackers read their settings from their own environment variables.
+        gradient_checkpointing: Recompute activations instead of keeping them; with ``auto`` the engine decides by the
+            available memory.
+        load_in_4bit, load_in_8bit: Keep the base model's linear layers, except its output head, in 4 bits (NF4 with
+            double quantisation) or in 8 bits with bitsandbytes. A model that is quantised on disk needs neither.
         adapter_dtype: Precision of adapters, their gradients and the state of ``adamw_torch``; ``bfloat16`` is PEFT's
-            ``autocast_adapter_dtype=False`` on a base of that precision.
-        optim_state_dtype: Precision of the state of ``adamw_torch``, where it is not that of the adapters: ``bfloat16``
-            is rounded at random, so that its means stay exact, and takes half of the memory of ``float32``. None is
-            that of the adapters, rounded to the nearest, as torch has it. Only where every job has ``adamw_torch``.
-        max_slots: Jobs resident at a time. None lets the engine decide: as many as fit and make a step faster. Beside
-            other tasks in a process, its jobs may also have slots that those leave empty.
-        max_tokens_per_step: Largest average number of tokens of a step of all residents; a single job may have more.
-            None lets the engine decide.
+            ``autocast_adapter_dtype=False`` on a base model of that precision.
+        optim_state_dtype: Precision of the state of ``adamw_torch``, if it differs from that of the adapters:
+            ``bfloat16`` uses stochastic rounding, which is exact on average, and half the memory of ``float32``. None
+            uses the adapters' precision, rounded to nearest as in torch. If set, all jobs must use ``adamw_torch``.
+        max_slots: Maximum number of resident jobs. None lets the engine decide: as many as fit and make a step faster.
+            If other tasks run in the same process, jobs may also use slots that those tasks leave empty.
+        max_tokens_per_step: Largest average number of tokens in a step of all resident jobs; a single job may have
+            more. None lets the engine decide.
         max_tokens_per_pass: Largest number of tokens of a micro-batch (one forward and backward pass); a larger step is
             split. None lets the engine decide by the device.
-        checkpoint_interval_s: Seconds of work that a killed run loses at most; checkpoints are less frequent where
+        checkpoint_interval_s: Maximum work, in seconds, that a killed run loses; checkpoints are less frequent if
             writing them would take more than a twentieth of the time.
-        keep: Whose adapters stay in the run's folder when the task ends: that of the ``winner``; those of the
-            ``finalists``: the winner, the jobs that did all their steps, those that were ranked at the last rung, and
-            those whose answers were scored; or ``all`` adapters, and the states from which jobs are resumed. Without
-            ``all``, a job that a rule ends loses that state at the next checkpoint, and a finished run takes no further
-            jobs.
+        keep: The adapters that stay in the run's folder when the task ends. ``winner``: only the winner's.
+            ``finalists``: those of the winner, of jobs that did all their steps, of jobs ranked at the last rung, and
+            of jobs whose answers were scored. ``all``: all adapters, and the states from which jobs are resumed.
+            Without ``all``, a job that a rule ends loses that state at the next checkpoint, and a finished run accepts
+            no further jobs.
 
     Raises:
         SpecError: A value is out of its domain, values contradict each other, two jobs are the same, or there are
-            too many of them.
-        UnknownKeyError, ConflictingKeysError: An unknown key, a field given twice.
-        UnsupportedError: A PEFT option that this version does not support.
+            too many jobs.
+        UnknownKeyError, ConflictingKeysError: A key is unknown, or a field is given twice.
+        UnsupportedError: A setting is not supported by this version.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     method: str = Field(default=DEFAULT_METHOD, description="what is learned from a row")
-    metric: str = Field(default=LOSS, min_length=1, description="what the best adapter is selected by")
+    metric: str = Field(default=LOSS, min_length=1, description="value by which the best adapter is selected")
     init_adapter: str | None = Field(
         default=None, min_length=1, description="saved adapter, or run, that every job begins with"
     )
     refit: Refit | None = Field(default=None, description="trains all rows, without validation (alto refit)")
     num_gpus: int = Field(default=1, ge=1, le=4096, description="devices the task runs on")
     priority: int = Field(default=0, ge=0, le=100, description="priority among waiting tasks")
-    tenant: str = Field(default="", max_length=100, description="whose GPUs the task counts against")
+    tenant: str = Field(default="", max_length=100, description="tenant whose GPU quota the task counts against")
     share_executor: bool = Field(default=True, description="may be trained in one process with other tasks")
     eval_steps: float = Field(default=0.05, gt=0, le=1, description="share of a job's steps between two evaluations")
     select_by: Literal["metric", "eval_accuracy"] | Scoring = Field(
         default="metric", description="what chooses the winner"
     )
-    num_finalists: int = Field(default=4, ge=1, le=1024, description="jobs among whom answers choose")
-    num_samples: int | None = Field(default=0, ge=0, le=1000, description="validation prompts that are continued")
-    sample_max_new_tokens: int = Field(default=128, ge=1, le=2**17, description="tokens of a continued prompt")
+    num_finalists: int = Field(
+        default=4, ge=1, le=1024, description="number of jobs whose answers are scored to choose the winner"
+    )
+    num_samples: int | None = Field(
+        default=0, ge=0, le=1000, description="number of validation prompts that are continued"
+    )
+    sample_max_new_tokens: int = Field(
+        default=128, ge=1, le=2**17, description="maximum number of tokens that continue a prompt"
+    )
     early_exit: EarlyExit = Field(default=EarlyExit(), description="early-exit settings")
     search: Search = Field(default=Search(), description="how configurations are found")
     repeat_by: Literal["seed", "none"] = Field(
-        default="seed", description="what repetitions of a configuration differ in"
+        default="seed", description="key in which repetitions of a configuration differ"
     )
-    max_slots: int | None = Field(default=None, ge=1, le=1024, description="jobs resident at a time")
+    max_slots: int | None = Field(default=None, ge=1, le=1024, description="maximum number of resident jobs")
     max_tokens_per_step: int | None = Field(
-        default=None, ge=1, le=2**24, description="tokens of a step of all resident jobs"
+        default=None, ge=1, le=2**24, description="maximum number of tokens in a step of all resident jobs"
     )
-    max_tokens_per_pass: int | None = Field(default=None, ge=1, le=2**24, description="tokens of a micro-batch")
+    max_tokens_per_pass: int | None = Field(
+        default=None, ge=1, le=2**24, description="maximum number of tokens in a micro-batch"
+    )
     gradient_checkpointing: Literal[True, False, "auto"] = Field(
         default=False, description="recompute activations instead of keeping them"
     )
     torch_compile: bool = Field(default=False, description="compile the layers of the base model")
     checkpoint_interval_s: float = Field(default=60.0, ge=0, le=86400, description="seconds between two checkpoints")
-    keep: Keep = Field(default="finalists", description="whose adapters stay on disk when the task ends")
+    keep: Keep = Field(default="finalists", description="which adapters stay on disk when the task ends")
     dtype: Dtype = Field(default="auto", description="precision of the base model")
     load_in_4bit: bool = Field(default=False, description="keep the base model's linear layers in 4 bits (NF4)")
     load_in_8bit: bool = Field(default=False, description="keep the base model's linear layers in 8 bits")
@@ -177,7 +185,7 @@ class Task(DataKeys):
         default="float32", description="precision of adapters, their gradients and the state of adamw_torch"
     )
     optim_state_dtype: AdapterDtype | None = Field(
-        default=None, description="precision of the state of adamw_torch; none: that of the adapters"
+        default=None, description="precision of the state of adamw_torch; by default that of the adapters"
     )
     trust_remote_code: bool = Field(default=False, description="run the Python code that comes with a model")
     use_safetensors: bool = Field(default=True, description="read safetensors weights; false reads pickle files")
@@ -278,19 +286,18 @@ class Task(DataKeys):
 
     @property
     def jobs(self) -> tuple[Job, ...]:
-        """The jobs that the task begins with, always the same for equal tasks: of a grid all configurations of the
+        """The jobs that the task begins with, always the same for equal tasks. For a grid: all configurations of the
         search space, the last key varying fastest."""
         return self._jobs
 
     @property
     def repetitions(self) -> Mapping[str, str]:
-        """By job that repeats a configuration, or is repeated: the id of the first of these jobs; empty where none
-        is."""
+        """For each job whose configuration is repeated, the id of the first job with that configuration."""
         return self._repetitions
 
     @property
     def base_model(self) -> BaseModelSpec:
-        """The base model that the task names, and how it is to be loaded."""
+        """The base model that the task names, and how it is loaded."""
         return BaseModelSpec(
             id=self.model,
             dtype=self.dtype,
@@ -304,64 +311,64 @@ class Task(DataKeys):
 
     @property
     def objects(self) -> BaseObjects | None:
-        """The base model and its tokenizer, where they were given as objects. They are no key: the task is written
-        without them."""
+        """The base model and its tokenizer if they were given as objects. They are not keys: :meth:`to_dict` omits
+        them."""
         return self._origin.objects
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Sentences about settings that are not taken over as they are."""
+        """Notes, as sentences, on settings that were not adopted unchanged."""
         return self._origin.notes
 
     @property
     def scoring(self) -> Scoring | None:
-        """What scores the answers of jobs; None where the metric alone chooses."""
+        """The scorer of the jobs' answers; None if the metric alone chooses the winner."""
         if isinstance(self.select_by, Scoring):
             return self.select_by
         return None if self.select_by == "metric" else Scoring(scorer="exact_match")
 
     @property
     def label_set(self) -> LabelSet | None:
-        """The labels of its rows, once they are known; None where there are none."""
+        """The labels of the task's rows once they are known, else None."""
         if self.problem_type is None or self.id2label is None:
             return None
         return LabelSet(problem_type=self.problem_type, names=self.id2label)
 
     def with_labels(self, labels: LabelSet) -> Self:
-        """The task with the labels that were found in its rows."""
+        """Return the task with the labels that were found in its rows."""
         return self.replace(problem_type=labels.problem_type, num_labels=None, id2label=labels.names)
 
     def with_note(self, note: str) -> Self:
-        """The task with a further note."""
+        """Return the task with a further note."""
         found = self.replace()
         found._origin = replace(found._origin, notes=(*self.notes, note))
         return found
 
     @property
     def needs_trust(self) -> bool:
-        """Whether it runs code, or reaches a server, that only its own file names."""
+        """Whether the task runs code, or contacts a server, that its file names."""
         return self.trust_remote_code or (self.scoring is not None and self.scoring.reaches_outside)
 
     @property
     def fixed(self) -> dict[str, Any]:
-        """The fields fixed for every job at the top level: canonical names to values as written."""
+        """The fields that the top level fixes for every job: canonical names to values as written."""
         return dict(self._fixed)
 
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
-        """The configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
+        """Return the configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
         config = self._expansion.config(values)
         check_state_dtype(self.optim_state_dtype, config)
         return config
 
     def extreme_configs(self) -> Iterator[JobConfig]:
-        """Configurations that a search may choose while the task runs: every listed value, and both ends of ranges;
-        of a search that chooses none, nothing."""
+        """Yield configurations that the search ``tpe`` may choose later, with every listed value and both ends of
+        ranges; nothing for other searches."""
         if self.search.algorithm == "tpe":
             for varied in self.search_space.extremes(self.data_seed):
                 yield self.job_config({**self._fixed, **varied})
 
     def to_dict(self) -> dict[str, Any]:
-        """The task under canonical keys, defaults included: ``Task(**task.to_dict()) == task``."""
+        """Return the task under canonical keys, including defaults: ``Task(**task.to_dict()) == task``."""
         own = self.model_dump(mode="json", exclude={"early_exit", "search", "search_space", "select_by"})
         own["select_by"] = self.select_by if isinstance(self.select_by, str) else self.select_by.to_dict()
         search = self.search.model_dump(mode="json", exclude_defaults=True)
@@ -371,15 +378,15 @@ class Task(DataKeys):
         return {**own, **fixed, "early_exit": early_exit, "search": search, "search_space": space}
 
     def to_yaml(self) -> str:
-        """The task as a file that :func:`alto.spec.load_task` reads back to an equal task."""
+        """Return the text of a file that :func:`alto.spec.load_task` reads back to an equal task."""
         return write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
-        """A new, fully checked task with some keys changed; the two ways to validate, or to test, replace each other. A
-        model that is an object stays, where no other model is named.
+        """Return a new, fully checked task with some keys changed. The two keys to validate (or test) replace each
+        other. A model that is an object stays unless another model is given.
 
         Raises:
-            SpecError: As the constructor does.
+            SpecError: See the constructor.
         """
         changes, objects = with_base_objects(changes)
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))
@@ -401,29 +408,29 @@ TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)
 
 
 def _method_of(values: Mapping[str, Any]) -> Method:
-    """The method that ``values`` name in any spelling; it decides which other keys are allowed."""
+    """Return the method that ``values`` name in any spelling; it decides which other keys are allowed."""
     names = [value for key, value in values.items() if TASK_ALIASES.get(key, key) == "method"]
-    # A value that is not text is refused with the task's other values.
+    # A value that is not text is reported later, together with the task's other values.
     method = find_method(names[-1] if names and isinstance(names[-1], str) else DEFAULT_METHOD)
     taken = {*TASK_FIELDS, *JobConfig.model_fields, *JOB_ALIASES, *TASK_ALIASES, "paired"}
     clashing = sorted(taken & {*method.fields, *method.entry.settings.aliases})
     if clashing:
         raise UnsupportedError(
-            f"method {method.name!r}: expected settings with names of their own, found {clashing[0]!r}, which tasks "
-            "have already; rename it in the package that registers the method"
+            f"method {method.name!r}: expected settings with unique names, found {clashing[0]!r}, which is already a "
+            "key of tasks; rename it in the package that registers the method"
         )
     return method
 
 
 def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """``values`` by canonical names."""
+    """Return ``values`` under canonical names."""
     fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
     elsewhere = {key: "early_exit" for key in EarlyExit.model_fields if key not in fields}
     return canonical_keys(values, fields=fields, aliases=_aliases(method), where="the task", elsewhere=elsewhere)
 
 
 def _aliases(method: Method) -> dict[str, str]:
-    """Other spellings of all keys of a task of ``method``."""
+    """Return other spellings of all keys of a task of ``method``."""
     return {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
 
 

@@ -1,35 +1,25 @@
-"""Checks of a task's keys together, beyond the domains of single ones."""
+"""Checks of several keys of a task together; the values of single keys are checked by their fields."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, Self
 
-from alto.errors import ConflictingKeysError, SpecError
+from pydantic import Field
+
+from alto.base import quoted
+from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
 from alto.spec.data_keys import DataKeys
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JobConfig
 from alto.spec.method import Method
+from alto.spec.mixture import MixtureSource
 from alto.spec.scoring import Scoring
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace
 from alto.spec.strict_yaml import MAX_VALUES, num_values
-from alto.spec.validation import plain
-
-__all__ = [
-    "check_fixed",
-    "check_given_once",
-    "check_mixture",
-    "check_samples",
-    "check_scored_rungs",
-    "check_search",
-    "check_selection",
-    "check_size",
-    "check_splits",
-    "check_state_dtype",
-    "check_train_on",
-]
+from alto.spec.validation import SpecModel, plain
 
 
 def check_fixed(fixed: Mapping[str, Any], space: SearchSpace, method: Method) -> None:
@@ -60,8 +50,8 @@ def check_given_once(given: Mapping[str, Any], fixed: Mapping[str, Any]) -> None
             )
     if given.get("load_in_4bit") is True and given.get("load_in_8bit") is True:
         raise ConflictingKeysError(
-            "load_in_4bit and load_in_8bit are both true; expected one: NF4, or a byte a number, which is larger and "
-            "nearer to the model. Remove one."
+            "load_in_4bit and load_in_8bit are both true; expected one: NF4, or one byte per number, which is larger "
+            "and closer to the original model. Remove one."
         )
 
 
@@ -78,7 +68,7 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
     if select_by != "metric" and method.entry.is_labelled:
         raise SpecError(
             f"select_by should be 'metric' with method {method.name!r}, whose validation rows have replies that the "
-            f"model is not to give, found {found!r}. Remove the key."
+            f"model should not give, found {found!r}. Remove the key."
         )
     if select_by != "metric" and method.entry.problem_types:
         raise SpecError(
@@ -102,7 +92,7 @@ def check_samples(num_samples: int | None, method: Method) -> None:
 
 
 def check_mixture(keys: DataKeys) -> None:
-    """Check that the keys of one dataset are set in the sources, where there are several."""
+    """Check that a mixture sets the keys of one dataset in its sources, not at the top level."""
     of_one = ("dataset_config", "dataset_train_split", "dataset_test_split", "columns")
     for key in of_one if keys.sources else ():
         if getattr(keys, key):
@@ -115,7 +105,7 @@ def check_mixture(keys: DataKeys) -> None:
 def check_train_on(train_on: str, method: Method) -> None:
     entry = method.entry
     if train_on != "completion" and (method.compares_replies or entry.problem_types):
-        what = "learns labels and no tokens" if entry.problem_types else "learns which replies are desirable"
+        what = "learns labels, not tokens" if entry.problem_types else "learns which replies are desirable"
         what = "compares two replies" if entry.is_paired else what
         raise SpecError(
             f"train_on should be 'completion' with method {method.name!r}, which {what}, found {train_on!r}. Remove "
@@ -124,16 +114,16 @@ def check_train_on(train_on: str, method: Method) -> None:
 
 
 def check_state_dtype(state_dtype: str | None, config: JobConfig) -> None:
-    """Check that the optimizer of a job has a state whose precision can be chosen."""
+    """Check that the optimizer of a job has a state with selectable precision, if ``state_dtype`` is set."""
     if state_dtype is not None and config.optim != "adamw_torch":
         raise SpecError(
-            f"optim_state_dtype should be left out with optim {config.optim!r}, whose state has a precision of its "
-            f"own, found {state_dtype!r}. Remove it, or set optim: adamw_torch for every job."
+            f"optim_state_dtype should be left out with optim {config.optim!r}, whose state has its own precision, "
+            f"found {state_dtype!r}. Remove it, or set optim: adamw_torch for every job."
         )
 
 
 def check_scored_rungs(scoring: Scoring | None, early_exit: EarlyExit, search: Search) -> None:
-    """Check that jobs are scored at rungs that there are."""
+    """Check that the rungs at which jobs are scored exist."""
     if scoring is None or not scoring.rungs:
         return
     if search.learns:
@@ -177,4 +167,79 @@ def check_search(search: Search, space: SearchSpace, early_exit: EarlyExit) -> N
         raise SpecError(
             "search.algorithm 'pbt' should rank its population, found that early_exit does not select. Remove "
             "early_exit.enabled and early_exit.select, or choose another algorithm."
+        )
+
+
+class Refit(SpecModel):
+    """The job that is trained again, and for how long. ``alto refit`` writes it.
+
+    Attributes:
+        run: Folder of the finished run.
+        job: Best job of that run; the task has its configuration.
+        steps: Number of steps to train: the steps of that job's best checkpoint. The learning-rate schedule still has
+            the length ``max_steps``, as if training went on to its end.
+    """
+
+    run: str = Field(min_length=1, description="folder of the finished run")
+    job: str = Field(min_length=1, description="its best job")
+    steps: int = Field(ge=1, le=10**9, description="number of steps to train")
+
+    @classmethod
+    def parse(cls, value: Mapping[Any, Any]) -> Self:
+        """Parse ``refit`` of a task.
+
+        Raises:
+            SpecError: A key is not text or is unknown, or a value is out of bounds.
+        """
+        if not all(isinstance(key, str) for key in value):
+            raise SpecError(f"refit should have text for keys, found {quoted(list(value))}. Put the keys in quotes.")
+        return cls(**value)
+
+
+class _Task(Protocol):
+    """The keys of :class:`alto.spec.Task` that :func:`check_refit` reads."""
+
+    @property
+    def refit(self) -> Refit | None: ...
+
+    @property
+    def early_exit(self) -> EarlyExit: ...
+
+    @property
+    def select_by(self) -> object: ...
+
+    @property
+    def sources(self) -> tuple[MixtureSource, ...]: ...
+
+    @property
+    def validation_dataset(self) -> str | None: ...
+
+
+def check_refit(task: _Task, max_steps: list[int | None]) -> None:
+    """Check that a refit, which has no validation, has one job and no setting that needs validation.
+
+    Args:
+        task: The task; one without ``refit`` passes.
+        max_steps: ``max_steps`` of each of its jobs.
+
+    Raises:
+        SpecError: The task has several jobs, too small a ``max_steps``, or settings that need a validation loss.
+        UnsupportedError: The task is a mixture with a ``validation_dataset``, whose rows belong to no source.
+    """
+    refit = task.refit
+    if refit is None:
+        return
+    if task.sources and task.validation_dataset is not None:
+        raise UnsupportedError(
+            "refit: expected validation rows that belong to the sources of the mixture, found validation_dataset: its "
+            "rows belong to no source, so that no weight says how often they are drawn. Make them a source, or tune "
+            "without validation_dataset."
+        )
+    longest = max_steps[0] if len(max_steps) == 1 else None
+    if longest is None or longest < refit.steps or task.early_exit.enabled or task.select_by != "metric":
+        raise SpecError(
+            f"refit should come with one configuration, max_steps of at least {refit.steps}, early_exit: false and "
+            f"select_by: metric, as there is no validation, found {len(max_steps)} configurations, max_steps: "
+            f"{longest}, early_exit: {str(task.early_exit.enabled).lower()}, select_by: {task.select_by!s:.40}. Write "
+            "such a task with: alto refit RUN"
         )

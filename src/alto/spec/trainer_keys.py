@@ -1,7 +1,7 @@
-"""Keys of transformers' ``TrainingArguments``, of TRL's configurations and of PEFT's that tasks do not have, each with
-the reason in one line.
+"""Keys of transformers' ``TrainingArguments``, TRL's and PEFT's configurations that tasks do not have, with a one-line
+reason each.
 
-Sources: the dataclasses of transformers 5.23, TRL 1.16 and PEFT 0.21, and keys that earlier versions of them had.
+Sources: the dataclasses of transformers 5.23, TRL 1.16 and PEFT 0.21, and keys of their earlier versions.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["FIELD_DEFAULTS", "NOT_NEEDED_KEYS", "TRAINER_OFF_VALUES", "UNSUPPORTED_TRAINER_KEYS"]
-
 _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     "ALTO keeps the best and the last checkpoint of every job": (
         *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
         *("load_best_model_at_end", "enable_jit_checkpoint", "save_safetensors"),
     ),
-    "every run has a folder of its own": ("overwrite_output_dir",),
+    "every run has its own folder": ("overwrite_output_dir",),
     "the best checkpoint is the one of the lowest validation loss, or the best by the task's 'metric'": (
         "metric_for_best_model",
         "greater_is_better",
@@ -37,7 +35,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
     ),
     "'alto tune' trains": ("do_train",),
     "'alto eval RUN' evaluates held-out rows": ("do_predict",),
-    "the folder of runs is no setting of a task ('alto tune' takes it as --output-dir)": ("output_dir",),
+    "the folder of runs is not a setting of a task ('alto tune' takes it as --output-dir)": ("output_dir",),
     "nothing is uploaded: the best adapter is in 'best' of the run's folder": (
         *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
         "hub_revision",
@@ -50,7 +48,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
         *("ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters"),
         *("ddp_static_graph", "ddp_timeout", "no_cuda", "ignore_bias_buffers"),
     ),
-    "a job's loss is the mean over all trained tokens of its step, on however many GPUs": (
+    "a job's loss is the mean over all trained tokens of its step, for any number of GPUs": (
         "average_tokens_across_devices",
     ),
     "all rows are tokenised once for all jobs, and batches are made of tokens in memory or on disk": (
@@ -82,7 +80,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 NOT_NEEDED_KEYS: Mapping[str, str] = {key: reason for reason, keys in _NOT_NEEDED.items() for key in keys}
-"""Keys that would change nothing of what is learned, and why they are not needed."""
+"""Keys that would not change what is learned, with the reason why they are not needed."""
 
 _ORDER = (
     "Every job shuffles its rows in every epoch, by its own 'seed', and keeps the last, smaller batch; remove the key."
@@ -99,7 +97,7 @@ _OPTIMIZER = "Write 'optim', 'optim_args' and 'lr_scheduler_type'."
 _OF_TRAINERS: Mapping[str, str] = {
     "args": _OBJECTS,
     "peft_config": _OBJECTS,
-    "processing_class": "The tokenizer is that of 'model'. Beside a model that is an object, write 'tokenizer'.",
+    "processing_class": "The tokenizer is that of 'model'. If the model is an object, write 'tokenizer' too.",
     "formatting_func": "Write 'columns' and 'dataset_format', or give rows that are formatted already.",
     "data_collator": "Rows are concatenated without padding; 'train_on' says which tokens are trained. Remove the key.",
     "compute_loss_func": "Write an objective of your own (docs/objectives.md), and name it in 'method'.",
@@ -109,7 +107,7 @@ _OF_TRAINERS: Mapping[str, str] = {
     "optimizers": _OPTIMIZER,
     "optimizer_cls_and_kwargs": _OPTIMIZER,
 }
-"""Arguments of the trainers themselves, beside those that are keys of a task."""
+"""Arguments of the trainer classes that are not keys of a task, with the remedy."""
 
 UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     **_OF_TRAINERS,
@@ -128,11 +126,11 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "model_init_kwargs": "Write 'dtype', 'load_in_4bit', 'load_in_8bit' and 'trust_remote_code' in the task.",
     "model_revision": "A hub model is loaded in its latest revision; download the revision and give its folder in "
     "'model'.",
-    "optim_target_modules": "Only optimizers of whole layers have it, which are not supported; remove the key.",
+    "optim_target_modules": "Only optimizers of whole layers use it, and they are not supported; remove the key.",
     "tf32": "Products in float32 keep torch's own precision; write 'dtype: bfloat16' for faster ones.",
     "train_sampling_strategy": _ORDER,
 }
-"""Keys that would change what is learned, and what to do instead."""
+"""Keys that would change what is learned, with what to do instead."""
 
 _ACCELERATOR = {
     "split_batches": False,
@@ -142,7 +140,7 @@ _ACCELERATOR = {
     "non_blocking": False,
     "gradient_accumulation_kwargs": None,
 }
-"""The default of ``accelerator_config``, as transformers writes it."""
+"""The default of ``accelerator_config``, as transformers writes it to files."""
 
 TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "optimizers": ((None, None), [None, None]),
@@ -169,7 +167,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
         ),
         (True,),
     ),
-    # What they switch on is done in any case.
+    # ALTO always does what these keys switch on.
     **dict.fromkeys(
         (
             *("do_eval", "do_train", "load_best_model_at_end", "padding_free", "shuffle_dataset"),
@@ -189,7 +187,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "deepspeed": ("", False),
     "disable_tqdm": (False, True),
     "do_predict": (False,),
-    # "no" without quotes is false in YAML 1.1.
+    # YAML 1.1 reads "no" without quotes as false.
     "eval_strategy": ("no", False),
     "evaluation_strategy": ("no", False),
     "eval_delay": (0,),
@@ -197,7 +195,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "fsdp_config": ({},),
     "greater_is_better": (False,),
     "hub_strategy": ("every_save",),
-    # As transformers writes a token that it hides, or that there is none.
+    # Placeholders that transformers writes for a token that is hidden or not set.
     "hub_token": ("<HUB_TOKEN>",),
     "eos_token": ("<EOS_TOKEN>",),
     "pad_token": ("<PAD_TOKEN>",),
@@ -227,8 +225,7 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "torch_empty_cache_steps": (0,),
     "train_sampling_strategy": ("random",),
 }
-"""Values, besides null, with which these keys ask for nothing that ALTO does not do: mostly their trainers' "
-"defaults."""
+"""Values, besides null, with which these keys need nothing that ALTO does not do; most are the trainers' defaults."""
 
 FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "data_seed": (None,),
@@ -236,4 +233,4 @@ FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "gradient_checkpointing": (None,),
     "max_steps": (-1,),
 }
-"""By field of a task: values that stand for the default in transformers' ``TrainingArguments``, and so here."""
+"""Values that mean the default in transformers' ``TrainingArguments``, and therefore in ALTO, by field of a task."""

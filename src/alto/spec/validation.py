@@ -1,4 +1,4 @@
-"""The base of every part of a task: frozen, strict, with ALTO's errors instead of pydantic's."""
+"""The base class of every part of a task: frozen, strict, with ALTO's errors instead of pydantic's."""
 
 from __future__ import annotations
 
@@ -15,27 +15,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from alto.base import quoted
 from alto.errors import SpecError
-from alto.spec.quoting import quoted
-
-__all__ = [
-    "MAX_CHARS",
-    "SpecModel",
-    "check_defaults",
-    "check_path",
-    "is_finite_number",
-    "is_number_text",
-    "plain",
-    "spec_error",
-]
-
 
 MAX_CHARS = 4095
-"""Largest number of characters of a text; no path is longer."""
+"""Maximum number of characters of a text; no path is longer."""
 
 
 class SpecModel(BaseModel):
-    """A frozen, keyword-only part of a task without type coercion: text is not a number, true is not 1."""
+    """A frozen, keyword-only part of a task without type coercion: text is not a number, and true is not 1."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, str_max_length=MAX_CHARS)
 
@@ -47,7 +35,7 @@ class SpecModel(BaseModel):
 
     @classmethod
     def error_of(cls, key: str, value: object) -> SpecError | None:
-        """The error of ``value`` for the field ``key``, independent of other fields; None without one."""
+        """Return the error of ``value`` for the field ``key``, independent of other fields; None if it is valid."""
         try:
             BaseModel.__init__(cls.__new__(cls), **{key: value})
         except ValidationError as error:
@@ -56,38 +44,38 @@ class SpecModel(BaseModel):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields under their canonical names, made of what YAML and JSON can hold."""
+        """Return all fields under their canonical names, as values that YAML and JSON can hold."""
         return self.model_dump(mode="json")
 
     def replace(self, **changes: Any) -> Self:
-        """A new, fully checked object with some fields changed.
+        """Return a new, fully checked object with some fields changed.
 
         Raises:
-            SpecError: As the constructor does.
+            SpecError: See the constructor.
         """
         return type(self)(**(self.to_dict() | changes))
 
     def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:
-        """Like pydantic's, but changes are validated."""
+        """Copy the model as pydantic does, but validate the changes."""
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
 
 def check_defaults(model: type[SpecModel]) -> None:
-    """Make sure that the defaults of a package's settings are in the domains of their fields. Pydantic does not check.
+    """Check that the defaults of a package's settings are in the domains of their fields; pydantic does not check it.
 
     Raises:
-        SpecError: One is not.
+        SpecError: A default is not allowed.
     """
     for key, field in model.model_fields.items():
         if field.is_required() or field.default_factory is not None:
             continue
         error = model.error_of(key, field.default)
         if error is not None:
-            raise SpecError(f"{model.__name__}: expected defaults that are allowed themselves, found that {error}")
+            raise SpecError(f"{model.__name__}: expected defaults that are valid values, found that {error}")
 
 
 def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
-    """Translate pydantic's errors about ``model``: place, expected, found, remedy; one line each."""
+    """Translate pydantic's errors about ``model`` to one line each: place, expected, found, remedy."""
     return _error_of_details(error.errors(), model)
 
 
@@ -98,14 +86,16 @@ def _error_of_details(found: Iterable[ErrorDetails], model: type[BaseModel]) -> 
 
 
 def is_finite_number(value: object) -> bool:
-    """Whether ``value`` is a finite number that a float can hold; a truth value is none."""
+    """Return whether ``value`` is a finite number that a float can hold; booleans do not count."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
 
 
 def plain(value: Any) -> Any:
-    """``value`` made of Python's own types, hashable where its parts are: lists as tuples, mappings as tuples of pairs,
-    NumPy floats as floats."""
+    """Convert ``value`` to Python's own types: lists to tuples, mappings to tuples of pairs, NumPy floats to floats.
+
+    The result can be hashed if all its parts can.
+    """
     if isinstance(value, list | tuple):
         return tuple(plain(item) for item in value)
     if isinstance(value, Mapping):
@@ -117,7 +107,7 @@ def plain(value: Any) -> Any:
 
 
 def is_number_text(text: str) -> bool:
-    """Whether YAML reads ``text`` as a number where it is not in quotes."""
+    """Return whether YAML would read ``text`` without quotes as a number."""
     return re.fullmatch(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?", text.strip()) is not None
 
 
@@ -146,7 +136,7 @@ def _types(field: FieldInfo) -> tuple[Any, ...]:
 
 
 def _expected(field: FieldInfo) -> str:
-    """A field's domain as text, from its annotation and bounds: ``a whole number >= 1 and <= 1024``."""
+    """Describe a field's domain by its annotation and bounds: ``a whole number >= 1 and <= 1024``."""
     names = {int: "a whole number", float: "a finite number", bool: "true or false", str: "text", type(None): "null"}
     words = []
     for kind in _types(field):
@@ -195,17 +185,21 @@ def _remedy(value: object, field: FieldInfo) -> str:
         return "Put it in quotes if it is meant."
     if value is None and not field.is_required():
         return "Remove the key for the default."
-    return "Write one of those." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
+    return "Write one of these values." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
 
 
 def check_path(text: str) -> None:
-    """Refuse a name that the operating system cannot look up, instead of reporting a missing file."""
+    """Check that the operating system can look up ``text`` as a path; otherwise it would be reported as missing.
+
+    Raises:
+        ValueError: It cannot be looked up.
+    """
     reason = "a NUL character" if "\0" in text else None
     try:
         Path(text).expanduser().exists()
     except RuntimeError:
         reason = f"no home folder for {text.split('/')[0]}"
-    except OSError as error:  # too long, or in a folder that may not be entered
+    except OSError as error:  # the path is too long, or a folder may not be entered
         reason = error.strerror
     if reason is not None:
         raise ValueError(

@@ -1,11 +1,11 @@
 """Reports a run to experiment trackers; no tracker can delay or break training.
 
-``base`` defines the interface of a tracker, one module per tool implements it, ``feed`` calls it from journal entries,
+``base`` defines the interface of a tracker, one module per tool implements it, ``feed`` calls it for journal entries,
 and ``background`` runs it outside of the training thread.
 """
 
-from alto.trackers.background import tracking
 from alto.trackers.base import Tracker
 from alto.trackers.choice import chosen_trackers
+from alto.trackers.feed import tracking
 
 __all__ = ["Tracker", "chosen_trackers", "tracking"]

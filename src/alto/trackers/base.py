@@ -1,4 +1,4 @@
-"""The interface of every tracker, in terms of a run and not of any tool."""
+"""The interface of every tracker, in terms of runs and jobs instead of any tool's own terms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["JobOutcome", "Point", "TrackedRun", "Tracker", "plain_value"]
+from alto.base import read_json, replace_file
+from alto.errors import RunError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +19,8 @@ class Point:
     Attributes:
         step: Optimizer steps done, from 1.
         time: Unix seconds.
-        metrics: ``train/loss``, ``eval/loss`` and ``eval/train_ema``, and what the method measures beside them, under
-            TRL's name where it has one (``eval/rewards/accuracies``); may be NaN or infinite.
+        metrics: ``train/loss``, ``eval/loss``, ``eval/train_ema`` and the method's other metrics, under TRL's name if
+            it has one (``eval/rewards/accuracies``); values may be NaN or infinite.
     """
 
     step: int
@@ -29,14 +30,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOutcome:
-    """How a job ended.
+    """The end of a job.
 
     Attributes:
-        reason: ``completed``, or why it exited early.
-        step: Steps it did.
+        reason: ``completed``, or the reason for its early exit.
+        step: Steps done.
         time: Unix seconds.
-        best_step: Step of its best evaluation, 0 if it never had one with a finite loss.
-        best_loss: The validation loss there, None if there is none.
+        best_step: Step of its best evaluation; 0 if no evaluation had a finite loss.
+        best_loss: Validation loss at ``best_step``; None if there is none.
     """
 
     reason: str
@@ -52,9 +53,8 @@ class TrackedRun:
 
     Attributes:
         name: Name of the run's folder.
-        run_dir: The folder.
         settings: Settings of the whole task (model, dataset, early exit, ...); nested keys are joined by dots.
-        jobs: Configuration by job; a job that is added later appears here before anything else is reported of it.
+        jobs: Configuration by job; a job that is added later appears here before anything else about it is reported.
     """
 
     name: str
@@ -69,33 +69,84 @@ class TrackedRun:
         return {key: value for key, value in first.items() if all(job.get(key) == value for job in others)}
 
     def varying(self, job: str) -> dict[str, Any]:
-        """The settings of a job that differ between jobs."""
+        """Return the settings of a job that differ between jobs."""
         fixed = self.fixed
         return {key: value for key, value in self.jobs[job].items() if key not in fixed}
 
 
 class Tracker(Protocol):
-    """One tool. Called by one thread, in the order of the run; after an exception it is not called again.
+    """An experiment tracking tool. One thread calls it, in the order of the run; after an exception it is not called
+    again.
 
-    The tool is imported by :meth:`start`. Where a run is resumed, everything since its beginning is reported again: a
-    tracker starts a new record, or continues the old one and skips what it holds already.
+    :meth:`start` imports the tool. If a run is resumed, everything since its beginning is reported again: a tracker
+    starts a new record, or continues the old record and skips what it already contains.
     """
 
     def start(self, run: TrackedRun) -> None:
-        """The task starts."""
+        """Begin a record of the run, because its task starts."""
 
     def log(self, job: str, points: Sequence[Point]) -> None:
-        """A job has advanced; ``points`` are in the order of their steps."""
+        """Report the progress of a job; ``points`` are in the order of their steps."""
 
     def end_job(self, job: str, outcome: JobOutcome) -> None:
-        """A job has ended; it may be reopened, and then ends again."""
+        """Report the end of a job. A job may be reopened, and then ends again."""
 
     def finish(self, best_job: str | None) -> None:
-        """The run has ended. ``best_job`` is None where the task was interrupted or has no result."""
+        """Report the end of the run. ``best_job`` is None if the task was interrupted or has no result."""
 
 
 def plain_value(value: Any) -> str | bool | int | float:
-    """A setting in a form that every tool accepts: numbers and booleans unchanged, all else as text."""
+    """Return a setting in a form that every tool accepts: text, numbers and booleans unchanged, everything else as JSON
+    text."""
     if isinstance(value, str | bool | int | float):
         return value
     return json.dumps(value, sort_keys=True)
+
+
+class StoredRuns:
+    """The run ids of one tool, and the jobs whose record in the tool is complete."""
+
+    def __init__(self, run_dir: Path, tool: str) -> None:
+        self._file = run_dir / "trackers" / f"{tool}.json"
+        self._file.parent.mkdir(exist_ok=True)
+        stored = _read(self._file)
+        self._ids: dict[str, str] = stored.get("ids", {})
+        self._ended_at: dict[str, int] = stored.get("ended_at", {})
+
+    def id_of(self, what: str) -> str | None:
+        """Return the tool's id of ``what``, a job or ``run``; None if there is none yet."""
+        return self._ids.get(what)
+
+    def set_id(self, what: str, tool_id: str) -> None:
+        self._ids[what] = tool_id
+        self._write()
+
+    def ended_at(self, job: str) -> int:
+        """Return the step at which a job ended with a complete record; 0 if it has not ended."""
+        return self._ended_at.get(job, 0)
+
+    def set_ended(self, job: str, step: int) -> None:
+        """Save that the record of a job is complete up to ``step``."""
+        self._ended_at[job] = step
+        self._write()
+
+    def _write(self) -> None:
+        replace_file(self._file, json.dumps({"ids": self._ids, "ended_at": self._ended_at}, indent=2) + "\n")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        stored = read_json(file)
+        ids, ended_at = stored.get("ids", {}), stored.get("ended_at", {})
+        if not all(isinstance(value, str) for value in ids.values()):
+            raise TypeError("an id that is not text")
+        if not all(type(value) is int for value in ended_at.values()):
+            raise TypeError("a step that is not a number")
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RunError(
+            f"{file}: expected the ids that a tracker gave this run, found invalid content ({error!s:.200}); remove "
+            "the file, and the tracker starts a new run"
+        ) from error
+    return {"ids": ids, "ended_at": ended_at}

@@ -1,4 +1,4 @@
-"""Which trackers a task reports to."""
+"""Chooses the trackers that a task reports to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from alto.trackers.tensorboard import TensorBoardTracker
 from alto.trackers.trackio import TrackioTracker
 from alto.trackers.wandb import WandbTracker
 
-__all__ = ["chosen_trackers"]
-
 _TRACKERS: dict[str, type[Tracker]] = {
     "tensorboard": TensorBoardTracker,
     "mlflow": MlflowTracker,
@@ -24,7 +22,7 @@ _TRACKERS: dict[str, type[Tracker]] = {
 
 
 def chosen_trackers(task: Task) -> dict[str, Tracker]:
-    """A new tracker for each tool that ``task.report_to`` names; no tool is imported yet.
+    """Return a new tracker for each tool that ``task.report_to`` names; no tool is imported yet.
 
     Raises:
         UnsupportedError: A named tool is not installed.
@@ -43,13 +41,13 @@ def _names(report_to: str | Sequence[str]) -> Sequence[str]:
     for name in report_to:
         if not _is_installed(name):
             raise UnsupportedError(
-                f"report_to: expected trackers that are installed, found {name!r}, which is not. "
-                f"Install it with: pip install {name}; or remove it from report_to."
+                f"report_to: expected trackers that are installed, found {name!r}, which is not installed. Install it "
+                f"with: pip install {name}; or remove it from report_to."
             )
     return report_to
 
 
 def _is_installed(name: str) -> bool:
-    # A folder of that name in the working directory (wandb leaves one) is found too, but has no origin.
+    # find_spec also finds a folder of that name in the working directory (wandb leaves one), but it has no origin.
     spec = find_spec(name)
     return spec is not None and spec.origin is not None

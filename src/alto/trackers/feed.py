@@ -1,13 +1,14 @@
-"""Converts journal entries into the calls of a tracker."""
+"""Converts journal entries into calls of a tracker."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from alto.runs import JournalEntry
+from alto.runs import FLUSH_TIMEOUT_S, BackgroundObserver, JournalEntry, Observer, ending_in_time
 from alto.runs.events import (
     JobAdded,
     JobCompleted,
@@ -20,9 +21,7 @@ from alto.runs.events import (
 )
 from alto.trackers.base import JobOutcome, Point, TrackedRun, Tracker
 
-__all__ = ["Feed"]
-
-# As TRL's trainers name them.
+# Names of these metrics in TRL's trainers.
 _TRL_NAMES = {
     "reward_accuracy": "rewards/accuracies",
     "reward_margin": "rewards/margins",
@@ -32,7 +31,7 @@ _TRL_NAMES = {
 
 
 class Feed:
-    """Calls a tracker for the entries of a run; events without a call are skipped."""
+    """Calls a tracker for the entries of a run; events that no tracker uses are skipped."""
 
     def __init__(self, tracker: Tracker, run_dir: Path) -> None:
         self._tracker = tracker
@@ -57,7 +56,7 @@ class Feed:
                 self._best_job = best_job
 
     def finish(self) -> None:
-        """Call the tracker for the end: no event will follow; it is not called for a run that never started."""
+        """Tell the tracker that no event will follow; a run that never started is not reported."""
         if self._jobs:
             self._tracker.finish(self._best_job)
 
@@ -106,3 +105,35 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
+
+
+MAX_WAITING_EVENTS = 20_000
+"""Largest number of events kept for a slow tracker; a run of 200 jobs, each evaluated 40 times, writes fewer."""
+
+
+class BackgroundTracker(BackgroundObserver):
+    """Feeds one tracker from a daemon thread; events beyond ``max_waiting`` are dropped and counted.
+
+    Args:
+        name: Name of the tracker, for warnings.
+        max_waiting: Largest number of events kept for a slow tracker.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, run_dir: Path, *, max_waiting: int = MAX_WAITING_EVENTS) -> None:
+        feed = Feed(tracker, run_dir)
+        super().__init__(f"tracker {name}", feed.apply, finish=feed.finish, max_waiting=max_waiting)
+
+
+@contextlib.contextmanager
+def tracking(
+    trackers: Mapping[str, Tracker], run_dir: Path, *, flush_timeout_s: float = FLUSH_TIMEOUT_S
+) -> Iterator[tuple[Observer, ...]]:
+    """Yield observers for the journal of the run in ``run_dir``; on exit, wait for the trackers up to a timeout.
+
+    Args:
+        trackers: Trackers by their name in warnings; each is used for this run only.
+        flush_timeout_s: Longest wait on exit for all trackers together, in seconds.
+    """
+    workers = [BackgroundTracker(name, tracker, run_dir) for name, tracker in trackers.items()]
+    with ending_in_time(workers, flush_timeout_s):
+        yield tuple(worker.observe for worker in workers)

@@ -1,4 +1,4 @@
-"""MLflow: a run for the task, and one nested in it for each job."""
+"""MLflow: one run for the task, and one nested run for each job."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alto.trackers.base import JobOutcome, Point, TrackedRun, plain_value
-from alto.trackers.stored_runs import StoredRuns
-
-__all__ = ["MlflowTracker"]
+from alto.trackers.base import JobOutcome, Point, StoredRuns, TrackedRun, plain_value
 
 # MLflow's limits on one request.
 _MAX_METRICS = 1000
@@ -20,7 +17,8 @@ _MAX_VALUE_CHARS = 6000
 class MlflowTracker:
     """Reports to the server and experiment that MLflow's environment variables name.
 
-    A resumed run continues the same MLflow runs; the steps that the server has are read from it and skipped.
+    A resumed run continues the same MLflow runs; it asks the server for their last steps and skips these and earlier
+    ones.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -75,7 +73,7 @@ class MlflowTracker:
             self._client.set_terminated(run_id, status="KILLED" if best_job is None else "FINISHED")
 
     def _open(self, job: str) -> str:
-        """The MLflow run of a job, running."""
+        """Return the MLflow run of a job, in the state RUNNING."""
         if job in self._open_jobs:
             return self._open_jobs[job]
         run_id = self._stored.id_of(job)

@@ -1,4 +1,4 @@
-"""TensorBoard: event files in ``<run>/tensorboard/<job>/``, so that the curves of all jobs lie over each other."""
+"""TensorBoard: event files in ``<run>/tensorboard/<job>/``, so that the curves of all jobs appear in one chart."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 
 from alto.trackers.base import JobOutcome, Point, TrackedRun, plain_value
 
-__all__ = ["TensorBoardTracker"]
-
 
 class TensorBoardTracker:
-    """Writes the folder from scratch, also where a run is resumed.
+    """Writes its folder from scratch, even if a run is resumed.
 
-    The event file of a job is opened for each write and closed again: torch's ``SummaryWriter`` keeps a thread and an
-    open file for every job, of which there may be thousands, and loses what it holds when the process is killed.
+    The event file of a job is opened and closed for each write. torch's ``SummaryWriter`` keeps a thread and an open
+    file for every job, of which there may be thousands, and loses its buffered events when the process is killed.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -46,7 +44,7 @@ class TensorBoardTracker:
         self._append(job, [self._event(summary=summary, **facts) for summary in summaries], time=outcome.time)
 
     def finish(self, best_job: str | None) -> None:
-        """Everything is written already."""
+        """Do nothing: everything is already written."""
 
     def _append(self, job: str, events: Sequence[Any], *, time: float) -> None:
         path = self._folder / job / "events.out.tfevents.alto"
@@ -58,7 +56,7 @@ class TensorBoardTracker:
                 writer.write(event.SerializeToString())
 
     def _head(self, job: str, time: float) -> list[Any]:
-        """What the event file of a job begins with: the version of its format, and the job's hyperparameters."""
+        """Return the first events of a job's file: the version of its format, and the job's hyperparameters."""
         values = {key: plain_value(value) for key, value in self._run.varying(job).items()}
         metrics = {"eval/loss": 0, "eval/best_loss": 0}
         parts = self._summary.hparams(values, metrics) if values else ()

@@ -7,17 +7,14 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from alto.trackers.base import JobOutcome, Point, TrackedRun, plain_value
-from alto.trackers.stored_runs import StoredRuns
-
-__all__ = ["TrackioTracker"]
+from alto.trackers.base import JobOutcome, Point, StoredRuns, TrackedRun, plain_value
 
 
 class TrackioTracker:
-    """Reports to the place that Trackio's environment variables name, by default this machine.
+    """Reports to the place that Trackio's environment variables name; by default, this machine.
 
-    Trackio accepts any step at any time and would keep steps twice, so a resumed run makes new, complete runs in a
-    group of their own.
+    Trackio accepts any step at any time and would store repeated steps twice, so a resumed run makes new, complete runs
+    in a group of their own.
     """
 
     def start(self, run: TrackedRun) -> None:
@@ -54,10 +51,10 @@ class TrackioTracker:
             trackio_run.finish()
 
     def _open(self, job: str) -> Any:
-        """The Trackio run of a job, running."""
+        """Return the open Trackio run of a job; start it if there is none."""
         if job not in self._open_jobs:
             config = {**self._run.settings, **self._run.jobs[job]}
-            # Trackio keeps one current run a context and finishes it when the next one starts; jobs run side by side.
+            # Trackio has one current run per context and finishes it when the next starts, but jobs run side by side.
             self._open_jobs[job] = contextvars.Context().run(
                 self._trackio.init,
                 project=os.environ.get("TRACKIO_PROJECT", "alto"),
@@ -73,4 +70,4 @@ class TrackioTracker:
 
 
 def _say_nothing(*_: object, **__: object) -> None:
-    """Replaces ``print``."""
+    """Do nothing, in place of ``print``."""

@@ -7,13 +7,10 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from alto.trackers.base import JobOutcome, Point, TrackedRun, plain_value
-from alto.trackers.stored_runs import StoredRuns
-
-__all__ = ["WandbTracker"]
+from alto.trackers.base import JobOutcome, Point, StoredRuns, TrackedRun, plain_value
 
 _SETTINGS: dict[str, Any] = {
-    # At the exit of the process W&B waits for pending uploads, without a limit by default.
+    # When the process exits, W&B waits for pending uploads, by default without a limit.
     "init_timeout": 20.0,
     "finish_timeout": 10.0,
     # The terminal is used by the live table, and the machine's load belongs to no single job.
@@ -69,7 +66,7 @@ class WandbTracker:
             wandb_run.finish(exit_code=1 if best_job is None else 0)
 
     def _open(self, job: str) -> Any:
-        """The W&B run of a job, running."""
+        """Return the open W&B run of a job; start or continue it if it is not open."""
         if job in self._open_jobs:
             return self._open_jobs[job]
         config = {**self._run.settings, **self._run.jobs[job]}
@@ -77,7 +74,7 @@ class WandbTracker:
             project=os.environ.get("WANDB_PROJECT", "alto"),
             group=self._run.name,
             name=job,
-            # Named in every case: WANDB_RUN_ID in the environment would make one run of all jobs.
+            # Always give an id: otherwise WANDB_RUN_ID in the environment would merge all jobs into one run.
             id=self._stored.id_of(job) or uuid.uuid4().hex[:12],
             resume="allow",
             config={key: plain_value(value) for key, value in config.items()},

@@ -20,7 +20,7 @@ from alto.scheduler.queue import (
     Submitted,
     TaskState,
 )
-from alto.scheduler.queue.actions import Action, GaveUp
+from alto.scheduler.queue.events import Action, GaveUp
 
 
 def submit(queue: Queue, time_s: float, name: str, num_gpus: int) -> list[Action]:
@@ -57,7 +57,7 @@ def offer(queue: Queue, *, duration_s: float = 50.0, kept_duration_s: float = 40
 
 def ended(queue: Queue, *, is_retryable: bool = True) -> list[Action]:
     return queue.apply(
-        Failed(time_s=12, task="wide", attempt=1, reason="stopped as asked", is_retryable=is_retryable, remaining_s=45)
+        Failed(time_s=12, task="wide", attempt=1, reason="stopped", is_retryable=is_retryable, remaining_s=45)
     )
 
 

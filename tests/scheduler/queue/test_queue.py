@@ -27,7 +27,7 @@ from alto.scheduler.queue import (
     TaskState,
     Woken,
 )
-from alto.scheduler.queue.actions import Action
+from alto.scheduler.queue.events import Action
 
 
 def queue_of(num_gpus: int = 2, **settings: object) -> Queue:
@@ -145,7 +145,7 @@ def test_what_is_too_large_after_a_loss_waits_with_a_reason_and_is_planned_when_
     queue = queue_of(2)
     queue.apply(GpuLost(time_s=0, gpu=Gpu("n", 1)))
     assert started(submit(queue, 1, "wide", gpus=2)) == []
-    assert queue.tasks["wide"].waits_for == "2 GPUs, of which 1 are there"
+    assert queue.tasks["wide"].waits_for == "2 GPUs; the cluster has 1"
     assert started(queue.apply(GpuAdded(time_s=2, gpu=Gpu("n", 1)))) == ["wide"]
     assert queue.tasks["wide"].waits_for == ""
 
@@ -158,7 +158,7 @@ def test_what_no_cluster_or_quota_allows_is_refused_and_nothing_is_taken_in():
         submit(queue, 0, "greedy", gpus=2, tenant="t")
     with pytest.raises(SpecError, match="new to the queue, found 'twice'"):
         submit(queue, 0, "twice", "twice")
-    with pytest.raises(SpecError, match="expected one that was submitted, found 'nobody'"):
+    with pytest.raises(SpecError, match="expected the name of a submitted task, found 'nobody'"):
         queue.apply(Stopped(time_s=0, task="nobody"))
     assert not queue.tasks
 
@@ -205,7 +205,7 @@ def test_priorities_that_change_lead_to_one_plan_of_the_tasks_that_wait():
     submit(queue, 0, "a", "b", "c")
     changes = [Prioritised(time_s=1, task=task, priority=level) for task, level in (("a", -5), ("b", -1))]
     planned = [action for action in queue.apply(*changes) if isinstance(action, Planned)]
-    assert [action.reason for action in planned] == ["b has priority -1 now"], "a runs already"
+    assert [action.reason for action in planned] == ["b now has priority -1"], "a runs already"
     assert queue.tasks["a"].demand.priority == 0
     assert started(queue.apply(Finished(time_s=2, task="a", attempt=1))) == ["c"]
     assert started(queue.apply(Finished(time_s=3, task="c", attempt=1))) == ["b"]

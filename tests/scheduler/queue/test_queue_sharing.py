@@ -27,7 +27,7 @@ from alto.scheduler.queue import (
     TaskState,
     Woken,
 )
-from alto.scheduler.queue.actions import Action
+from alto.scheduler.queue.events import Action
 
 G0 = Gpu("n", 0)
 

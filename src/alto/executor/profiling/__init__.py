@@ -1,4 +1,4 @@
-"""Measures the memory and time that a task takes on this device, and plans its packing, before it is trained."""
+"""Measures the memory and time that a task takes on this device, and plans the packing of its jobs, before training."""
 
 from alto.executor.profiling.planning import USUAL_TOKENS_PER_PASS, pack, plan
 

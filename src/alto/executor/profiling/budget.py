@@ -1,4 +1,4 @@
-"""How long a measurement takes, and how long it may."""
+"""The expected and the allowed duration of a measurement."""
 
 from __future__ import annotations
 
@@ -13,38 +13,36 @@ from alto.backbone import Backbone
 from alto.executor.profiling.sketch import RowLength
 from alto.spec import Task
 
-__all__ = ["LEAST_TIMED_S", "MOST_TIMES", "MeasuringBudget", "usual_token_s"]
-
 LEAST_TIMED_S, MOST_TIMES = 1.0, 16
-"""Steps are repeated for this long, for a stable duration, but no more often."""
+"""Seconds for which a step is repeated, for a stable duration, and the largest number of repeats."""
 
 NUM_SIZES = 2
-"""Sizes of steps that are measured whatever they take: both models need them."""
+"""Number of step sizes that are measured in any case, because the memory model and the throughput model need them."""
 
 _LEAST_BUDGET_S = {"cpu": 8.0, "cuda": 60.0}
-"""Kernels are compiled before the first step on a GPU."""
+"""Smallest budget in seconds; larger on a GPU, where kernels are compiled before the first step."""
 
 _BUDGET_SHARE = 0.005
-"""Share of the time without early exit: at most a twentieth of the time with it."""
+"""Budget as a share of the task's duration without early exit; at most a twentieth of its duration with early exit."""
 
 _FLOPS_PER_TOKEN = 6
-"""Floating-point operations for one parameter in a training step: 2 forward, at most 4 backward."""
+"""Floating-point operations per parameter and token in a training step: 2 forward, at most 4 backward."""
 
 _USUAL_FLOPS = {"cpu": 2e10, "cuda": 5e13}
-"""Guessed operations per second of one CPU core and of one GPU, used until a step has been measured."""
+"""Guessed floating-point operations per second of one CPU core and of one GPU, used until a step has been measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringBudget:
-    """The steps that are to be measured, and the time that they may take: a two-hundredth of the estimated duration of
-    the task, but at least eight seconds, on a GPU a minute.
+    """The steps to be measured, and the time that they may take: a two-hundredth of the task's estimated duration, but
+    at least eight seconds on a CPU and a minute on a GPU.
 
     Attributes:
         sizes: Expected tokens of the steps, in the order in which they are measured.
         task_tokens: Tokens that all jobs of the task train.
         eval_tokens: Tokens of the evaluation that is measured last.
-        least_s: Seconds that they may take for a task of any length.
-        warms_up: Whether the first step of every size is repeated: kernels are compiled for it.
+        least_s: Smallest budget in seconds, for a task of any length.
+        warms_up: Whether the first step of every size is not timed, because kernels are compiled for it.
     """
 
     sizes: tuple[int, ...]
@@ -65,15 +63,14 @@ class MeasuringBudget:
         num_evaluated: int,
         device: torch.device,
     ) -> Self:
-        """The budget of a task.
+        """Return the budget of a task.
 
         Args:
-            lengths: Lengths of its rows.
+            lengths: Lengths of the task's rows.
             rows_of_sizes: Rows of each step that may be measured.
             max_tokens: Largest number of tokens of a step after the first two.
             num_rows: Number of rows of the training split.
             num_evaluated: Rows of the evaluation.
-            device: Where the steps are taken.
         """
         mean = statistics.fmean(length.num_tokens for length in lengths)
         samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
@@ -87,16 +84,16 @@ class MeasuringBudget:
         )
 
     def allows(self, num_tokens: int, *, token_s: float, spent_s: float) -> bool:
-        """Whether steps of ``num_tokens`` can be measured too, after ``spent_s`` seconds, where a token takes
+        """Return whether steps of ``num_tokens`` can still be measured after ``spent_s`` seconds, if a token takes
         ``token_s``."""
         budget_s = max(self.least_s, _BUDGET_SHARE * self.task_tokens * token_s)
         return spent_s + _timed_s(num_tokens * token_s, self.warms_up) <= budget_s
 
     def remaining_s(self, num_measured: int, *, token_s: float, spent_s: float) -> float:
-        """Expected seconds until the measurement ends.
+        """Return the expected seconds until the measurement ends.
 
         Args:
-            num_measured: How many sizes have been measured.
+            num_measured: Number of sizes that have been measured.
             token_s: Seconds per token of a step.
             spent_s: Seconds so far.
         """
@@ -105,11 +102,12 @@ class MeasuringBudget:
             if index >= NUM_SIZES and not self.allows(size, token_s=token_s, spent_s=spent_s + left_s):
                 break
             left_s += _timed_s(size * token_s, self.warms_up or not index)
-        return left_s + _timed_s(self.eval_tokens * token_s / 3, self.warms_up)  # without its backward pass
+        return left_s + _timed_s(self.eval_tokens * token_s / 3, self.warms_up)  # no backward pass
 
 
 def usual_token_s(backbone: Backbone) -> float:
-    """Seconds per token of a step on such a device: a guess from the number of parameters, before any is measured."""
+    """Return a guess of the seconds per token of a step, from the model's size and the device, before a step is
+    measured."""
     num_parameters = sum(parameter.numel() for parameter in backbone.model.parameters())
     device = backbone.device.type
     num_cores = torch.get_num_threads() if device == "cpu" else 1
@@ -117,5 +115,5 @@ def usual_token_s(backbone: Backbone) -> float:
 
 
 def _timed_s(step_s: float, warms_up: bool) -> float:
-    """Seconds of a step that is repeated; with ``warms_up`` also of the first one, which does not count."""
+    """Return the seconds of a repeated step; with ``warms_up``, including the first step, which is not timed."""
     return warms_up * step_s + max(step_s, min(LEAST_TIMED_S, MOST_TIMES * step_s))

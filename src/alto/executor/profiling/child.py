@@ -1,7 +1,7 @@
-"""``python -m alto.executor.profiling.child``: measures in a process of its own.
+"""Runs a measurement in a separate process: ``python -m alto.executor.profiling.child``.
 
-Reads a request from stdin, and writes to stdout how long it still takes, a line each time, and at last the
-measurements; all as JSON.
+It reads a request from stdin. It writes lines to stdout: first the expected remaining time, again and again, and at
+last the measurements; all as JSON.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from alto.executor.profiling.measure import measure
 from alto.executor.profiling.sketch import RowLength, SpanLength
 from alto.spec import Task
 
-__all__ = ["answer"]
-
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """The result of :func:`measure`; ``no_memory`` and the reason where nothing fits."""
+    """Return the result of :func:`measure`; if nothing fits into memory, ``no_memory`` with the reason."""
     torch.set_num_threads(request["threads"])
     task = Task(**request["task"])
     try:

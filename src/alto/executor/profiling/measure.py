@@ -1,7 +1,7 @@
-"""Measures training steps of increasing size: peak memory and duration of each.
+"""Measures the peak memory and the duration of training steps of increasing size.
 
-With several ranks, all take the same steps with equal numbers of jobs and tokens: a peak is the largest of any rank; a
-duration is that of the step of all ranks.
+With several ranks, all take the same steps with equal numbers of jobs and tokens. A peak is the largest peak of any
+rank; a duration is the duration of the step on all ranks.
 """
 
 from __future__ import annotations
@@ -19,40 +19,33 @@ from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
-from alto.executor.assembly import BankSize, build_trainer, state_dtype_of, working_dtype_on
 from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
-from alto.executor.memory_errors import MemoryEvent, RowTooLargeError
-from alto.executor.micro_batches import MicroBatches
-from alto.executor.planned_job import PlannedJob, plan_jobs
+from alto.executor.micro_batches import MemoryEvent, MicroBatches, RowTooLargeError
+from alto.executor.planned_job import JobState, PlannedJob, plan_jobs
 from alto.executor.profiling.budget import LEAST_TIMED_S, MOST_TIMES, MeasuringBudget
-from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak
+from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak, spread_of
 from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows
-from alto.executor.profiling.spread import spread_of
 from alto.executor.ranks import Ranks
+from alto.executor.shared_bank import BankSize, build_trainer, state_dtype_of, working_dtype_on
 from alto.executor.trainer import Trainer
 from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject
 from alto.objectives import find_objective
 from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
-from alto.spec import Task
-from alto.spec.base_model import LOAD_IN_4BIT
-from alto.spec.method import find_method
-
-__all__ = ["MARGIN", "Measured", "Packing", "measure", "measuring_budget", "packings", "slot_bytes"]
+from alto.spec import LOAD_IN_4BIT, Task, find_method
 
 MARGIN = 0.9
-"""Share of the device's memory that is planned; the rest is for allocations that no profile measures."""
+"""Share of the device's memory that is planned; the rest is left to allocations that no profile measures."""
 
 MAX_JOBS = 16
-"""Largest number of jobs that are measured together; the cost of more is extrapolated."""
+"""Largest number of jobs that are measured together; the cost of more jobs is extrapolated."""
 
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """``num_jobs`` jobs that take a step of ``batch_size`` rows each."""
+    """A step size: ``num_jobs`` jobs that take a step of ``batch_size`` rows each."""
 
     num_jobs: int
     batch_size: int
@@ -68,7 +61,7 @@ class Measured:
 
     Attributes:
         memory: Peaks without the bank.
-        durations: Durations of steps, without the first of each size.
+        durations: Durations of steps, without the first step of each size.
         eval_token_s: Seconds per token of an evaluation.
         capacity_bytes: Memory of the device.
         duration_s: Duration of the measurement.
@@ -81,12 +74,16 @@ class Measured:
     duration_s: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values that :meth:`from_dict` takes."""
+        """Return plain values for :meth:`from_dict`."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Raises KeyError or TypeError for values that :meth:`to_dict` has not made."""
+        """Return the measurements from the values of :meth:`to_dict`.
+
+        Raises:
+            KeyError, TypeError: ``values`` do not come from :meth:`to_dict`.
+        """
         return cls(
             memory=tuple(MemoryPoint(**point) for point in values["memory"]),
             durations=tuple(ThroughputPoint(**point) for point in values["durations"]),
@@ -97,8 +94,8 @@ class Measured:
 
 
 def slot_bytes(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], num_slots: int = 1) -> int:
-    """Bytes of a bank on ``backbone`` with ``num_slots`` slots into each of which any job of ``task`` fits, optimizer
-    state included; ``shapes`` are those of its jobs."""
+    """Return the bytes of a bank on ``backbone`` with ``num_slots`` slots that each fit any job of ``task``, optimizer
+    state included; ``shapes`` are the adapter shapes of its jobs."""
     return bank_bytes(
         layout_of(shapes),
         num_slots,
@@ -110,14 +107,15 @@ def slot_bytes(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], n
 
 
 def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
-    """The sizes to measure: the number of rows doubles each time, with alternately the fewest and the most jobs."""
+    """Return the step sizes to measure: the number of rows about doubles each time, with alternately the fewest and the
+    most jobs."""
     jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
     sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
     by_rows: dict[int, list[Packing]] = {}
     for count in jobs:
         for size in sizes:
             by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
-    if len(by_rows) == 1:  # one job that takes one row a step; a second size is needed
+    if len(by_rows) == 1:  # one job with one row per step, but a second size is needed
         by_rows[2] = [Packing(num_jobs=1, batch_size=2)]
     chosen: list[Packing] = []
     for rows, alike in sorted(by_rows.items()):
@@ -140,22 +138,22 @@ def measure(
 ) -> Measured:
     """Take steps of jobs of ``task`` on rows of random tokens, from small to large, while they fit.
 
-    Steps of two sizes are always taken, as both models need them. After these it ends where the next step would not
-    fit, or has more than ``max_tokens``, or would exceed the time budget (:class:`MeasuringBudget`). The model is not
-    changed.
+    Steps of two sizes are always taken, because the memory model and the throughput model need them. After these, the
+    measurement ends before a step that would not fit, has more than ``max_tokens``, or would exceed the time budget
+    (:class:`MeasuringBudget`). The model is not changed.
 
     Args:
-        task: Its jobs take the steps.
+        task: The task; its jobs take the steps.
         backbone: The task's base model.
         lengths: Lengths of the task's rows.
         num_rows: Number of rows of the training split.
         max_tokens: Largest number of tokens of a step.
-        ranks: This process among those that measure together.
-        clock: Returns seconds; never runs backwards.
+        ranks: This process among the ranks that measure together.
+        clock: Returns seconds; never goes back.
         on_progress: Called after each size with the expected seconds until the measurement ends.
 
     Raises:
-        DeviceMemoryError: Not even one row of one job fits, or nothing more than that.
+        DeviceMemoryError: Not even one row of one job fits, or nothing larger does.
     """
     ranks = ranks or Ranks()
     began = clock()
@@ -251,8 +249,8 @@ def measuring_budget(
     num_jobs: int,
     device: torch.device,
 ) -> MeasuringBudget:
-    """The time that :func:`measure` takes and may take on ``device``, with ``num_jobs`` on a rank; other arguments as
-    it takes them."""
+    """Return the time budget of :func:`measure` on ``device`` with ``num_jobs`` jobs per rank; other arguments as
+    there."""
     largest_batch = max(job.config.rows_per_step for job in task.jobs)
     num_jobs = min(MAX_JOBS, num_jobs)
     return MeasuringBudget.of(
@@ -267,14 +265,14 @@ def measuring_budget(
 
 
 def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int, ranks: Ranks) -> int:
-    """The number of jobs that a rank can hold at a time and that leaves half of its memory to steps."""
+    """Return the number of jobs that a rank can hold together while half of its memory is left to steps."""
     fitting = int((MARGIN * capacity - backbone.num_bytes) / 2 / slot_bytes(task, backbone, shapes))
     of_rank = math.ceil(min(len(shapes), task.max_slots or len(shapes)) / ranks.size)
     return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, fitting))))
 
 
 def layout_of(shapes: Sequence[AdapterShape]) -> BankLayout:
-    """The layout of a slot into which each of ``shapes`` fits."""
+    """Return the layout of a slot that fits each of ``shapes``."""
     modules = dict.fromkeys(module for shape in shapes for module in shape.targets)
     return BankLayout(
         modules=tuple(modules),
@@ -284,7 +282,8 @@ def layout_of(shapes: Sequence[AdapterShape]) -> BankLayout:
 
 
 def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[PlannedJob, ...], ranks: Ranks) -> TaskContext:
-    """The task on random rows with the lengths of its own; its jobs are planned for those."""
+    """Return the context of the task on random rows with the lengths of its own rows; its jobs are planned for these
+    rows."""
     return TaskContext(
         task=task,
         base=task.base_model,
@@ -298,7 +297,7 @@ def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[Planned
 
 
 def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -> Trainer:
-    """As the task would be trained, in micro-batches of any size."""
+    """Return a trainer as the task would use it, with micro-batches of any size."""
     micro_batches = MicroBatches(
         2**62, refused.append, can_retry=context.ranks.is_alone, is_padded=context.backbone.is_padded
     )
@@ -324,7 +323,7 @@ def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -
 
 
 def _admitted(chosen: Sequence[JobState], packing: Packing, num_rows: int, ranks: Ranks) -> list[JobState]:
-    """The first of ``chosen`` on every rank, with batches of the packing's size."""
+    """Return the first of ``chosen`` on every rank, with batches of the packing's size."""
     return [
         replace(
             job,
@@ -339,7 +338,7 @@ def _admitted(chosen: Sequence[JobState], packing: Packing, num_rows: int, ranks
 def _steps_s(
     trainer: Trainer, jobs: Sequence[JobState], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool
 ) -> list[float]:
-    """Durations of steps of ``jobs``; ``is_warm`` as :func:`_timed` takes it."""
+    """Return the durations of steps of ``jobs``; ``is_warm`` as in :func:`_timed`."""
 
     def step() -> None:
         trainer.step(jobs)
@@ -363,8 +362,8 @@ def _eval_token_s(
 
 
 def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool) -> list[float]:
-    """Durations of ``action``. The first is slower and left out, unless ``is_warm``: others like it came before, and
-    nothing is compiled for this one."""
+    """Return the durations of ``action``. The first call is slower and is left out, unless ``is_warm``: similar calls
+    came before, and nothing is compiled for this one."""
     if not is_warm:
         action()
     seconds: list[float] = []
@@ -376,21 +375,21 @@ def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float
 
 
 def _has_two_sizes(memory: Sequence[MemoryPoint]) -> bool:
-    """Whether a line can be fitted to the peaks."""
+    """Return whether a line can be fitted to the peaks."""
     return len({point.num_tokens for point in memory}) >= 2
 
 
 def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bool:
-    """Whether a step of ``num_tokens`` is expected to fit into ``room`` bytes."""
+    """Return whether a step of ``num_tokens`` is expected to fit into ``room`` bytes."""
     fit = fit_memory(memory)
     return fit.fixed_bytes + fit.bytes_per_token * num_tokens <= room
 
 
 def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
     return (
-        f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less left on "
-        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load a "
-        f"smaller base with {LOAD_IN_4BIT}, or shard it over more GPUs with num_gpus"
+        f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less free on "
+        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load the "
+        f"base model in 4 bits with {LOAD_IN_4BIT}, or shard it over more GPUs with num_gpus"
     )
 
 

@@ -1,4 +1,4 @@
-"""Peak memory of this process, and the memory of the device."""
+"""Measures the peak memory of this process and the memory of the device."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import contextlib
 import ctypes
 import os
 import resource
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from alto.errors import UnsupportedError
-
-__all__ = ["capacity_bytes", "peak_bytes", "reset_peak"]
 
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -21,8 +21,10 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 
 def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
-    """Memory of ``device`` for one rank. On a CPU: the memory of the machine, as limited by a container or ``ulimit
-    -v``, divided by the number of ranks.
+    """Return the memory of ``device`` for one rank, in bytes.
+
+    On a CPU this is the smallest of three limits: the memory of the machine and the container's limit, each divided by
+    the number of ranks, and ``ulimit -v``. A process on one of several CPU slots has its share of that.
 
     Raises:
         UnsupportedError: The operating system does not report it.
@@ -42,11 +44,16 @@ def capacity_bytes(device: torch.device, num_ranks: int = 1) -> int:
         text = file.read_text().strip() if file.is_file() else "max"
         if text.isdecimal():
             limits.append(int(text) // num_ranks)
-    return min(limits)
+    return int(min(limits) * memory_share())
+
+
+def memory_share() -> float:
+    """Return the share of the machine's memory that this process may plan with, in (0, 1]."""
+    return float(os.environ.get("ALTO_MEMORY_SHARE", "1"))
 
 
 def reset_peak(device: torch.device) -> None:
-    """Reset the peak, where the operating system can. Elsewhere the peak only grows, so small steps are measured
+    """Reset the peak if the operating system can. If it cannot, the peak only grows, so small steps are measured
     first."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -54,19 +61,30 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     with contextlib.suppress(OSError, AttributeError):
-        # Freed memory that the C library keeps would count for the next step.
+        # Otherwise freed memory that the C library keeps would count for the next step.
         ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         _CLEAR_REFS.write_text("5")
 
 
 def peak_bytes(device: torch.device) -> int:
-    """On CUDA the allocator's peak since :func:`reset_peak`; else the peak resident size of this process."""
+    """Return the allocator's peak since :func:`reset_peak` on CUDA; otherwise the peak resident size of this
+    process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_reserved(device)
     if _STATUS.is_file():
-        # Not getrusage: its peak of a process starts with that of the parent process.
+        # Do not use getrusage here: its peak starts with the peak of the parent process.
         fields = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(fields["VmHWM"].split()[0])
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def spread_of(durations_s: Sequence[float]) -> float:
+    """Return how much longer the median of ``durations_s``, all above 0, is than their fastest tenth, as a share of the
+    latter.
+
+    Other programs on the machine make steps longer and never shorter, some more than others.
+    """
+    fastest = sorted(durations_s)[len(durations_s) // 10]
+    return statistics.median(durations_s) / fastest - 1.0

@@ -1,11 +1,13 @@
-"""Plans a task before it is trained: its profile, the packing of its jobs, its expected duration."""
+"""Plans a task before training: its profile, the packing of its jobs, its expected duration."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -14,11 +16,12 @@ from alto.errors import DeviceMemoryError, SpecError
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import PlannedJob
 from alto.executor.profiling.budget import usual_token_s
-from alto.executor.profiling.disk import disk_bytes
-from alto.executor.profiling.measure import MARGIN, measuring_budget, slot_bytes
+from alto.executor.profiling.measure import MARGIN, layout_of, measuring_budget, slot_bytes
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
+from alto.executor.shared_bank import state_dtype_of
+from alto.lora import ADAPTER_DTYPES, bank_bytes
 from alto.records import PackingForecast, Rung, TaskPlan, Throughput
 from alto.scheduler import (
     JobWork,
@@ -33,10 +36,59 @@ from alto.scheduler import (
 )
 from alto.spec import Budget, Task
 
-__all__ = ["USUAL_TOKENS_PER_PASS", "check_budget", "pack", "plan"]
+
+def disk_bytes(context: TaskContext, num_slots: int) -> int:
+    """Return the largest number of bytes that the states of a task's jobs take on disk during training.
+
+    That is the best adapter and the last state of every job, and both of every resident job once more while a
+    checkpoint replaces them. Jobs that a search adds until its time or its samples are spent are not counted, because
+    their number is unknown.
+
+    Args:
+        num_slots: Number of jobs that are resident at a time.
+    """
+    task = context.task
+    sizes = sorted((_bytes_of(task, job) for job in context.jobs), reverse=True)
+    search = task.search
+    counted = search.max_jobs(task.search_space) if search.algorithm != "tpe" or search.budget.jobs is not None else 0
+    added = max(0, counted - len(sizes))
+    return sum(sizes) + added * sizes[0] + sum(sizes[:num_slots])
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free bytes on the disk that holds ``folder``, or would hold it."""
+    existing = next(path for path in (folder.resolve(), *folder.resolve().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def disk_notes(needed: int, free: int, folder: Path) -> tuple[str, ...]:
+    """Return a note if a task may need more disk space than is free in ``folder``."""
+    if needed <= free:
+        return ()
+    return (
+        f"The adapters and states of all jobs may take {needed / 2**20:,.0f} MiB of disk space while they train, and "
+        f"{free / 2**20:,.0f} MiB are free in {folder}: free some, name a folder on another disk with --output-dir, or "
+        "try fewer jobs or smaller ranks. A run that fills the disk stops and can be resumed.",
+    )
+
+
+def with_free_space(plan: TaskPlan, output_dir: Path) -> TaskPlan:
+    """Return ``plan`` with the free bytes at the place of its run, and a note if they may be too few."""
+    free = free_bytes(output_dir)
+    notes = disk_notes(plan.disk_bytes, free, output_dir.resolve())
+    return replace(plan, disk_free_bytes=free, notes=(*plan.notes, *notes))
+
+
+def _bytes_of(task: Task, job: PlannedJob) -> int:
+    """Return the bytes of a job's best adapter and last state. They equal the bytes of a slot, whose gradients are as
+    large as a second copy of the weights."""
+    dtype, state_dtype = ADAPTER_DTYPES[task.adapter_dtype], state_dtype_of(task.optim_state_dtype)
+    return bank_bytes(layout_of([job.shape]), 1, {job.config.optim}, dtype, None, state_dtype)
+
 
 USUAL_TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
-"""Tokens beyond which a larger micro-batch is not faster: they fill a CPU's caches, or a GPU with a small base."""
+"""Tokens above which a larger micro-batch is not faster; this many fill a CPU's caches, or a GPU with a small base
+model."""
 
 USUAL_SLOTS = 16
 
@@ -45,28 +97,27 @@ _LIMITS = ("max_slots", "max_tokens_per_step", "max_tokens_per_pass")
 
 
 def _has_open_limits(task: Task) -> bool:
-    """Whether the engine has to choose the packing of the task's jobs."""
+    """Return whether the engine has to choose the packing of the task's jobs."""
     return task.gradient_checkpointing == "auto" or any(getattr(task, key) is None for key in _LIMITS)
 
 
 def pack(
     context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None
 ) -> tuple[TaskContext, TaskPlan | None]:
-    """The task with every limit set, and the plan that set them; its rungs fit its budget of time, and its evaluations
-    what they cost on this machine.
+    """Return the context of the task with every limit set, and the plan that set them. Its rungs fit its time budget,
+    and its evaluations their cost on this machine.
 
-    On a GPU, where a CPU's memory may not be enough, and where the task has a budget of time, the task is profiled
-    first, unless a profile is cached. Elsewhere a cached profile is used; without one, default limits apply and the
-    plan is None.
+    Unless a profile is cached, the task is profiled first if it runs on a GPU, if a CPU's memory may be too small, or
+    if the task has a time budget. In all other cases a cached profile is used; without one, default limits apply and
+    the plan is None.
 
     Args:
-        context: The task.
-        on_measuring: Called with the expected seconds of measuring before steps are measured, and again each time they
-            are known better; not called where a profile is cached.
+        on_measuring: Called with the expected seconds of measuring before steps are measured, and again after each
+            improved estimate; not called if a profile is cached.
 
     Raises:
         DeviceMemoryError: The task cannot fit; the message states what does.
-        SpecError: No job can be finished within the budget; the message states the time that would do.
+        SpecError: No job can be finished within the budget; the message states the time that is needed.
     """
     task = context.task
     has_time_limit = task.search.budget.max_duration_s(context.ranks.size) is not None
@@ -99,7 +150,7 @@ def pack(
 
 
 def _with_usual_limits(task: Task) -> Task:
-    """The task with default limits: memory is plenty and nothing was measured."""
+    """Return the task with default limits, for ample memory and no measurements."""
     return task.replace(
         max_slots=task.max_slots or USUAL_SLOTS,
         max_tokens_per_pass=task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"],
@@ -110,16 +161,16 @@ def _with_usual_limits(task: Task) -> Task:
 def plan(
     context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None, refresh: bool = False
 ) -> TaskPlan:
-    """Return what the task takes, with the evaluations that its share pays for on this machine.
+    """Plan the task, with the evaluations that ``early_exit.evaluation_share`` pays for on this machine.
 
     Args:
-        on_measuring: As of :func:`pack`.
-        refresh: Measure again, even where a measurement is cached.
+        on_measuring: See :func:`pack`.
+        refresh: Whether to measure again, even if a measurement is cached.
 
     Raises:
         DeviceMemoryError: The task cannot fit; the message states what does.
-        ProfileError: It could not be measured.
-        SpecError: No job can be finished within the budget; the message states the time that would do.
+        ProfileError: The task could not be measured.
+        SpecError: No job can be finished within the budget; the message states the time that is needed.
     """
     found = _plan_fitting(context, on_measuring, refresh=refresh)
     at_cost = context.at_forward_share(found.forward_share)
@@ -130,7 +181,8 @@ def plan(
 
 
 def _plan_fitting(context: TaskContext, on_measuring: Callable[[float], None], *, refresh: bool) -> TaskPlan:
-    """Plan the task; recompute activations where ``gradient_checkpointing`` is "auto" and it does not fit otherwise."""
+    """Plan the task, with gradient checkpointing if ``gradient_checkpointing`` is "auto" and the task does not fit
+    without it."""
     task = context.task
     if task.gradient_checkpointing != "auto":
         return _plan(context, task, on_measuring, refresh=refresh)
@@ -171,10 +223,10 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
     check_budget(task.search.budget, min(alone_s), context.ranks.size, is_rough=profile.throughput.is_unsteady)
     duration_s = estimate_duration_s(works, profile.throughput, limits, validation_tokens=validation_tokens)
     train_s = _with_search(duration_s, context)
-    # In a population a copy trains on in the place of each job that ends.
+    # In a population, a copy of a better job replaces each job that ends.
     rungs = () if task.search.algorithm == "pbt" else context.policy.rungs
     references_s = 0.0
-    if context.objective.needs_reference:  # an upper bound: they may be cached
+    if context.objective.needs_reference:  # an upper bound, because the reference log-probs may be cached
         references_s = (context.data.train.num_tokens + validation_tokens) * profile.throughput.eval_token_s
     limit_s, fitted = task.search.budget.max_duration_s(context.ranks.size) or math.inf, rungs
     if context.fits_rungs:
@@ -229,49 +281,48 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
 
 
 def _forward_share(works: Sequence[JobWork], throughput: Throughput, limits: ResidentLimits) -> float:
-    """Time to evaluate a token over the time to train it, in a run of this packing."""
+    """Return the time to evaluate a token divided by the time to train it, in a run with this packing."""
     train_s = estimate_duration_s(works, throughput, limits, validation_tokens=0)
     return throughput.eval_token_s * sum(work.num_tokens * work.num_steps for work in works) / train_s
 
 
 def _usual_tokens(device: torch.device, throughput: Throughput) -> int:
-    """Tokens beyond which a larger micro-batch is not faster. On a CPU measured steps may reach its speed with fewer,
-    and memory that brings no speed is left to other programs."""
+    """Return the tokens above which a larger micro-batch is not faster. On a CPU, measured steps may reach its full
+    speed with fewer tokens; memory that brings no speed is left to other programs."""
     usual = USUAL_TOKENS_PER_PASS[device.type]
     return min(usual, saturation(throughput.points)) if device.type == "cpu" else usual
 
 
 def check_budget(budget: Budget, shortest_s: float, num_gpus: int, *, is_rough: bool = False) -> None:
-    """Check that a budget of time or money finishes one job at least.
+    """Check that a budget of time or money is enough to finish at least one job.
 
     Args:
-        shortest_s: Expected seconds of the job that takes the least, when it trains alone.
-        is_rough: Other programs used the machine while it was measured.
+        shortest_s: Expected seconds of the shortest job when it trains alone.
+        is_rough: Whether other programs used the machine during the measurement.
 
     Raises:
-        SpecError: It does not; the message states what would do.
+        SpecError: The budget is too small; the message states what is needed.
     """
     limit_s = budget.max_duration_s(num_gpus)
     if limit_s is None or shortest_s <= limit_s:
         return
-    found, enough = f"duration_s {limit_s:g}", f"duration_s to {math.ceil(shortest_s)}"
+    found, enough = f"duration_s {limit_s:g}", f"duration_s to at least {math.ceil(shortest_s)}"
     if limit_s != budget.duration_s and budget.gpu_hour_price is not None:
         cost = math.ceil(100 * shortest_s / 3600 * num_gpus * budget.gpu_hour_price) / 100
-        found, enough = f"cost {budget.cost:g}, which pays for {limit_s:.3g} s", f"cost to {cost:g}"
+        found, enough = f"cost {budget.cost:g}, which pays for {limit_s:.3g} s", f"cost to at least {cost:g}"
     busy = (
-        " Other programs used the machine while this was measured: when it is idle, alto plan --refresh measures again."
+        " Other programs used the machine during the measurement: when it is idle, alto plan --refresh measures again."
         if is_rough
         else ""
     )
     raise SpecError(
-        f"search.budget: expected enough to train one configuration to its end, which takes about "
-        f"{math.ceil(shortest_s)} s for the shortest, found {found}. Raise {enough} at least, or train fewer "
-        f"steps.{busy}"
+        f"search.budget: expected enough to train one configuration to its end, about {math.ceil(shortest_s)} s for "
+        f"the shortest one, found {found}. Raise {enough}, or train fewer steps.{busy}"
     )
 
 
 def _rung_note(rungs: Sequence[Rung]) -> str:
-    """A notice of rungs that keep fewer jobs to fit a budget of time."""
+    """Return a note about rungs that keep fewer jobs to fit a time budget."""
     kept = ", ".join(str(rung.min_kept) for rung in rungs)
     at = ", ".join(f"{100 * rung.progress:.3g}" for rung in rungs)
     return f"To fit search.budget, the rungs at {at} % of the steps keep {kept} jobs."
@@ -283,7 +334,7 @@ def _budget_notes(rungs: Sequence[Rung], expected_s: float, limit_s: float) -> t
     return (
         _rung_note(rungs),
         f"Not all configurations can be ranked within search.budget: that takes about {math.ceil(expected_s)} s. The "
-        "best of those that are ranked in time is trained to its end.",
+        "best configuration that is ranked in time is trained to its end.",
     )
 
 
@@ -298,7 +349,8 @@ def _unsteady_notes(throughput: Throughput) -> tuple[str, ...]:
 
 
 def _with_search(duration_s: float, context: TaskContext) -> float:
-    """Seconds with the jobs that the search will add, as long as those that the task begins with, within its budget."""
+    """Return the seconds with the jobs that the search will add, within its budget; they are assumed to be as long as
+    the jobs that the task begins with."""
     search, jobs = context.task.search, context.jobs
     duration_s *= search.max_jobs(context.task.search_space) / len(jobs)
     num_rows = len(context.data.train)
@@ -347,7 +399,7 @@ def _is_profiled(context: TaskContext) -> bool:
 
 
 def _is_roomy(context: TaskContext) -> bool:
-    """Whether a coarse upper bound of the task's memory is a small part of the device's memory."""
+    """Return whether a coarse upper bound of the task's memory is a small part of the device's memory."""
     config = context.backbone.model.config.get_text_config()
     shapes = [job.shape for job in context.jobs]
     # Twice the activations of a gated transformer layer, and the adapters' narrow activations.
@@ -377,7 +429,8 @@ def _work(job: PlannedJob, context: TaskContext) -> JobWork:
 def _forecasts(
     profile: Profile, packing: Packing, bytes_per_slot: int, num_jobs: int, num_ranks: int
 ) -> tuple[PackingForecast, ...]:
-    """The chosen packing between smaller and larger ones: slots of all ranks, tokens and bytes of each."""
+    """Return forecasts for the chosen packing and for smaller and larger ones: slots of all ranks, tokens and bytes of
+    each."""
     memory, throughput = profile.memory, profile.throughput
     slots = sorted({1, *(packing.max_slots * factor // 2 for factor in (1, 2, 4)), num_jobs} - {0})
     tokens = [packing.max_tokens_per_pass * factor // 4 for factor in (1, 2, 4, 8)]

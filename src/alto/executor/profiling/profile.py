@@ -18,35 +18,33 @@ from typing import Any
 import torch
 
 from alto.backbone import Backbone
+from alto.base import is_number
 from alto.errors import DeviceMemoryError, ProfileError, UnsupportedError
 from alto.executor import cache
 from alto.executor.profiling.measure import MARGIN, Measured, measure
+from alto.executor.profiling.meter import memory_share
 from alto.executor.profiling.sketch import RowLength
 from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, Throughput
 from alto.scheduler import fit_memory, fit_throughput
-from alto.spec import JobConfig, Task
-from alto.spec.job_config import SHAPE_FIELDS
-from alto.spec.outside import is_number
-
-__all__ = ["Profile", "find_profile", "profile_task"]
+from alto.spec import SHAPE_FIELDS, JobConfig, Task
 
 CHILD_TIMEOUT_S = 1800.0
 
 _UNMEASURED = "set max_slots, max_tokens_per_step and max_tokens_per_pass, so that no profile is needed"
 
 _MAX_MEASURED = 1e18
-"""Units: bytes, tokens and seconds."""
+"""Largest plausible value of a measurement, in bytes, tokens or seconds."""
 
 _ABOUT = 1.2
-"""Ratio of two lengths that count as different."""
+"""Ratio from which two lengths count as different."""
 
 _SHAPE_KEYS = ("r", *SHAPE_FIELDS[3:])
-"""Settings of a job that decide which products its adapter adds to a step; a single scale changes no time."""
+"""Settings of a job that decide which products its adapter adds to a step; a scale factor does not change the time."""
 
 _KEYS = ("method", "adapter_dtype", "optim_state_dtype", "gradient_checkpointing", "max_slots", "tenant")
-"""Settings of a task that affect the memory and time of its steps, beside base model, jobs and row lengths; and its
-tenant, who is told what was measured earlier and must not learn what another has trained."""
+"""Settings of a task that affect the memory and time of its steps, beside base model, jobs and row lengths. The tenant
+is included because a cache hit is reported, and must not reveal what another tenant has trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +54,9 @@ class Profile:
     Attributes:
         memory: Memory model of a step.
         throughput: Throughput model of a step.
-        is_cached: It was measured in an earlier run.
+        is_cached: Whether it was measured in an earlier run.
         duration_s: Duration of the measurement.
-        name: Of the measurement in the cache.
+        name: Name of the measurement in the cache.
     """
 
     memory: MemoryProfile
@@ -71,13 +69,12 @@ class Profile:
 def find_profile(
     task: Task, lengths: Sequence[RowLength], device: torch.device, *, num_ranks: int = 1
 ) -> Profile | None:
-    """The cached profile of the task on the device; None if there is none.
+    """Return the cached profile of the task on the device; None if there is none.
 
     Args:
-        task: Its base model, method and jobs are part of the cache key.
+        task: The task; its base model, method and jobs are part of the cache key.
         lengths: Lengths of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
-        device: Device that it would be trained on.
-        num_ranks: Number of processes that would train it.
+        num_ranks: Number of processes that would train the task.
     """
     key = _key(task, lengths, device, num_ranks)
     found = cache.load("profiles", key)
@@ -106,18 +103,18 @@ def profile_task(
     """Measure now, and write the profile to the cache.
 
     Args:
-        task: Its jobs take the steps.
+        task: The task; its jobs take the steps.
         lengths: Lengths of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
         device: Device of the steps.
         num_rows: Number of rows of the training split.
         max_tokens: Largest number of tokens of a step.
-        backbone: The base model on a CUDA device, or on one of several ranks. A single rank on a CPU measures in a
+        backbone: The base model, for a CUDA device or one of several ranks. A single rank on a CPU measures in a
             separate process and does not use it.
-        ranks: This process among those that measure together.
-        on_progress: Called with the expected seconds until the measurement ends, each time they are known better.
+        ranks: This process among the ranks that measure together.
+        on_progress: Called with the expected seconds until the measurement ends, after each improved estimate.
 
     Raises:
-        DeviceMemoryError: Not even one row of one job fits, or nothing more than that.
+        DeviceMemoryError: Not even one row of one job fits, or nothing larger does.
         ProfileError: The measuring process failed, or took too long.
         UnsupportedError: The base model is an object that the measuring process cannot load.
     """
@@ -137,12 +134,16 @@ def profile_task(
 
 
 def _check(measured: Measured) -> None:
-    """Raises ValueError where what was read cannot have been measured."""
+    """Check that cached values are plausible measurements.
+
+    Raises:
+        ValueError: A value cannot have been measured.
+    """
     values = [value for point in measured.memory for value in asdict(point).values()]
     values += [value for point in measured.durations for value in asdict(point).values()]
     for value in (*values, measured.eval_token_s, measured.capacity_bytes, measured.duration_s):
         if not is_number(value, least=0, most=_MAX_MEASURED):
-            raise ValueError(f"a measurement of {value!r:.40}")
+            raise ValueError(f"invalid measurement: {value!r:.40}")
 
 
 def _profile(measured: Measured, name: str, *, is_cached: bool) -> Profile:
@@ -171,7 +172,7 @@ def _profile(measured: Measured, name: str, *, is_cached: bool) -> Profile:
 
 
 def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ranks: int) -> dict[str, Any]:
-    """Everything that the measurements depend on."""
+    """Return everything that the measurements depend on."""
     name = platform.processor() or platform.machine()
     return {
         **{key: getattr(task, key) for key in _KEYS},
@@ -193,14 +194,15 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "lengths": _about(lengths),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
+        "memory_share": memory_share(),
         "ranks": num_ranks,
         "versions": cache.versions(),
     }
 
 
 def _about(lengths: Sequence[RowLength]) -> list[int]:
-    """Round the lengths, so that tasks with about the same rows share a measurement: memory and time grow with the
-    tokens. The numbers are the mean and the longest row, the mean of trained tokens, and the sequences of a row."""
+    """Round the lengths, so that tasks with similar rows share a measurement: memory and time grow with the tokens. The
+    numbers are the mean and the longest row, the mean of trained tokens, and the sequences of a row."""
     tokens = [length.num_tokens for length in lengths]
     trained = statistics.fmean(sum(span.num_trained for span in length.spans) for length in lengths)
     numbers = (statistics.fmean(tokens), max(tokens), trained)
@@ -208,7 +210,7 @@ def _about(lengths: Sequence[RowLength]) -> list[int]:
 
 
 def _has_router_loss(config: JobConfig) -> bool | None:
-    """None is up to the base model and the method."""
+    """Return whether the job trains with router losses; None if the base model and the method decide."""
     return None if config.router_aux_loss_coef is None else config.router_aux_loss_coef > 0
 
 
@@ -222,9 +224,9 @@ def _measured_in_child(
 ) -> Measured:
     if not task.base_model.is_loadable:
         raise UnsupportedError(
-            "profile: expected a base model that a name loads, as on a CPU memory is measured in another process, "
-            f"found {task.model}; set max_slots, max_tokens_per_step and max_tokens_per_pass, so that nothing is "
-            "measured, or write the model to a folder with save_pretrained, and name the folder"
+            "profile: expected a base model that can be loaded by name, because on a CPU a separate process measures "
+            f"memory, found {task.model}; set max_slots, max_tokens_per_step and max_tokens_per_pass, so that nothing "
+            "is measured, or write the model to a folder with save_pretrained, and name the folder"
         )
     request = {
         "task": task.to_dict(),
@@ -241,16 +243,16 @@ def _measured_in_child(
         return Measured.from_dict(found)
     except (IndexError, ValueError, KeyError, TypeError) as error:
         raise ProfileError(
-            f"profile: expected measurements from a process of its own, found that it ended with code "
-            f"{code} and printed {told!r}; free memory on this machine, or {_UNMEASURED}"
+            f"profile: expected measurements from a separate process, found that it ended with code {code} and "
+            f"printed {told!r}; free memory on this machine, or {_UNMEASURED}"
         ) from error
 
 
 def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int, str, str]:
-    """The exit code of the measuring process, the last line that it wrote, and the last of its errors.
+    """Return the exit code of the measuring process, the last line that it printed, and the last line of its errors.
 
     Raises:
-        ProfileError: It took too long.
+        ProfileError: The measurement took too long.
     """
     answer, is_late = "", threading.Event()
     with (
@@ -273,12 +275,12 @@ def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int,
         timer = threading.Timer(CHILD_TIMEOUT_S, stop)
         timer.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, and its code says why
+            with contextlib.suppress(BrokenPipeError):  # the process has ended, and its exit code says why
                 child.stdin.write(request)
                 child.stdin.close()
             for line in child.stdout:
                 answer = line
-                with contextlib.suppress(ValueError, TypeError):  # a line of a library
+                with contextlib.suppress(ValueError, TypeError):  # a library has printed this line
                     if set(told := json.loads(line)) == {"remaining_s"}:
                         on_progress(float(told["remaining_s"]))
             code = child.wait()

@@ -1,7 +1,8 @@
-"""Corrects the measured durations of a task by those of the steps that it has trained.
+"""Corrects the measured durations of a task with the durations of the steps that it has trained.
 
-A machine that is busy while it is measured makes every duration longer. Those that a run has seen replace them in the
-cache, for later runs and plans. All durations are corrected by one factor, so that jobs are packed as before.
+A machine that is busy during the measurement makes every duration longer. The durations that a run has observed replace
+them in the cache, for later runs and plans. All durations are corrected by one factor, so that jobs are packed as
+before.
 """
 
 from __future__ import annotations
@@ -13,29 +14,27 @@ from dataclasses import replace
 from typing import Any, Self
 
 from alto.executor import cache
-from alto.executor.job_state import JobState
+from alto.executor.planned_job import JobState
 from alto.executor.profiling.measure import Measured
-from alto.executor.profiling.spread import spread_of
+from alto.executor.profiling.meter import spread_of
 from alto.records import TaskPlan, Throughput
 
-__all__ = ["StepTimes"]
-
 _EVERY = 8
-"""Of so many steps one is noted: counting the tokens of each would take time too."""
+"""Number of steps from which one is noted; counting the tokens of every step would take time too."""
 
 _LEAST, _MOST = 8, 512
-"""Noted steps that a correction needs, and the latest that it is made of."""
+"""Smallest number of noted steps for a correction, and number of latest steps that it uses."""
 
 _CLOSE = 0.1
-"""Durations that differ by less are not corrected: the throughput model is no more exact."""
+"""Relative difference below which durations are not corrected, because the throughput model is no more exact."""
 
 
 class StepTimes:
-    """Durations of steps, each relative to what was measured beforehand.
+    """Durations of steps, each relative to the duration that was measured beforehand.
 
     Args:
-        expected: What was measured; None where nothing was: nothing is noted then.
-        name: Of the measurement in the cache.
+        expected: The measured throughput; without it (None), no step is noted.
+        name: Name of the measurement in the cache.
     """
 
     def __init__(self, expected: Throughput | None, name: str) -> None:
@@ -46,12 +45,12 @@ class StepTimes:
 
     @classmethod
     def of(cls, forecast: TaskPlan | None) -> Self:
-        """Those of a run that begins with ``forecast``."""
+        """Return empty step times for a run that begins with ``forecast``."""
         return cls(None, "") if forecast is None else cls(forecast.throughput, forecast.profile)
 
     def note(self, jobs: Sequence[JobState], duration_s: float) -> None:
-        """Note a step that ``jobs`` have just taken in ``duration_s`` seconds; their own step counts are still those
-        before it."""
+        """Note a step that ``jobs`` have just taken in ``duration_s`` seconds; their step counts do not include it
+        yet."""
         self._num_steps += 1
         if self._expected is None or self._num_steps % _EVERY:
             return
@@ -59,9 +58,9 @@ class StepTimes:
         self._ratios.append(duration_s / expected_s)
 
     def refine(self) -> None:
-        """Correct the measurement in the cache: where steps were faster, and where they were slower than what was
-        measured on a busy machine. Nothing is changed where few steps were noted, where they agree with it, or where it
-        was measured again meanwhile."""
+        """Correct the measurement in the cache if steps were faster than measured, or slower than measured on a busy
+        machine. Nothing is changed if few steps were noted, if they agree with the measurement, or if it was measured
+        again meanwhile."""
         if self._expected is None or len(self._ratios) < _LEAST:
             return
         factor, spread = statistics.median(self._ratios), spread_of(self._ratios)

@@ -1,7 +1,7 @@
 """Samples the lengths of a task's rows, and makes rows of random tokens with these lengths.
 
-Memory and time of a step depend on the lengths of its rows, their trained tokens and the shared tokens of pairs, not on
-their text.
+Memory and time of a step depend on the lengths of its rows, the number of their trained tokens and the shared tokens of
+pairs, not on their text.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import torch
 from alto.data import IGNORED, EncodedDataset, Span, TaskData
 from alto.records import LabelSet, RowLabel
 
-__all__ = ["NUM_EVALUATED", "RowLength", "SpanLength", "lengths_of", "synthetic_rows"]
-
 _SKETCHED = 64
 NUM_EVALUATED = {"cpu": 8, "cuda": 32}
-"""Rows of an evaluation at most, by device: few fill a CPU's cores."""
+"""Largest number of evaluated rows by device; few rows fill a CPU's cores."""
 
 
 class SpanLength(NamedTuple):
-    """Tokens of a sequence, how many of them are trained, and how many tokens of the sequence before it are its
+    """The length of a sequence: its tokens, its trained tokens, and how many tokens of the sequence before it are its
     prefix."""
 
     num_tokens: int
@@ -35,18 +33,19 @@ class SpanLength(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowLength:
-    """The sequences of a row: one of a conversation, two of a pair."""
+    """The sequences of a row: one for a conversation, two for a pair."""
 
     spans: tuple[SpanLength, ...]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model."""
         return sum(span.num_tokens for span in self.spans)
 
 
 def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
-    """At most 64 lengths at equal distances in the sorted list of all, so that their mean is about that of the rows."""
+    """Return at most 64 row lengths, at equal distances in the sorted list of all, so that their mean is about the mean
+    of all rows."""
     spans = zip(dataset.spans, dataset.num_chosen, dataset.num_trained, strict=True)
     num_numbers = len(SpanLength._fields) * len(dataset.spans[0])
     numbers = np.fromiter(
@@ -63,7 +62,7 @@ def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
 
 
 def _span_lengths(spans: Sequence[Span], num_chosen: int, num_trained: int) -> Iterator[SpanLength]:
-    """Those of one row, whose first span has ``num_chosen`` of its ``num_trained`` trained tokens."""
+    """Yield the span lengths of one row, whose first span has ``num_chosen`` of its ``num_trained`` trained tokens."""
     for span, trained in zip(spans, (num_chosen, num_trained - num_chosen), strict=False):
         yield SpanLength(span.length, trained, span.prefix)
 
@@ -77,11 +76,11 @@ def synthetic_rows(
     is_labelled: bool = False,
     labels: LabelSet | None = None,
 ) -> TaskData:
-    """``count`` rows of random tokens to train on, the first ``num_evaluated`` of them to evaluate; reference log-probs
-    are 0. Every second row is desirable where replies are labelled; where there are ``labels``, each has the first.
+    """Make ``count`` training rows of random tokens; the first ``num_evaluated`` rows are also the validation rows.
 
-    Token ids are below ``vocabulary``. Their lengths are taken from ``lengths`` in strides, so that short and long ones
-    mix.
+    Reference log-probs are 0. If replies are labelled, every second row is desirable; if there are ``labels``, each row
+    has the first label. Token ids are below ``vocabulary``. The lengths are taken from ``lengths`` in strides, so that
+    short and long rows mix.
     """
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
@@ -132,7 +131,7 @@ def _any_label(labels: LabelSet) -> RowLabel:
 
 
 def _coprime_to(count: int) -> int:
-    """A stride near ``count`` times the golden ratio that visits every index."""
+    """Return a stride near ``count`` divided by the golden ratio that visits every index."""
     stride = max(1, round(count * 0.618))
     while math.gcd(stride, count) != 1:
         stride += 1

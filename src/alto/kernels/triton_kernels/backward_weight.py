@@ -1,12 +1,12 @@
 """``gradient_i += scale_i * wide[i]ᵀ @ narrow[i]``: the gradient of every slot's own matrix from its own tokens.
 
-The first product of a slot's step overwrites what its last step has left, which is not even read. Of every tile that is
-written the sum of its squares is left too, so that the norm of a gradient needs no pass over it.
+The first product of a slot's step overwrites the previous step's gradient, which is not even read. The sum of squares
+of every written tile is stored, too, so that the norm of a gradient needs no pass over it.
 
-One program owns its part of a gradient and reads the slot's tokens in order: no atomics, the same bits every time and
-for any other slots. A segment is one program's loop, at any length. Splitting long ones over programs would take
-a workspace and a second pass; with tiles of 128 columns one slot of an 8B model already makes 32 to 112 programs, and
-every further slot as many again.
+One program owns its part of a gradient and reads the slot's tokens in order, so it needs no atomics and gives the same
+bits every time, whatever other slots are present. A segment of any length is one program's loop. Splitting long
+segments over programs would need a workspace and a second pass; with tiles of 128 columns, one slot of an 8B model
+already starts 32 to 112 programs, and each further slot adds as many.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alto.kernels.triton_kernels.dropout import is_kept, token_keys
-
-__all__ = ["accumulate_by_own_tile", "da_kernel"]
+from alto.kernels.triton_kernels.common import is_kept, token_keys
 
 
 @triton.jit(do_not_specialize=["number", "stride_z", "stride_sums_z", "stride_place", "first_sum"])
@@ -48,14 +46,14 @@ def da_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]``.
+    """Compute ``da_i += scale_i * dropout_i(x[i])ᵀ @ ds[i]``.
 
     Grid: tiles of ``BLOCK_W`` features, segments, tiles of ``TILE`` columns of ``Q``.
 
     Args:
-        sums_ZC: Sums of squares of the tiles of gradients; any tensor where none are kept (``HAS_SUMS``).
-        adds_S: Of every segment 1 where the product is added to what is there, 0 where it overwrites it, int32.
-        first_sum: Of a row of ``places_Z`` the index of where the sums of ``A`` start.
+        sums_ZC: Sums of squares of gradient tiles; any tensor without ``HAS_SUMS``.
+        adds_S: For every segment 1 to add the product to the present value, 0 to overwrite it, int32.
+        first_sum: Index, in a row of ``places_Z``, of the offset of the sums of ``A``.
     """
     first_wide = tl.program_id(0) * BLOCK_W
     segment = segments_S6 + 6 * tl.program_id(1)
@@ -125,14 +123,15 @@ def accumulate_by_own_tile(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The tokens of a segment into a tile of their slot's gradient.
+    """Accumulate the tokens of a segment into a tile of their slot's gradient.
 
     Args:
-        adds: 1 where the product is added to what is there, 0 where it overwrites it.
-        sums: Where the sum of squares is stored, counted from the start of the matrix's sums.
-        start_of_sums: Where that start is.
+        adds: Address of 1 to add the product to the present value, or of 0 to overwrite it.
+        sums: Address at which to store the sum of squares, relative to the offset of the matrix's sums.
+        start_of_sums: Address of that offset.
     """
-    # The smallest tile that holds the slot's own ranks; the widest take half the step, to fit in shared memory.
+    # Use the smallest tile that holds the slot's own ranks; the widest tiles take half as many tokens per iteration, to
+    # fit in shared memory.
     for exponent in tl.static_range(5, 9):
         if 2**exponent <= TILE:
             if (num_narrow <= 2**exponent) and (num_narrow > 2**exponent // 2 or exponent == 5):
@@ -227,6 +226,6 @@ def _accumulate(
     written = gradient.to(gradient_WR.dtype.element_ty)
     tl.store(gradient_WR, written, mask=mask)
     if HAS_SUMS:
-        # Outside of the mask both factors were zero.
+        # Elements outside of the mask are zero, because both factors were loaded as zero there.
         rounded = written.to(ACCUMULATOR)
         tl.store(sums + tl.load(start_of_sums), tl.sum(rounded * rounded))

@@ -1,8 +1,9 @@
-"""``ds[i] = dy[i] @ b_iᵀ`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]`` in one launch: both read the upstream gradient.
+"""``ds[i] = dy[i] @ b_iᵀ`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]`` in one launch, because both read the upstream
+gradient.
 
-A program does a part of one of the two. Those that read the same tokens and columns of ``dy`` follow each other, so
-that it comes from device memory once and then from the L2 cache: for every slot the blocks of its tokens (``ds``), then
-the tiles of ``SPLIT`` columns (``db``); behind all slots, the next ``SPLIT`` columns.
+A program computes a part of one of the two. Programs that read the same tokens and columns of ``dy`` start one after
+the other, so that ``dy`` is read from device memory once and then from the L2 cache: for every slot, first the blocks
+of its tokens (``ds``), then the tiles of ``SPLIT`` columns (``db``); after all slots, the next ``SPLIT`` columns.
 """
 
 from __future__ import annotations
@@ -11,10 +12,8 @@ import triton
 import triton.language as tl
 
 from alto.kernels.triton_kernels.backward_weight import accumulate_by_own_tile
-from alto.kernels.triton_kernels.members import of_member
+from alto.kernels.triton_kernels.common import of_member
 from alto.kernels.triton_kernels.shrink import shrink_by_own_tile
-
-__all__ = ["dy_kernel"]
 
 
 @triton.jit(
@@ -69,19 +68,20 @@ def dy_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Both of up to three members. Grid: items, members, tiles of ``TILE`` ranks for each part of ``SPLIT``
-    out-features.
+    """Compute ``ds`` and ``db`` for up to three members.
+
+    Grid: items, members, tiles of ``TILE`` ranks for each part of ``SPLIT`` out-features.
 
     Args:
-        planes_TCQ, IS_SPLIT: As of :func:`shrink_kernel`.
+        planes_TCQ, IS_SPLIT: See :func:`shrink_kernel`.
         counters: A zero for every item, member and tile, int32, left as zeros.
-        sums_ZC, adds_S, HAS_SUMS: As of :func:`da_kernel`.
+        sums_ZC, adds_S, HAS_SUMS: See :func:`da_kernel`.
         items_I6: See :meth:`alto.kernels.forward_table.ForwardTable.items`.
-        first_place: Where the first of the members begins in a row of ``places_Z``.
-        first_sum: Of a row of ``places_Z`` the index of where the sums of the first member's ``B`` start.
-        num_tiles: Tiles of ranks.
-        BLOCK_T, BLOCK_W: Tokens of a program of ``ds``, and columns of a turn of its loop.
-        GRADIENT_T, GRADIENT_W: Tokens of a turn of a program of ``db``, and its columns.
+        first_place: Index of the first member's entries in a row of ``places_Z``.
+        first_sum: Index, in a row of ``places_Z``, of the offset of the sums of the first member's ``B``.
+        num_tiles: Number of tiles of ranks.
+        BLOCK_T, BLOCK_W: Tokens per program of ``ds``, and columns per iteration of its loop.
+        GRADIENT_T, GRADIENT_W: Tokens per iteration of a program of ``db``, and columns per program.
     """
     item = items_I6 + 6 * tl.program_id(0)
     gradient_tile = tl.load(item)

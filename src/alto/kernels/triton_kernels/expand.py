@@ -1,18 +1,16 @@
 """``wide[i] = scale_i * narrow[i] @ weight_i``: every slot's up-projection.
 
-The frozen GEMM adds its product to what is written here: so no kernel reads and writes all outputs once more. Tokens of
-a slot without ranks get zeros. A program has a chunk of several blocks of a slot's tokens, for which it reads its part
-of the slot's matrix once."""
+The frozen GEMM adds its product to the result, so no kernel has to read and write all outputs once more. Tokens of a
+slot without ranks get zeros. A program processes a chunk: several blocks of a slot's tokens, for which it reads its
+part of the slot's matrix only once.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from alto.kernels.triton_kernels.dropout import is_kept, token_keys
-from alto.kernels.triton_kernels.members import of_member, tile_of_members
-
-__all__ = ["dx_kernel", "expand_kernel"]
+from alto.kernels.triton_kernels.common import is_kept, of_member, tile_of_members, token_keys
 
 
 @triton.jit(do_not_specialize=["stride_z", "stride_place", "first_place"])
@@ -46,10 +44,10 @@ def expand_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``y[i] = scale_i * s[i] @ b_i`` of up to three members. Grid: tiles of all members, chunks of tokens.
+    """Compute ``y[i] = scale_i * s[i] @ b_i`` for up to three members. Grid: tiles of all members, chunks of tokens.
 
     Args:
-        first_place: Where the first of the members begins in a row of ``places_Z``.
+        first_place: Index of the first member's entries in a row of ``places_Z``.
     """
     member, first_wide = tile_of_members(tl.program_id(0), num_0, num_1, BLOCK_W)
     chunk = chunks_C6 + 6 * tl.program_id(1)
@@ -111,7 +109,7 @@ def dx_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``dx[i] = dropout_i(scale_i * ds[i] @ a_iᵀ)``. Grid: tiles of ``BLOCK_W`` features, chunks of tokens."""
+    """Compute ``dx[i] = dropout_i(scale_i * ds[i] @ a_iᵀ)``. Grid: tiles of ``BLOCK_W`` features, chunks of tokens."""
     first_wide = tl.program_id(0) * BLOCK_W
     chunk = chunks_C6 + 6 * tl.program_id(1)
     slot = tl.load(chunk).to(tl.int64)
@@ -168,7 +166,7 @@ def _expand_by_own_tile(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # The smallest tile that holds the slot's own ranks; the largest is repeated where there are more.
+    # Use the smallest tile that holds the slot's own ranks, or loop over the largest tile if there are more ranks.
     for exponent in tl.static_range(5, 7):
         if 2**exponent <= TILE:
             if (num_narrow <= 2**exponent) and (num_narrow > 2**exponent // 2 or exponent == 5):
@@ -259,7 +257,7 @@ def _expand(
         threshold = tl.load(chunk + 5)
     weight_RW += r[:, None] * stride_weight_r + columns * stride_weight_w
     if IS_ONE_TILE:
-        # Both sides are masked: a zero times the NaN of unwritten memory would be NaN.
+        # Mask both sides, because zero times a NaN from uninitialised memory would be NaN.
         kept = tl.load(weight_RW, mask=(r[:, None] < num_narrow) & (w < num_wide), other=0.0).to(OPERAND)
     for first_token in range(0, num_tokens, BLOCK_T):
         t = first_token + tokens

@@ -1,8 +1,8 @@
-"""``narrow[i] = wide[i] @ weight_i``: the tokens of every slot through its own matrix, down to its own ranks.
+"""``narrow[i] = wide[i] @ weight_i``: the product of every slot's tokens with its own matrix, down to its own ranks.
 
-A few blocks of tokens alone would leave most of a GPU idle. So every ``SPLIT`` wide columns have a program of their
-own, which writes its sum to a plane of its own; the last of them to be done, which an atomic counter tells, adds all
-planes in order. Sums depend neither on which one that is nor on how many blocks there are.
+A few blocks of tokens alone would leave most of a GPU idle. So each part of ``SPLIT`` wide columns has its own program,
+which writes its sum to its own plane. The last program to finish, found with an atomic counter, adds all planes in
+order. The sums depend neither on which program finishes last nor on the number of blocks.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from alto.kernels.triton_kernels.dropout import is_kept, token_keys
-
-__all__ = ["shrink_by_own_tile", "shrink_kernel"]
+from alto.kernels.triton_kernels.common import is_kept, token_keys
 
 
 @triton.jit(do_not_specialize=["number", "stride_z", "stride_planes_t", "stride_place"])
@@ -44,14 +42,13 @@ def shrink_kernel(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """``s[i] = dropout_i(x[i]) @ a_i``. Grid: blocks of tokens, tiles of ``TILE`` columns of ``Q``, parts of ``SPLIT``
-    features.
+    """Compute ``s[i] = dropout_i(x[i]) @ a_i``; columns past a slot's own are left uninitialised.
 
-    Columns past a slot's own are left unwritten.
+    Grid: blocks of tokens, tiles of ``TILE`` columns of ``Q``, parts of ``SPLIT`` features.
 
     Args:
-        planes_TCQ: Of every token a row for each part, as far apart as those of ``s_TQ``, in the type of sums; any
-            tensor where there is one part.
+        planes_TCQ: A row for every token and part, as far apart as the rows of ``s_TQ``, in the dtype of sums; any
+            tensor without ``IS_SPLIT``.
         counters: A zero for every block and tile, int32, left as zeros.
         IS_SPLIT: Whether there is more than one part.
     """
@@ -128,15 +125,15 @@ def shrink_by_own_tile(
     ACCUMULATOR: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A block of tokens through the ``num_narrow`` columns of its slot.
+    """Multiply a block of tokens with the ``num_narrow`` columns of its slot.
 
     Args:
-        counters: A zero for every program but those of other parts, int32, left as zeros: how many parts are done.
-        column: Of the narrow tensor the first that is written, by which its place in a plane is found.
-        num_tiles: Tiles of the third dimension of the grid, each for all parts.
+        counters: Number of finished parts for every block and tile, int32; zero before and after.
+        column: First column of the narrow tensor that is written, used to find its position in a plane.
+        num_tiles: Number of tiles in the third dimension of the grid, each for all parts.
     """
-    # The smallest tile that holds the slot's own ranks: a slot of rank 16 does not pay for a neighbour of rank 128. The
-    # widest take half the step, to fit in shared memory.
+    # Use the smallest tile that holds the slot's own ranks, so that a slot of rank 16 does not pay for another slot of
+    # rank 128. The widest tiles take half as many columns per iteration, to fit in shared memory.
     for exponent in tl.static_range(5, 9):
         if 2**exponent <= TILE:
             if (num_narrow <= 2**exponent) and (num_narrow > 2**exponent // 2 or exponent == 5):
@@ -232,12 +229,12 @@ def _shrink(
     if not IS_SPLIT:
         _store(narrow_TR + t * stride_narrow_t + r, total, factor, mask, DROPOUT, ACCUMULATOR)
     else:
-        # All of this is asked for behind the loop, where registers are free.
+        # Computed after the loop, where registers are free.
         planes_TCR = planes_TCQ + tl.load(block + 1).to(tl.int64) * stride_planes_t + column
         counter = counters + tl.program_id(0) * tl.num_programs(1) * num_tiles
         counter += tl.program_id(1) * num_tiles + tl.program_id(2) % num_tiles
         tl.store(planes_TCR + t * stride_planes_t + part * stride_narrow_t + r, total, mask=mask)
-        tl.debug_barrier()  # the counter tells of the whole plane
+        tl.debug_barrier()  # write the whole plane before the counter is increased
         num_parts = tl.cdiv(num_wide, SPLIT)
         if tl.atomic_add(counter, 1, sem="acq_rel") == num_parts - 1:
             _add_planes(
@@ -270,7 +267,7 @@ def _add_planes(
     BLOCK_R: tl.constexpr,
     ACCUMULATOR: tl.constexpr,
 ):
-    # A few tokens at a time take few registers.
+    # Add a few tokens at a time, to use few registers.
     NUM_TOKENS: tl.constexpr = 16
     r = tl.arange(0, BLOCK_R)[None, :]
     for first in range(0, num_tokens, NUM_TOKENS):
@@ -278,7 +275,7 @@ def _add_planes(
         mask = (t < num_tokens) & (r < num_narrow)
         total = tl.zeros((NUM_TOKENS, BLOCK_R), dtype=ACCUMULATOR)
         for part in range(0, num_parts):
-            # Past the cache of this multiprocessor, which may hold what was there before.
+            # Bypass the L1 cache of this multiprocessor, which may hold outdated values.
             plane = planes_TCR + t * stride_planes_t + part * stride_narrow_t + r
             total += tl.load(plane, mask=mask, other=0.0, cache_modifier=".cg")
         _store(narrow_TR + t * stride_narrow_t + r, total, factor, mask, DROPOUT, ACCUMULATOR)

@@ -1,11 +1,12 @@
 """Typed events of the journals of runs and queues, one class each, and the codec between classes and lines.
 
-``run_events``, ``job_events`` and ``queue_events`` have the classes, ``facts`` the parts of their fields, ``names``
+``run_events``, ``job_events`` and ``queue_events`` define the classes, ``facts`` the parts of their fields, ``names``
 their names in a journal; ``codec`` reads and writes lines.
 """
 
 from alto.runs.events.codec import (
     NO_SEQ,
+    WIRE_NAMES,
     Event,
     JournalEntry,
     TaskRelayed,
@@ -40,7 +41,6 @@ from alto.runs.events.job_events import (
     JobResumed,
     TrainSteps,
 )
-from alto.runs.events.names import WIRE_NAMES
 from alto.runs.events.queue_events import (
     ExecutorExited,
     ExecutorStarted,

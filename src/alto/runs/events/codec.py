@@ -1,8 +1,8 @@
 """Converts between the lines of a journal and typed events.
 
-Writing is strict: only events, with values of strict JSON, are accepted. Reading is tolerant: an unknown event is kept
-    whole, an unknown field is kept beside the event, and both are written back unchanged; a field that version 0.1 did
-    not write has a default, which the docstring of its class states.
+Writing is strict: only events with values of strict JSON are accepted. Reading is tolerant: an unknown event is kept
+whole, an unknown field is kept beside the event, and both are written back unchanged. A field that version 0.1 did not
+write has a default, which the docstring of its class states.
 """
 
 from __future__ import annotations
@@ -13,35 +13,74 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from alto.errors import RunError
-from alto.runs.events.names import CLASSES, RELAYED, WIRE_NAMES
+from alto.runs.events import job_events as job
+from alto.runs.events import queue_events as queue
+from alto.runs.events import run_events as run
 from alto.runs.events.queue_events import QueueEvent
 from alto.runs.events.run_events import RunEvent, TaskStarted
 from alto.runs.events.values import Path, WrongValueError, from_wire, pointer, to_wire
 
-__all__ = [
-    "NO_SEQ",
-    "Event",
-    "JournalEntry",
-    "TaskRelayed",
-    "UnknownEvent",
-    "decode",
-    "decode_only",
-    "encode",
-    "event_from",
-    "is_line",
-    "name_of",
-    "settings_of",
-]
+WIRE_NAMES: Mapping[type, str] = {
+    run.TaskStarted: "task_started",
+    run.TaskResumed: "task_resumed",
+    run.ProfileMeasured: "profile",
+    run.KernelsCompiled: "kernels_compiled",
+    run.BaseEvaluated: "base_evaluated",
+    job.JobAdmitted: "job_admitted",
+    job.JobResumed: "job_resumed",
+    job.TrainSteps: "train",
+    job.JobEvaluated: "eval",
+    job.BestMeasured: "best_measured",
+    job.JobParked: "job_parked",
+    run.RungScored: "rung_scored",
+    run.WarmupEnded: "warmup_ended",
+    job.JobExited: "job_exited",
+    job.JobCompleted: "job_completed",
+    job.JobAdded: "job_added",
+    job.JobReopened: "job_reopened",
+    run.CommandRefused: "command_refused",
+    run.OutOfMemory: "oom",
+    run.GpusOffered: "gpus_offered",
+    run.CheckpointSaved: "checkpoint",
+    run.ShareReceived: "share_received",
+    run.TaskInterrupted: "task_interrupted",
+    run.FinalistsJudged: "finalists_judged",
+    run.SamplesGenerated: "samples_generated",
+    run.AdapterChecked: "adapter_checked",
+    run.TaskCompleted: "task_completed",
+    queue.QueueStarted: "queue_started",
+    queue.QueueResumed: "queue_resumed",
+    queue.TaskSubmitted: "task_submitted",
+    queue.TaskCancelled: "task_cancelled",
+    queue.SchedulePlanned: "planned",
+    queue.ExecutorStarted: "executor_started",
+    queue.ExecutorExited: "executor_ended",
+    queue.TaskGivenUp: "task_given_up",
+    queue.GpuLost: "gpu_lost",
+    queue.GpuAdded: "gpu_added",
+    queue.QueueInterrupted: "queue_interrupted",
+    queue.QueueCompleted: "queue_completed",
+    queue.MeasuringBegun: "measuring",
+    queue.TaskMeasured: "measured",
+}
+"""Name in journals by class."""
+
+RELAYED = "relayed"
+"""Name of the event that holds an event of another journal; only observers see it."""
+
+CLASSES: Mapping[str, type] = {name: event for event, name in WIRE_NAMES.items()}
+"""Class by name in journals."""
+
 
 NO_SEQ = -1
-"""The sequence number of an event that is not in a journal."""
+"""Sequence number of an event that is not in a journal."""
 
 _ENVELOPE = ("seq", "time", "event", "replayed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownEvent:
-    """An unknown event, of a later version.
+    """An unknown event, written by a later version.
 
     Attributes:
         name: Its name in the journal.
@@ -54,12 +93,11 @@ class UnknownEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskRelayed:
-    """An event of a task's run, relayed by the queue. Only observers receive it; the queue's journal does not contain
-    it.
+    """An event of a task's run, relayed by the queue. Only observers receive it; it is not in the queue's journal.
 
     Attributes:
         task: Name of the task in the queue.
-        entry: The line of that run's journal.
+        entry: The line of the run's journal.
     """
 
     task: str
@@ -74,11 +112,11 @@ class JournalEntry:
     """One line of a journal.
 
     Attributes:
-        seq: Counts the lines from 0; ``NO_SEQ`` where the event is in no journal.
+        seq: Number of the line, from 0; ``NO_SEQ`` if the event is in no journal.
         time: When it was written, in unix seconds.
-        event: What happened.
-        is_replayed: It is shown to an observer again, because the run was resumed.
-        unknown: Fields of later versions: by name, or by JSON pointer where they are inside another field.
+        event: The event.
+        is_replayed: Whether it is shown to an observer again because the run was resumed.
+        unknown: Fields of later versions, by name, or by JSON pointer if they are inside another field.
     """
 
     seq: int
@@ -93,12 +131,12 @@ class JournalEntry:
         return name_of(self.event)
 
     def to_dict(self) -> dict[str, Any]:
-        """The line of a journal, as plain values; ``replayed`` is added where it is shown again."""
+        """Return the line of a journal, as plain values; ``replayed`` is added if the entry is shown again."""
         return encode(self) | ({"replayed": True} if self.is_replayed else {})
 
 
 def name_of(event: Event) -> str:
-    """Name of the event in journals."""
+    """Return the name of the event in journals."""
     match event:
         case UnknownEvent(name=name):
             return name
@@ -108,15 +146,15 @@ def name_of(event: Event) -> str:
 
 
 def is_line(line: Mapping[str, Any]) -> bool:
-    """Whether a JSON object has the keys of every journal line: a time, and the name of an event."""
+    """Return whether a JSON object has the keys of every journal line: a time, and the name of an event."""
     return "time" in line and isinstance(line.get("event"), str)
 
 
 def encode(entry: JournalEntry) -> dict[str, Any]:
-    """The line of an entry, as values of strict JSON.
+    """Return the line of an entry, as values of strict JSON.
 
     Raises:
-        TypeError: A field holds another value.
+        TypeError: A field holds a value that is not allowed in events.
     """
     line = {"seq": entry.seq, "time": to_wire(entry.time), "event": entry.name, **_facts(entry.event)}
     for path, value in entry.unknown.items():
@@ -125,14 +163,14 @@ def encode(entry: JournalEntry) -> dict[str, Any]:
 
 
 def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEntry:
-    """The entry of a journal line.
+    """Return the entry of a journal line.
 
     Args:
-        line: The line as a JSON object; may be of version 0.1.
-        source: Its file, for the message.
+        line: The line as a JSON object; version 0.1 is accepted too.
+        source: Its file, for the error message.
 
     Raises:
-        RunError: A known field of a known event is missing or holds another type.
+        RunError: A known field of a known event is missing or has another type.
     """
     try:
         envelope, _ = from_wire(_Envelope, {key: line[key] for key in _ENVELOPE if key in line})
@@ -153,25 +191,25 @@ def decode(line: Mapping[str, Any], source: object = "the journal") -> JournalEn
 def decode_only(
     lines: Iterable[Mapping[str, Any]], kinds: Collection[type], source: object = "the journal"
 ) -> list[JournalEntry]:
-    """The entries of the journal lines whose events are of ``kinds``; the other lines are not decoded.
+    """Return the entries of the journal lines whose events are of ``kinds``; the other lines are not decoded.
 
     Args:
         lines: Lines as JSON objects.
         kinds: Classes of events.
-        source: Their file, for the message.
+        source: Their file, for the error message.
 
     Raises:
-        RunError: As of :func:`decode`.
+        RunError: A known field of a decoded event is missing or has another type.
     """
     names = {WIRE_NAMES[kind] for kind in kinds}
     return [decode(line, source) for line in lines if str(line.get("event")) in names]
 
 
 def event_from(name: str, facts: Mapping[str, Any]) -> Event:
-    """The event of that name with these fields, all of which must be known.
+    """Return the event of that name with these fields, all of which must be known.
 
     Raises:
-        TypeError: It has no such field, or a field is missing or holds another type.
+        TypeError: The event has no such field, or a field is missing or has another type.
     """
     try:
         event, unknown = _event(name, facts)
@@ -179,7 +217,7 @@ def event_from(name: str, facts: Mapping[str, Any]) -> Event:
         what = "is missing" if error.is_missing else f"expected {error.expected}, found {error.found!r:.100}"
         raise TypeError(f"{name}, {pointer(error.path)}: {what}") from error
     if unknown:
-        raise TypeError(f"{name}: expected its own fields, found {', '.join(map(pointer, unknown))} besides")
+        raise TypeError(f"{name}: expected only known fields, found also {', '.join(map(pointer, unknown))}")
     assert not isinstance(event, _Relayed)
     built: Event = event
     return built
@@ -208,7 +246,8 @@ def _event(name: str, facts: Mapping[str, Any]) -> tuple[Any, dict[Path, Any]]:
 
 
 def settings_of(started: TaskStarted) -> dict[str, Any]:
-    """The settings of the whole task, as plain values by their journal names; without jobs, notes and the format."""
+    """Return the settings of the whole task, as plain values by their journal names; without jobs, notes and the
+    format."""
     return {key: value for key, value in _facts(started).items() if key not in ("jobs", "notes", "format")}
 
 
@@ -224,7 +263,7 @@ def _facts(event: Event) -> dict[str, Any]:
 
 
 def _put(line: dict[str, Any], path: str, value: Any) -> None:
-    """Put an unknown field back at its place."""
+    """Put an unknown field back in its place."""
     if not path.startswith("/"):
         line[path] = value
         return
@@ -242,6 +281,6 @@ def _refusal(error: WrongValueError, line: Mapping[str, Any], source: object) ->
     else:
         what = f"has {error.found!r:.100} for {pointer(error.path)}, expected {error.expected}"
     return (
-        f"Expected a journal as ALTO writes it, found another event in {source}: {where} {what}. "
-        "Put the file back as it was."
+        f"Expected a journal as ALTO writes it, found an invalid event in {source}: {where} {what}. "
+        "Restore the original file."
     )

@@ -6,19 +6,43 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from alto.runs.events.fields import wire
+IF_ABSENT = "if_absent"
+ALWAYS = "always"
+ALIASES = "aliases"
+KEY_ALIASES = "key_aliases"
+VALUE_ALIASES = "value_aliases"
+DAMAGED_IS_NONE = "damaged_is_none"
 
-__all__ = [
-    "BaseDescription",
-    "JobDescription",
-    "QueuedTask",
-    "ReferenceFact",
-    "RefitFact",
-    "SavedJob",
-    "StartFact",
-    "StartMeasurement",
-    "TiedJob",
-]
+_UNSET = object()
+
+
+def wire(
+    *,
+    if_absent: Any = _UNSET,
+    always: bool = False,
+    aliases: tuple[str, ...] = (),
+    key_aliases: Mapping[str, str] | None = None,
+    value_aliases: Mapping[str, str] | None = None,
+    damaged_is_none: bool = False,
+) -> dict[str, Any]:
+    """Return the metadata of a dataclass field.
+
+    Args:
+        if_absent: JSON value used for a journal without the field. A field with neither this nor a default is required.
+        always: Whether to write the field even if it has its default, which is otherwise left out.
+        aliases: Names of the field in earlier versions.
+        key_aliases: For a mapping: earlier names of its keys, each with the current one.
+        value_aliases: For a text: earlier spellings, each with the current one.
+        damaged_is_none: Whether a value of another type is read as None, not refused.
+    """
+    told = {
+        ALWAYS: always,
+        ALIASES: aliases,
+        KEY_ALIASES: dict(key_aliases or {}),
+        VALUE_ALIASES: dict(value_aliases or {}),
+        DAMAGED_IS_NONE: damaged_is_none,
+    }
+    return told if if_absent is _UNSET else told | {IF_ABSENT: if_absent}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +53,10 @@ class JobDescription:
         job: Job id.
         config: Its resolved configuration, canonical keys.
         total_steps: Optimizer steps of the job if nothing ends it early.
-        samples_budgeted: Rows that it sees if nothing ends it early, counting repeats over epochs.
-        num_parameters: Trainable parameters of its adapter; None where the journal does not have it.
-        configuration: Where jobs repeat a configuration with other seeds, the id of the first of those that repeat this
-            one; None of a job that repeats none.
+        samples_budgeted: Rows that the job sees if nothing ends it early, counting repeats over epochs.
+        num_parameters: Trainable parameters of its adapter; None if the journal does not have it.
+        configuration: Id of the first job with the same configuration, if jobs repeat configurations with other seeds;
+            None for a job that repeats none.
     """
 
     job: str
@@ -45,19 +69,20 @@ class JobDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseDescription:
-    """What identifies the base model of a run, and the precision of base and adapters.
+    """The identity of the base model of a run, and the precision of base and adapters.
 
     Attributes:
-        weights: Digest of every tensor's name, type, shape and sampled numbers.
+        weights: Digest of the names, types, shapes and sampled numbers of all tensors.
         config: Digest of ``config.json``.
-        code: Digest of the Python files beside it; None where none of them is run.
-        commit: The hub's; None where the model is not of the hub.
-        files: Of each file of weights its size in bytes and when it was written, in nanoseconds since 1970.
-        dtype: Of the base model's weights.
-        load_in_4bit: Whether they are quantised to 4 bits.
-        load_in_8bit: Whether they are quantised to 8 bits.
-        adapter_dtype: Of the adapters' weights.
-        optim_state_dtype: Of the moments of ``adamw_torch``; None is that of the adapters, rounded to the nearest.
+        code: Digest of the Python files beside it; None if none of them is run.
+        commit: Commit on the hub; None if the model is not from the hub.
+        files: For each file of weights, its size in bytes and its modification time in nanoseconds since 1970.
+        dtype: Type of the base model's weights.
+        load_in_4bit: Whether the base model's weights are quantised to 4 bits.
+        load_in_8bit: Whether the base model's weights are quantised to 8 bits.
+        adapter_dtype: Type of the adapters' weights.
+        optim_state_dtype: Type of the moments of ``adamw_torch``; None: the type of the adapters, rounded to the
+            nearest.
     """
 
     weights: str
@@ -74,10 +99,10 @@ class BaseDescription:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceFact:
-    """How the reference log-probs of the pairs were found.
+    """The origin of the reference log-probs of the pairs.
 
     Attributes:
-        is_cached: They are from an earlier run.
+        is_cached: Whether they are from an earlier run.
         duration_s: Duration of their computation, in seconds.
     """
 
@@ -87,12 +112,12 @@ class ReferenceFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RefitFact:
-    """The winner of a finished run that is trained again on all rows.
+    """The winner of a finished run, which is trained again on all rows.
 
     Attributes:
         run: Folder of the finished run.
         job: Its best job.
-        steps: Steps that are trained: those of that job's best checkpoint.
+        steps: Steps to train: the step of that job's best checkpoint.
     """
 
     run: str
@@ -102,7 +127,7 @@ class RefitFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFact:
-    """The saved adapter that every job begins with.
+    """The saved adapter with which every job begins.
 
     Attributes:
         path: Its folder.
@@ -115,17 +140,18 @@ class StartFact:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartMeasurement:
-    """The evaluation of what jobs begin with, the frozen base or ``init_adapter`` on it, for all with the same loss.
+    """The evaluation of the starting point of jobs: the frozen base, or ``init_adapter`` on it. One for all jobs with
+    the same loss.
 
     Attributes:
         jobs: Job ids.
         validation_loss: Nats per trained token; for pairs, in the unit of their loss.
         metrics: Metrics of the method beside the loss, by name.
-        metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
+        metric_rows: The task's metric on every validation row, in order; empty if the metric is the loss.
         loss_rows: Loss of every validation row, four significant digits.
-        test_loss: Loss on the test rows; None where there are none.
-        test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
-        test_metrics: Metrics of the method on the test rows, by name; empty where ``test_loss`` is None.
+        test_loss: Loss on the test rows; None if there are none.
+        test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
+        test_metrics: Metrics of the method on the test rows, by name; empty if ``test_loss`` is None.
     """
 
     jobs: tuple[str, ...]
@@ -144,9 +170,9 @@ class SavedJob:
 
     Attributes:
         step: Steps done.
-        slot: Slot that it is in, counted through the ranks; None where it is in none.
-        best_step: Step of its best evaluation whose adapter is saved; 0 where there is none.
-        is_resumable: Whether its state after ``step`` is saved; not of a job that has ended and cannot be resumed.
+        slot: Its slot, numbered over all ranks; None if it has none.
+        best_step: Step of its best evaluation, whose adapter is saved; 0 if there is none.
+        is_resumable: Whether its state after ``step`` is saved; false for a job that has ended and cannot be resumed.
     """
 
     step: int
@@ -157,12 +183,12 @@ class SavedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedJob:
-    """A job whose score is within noise of the winner's on so many validation rows.
+    """A job whose score is within noise of the winner's, given the number of validation rows.
 
     Attributes:
         job: Job id.
         score: Value of the task's metric at its best evaluation; higher is better.
-        validation_loss: The loss there, in nats per token.
+        validation_loss: The loss at this evaluation, in nats per token.
     """
 
     job: str
@@ -175,12 +201,12 @@ class QueuedTask:
     """One task of a queue.
 
     Attributes:
-        task: Its name in the queue, unique there.
-        num_gpus: GPUs that it runs on.
+        task: Its name, unique in the queue.
+        num_gpus: GPUs on which it runs.
         duration_s: Estimated seconds, early exit included.
-        priority: Higher goes first.
-        tenant: Whose task it is; empty where no tenant was named.
-        is_unmeasured: It is measured next: ``duration_s`` is a guess until then.
+        priority: A higher one goes first.
+        tenant: Its tenant; empty if none was named.
+        is_unmeasured: Whether it still has to be measured; ``duration_s`` is a guess until then.
     """
 
     task: str

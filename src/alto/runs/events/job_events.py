@@ -1,7 +1,7 @@
 """The events of one job of a run.
 
 Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; for pairs, in the unit
-of their loss. Durations are seconds.
+of their loss. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -11,27 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.records import ExitReason
-from alto.runs.events.facts import JobDescription
-from alto.runs.events.fields import wire
-
-__all__ = [
-    "BestMeasured",
-    "JobAdded",
-    "JobAdmitted",
-    "JobCompleted",
-    "JobEvaluated",
-    "JobExited",
-    "JobParked",
-    "JobReopened",
-    "JobResumed",
-    "TrainSteps",
-]
+from alto.runs.events.facts import JobDescription, wire
 
 _EVIDENCE = {"gain": "score", "cutoff_gain": "cutoff_score", "largest_pass": "largest_micro_batch"}
-"""Version 0.1's names of an exit's numbers."""
+"""Names of exit evidence in version 0.1, with the current names."""
 
 _REASONS = {"spreads": "data_parallel"}
-"""Version 0.1's names of reasons of an admission."""
+"""Names of admission reasons in version 0.1, with the current names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +26,10 @@ class JobAdmitted:
 
     Attributes:
         job: Job id.
-        slot: Slots are counted through the ranks; the first of a job that trains on several.
+        slot: Slot, numbered over all ranks; the first rank's slot if the job trains on several ranks.
         step: Steps done.
-        reason: Why this job was chosen; empty where the journal does not have it.
-        ranks: Ranks that train it; empty where there is one only.
+        reason: Why this job was chosen; empty if the journal does not have it.
+        ranks: Ranks that train it; empty if there is only one.
     """
 
     job: str
@@ -55,14 +41,14 @@ class JobAdmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResumed:
-    """A job that was parked is in a slot again.
+    """A parked job enters a slot again.
 
     Attributes:
         job: Job id.
-        slot: As of ``job_admitted``.
+        slot: Same as in ``job_admitted``.
         step: Steps done.
-        reason: Why this job was chosen; empty where the journal does not have it.
-        ranks: Ranks that train it; empty where there is one only.
+        reason: Why this job was chosen; empty if the journal does not have it.
+        ranks: Ranks that train it; empty if there is only one.
     """
 
     job: str
@@ -79,9 +65,9 @@ class TrainSteps:
     Attributes:
         job: Job id.
         first_step: Step of the first loss.
-        losses: One loss a step, nats per token.
-        router_losses: The load-balancing loss of the routers at each of these steps, which is not in ``losses`` and not
-            multiplied by ``router_aux_loss_coef``; empty where the job trains without it.
+        losses: Loss of each step, nats per token.
+        router_losses: The routers' load-balancing loss at each of these steps. It is not included in ``losses`` and not
+            multiplied by ``router_aux_loss_coef``; empty if the job trains without it.
     """
 
     job: str
@@ -97,18 +83,18 @@ class JobEvaluated:
     Attributes:
         job: Job id.
         step: Steps done.
-        total_steps: Steps of the job if nothing ends it early; None where the journal does not have it.
+        total_steps: Steps of the job if nothing ends it early; None if the journal does not have it.
         train_ema: Exponentially smoothed training loss, nats per token.
         validation_loss: Loss on the validation rows, not smoothed, nats per token.
-        is_best: Whether it is the best of the job so far; None where the journal does not have it.
+        is_best: Whether it is the best of the job so far; None if the journal does not have it.
         metrics: Metrics of the method beside the loss, by name.
-        metric_rows: The task's metric on every validation row, in their order; empty where that is the loss.
-        loss_rows: Where the task has an order of evaluation: loss of every row of this evaluation, the first in that
-            order, six significant digits. Elsewhere loss of every validation row, four significant digits; at rungs,
-            after the last step, and where it is the best of the job so far.
-        test_loss: Loss on the test rows; None where it was not measured (the task's ``test_jobs``).
-        test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
-        test_metrics: Metrics of the method on the test rows, by name; empty where ``test_loss`` is None.
+        metric_rows: The task's metric on every validation row, in order; empty if the metric is the loss.
+        loss_rows: If the task has an order of evaluation: loss of every row of this evaluation, which are the first in
+            that order, six significant digits. Otherwise: loss of every validation row, four significant digits; only
+            at rungs, after the last step, and if this evaluation is the best of the job so far.
+        test_loss: Loss on the test rows; None if it was not measured (the task's ``test_jobs``).
+        test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
+        test_metrics: Metrics of the method on the test rows, by name; empty if ``test_loss`` is None.
     """
 
     job: str
@@ -127,17 +113,17 @@ class JobEvaluated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestMeasured:
-    """The best adapter of a job was measured in the end, on more validation rows than at its evaluation.
+    """A job's best adapter was measured at the end, on more validation rows than at its evaluation.
 
     Attributes:
         job: Job id.
         step: Step of its best evaluation.
         validation_loss: Loss on these rows, nats per token.
         metrics: Metrics of the method beside the loss, by name.
-        loss_rows: Loss of every row, the first in the order of evaluation, six significant digits.
-        test_loss: Loss on the test rows; None where it was not measured.
-        test_rows: Loss of every test row, four significant digits; empty where ``test_loss`` is None.
-        test_metrics: Metrics of the method on the test rows, by name; empty where ``test_loss`` is None.
+        loss_rows: Loss of every row, which are the first in the order of evaluation, six significant digits.
+        test_loss: Loss on the test rows; None if it was not measured.
+        test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
+        test_metrics: Metrics of the method on the test rows, by name; empty if ``test_loss`` is None.
     """
 
     job: str
@@ -156,9 +142,9 @@ class JobParked:
 
     Attributes:
         job: Job id.
-        slot: Slot that it left; None where the journal does not have it.
-        step: Steps done; None where the journal does not have it.
-        reason: Why; empty where the journal does not have it.
+        slot: Slot that it left; None if the journal does not have it.
+        step: Steps done; None if the journal does not have it.
+        reason: Why it was parked; empty if the journal does not have it.
     """
 
     job: str
@@ -173,15 +159,15 @@ class JobExited:
 
     Attributes:
         job: Job id.
-        reason: Why: ``diverging``, ``overfitting``, ``underperforming``, ``stopped``, ``failed`` or ``budget``; or the
+        reason: ``diverging``, ``overfitting``, ``underperforming``, ``stopped``, ``failed`` or ``budget``; or the
             reason of a rule that a package registers.
-        evidence: The numbers that the decision was based on, by name.
-        slot: Slot that it left; None where it was in none.
-        step: Steps done; None where the journal does not have it.
-        best_step: Step of its best evaluation; 0 where there is none with a finite loss.
-        best_validation_loss: The loss there, nats per token; None where there is none.
-        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not have it.
-        command: Id of the user's command; None where a rule ended the job.
+        evidence: The numbers on which the decision was based, by name.
+        slot: Slot that it left; None if it had none.
+        step: Steps done; None if the journal does not have it.
+        best_step: Step of its best evaluation; 0 if there is none with a finite loss.
+        best_validation_loss: Validation loss at ``best_step``, nats per token; None if there is none.
+        samples_trained: Training rows seen, counting repeats over epochs; None if the journal does not have it.
+        command: Id of the user's command; None if a rule ended the job.
     """
 
     job: str
@@ -201,13 +187,15 @@ class JobCompleted:
 
     Attributes:
         job: Job id.
-        slot: Slot that it left; None where it was in none.
-        step: Steps done; None where the journal does not have it.
-        best_step: Step of its best evaluation; 0 where there is none with a finite loss. Without validation, the last.
-        best_validation_loss: The loss there, nats per token; None where there is none.
-        samples_trained: Training rows seen, counting repeats over epochs; None where the journal does not have it.
-        test_loss: Loss on the test rows after the last step, where there is no validation; None elsewhere.
-        test_metrics: Metrics of the method on the test rows then, by name; empty where ``test_loss`` is None.
+        slot: Slot that it left; None if it had none.
+        step: Steps done; None if the journal does not have it.
+        best_step: Step of its best evaluation; 0 if there is none with a finite loss. Without validation, the last
+            step.
+        best_validation_loss: Validation loss at ``best_step``, nats per token; None if there is none.
+        samples_trained: Training rows seen, counting repeats over epochs; None if the journal does not have it.
+        test_loss: Without validation, the loss on the test rows after the last step; None otherwise.
+        test_metrics: Metrics of the method on the test rows after the last step, by name; empty if ``test_loss`` is
+            None.
     """
 
     job: str
@@ -222,22 +210,22 @@ class JobCompleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobAdded:
-    """A job was added while the task runs: a clone (``alto job clone``), a configuration that the search suggests, or a
-    copy of a better job that a population continues with.
+    """A job was added while the task runs: a clone (``alto job clone``), a configuration suggested by the search, or a
+    copy of a better job with which a population continues.
 
     Attributes:
-        origin: The job that it is a clone or a copy of; None of a suggestion.
-        warm: Whether it starts with the best weights of that job.
-        command: Id of the user's command; None of all other jobs, and where the journal does not have it.
-        forked_at: Steps after which it continues where ``origin`` is, with its weights and optimizer state; 0 of all
-            other jobs.
-        replaces: The job that ended for it; None where there is none.
-        values: The place in the search space that was suggested: canonical names to values as the space spells them.
-        job: Its own id.
+        origin: The job of which it is a clone or copy; None for a suggestion.
+        warm: Whether it starts with the best weights of ``origin``.
+        command: Id of the user's command; None for all jobs but clones, and if the journal does not have it.
+        forked_at: Step of ``origin`` from which it continues, with its weights and optimizer state; 0 for all other
+            jobs.
+        replaces: The job that ended to make room for it; None if there is none.
+        values: The suggested point in the search space: values by canonical name, as the space spells them.
+        job: Id of the added job.
         config: Its resolved configuration, canonical keys.
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows that it sees if nothing ends it early, counting repeats over epochs.
-        num_parameters: Trainable parameters of its adapter; None where the journal does not have it.
+        num_parameters: Trainable parameters of its adapter; None if the journal does not have it.
     """
 
     origin: str | None = None
@@ -254,7 +242,7 @@ class JobAdded:
 
     @property
     def description(self) -> JobDescription:
-        """The job as ``task_started`` describes those that came with the task."""
+        """The job in the form in which ``task_started`` describes the first jobs."""
         return JobDescription(
             job=self.job,
             config=self.config,
@@ -266,12 +254,12 @@ class JobAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobReopened:
-    """A job that was ended continues (``alto job resume``).
+    """A job that had ended continues (``alto job resume``).
 
     Attributes:
         job: Job id.
-        step: Steps done; None where the journal does not have it.
-        command: Id of the user's command; None where the journal does not have it.
+        step: Steps done; None if the journal does not have it.
+        command: Id of the user's command; None if the journal does not have it.
     """
 
     job: str

@@ -1,5 +1,7 @@
-"""The events of a queue: those of its journal, and one that only observers see. Times are unix seconds, durations
-seconds."""
+"""The events of a queue: the events of its journal, and events that only observers see.
+
+Times are in unix seconds, durations in seconds.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +9,8 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from alto.records import Gpu, Node, Placement
-from alto.runs.events.facts import QueuedTask
-from alto.runs.events.fields import wire
+from alto.runs.events.facts import QueuedTask, wire
 from alto.runs.events.run_events import FORMAT
-
-__all__ = [
-    "ExecutorExited",
-    "ExecutorStarted",
-    "GpuAdded",
-    "GpuLost",
-    "MeasuringBegun",
-    "QueueCompleted",
-    "QueueEvent",
-    "QueueInterrupted",
-    "QueueResumed",
-    "QueueStarted",
-    "SchedulePlanned",
-    "TaskCancelled",
-    "TaskGivenUp",
-    "TaskMeasured",
-    "TaskSubmitted",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +18,10 @@ class QueueStarted:
     """The first event: the cluster, and all tasks.
 
     Attributes:
-        method: Method of scheduling: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
-        devices: ``gpus``, or ``cpu slots`` where these stand for GPUs.
-        nodes: The machines and the numbers of their GPUs.
-        tasks: All tasks, in the order they were given.
+        method: Scheduling method: ``cp-sat``, ``milp``, ``fifo``, ``sjf`` or ``lpt``.
+        devices: ``gpus``, or ``cpu slots`` if CPU slots are used in place of GPUs.
+        nodes: The machines and the indices of their GPUs.
+        tasks: All tasks, in the order given.
         format: Version of the journal's format.
     """
 
@@ -54,8 +37,8 @@ class QueueResumed:
     """A process resumes the queue.
 
     Attributes:
-        done: Tasks that had their result.
-        notes: Losses of a damaged journal, as sentences.
+        done: Tasks that already had their result.
+        notes: Losses from a damaged journal, as sentences.
     """
 
     done: tuple[str, ...] = field(metadata=wire(if_absent=[]))
@@ -68,11 +51,11 @@ class TaskSubmitted:
 
     Attributes:
         task: Name of the task in the queue.
-        num_gpus: GPUs that it runs on.
+        num_gpus: GPUs on which it runs.
         duration_s: Estimated seconds, early exit included.
-        priority: Higher goes first.
-        tenant: Whose task it is; empty where no tenant was named.
-        command: Id of the command that submitted it; empty where the process that works on the queue did.
+        priority: A higher one goes first.
+        tenant: Its tenant; empty if none was named.
+        command: Id of the command that submitted it; empty if the process that works on the queue submitted it.
     """
 
     task: str
@@ -89,7 +72,7 @@ class TaskCancelled:
 
     Attributes:
         task: Name of the task in the queue.
-        command: Id of the command that cancelled it; empty where the process that works on the queue did.
+        command: Id of the command that cancelled it; empty if the process that works on the queue cancelled it.
     """
 
     task: str
@@ -98,7 +81,7 @@ class TaskCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulePlanned:
-    """A new schedule of the tasks that wait.
+    """A new schedule of the waiting tasks.
 
     Attributes:
         reason: Why it was made.
@@ -106,7 +89,7 @@ class SchedulePlanned:
         status: ``optimal``, ``feasible`` or ``heuristic``.
         makespan_s: Seconds to the end of the last task.
         bound_s: Lower bound of the makespan, in seconds.
-        notice: Why another method was used than the requested one; empty where it was used.
+        notice: Why the requested method was not used; empty if it was.
         placements: Where and when each task runs; starts are seconds since this event.
     """
 
@@ -121,13 +104,13 @@ class SchedulePlanned:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorStarted:
-    """A task was given GPUs.
+    """A task got its GPUs.
 
     Attributes:
         task: Name of the task in the queue.
-        attempt: Counts the executors of the task, from 1 again after the queue is resumed.
-        gpus: Node and number of each.
-        executor: Tasks with the same one are trained in one process; empty: it has one of its own.
+        attempt: Number of the attempt at the task; starts at 1 again after the queue is resumed.
+        gpus: Node and index of each GPU.
+        executor: Tasks with the same name here are trained in one process; empty: the task has its own.
     """
 
     task: str
@@ -138,13 +121,13 @@ class ExecutorStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorExited:
-    """Nothing of an attempt at a task runs any more.
+    """An attempt at a task has ended completely.
 
     Attributes:
         task: Name of the task in the queue.
-        attempt: As of ``executor_started``.
+        attempt: Same as in ``executor_started``.
         outcome: ``finished``, ``interrupted``, ``failed`` or ``lost``.
-        reason: Why, in a sentence.
+        reason: Why it ended, as a sentence.
     """
 
     task: str
@@ -155,11 +138,11 @@ class ExecutorExited:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskGivenUp:
-    """A task is not tried again.
+    """A task will not be tried again.
 
     Attributes:
         task: Name of the task in the queue.
-        reason: Why, in a sentence.
+        reason: Why, as a sentence.
     """
 
     task: str
@@ -171,8 +154,8 @@ class GpuLost:
     """A GPU left the cluster.
 
     Attributes:
-        node: Its machine.
-        index: Its number there.
+        node: Name of its machine.
+        index: Its index on that machine.
     """
 
     node: str
@@ -184,8 +167,8 @@ class GpuAdded:
     """A GPU joined the cluster.
 
     Attributes:
-        node: Its machine.
-        index: Its number there.
+        node: Name of its machine.
+        index: Its index on that machine.
     """
 
     node: str
@@ -197,7 +180,7 @@ class QueueInterrupted:
     """The queue was stopped by Ctrl-C or SIGTERM, with everything saved.
 
     Attributes:
-        open: Tasks that still have to finish.
+        open: Tasks that have not finished.
     """
 
     open: tuple[str, ...] = field(metadata=wire(if_absent=[]))
@@ -210,16 +193,16 @@ class QueueCompleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuringBegun:
-    """Before a task is trained or planned: steps of it are being measured, as no measurement is cached. It is in the
-    journal of a queue that measures its tasks before it schedules them; elsewhere only observers receive it.
+    """Steps of a task are being measured before it is trained or planned, because no measurement is cached. A queue
+    that measures its tasks before scheduling them writes this to its journal; otherwise only observers receive it.
 
     Attributes:
         task: Name of the task.
         model: Its base model.
-        remaining_s: Expected seconds until it is measured; the event comes again each time they are known better. None
-            while they are not known.
+        remaining_s: Expected seconds until the measurement is done; None while unknown. The event is repeated whenever
+            the estimate improves.
         is_update: Whether the same measurement was announced before.
-        kept_in: Folder of the machine on which the measurement is kept for later runs; empty while it is not known.
+        kept_in: Folder on the machine in which the measurement is kept for later runs; empty while unknown.
     """
 
     task: str
@@ -231,12 +214,12 @@ class MeasuringBegun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMeasured:
-    """Before the first schedule of a queue: the estimated duration of a task. Where no queue runs, as in ``alto
-    plan``, only observers receive it.
+    """The estimated duration of a task, before the first schedule of a queue. If no queue runs, as in ``alto plan``,
+    only observers receive it.
 
     Attributes:
         task: Name of the task.
-        duration_s: Seconds, early exit included.
+        duration_s: Estimated seconds, early exit included.
     """
 
     task: str

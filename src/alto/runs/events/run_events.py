@@ -1,7 +1,7 @@
 """The events of a run as a whole, and the union of all events of a run.
 
 Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; for pairs, in the unit
-of their loss. Durations are seconds.
+of their loss. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from alto.runs.events.facts import (
     StartFact,
     StartMeasurement,
     TiedJob,
+    wire,
 )
-from alto.runs.events.fields import wire
 from alto.runs.events.job_events import (
     BestMeasured,
     JobAdded,
@@ -35,72 +35,50 @@ from alto.runs.events.job_events import (
     TrainSteps,
 )
 
-__all__ = [
-    "FORMAT",
-    "AdapterChecked",
-    "BaseEvaluated",
-    "CheckpointSaved",
-    "CommandRefused",
-    "FinalistsJudged",
-    "GpusOffered",
-    "KernelsCompiled",
-    "OutOfMemory",
-    "ProfileMeasured",
-    "RunEvent",
-    "RungScored",
-    "SamplesGenerated",
-    "ShareReceived",
-    "TaskCompleted",
-    "TaskInterrupted",
-    "TaskResumed",
-    "TaskStarted",
-    "WarmupEnded",
-]
-
 FORMAT = 2
-"""Version of the journal's format that is written; a journal without it has 1, that of ALTO 0.1."""
+"""Version of the journal format that is written; a journal without one has version 1, the format of ALTO 0.1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStarted:
-    """The first event: the task as resolved, and all its jobs.
+    """The first event: the resolved task, and all its jobs.
 
     Attributes:
         task: Name of the task.
-        model: Base model as the task names it.
-        base_model: Folder or hub id that it was loaded from.
-        dataset: Training rows as the task names them.
+        model: Base model as named in the task.
+        base_model: Folder or hub id from which it was loaded.
+        dataset: Training rows as named in the task.
         method: ``sft``, ``dpo``, or another registered objective.
-        metric: The metric that the task selects by: ``loss``, or a metric of its method that is better when higher.
-        num_train: Training rows.
-        num_validation: Validation rows.
-        data: Rows and tokens of every split, what was cut or left out, the ``form`` of the rows, whether their replies
-            are lists of messages (``of_messages``), the ``max_length`` at which they are cut, a ``fingerprint`` of
-            every token, and one of training and validation rows (``train_validation_fingerprint``) and of validation
-            rows (``validation_fingerprint``).
+        metric: The metric by which the task selects: ``loss``, or a metric of its method that is better when higher.
+        num_train: Number of training rows.
+        num_validation: Number of validation rows.
+        data: Rows and tokens of every split, the rows that were cut or left out, the ``form`` of the rows, whether
+            their replies are lists of messages (``of_messages``), the ``max_length`` at which they are cut, a
+            ``fingerprint`` of every token, one of training and validation rows (``train_validation_fingerprint``), and
+            one of validation rows (``validation_fingerprint``).
         max_slots: Slots of all ranks.
-        early_exit: Early-exit settings, as the task file has them.
+        early_exit: Early-exit settings, as in the task file.
         device: Device of the first rank, for example ``cuda:0``.
-        num_ranks: Processes that train the task.
-        versions: Versions of Python and of packages, by name; None of one that is not installed.
+        num_ranks: Number of processes that train the task.
+        versions: Versions of Python and of packages, by name; None for a package that is not installed.
         jobs: All jobs, in the order of the task.
-        eval_steps: Share of a job's own steps between two evaluations; None where the journal does not have it.
-        validation_weights: Weight of every validation row in a mean loss: its trained tokens, or 1; empty where the
+        eval_steps: Share of a job's own steps between two evaluations; None if the journal does not have it.
+        validation_weights: Weight of every validation row in a mean loss: its trained tokens, or 1; empty if the
             journal does not have them.
-        evaluation_order: Indices of the validation rows in the order of evaluation, of which an evaluation takes the
-            first; empty where every evaluation is on all rows.
+        evaluation_order: Indices of the validation rows in the order of evaluation; an evaluation takes the first of
+            them. Empty if every evaluation is on all rows.
         notes: Notices about the data, the model and the settings, as sentences.
         packing: The settings that decide which jobs share a forward pass, by key of the task file, and the ``device``;
-            None where the journal does not have it.
-        base: Fingerprint and precision of the base model; None where the journal does not have it.
-        references: Of a method that needs reference log-probs, how they were found; None elsewhere.
-        gpu_hour_price: Price of an hour of one GPU, where the task has a budget of money (``search.budget``); None
-            elsewhere.
-        init_adapter: The saved adapter that every job begins with; None where they begin with new ones.
-        refit: The winner of another run that is trained again on all rows, without validation; None elsewhere.
-        fused: How many modules of the base model are fused kernels, by operation, and ``kept``: why others
-            are not, by class, or under ``cross_entropy`` (the losses of tokens), ``layers`` and ``all``; None where the
-            journal does not have it.
+            None if the journal does not have it.
+        base: Fingerprint and precision of the base model; None if the journal does not have it.
+        references: Origin of the reference log-probs; None if the method needs none.
+        gpu_hour_price: Price of an hour of one GPU, if the task has a budget of money (``search.budget``); None
+            otherwise.
+        init_adapter: The saved adapter with which every job begins; None if jobs begin with new adapters.
+        refit: The winner of another run that is trained again on all rows, without validation; None in other runs.
+        fused: Number of modules of the base model that run as fused kernels, by operation; and ``kept``: why other
+            modules do not, by class, or under ``cross_entropy`` (the losses of tokens), ``layers`` and ``all``. None if
+            the journal does not have it.
         format: Version of the journal's format.
     """
 
@@ -134,22 +112,22 @@ class TaskStarted:
 
     @property
     def ordered_weights(self) -> tuple[float, ...]:
-        """Weights of the validation rows in the order of evaluation; empty where there is none."""
+        """Weights of the validation rows in the order of evaluation; empty if there is no such order."""
         return tuple(self.validation_weights[row] for row in self.evaluation_order)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskResumed:
-    """A process resumes the run; events after the last checkpoint are cut. After ``task_completed``, which is kept, the
-    finished run trains further jobs, and another ``task_completed`` will follow.
+    """A process resumes the run; events after the last checkpoint are cut. If it follows ``task_completed``, which is
+    kept, the finished run trains further jobs, and another ``task_completed`` will follow.
 
     Attributes:
-        notes: What was lost, and other notices, as sentences.
-        versions: As of ``task_started``.
-        max_slots: Slots of all ranks from now on; None where the journal does not have it: as before.
-        num_ranks: Processes that train the task from now on; None where the journal does not have it: as before.
-        base: As of ``task_started``, only where the run began with a version that did not write it.
-        fused: As of ``task_started``.
+        notes: Losses and other notices, as sentences.
+        versions: Same as in ``task_started``.
+        max_slots: Slots of all ranks from now on; None, if the journal does not have it, means as before.
+        num_ranks: Processes that train the task from now on; None, if the journal does not have it, means as before.
+        base: Same as in ``task_started``; only if the run began with a version that did not write it.
+        fused: Same as in ``task_started``.
     """
 
     notes: tuple[str, ...] = field(metadata=wire(if_absent=[]))
@@ -162,21 +140,21 @@ class TaskResumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileMeasured:
-    """The measurements of the task, of this or an earlier run, its packing and its expected duration.
+    """The measurements of the task, made in this or an earlier run, its packing and its expected duration.
 
     Attributes:
-        is_cached: The profile is from an earlier run.
+        is_cached: Whether the profile is from an earlier run.
         profile_s: Duration of the measurement, in seconds.
         memory: Memory model, in bytes.
         throughput: Throughput model, in seconds.
         slot_bytes: Memory of one slot.
         max_slots: Slots of the bank.
-        max_tokens_per_step: Tokens of a step of all residents, at most.
-        max_tokens_per_pass: Tokens of a micro-batch, at most.
+        max_tokens_per_step: Most tokens of a step of all residents.
+        max_tokens_per_pass: Most tokens of a micro-batch.
         gradient_checkpointing: Whether activations are computed again in the backward pass.
-        peak_bytes: Expected peak of memory.
+        peak_bytes: Expected peak memory.
         duration_s: Seconds of training and evaluation if no job ends early.
-        expected_duration_s: Seconds with the rungs of early exit.
+        expected_duration_s: Expected seconds with the rungs of early exit.
     """
 
     is_cached: bool
@@ -195,12 +173,12 @@ class ProfileMeasured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelsCompiled:
-    """Kernels of the task are compiled before its first step, those that were compiled before not counted.
+    """Kernels of the task are compiled before its first step; kernels compiled earlier are not counted.
 
     Attributes:
-        done: How many are compiled.
-        total: How many there are.
-        duration_s: Seconds since the first was begun.
+        done: Number of compiled kernels.
+        total: Number of kernels to compile.
+        duration_s: Seconds since the first compilation began.
     """
 
     done: int
@@ -210,10 +188,10 @@ class KernelsCompiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseEvaluated:
-    """The evaluation of what jobs begin with, before the first step: of the frozen base, or of ``init_adapter`` on it.
+    """The evaluation of the starting point of jobs before the first step: the frozen base, or ``init_adapter`` on it.
 
     Attributes:
-        values: One entry for all jobs that have the same loss.
+        values: One entry for each group of jobs with the same loss.
     """
 
     values: tuple[StartMeasurement, ...]
@@ -225,9 +203,9 @@ class WarmupEnded:
 
     Attributes:
         rung: Its position in the early-exit settings, from 0.
-        progress: Share of a job's own steps at which it ranks, in (0, 1].
+        progress: Share of a job's own steps at which the rung ranks, in (0, 1].
         kept: Jobs that continue or keep their place, best first.
-        dropped: Jobs that end here.
+        dropped: Jobs that end at this rung.
     """
 
     rung: int = field(metadata=wire(if_absent=0))
@@ -238,15 +216,15 @@ class WarmupEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungScored:
-    """The answers of the jobs that stand at a rung were scored, before it ranks them; or the scorer failed, and the
+    """The answers of the jobs at a rung were scored, before the rung ranks the jobs; or the scorer failed, and the
     metric ranks them.
 
     Attributes:
         rung: Its position in the early-exit settings, from 0.
-        progress: Share of a job's own steps at which it ranks, in (0, 1].
-        scores: Score of each job, by which the rung ranks. Empty where the scorer failed.
+        progress: Share of a job's own steps at which the rung ranks, in (0, 1].
+        scores: Score of each job, by which the rung ranks; empty if the scorer failed.
         scorer: Name of the scorer.
-        failure: Why the scorer failed; empty where it did not.
+        failure: Why the scorer failed; empty if it did not.
     """
 
     rung: int
@@ -262,7 +240,7 @@ class CommandRefused:
 
     Attributes:
         command: Id of the command.
-        job: The job that it names.
+        job: Job named in the command.
         why: The reason, as a sentence.
     """
 
@@ -278,9 +256,9 @@ class OutOfMemory:
     Attributes:
         phase: ``forward``, ``backward``, ``update``, ``evaluation`` or ``bank``.
         residents: Jobs with rows in the micro-batch, or in the bank, that did not fit.
-        num_tokens: Tokens of the micro-batch that did not fit; 0 where it was other work.
-        max_tokens_per_pass: Tokens of a micro-batch from now on, at most.
-        num_slots: Slots of the bank from now on; None where it keeps those it has.
+        num_tokens: Tokens of the micro-batch that did not fit; 0 if the failed work was not a micro-batch.
+        max_tokens_per_pass: Most tokens of a micro-batch from now on.
+        num_slots: Slots of the bank from now on; None if the number is unchanged.
     """
 
     phase: str = field(metadata=wire(if_absent=""))
@@ -292,12 +270,12 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpusOffered:
-    """Fewer jobs are left than ranks: the expected durations of the rest with other numbers of GPUs.
+    """Fewer jobs than ranks remain: their expected durations on fewer GPUs and on all GPUs.
 
     Attributes:
-        num_gpus: As many as there are jobs.
-        duration_s: Seconds on so many, a job each.
-        data_parallel_duration_s: Seconds on all GPUs of the task, every job on all of them.
+        num_gpus: Smaller number of GPUs: the number of remaining jobs.
+        duration_s: Seconds on ``num_gpus`` GPUs, one job on each.
+        data_parallel_duration_s: Seconds on all GPUs of the task, with every job on all of them.
     """
 
     num_gpus: int
@@ -307,12 +285,12 @@ class GpusOffered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSaved:
-    """Everything up to here survives a kill.
+    """A checkpoint was saved: all events up to here survive a kill.
 
     Attributes:
-        jobs: The saved states, by job id, without jobs that have not begun.
-        time_s: Seconds that the task has spent on ``training``, ``evaluation`` and ``saving`` since it began, those
-            before an interruption included; empty where the journal does not have them.
+        jobs: The saved states by job id, without jobs that have not begun.
+        time_s: Seconds that the task has spent on ``training``, ``evaluation`` and ``saving`` since it began, including
+            the time before interruptions; empty if the journal does not have them.
     """
 
     jobs: Mapping[str, SavedJob]
@@ -321,13 +299,14 @@ class CheckpointSaved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareReceived:
-    """The task has trained beside others in one executor, and ends or is stopped; counted since it was attached.
+    """A task that trained beside other tasks in one executor ends or is stopped: its share of the training since it
+    joined.
 
     Attributes:
-        num_steps: Steps in which it and at least one other could train.
-        num_tokens: Tokens that it trained in them.
+        num_steps: Steps in which this task and at least one other task could train.
+        num_tokens: Tokens that this task trained in these steps.
         share: Its share of all tokens of these steps, in [0, 1].
-        due_share: The share that was due to it by its weight, in [0, 1].
+        due_share: The share that the task should have had by its weight, in [0, 1].
     """
 
     num_steps: int
@@ -341,7 +320,7 @@ class TaskInterrupted:
     """The run was stopped by Ctrl-C or SIGTERM, with everything saved.
 
     Attributes:
-        training: Jobs that still have to train.
+        training: Jobs that have not finished training.
     """
 
     training: tuple[str, ...] = field(metadata=wire(if_absent=[]))
@@ -349,13 +328,14 @@ class TaskInterrupted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinalistsJudged:
-    """The answers of the finalists were scored, where ``select_by`` is not ``metric``; or the scorer failed, and the
+    """The answers of the finalists were scored, because ``select_by`` is not ``metric``; or the scorer failed, and the
     metric chooses.
 
     Attributes:
-        scores: Score of each finalist; best by the metric first. Empty where the scorer failed.
-        scorer: Name of the scorer, or ``eval_accuracy``; empty in journals of version 0.1, which know only that.
-        failure: Why the scorer failed; empty where it did not.
+        scores: Score of each finalist, best by the metric first; empty if the scorer failed.
+        scorer: Name of the scorer, or ``eval_accuracy``; empty in journals of version 0.1, which know only
+            ``eval_accuracy``.
+        failure: Why the scorer failed; empty if it did not.
     """
 
     scores: tuple[FinalistScore, ...]
@@ -365,12 +345,12 @@ class FinalistsJudged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesGenerated:
-    """The prompts of the first validation rows were continued greedily by the base, the best adapter and that of the
-    next best job, where ``num_samples`` is not 0; or the generation failed.
+    """The base, the best adapter and the next best job's adapter continued the prompts of the first validation rows
+    greedily, because ``num_samples`` is not 0; or the generation failed.
 
     Attributes:
-        samples: One for each prompt; empty where the generation failed.
-        failure: Why it failed; empty where it did not.
+        samples: One for each prompt; empty if the generation failed.
+        failure: Why it failed; empty if it did not.
     """
 
     samples: tuple[Sample, ...]
@@ -379,14 +359,15 @@ class SamplesGenerated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterChecked:
-    """Whether PEFT, where it is installed, loads the best adapter as it was trained.
+    """The result of the check whether PEFT, if it is installed, loads the best adapter as it was trained.
 
     Attributes:
         job: Job of the adapter.
         status: ``equal``, ``different`` (PEFT gives other logits, or cannot load it) or ``unchecked``.
-        why: The reason of ``different`` or ``unchecked``; empty elsewhere.
-        difference: Between PEFT's and ALTO's logits of a few tokens, relative, in norm; None where PEFT gave none.
-        peft: Version of PEFT; None where it is not installed.
+        why: The reason for ``different`` or ``unchecked``; empty otherwise.
+        difference: Relative difference, in norm, between PEFT's and ALTO's logits of a few tokens; None if PEFT gave
+            none.
+        peft: Version of PEFT; None if it is not installed.
     """
 
     job: str = field(metadata=wire(if_absent=""))
@@ -398,16 +379,16 @@ class AdapterChecked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskCompleted:
-    """The last event: the best job, and the cost of the task. Where a finished run was given further jobs, the last of
-    several counts.
+    """The last event: the best job, and the cost of the task. If a finished run trained further jobs, the last of
+    several such events counts.
 
     Attributes:
         best_job: The job whose adapter was chosen.
-        best_validation_loss: Its loss, nats per token; not a number where there was no validation.
+        best_validation_loss: Its loss, nats per token; NaN if there was no validation.
         samples_trained: Training rows that all jobs saw.
         samples_budgeted: Rows that they would have seen without early exit.
-        within_noise: Jobs whose metric is within noise of the winner's on so many validation rows.
-        time_s: As in ``CheckpointSaved``.
+        within_noise: Jobs whose metric is within noise of the winner's, given the number of validation rows.
+        time_s: Same as in ``checkpoint``.
     """
 
     best_job: str

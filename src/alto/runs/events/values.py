@@ -1,7 +1,7 @@
 """Converts between typed values and JSON: strict when writing, tolerant when reading.
 
-Strict JSON has no NaN and no infinity: such numbers are the strings ``nan``, ``inf`` and ``-inf``. Only this module
-    encodes them. In place of a number, null and JSON's own ``NaN`` are read as NaN, as version 0.1 could write them.
+Strict JSON has no NaN and no infinity: these numbers are written as the strings ``nan``, ``inf`` and ``-inf``, and only
+by this module. In place of a number, null and JSON's own ``NaN`` are read as NaN, because version 0.1 could write them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from alto.records import Gpu
-from alto.runs.events.fields import ALIASES, ALWAYS, DAMAGED_IS_NONE, IF_ABSENT, KEY_ALIASES, VALUE_ALIASES
-
-__all__ = ["Path", "WrongValueError", "from_wire", "pointer", "to_wire"]
+from alto.runs.events.facts import ALIASES, ALWAYS, DAMAGED_IS_NONE, IF_ABSENT, KEY_ALIASES, VALUE_ALIASES
 
 Path: TypeAlias = tuple[str | int, ...]
 """Names and positions that lead to a value in an event."""
@@ -29,7 +27,7 @@ _NON_FINITE = ("nan", "inf", "-inf")
 
 
 class WrongValueError(Exception):
-    """Signal inside this package: the value at ``path`` has the wrong type, or is missing."""
+    """Raised inside this package if the value at ``path`` has the wrong type or is missing."""
 
     def __init__(self, path: Path, expected: str, found: object, *, is_missing: bool = False) -> None:
         super().__init__(path, expected, found)
@@ -40,17 +38,17 @@ class WrongValueError(Exception):
 
 
 def pointer(path: Path) -> str:
-    """A path as text: the name of a field of the event itself, else a JSON pointer (RFC 6901)."""
+    """Return a path as text: the name of a field of the event itself, else a JSON pointer (RFC 6901)."""
     if len(path) == 1 and not str(path[0]).startswith("/"):
         return str(path[0])
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
 def to_wire(value: Any) -> Any:
-    """``value`` as strict JSON.
+    """Return ``value`` as strict JSON.
 
     Raises:
-        TypeError: It, or something in it, is none of the types that events hold.
+        TypeError: The value, or a value inside it, has a type that events do not hold.
     """
     match value:
         case None | bool():
@@ -94,10 +92,10 @@ def _is_default(field: dataclasses.Field[Any], held: Any) -> bool:
 
 
 def from_wire(of: type, facts: Mapping[str, Any]) -> tuple[Any, dict[Path, Any]]:
-    """The dataclass ``of`` that ``facts`` describe, and by path what they hold beyond its fields.
+    """Return the dataclass ``of`` built from ``facts``, and by path the values that are not in its fields.
 
     Raises:
-        WrongValueError: A field is missing or holds another type.
+        WrongValueError: A field is missing or has another type.
     """
     unknown: _Unknown = {}
     return _reader(of)(facts, (), unknown), unknown
@@ -105,7 +103,7 @@ def from_wire(of: type, facts: Mapping[str, Any]) -> tuple[Any, dict[Path, Any]]
 
 @functools.cache
 def _reader(kind: Any) -> _Reader:
-    """Reads a value of a type."""
+    """Return the reader of values of a type."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, arguments = get_origin(kind), get_args(kind)
@@ -177,7 +175,7 @@ _PLAIN: Mapping[Any, _Reader] = {
 
 
 def _union(kinds: tuple[Any, ...]) -> _Reader:
-    """``X | None``, or ``X | str``: text that is not an ``X`` comes from a later version."""
+    """Return the reader of ``X | None``, or of ``X | str``: text that is not an ``X`` comes from a later version."""
     if NoneType in kinds:
         (some,) = (_reader(kind) for kind in kinds if kind is not NoneType)
         return lambda value, path, unknown: None if value is None else some(value, path, unknown)
@@ -215,7 +213,7 @@ def _sequence(item: _Reader, length: int | None) -> _Reader:
     def read(value: Any, path: Path, unknown: _Unknown) -> tuple[Any, ...]:
         if not isinstance(value, list | tuple) or length not in (None, len(value)):
             raise WrongValueError(path, "a list" if length is None else f"a list of {length}", value)
-        if item is _number and all(type(entry) is float for entry in value):  # losses: most of a journal
+        if item is _number and all(type(entry) is float for entry in value):  # fast path: losses fill most of a journal
             return tuple(value)
         return tuple(item(entry, (*path, index), unknown) for index, entry in enumerate(value))
 

@@ -1,5 +1,7 @@
-"""Which task runs on which GPUs, and when: ``P | size_j | C_max`` with nodes, releases, priorities and quotas, and with
-tasks that share executors. Pure."""
+"""Decides which task runs on which GPUs, and when. Pure.
+
+The problem is ``P | size_j | C_max`` with nodes, releases, priorities, quotas, and tasks that share executors.
+"""
 
 from alto.scheduler.inter_task.colocation import (
     Member,
@@ -9,12 +11,10 @@ from alto.scheduler.inter_task.colocation import (
     member_of,
     members_ending_at,
 )
-from alto.scheduler.inter_task.lists import LIST_METHODS, LIST_ORDERS
+from alto.scheduler.inter_task.lists import LIST_METHODS, LIST_ORDERS, fewest_nodes
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.reservations import fewest_nodes
 from alto.scheduler.inter_task.schedule import METHODS, schedule_tasks
-from alto.scheduler.inter_task.sharing import Colocation, Group
-from alto.scheduler.inter_task.sharing_search import colocated
+from alto.scheduler.inter_task.sharing import Colocation, Group, colocated
 from alto.scheduler.inter_task.validate import check_schedule
 
 __all__ = [

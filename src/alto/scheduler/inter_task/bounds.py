@@ -4,27 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from alto.scheduler.inter_task.lists import fewest_nodes, running_counts
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.reservations import fewest_nodes, running_counts
-
-__all__ = ["makespan_bound"]
 
 _MAX_RELEASES = 20
-"""Number of releases at which the later work is counted; more hardly tighten the bound."""
+"""Number of releases for which the area bound is computed; more hardly tighten the bound."""
 
 
 def makespan_bound(problem: SchedulingProblem) -> float:
-    """Lower bound of the end of every schedule of the waiting tasks, for any priorities.
+    """Return a lower bound of the makespan of every schedule of the waiting tasks, for any priorities.
 
-    The largest of these, in the unit of the problem:
+    It is the largest of these, in the unit of the problem:
 
-    - **longest**: a task's release, or the time from which the running tasks leave as many GPUs as it needs, plus its
-      duration;
-    - **area**: for every number ``k`` of GPUs, tasks of ``k`` and more need a share of a node of their own, and a node
-      with ``f`` free GPUs has ``f // k`` of these; ``k = 1`` is GPUs times seconds. Counted for tasks of each release
-      and later;
-    - **pigeonhole**: of the ``h * n + 1`` longest tasks of ``k`` and more GPUs, ``h + 1`` share one of ``n`` shares;
-    - the same of every tenant within its quota.
+    - **longest**: a task's release, or the time at which the running tasks leave as many free GPUs as it needs, plus
+      its duration;
+    - **area**: for every number ``k`` of GPUs, each task of ``k`` or more GPUs needs a share of ``k`` GPUs of a node,
+      and a node with ``f`` free GPUs has ``f // k`` such shares; ``k = 1`` counts GPU seconds. It is computed for the
+      tasks of each release and later;
+    - **pigeonhole**: of the ``h * n + 1`` longest tasks of ``k`` or more GPUs, ``h + 1`` must run on the same of ``n``
+      shares;
+    - the same bounds for every tenant within its quota.
     """
     held_on = _held_by_node(problem)
     rooms = [_Room(len(node.gpus), held_on.get(node.name, ())) for node in problem.nodes]
@@ -37,7 +36,7 @@ def makespan_bound(problem: SchedulingProblem) -> float:
 
 
 class _Room:
-    """How many GPUs of a node, or of a quota, running tasks leave free, from when on."""
+    """The GPUs of a node, or of a quota, that running tasks leave free, by time."""
 
     def __init__(self, size: int, held: Iterable[tuple[float, int]]) -> None:
         free = size - sum(count for _, count in held)
@@ -68,7 +67,7 @@ def _bounds(
     earliest = {demand.task: max(demand.release_s, free_from.get(demand.num_gpus, 0.0)) for demand in demands}
     yield from (earliest[demand.task] + demand.duration_s for demand in demands)
     for share in sorted({1, *sizes}):
-        # A task on several nodes may leave a share of each too small to count, unless a share is one GPU.
+        # A task on several nodes may hold fewer GPUs of a node than one share, so it counts only if a share is one GPU.
         counted = [demand for demand in (demands if share == 1 else inside) if demand.num_gpus >= share]
         shares = [[(time, free // share) for time, free in room.steps] for room in rooms]
         work = [
@@ -82,7 +81,7 @@ def _bounds(
 def _area_bounds(
     work: Sequence[tuple[float, float, float]], shares: Sequence[Sequence[tuple[float, int]]]
 ) -> Iterator[float]:
-    """For the work that starts no earlier than ``start``: when the shares can have done it."""
+    """Yield, for each start time, when the shares can have done the work that starts no earlier."""
     gains = sorted(
         (time, number - before)
         for steps in shares

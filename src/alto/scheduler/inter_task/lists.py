@@ -1,15 +1,104 @@
-"""List scheduling: tasks in a fixed order, each on the first GPUs that come free."""
+"""List scheduling: tasks in a fixed order, each on the first GPUs that become free."""
 
 from __future__ import annotations
 
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+from alto.records import Gpu, Node, Placement
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, running_counts
 
-__all__ = ["LIST_METHODS", "LIST_ORDERS", "list_reservations", "priority_classes", "reservations_in_order"]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """When one task runs, and how many GPUs it has on which nodes.
+
+    The specific GPUs can be chosen at the end: if intervals never need more GPUs than a node has, and are taken in the
+    order of their starts, each finds enough free GPUs.
+
+    Attributes:
+        start: Start, in the time unit of its problem.
+        counts: Number of GPUs by node name.
+    """
+
+    demand: TaskDemand
+    start: float
+    counts: Mapping[str, int]
+
+    @property
+    def end(self) -> float:
+        return self.start + self.demand.duration_s
+
+
+def fewest_nodes(nodes: Iterable[Node], num_gpus: int) -> int:
+    """Return how many nodes a task spans: 1 if any node is large enough, else as few of the largest nodes as can hold
+    it."""
+    held = 0
+    for number, size in enumerate(sorted((len(node.gpus) for node in nodes), reverse=True), start=1):
+        held += size
+        if held >= num_gpus:
+            return number
+    raise AssertionError(f"{num_gpus} GPUs requested, {held} available")
+
+
+def running_counts(problem: SchedulingProblem, gpus: Iterable[Gpu]) -> dict[str, int]:
+    """Count the ``gpus`` on each node of the problem; a lost GPU is on none."""
+    counts: dict[str, int] = {}
+    for gpu in gpus:
+        if gpu.index in problem.gpus_by_node.get(gpu.node, ()):
+            counts[gpu.node] = counts.get(gpu.node, 0) + 1
+    return counts
+
+
+def place(
+    problem: SchedulingProblem, reservations: Iterable[Reservation], *, keeps_starts: bool = False
+) -> tuple[Placement, ...]:
+    """Make placements that keep the order and the nodes of ``reservations``, without idle time that the order does not
+    need.
+
+    Only the order of the reservations' starts is used; times come from ``problem``. So if the reservations were made
+    for rounded-up durations, the placements end no later than the reservations.
+
+    Args:
+        keeps_starts: Whether no task starts before its reservation does. Idle time is then kept, for methods in which
+            no task may overtake another. Reservations must be in seconds.
+    """
+    free_at = {node.name: dict.fromkeys(node.gpus, 0.0) for node in problem.nodes}
+    quota_free_at = {tenant: [0.0] * quota for tenant, quota in problem.quotas.items()}
+    for task in problem.running:
+        for gpu in task.gpus:
+            if gpu.index in free_at.get(gpu.node, {}):
+                free_at[gpu.node][gpu.index] = task.remaining_s
+    for tenant, times in quota_free_at.items():
+        theirs = (task for task in problem.running if task.tenant == tenant)
+        held = [task.remaining_s for task in theirs for _ in task.gpus]
+        # A tenant may hold more GPUs than its quota if the quota was lowered; then the last to end count.
+        times[: len(held)] = sorted(held)[-len(times) :]
+    demands = {demand.task: demand for demand in problem.pending}
+    placements = []
+    for reservation in sorted(reservations, key=lambda reservation: (reservation.start, reservation.demand.task)):
+        demand = demands[reservation.demand.task]
+        gpus = [gpu for name, count in reservation.counts.items() for gpu in _first_free(name, free_at[name], count)]
+        times = sorted(quota_free_at.get(demand.tenant, ()))
+        start_s = max(demand.release_s, *(free_at[gpu.node][gpu.index] for gpu in gpus), *times[: demand.num_gpus][-1:])
+        if keeps_starts:
+            start_s = max(start_s, reservation.start)
+        end_s = start_s + demand.duration_s
+        for gpu in gpus:
+            free_at[gpu.node][gpu.index] = end_s
+        if times:
+            quota_free_at[demand.tenant] = times[demand.num_gpus :] + [end_s] * demand.num_gpus
+        placements.append(
+            Placement(task=demand.task, gpus=tuple(sorted(gpus)), start_s=start_s, duration_s=demand.duration_s)
+        )
+    return tuple(sorted(placements, key=lambda placement: placement.start_s))
+
+
+def _first_free(node: str, free_at: Mapping[int, float], count: int) -> list[Gpu]:
+    return [Gpu(node, index) for index in sorted(free_at, key=lambda index: (free_at[index], index))[:count]]
+
 
 _SortKey = Callable[[TaskDemand], tuple[float, ...]]
 LIST_ORDERS: Mapping[str, _SortKey] = {
@@ -23,11 +112,11 @@ LIST_METHODS = tuple(LIST_ORDERS)
 
 
 def list_reservations(problem: SchedulingProblem, method: str) -> list[Reservation]:
-    """Reservations by ``fifo`` (no task overtakes another), ``sjf`` or ``lpt`` (the first in the order that fits
-    starts).
+    """Make reservations by ``fifo`` (no task overtakes another), ``sjf`` or ``lpt`` (the first task in the order that
+    fits starts).
 
-    Priorities are placed one after the other, the highest first, each on the GPUs that those before it leave; so the
-    reservations of one are the same whether or not there are lower ones. Equal tasks keep the order they were given in.
+    Priorities are placed one after the other, the highest first, each on the GPUs that higher ones leave free. So the
+    reservations of one priority do not depend on lower ones. Equal tasks keep the order in which they were given.
     """
     reservations: list[Reservation] = []
     for demands in priority_classes(problem):
@@ -37,7 +126,7 @@ def list_reservations(problem: SchedulingProblem, method: str) -> list[Reservati
 
 
 def priority_classes(problem: SchedulingProblem) -> list[tuple[TaskDemand, ...]]:
-    """The tasks that wait, by priority, highest first."""
+    """Group the waiting tasks by priority, highest first."""
     priorities = sorted({demand.priority for demand in problem.pending}, reverse=True)
     return [tuple(demand for demand in problem.pending if demand.priority == priority) for priority in priorities]
 
@@ -49,13 +138,13 @@ def reservations_in_order(
     taken: Iterable[Reservation] = (),
     is_strict: bool = False,
 ) -> list[Reservation]:
-    """Reservations for ``order``, on the GPUs that running tasks and the reservations ``taken`` leave.
+    """Make reservations for ``order``, on the GPUs that running tasks and the reservations ``taken`` leave free.
 
     Args:
         problem: The scheduling problem.
         order: Tasks in the order of their starts.
         taken: Reservations made before.
-        is_strict: No task starts before one that is earlier in the order.
+        is_strict: Whether no task starts before one that is earlier in the order.
     """
     return _Machine(problem, taken, is_strict=is_strict).run(order)
 
@@ -72,7 +161,7 @@ class _Room:
         self.advance(0.0)
 
     def advance(self, now: float) -> None:
-        """Release GPUs of ended tasks, and take those reserved from now on."""
+        """Release the GPUs of ended tasks, and take the GPUs whose reservation begins now."""
         while self._ends and self._ends[0][0] <= now:
             self.free += heapq.heappop(self._ends)[1]
         while self._reserved and self._reserved[-1][0] <= now:
@@ -85,7 +174,7 @@ class _Room:
         heapq.heappush(self._ends, (end, count))
 
     def free_for(self, count: int, now: float) -> float:
-        """How long from now ``count`` GPUs are free; 0 if they are not."""
+        """Return how long from now ``count`` GPUs are free; 0 if they are not."""
         if self.free < count:
             return 0.0
         if not self._reserved:
@@ -102,7 +191,7 @@ class _Room:
 
 
 class _Machine:
-    """The cluster under a clock that goes from one change to the next."""
+    """The cluster under a clock that jumps from one change to the next."""
 
     def __init__(self, problem: SchedulingProblem, taken: Iterable[Reservation], *, is_strict: bool) -> None:
         self._problem = problem
@@ -134,7 +223,7 @@ class _Machine:
         heapq.heapify(self._changes)
         for demand in order:
             heapq.heappush(self._changes, demand.release_s)
-        # Tasks of one shape differ in their durations and releases alone: if a place is free, the first of them has it.
+        # Tasks of one shape differ only in duration and release, so the first one that fits gets a free place.
         shapes: dict[tuple[int, str], list[tuple[int, TaskDemand]]] = {}
         for position, demand in enumerate(order):
             shape = (0, "") if self._is_strict else (demand.num_gpus, demand.tenant)
@@ -160,12 +249,13 @@ class _Machine:
             heads.remove(head)
             _, index, counts, queue = head
             reservations.append(self._start(queue.pop(index)[1], counts))
-            # Fewer GPUs are free: tasks that could not start before still cannot, and others may not any more.
+            # Fewer GPUs are free now, so only queues that had a task to start can still have one.
             queues = [queue, *(other for *_, other in heads)]
             heads = [(*found, queue) for queue in queues if (found := self._first(queue)) is not None]
 
     def _first(self, queue: Sequence[tuple[int, TaskDemand]]) -> tuple[int, int, dict[str, int]] | None:
-        """Position in the order, index in the queue and nodes of the first task in a queue that can start now."""
+        """Return position in the order, index in the queue and nodes of the first task of a queue that can start
+        now."""
         longest = math.inf
         for index, (position, demand) in enumerate(queue):
             if demand.release_s <= self._now and demand.duration_s <= longest:
@@ -177,7 +267,7 @@ class _Machine:
         return None
 
     def _fit(self, demand: TaskDemand) -> tuple[dict[str, int] | None, float]:
-        """GPUs by node for ``demand`` from now on, or else the longest duration for which there are any."""
+        """Return GPUs by node for ``demand`` from now on, or None and the longest duration for which GPUs are free."""
         count, tenant = demand.num_gpus, self._tenants.get(demand.tenant)
         allowed = math.inf if tenant is None else tenant.free_for(count, self._now)
         if not allowed:
@@ -187,7 +277,7 @@ class _Machine:
         num_nodes = self._fewest_nodes[count]
         found: list[tuple[float, dict[str, int]]] = []
         if num_nodes == 1:
-            # The fullest node with enough free GPUs comes first, so that large gaps stay for large tasks.
+            # Prefer the fullest node with enough free GPUs, so that large gaps stay free for large tasks.
             names = sorted((room.free, name) for name, room in self._nodes.items() if room.free >= count)
             found = [(self._nodes[name].free_for(count, self._now), {name: count}) for _, name in names]
         else:

@@ -12,36 +12,32 @@ from typing import Any
 from alto.errors import UnsupportedError
 from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
-from alto.scheduler.inter_task.lists import list_reservations, priority_classes
-from alto.scheduler.inter_task.outcome import makespan_of, schedule_from
-from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand
-from alto.scheduler.inter_task.reservations import Reservation, fewest_nodes, place
-
-__all__ = ["milp_schedule"]
+from alto.scheduler.inter_task.lists import Reservation, fewest_nodes, list_reservations, place, priority_classes
+from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, makespan_of, schedule_from
 
 _TOLERANCE = 1e-6
 """Tolerance of SCIP's constraints."""
 
 _BUILD_SHARE = 0.25
-"""Share of the time limit for building a program; one that takes longer would not be solved in the rest."""
+"""Share of the time limit for building a program; a program that takes longer would not be solved in the rest."""
 
 _READ_SHARE = 1.5
-"""As a multiple of the build time: the time in which SCIP reads and simplifies a program without checking its limit."""
+"""Time in which SCIP reads and simplifies a program without checking its limit, as a multiple of the build time."""
 
 _Machine = tuple[str, str, int]
-"""A GPU of a node, or a share of a tenant's quota: what it is, of whom, and its number."""
+"""A GPU of a node, or a share of a tenant's quota: ``node`` or ``tenant``, the name, and an index."""
 
 
 def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedule:
-    """The least makespan, by SCIP; priorities are solved highest first, and earlier results are fixed.
+    """Find the least makespan with SCIP; priorities are solved highest first, and earlier results are fixed.
 
-    For every task a start, and for every task and GPU whether it runs there; for every two tasks which comes first,
-    which binds where they share a GPU: ``start_j >= end_i - M (3 - before_ij - on_ig - on_jg)``. A task is on one node
-    where any is large enough. A tenant's quota is that many GPUs more, which each of its tasks takes as many of as it
-    has of the real ones.
+    The variables are a start for every task, for every task and GPU whether it runs there, and for every two tasks
+    which one comes first. The order matters only for two tasks that share a GPU: ``start_j >= end_i - M (3 - before_ij
+    - on_ig - on_jg)``. A task is on one node if any is large enough. A tenant's quota is modeled as that many extra
+    GPUs; each of its tasks takes as many of them as of the real GPUs.
 
-    Where the time ends before there is a better schedule, that of ``lpt``, with a notice. The time limit includes
-    building the program, which has as many constraints as there are pairs of tasks times GPUs.
+    If the time ends before a schedule is found, the schedule of ``lpt`` is returned, with a notice. The time limit
+    includes building the program, which has a constraint for each pair of tasks and each GPU.
 
     Raises:
         UnsupportedError: OR-tools is not installed.
@@ -104,15 +100,15 @@ class _Solved:
 
 
 class _Model:
-    """The program for tasks of which those ``taken`` keep their start and nodes.
+    """The program for all tasks of ``problem``; the reservations ``taken`` keep their start and nodes.
 
-    Time counts in shares of the horizon, so that the paper's ``M`` is 1.
+    Times are shares of the horizon, so the paper's ``M`` is 1.
 
     Args:
-        build_by: When the program must have been made, by ``time.monotonic``.
+        build_by: Deadline for building the program, by ``time.monotonic``.
 
     Raises:
-        _OutOfTimeError: It was not.
+        _OutOfTimeError: The program was not built in time.
     """
 
     def __init__(
@@ -197,7 +193,7 @@ class _Model:
         held: list[tuple[_Machine, float]] = []
         for task in sorted(self._problem.running, key=lambda task: -task.remaining_s):
             held += [(("node", gpu.node, gpu.index), task.remaining_s) for gpu in task.gpus]
-            # A tenant may hold more than its quota, if that was lowered: then the last to end count.
+            # A tenant may hold more GPUs than its quota if the quota was lowered; then the last to end count.
             for index in [index for index, end in enumerate(shares.get(task.tenant, ())) if not end][: len(task.gpus)]:
                 shares[task.tenant][index] = task.remaining_s
                 held.append((("tenant", task.tenant, index), task.remaining_s))

@@ -6,14 +6,10 @@ from alto.errors import SpecError
 from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
 from alto.scheduler.inter_task.cp_sat import cp_sat_schedule
-from alto.scheduler.inter_task.lists import LIST_METHODS, list_reservations
+from alto.scheduler.inter_task.lists import LIST_METHODS, list_reservations, place
 from alto.scheduler.inter_task.milp import milp_schedule
-from alto.scheduler.inter_task.outcome import schedule_from
-from alto.scheduler.inter_task.problem import SchedulingProblem
-from alto.scheduler.inter_task.reservations import place
-from alto.scheduler.inter_task.sharing_search import apart, colocated
-
-__all__ = ["METHODS", "schedule_tasks"]
+from alto.scheduler.inter_task.problem import SchedulingProblem, schedule_from
+from alto.scheduler.inter_task.sharing import apart, colocated
 
 METHODS = ("cp-sat", "milp", *LIST_METHODS)
 
@@ -26,21 +22,21 @@ def schedule_tasks(
     hint: Schedule | None = None,
     gap: float = 0.0,
 ) -> Schedule:
-    """A schedule of the tasks of ``problem`` that wait.
+    """Make a schedule of the waiting tasks of ``problem``.
 
-    Which of them share an executor is decided first (:func:`colocated`); every method then places executors. ``fifo``
-    never shares: it is the baseline of batching alone, first come first served.
+    First it is decided which tasks share an executor (:func:`colocated`); then the method places executors. ``fifo``
+    never shares: it is the baseline that only batches jobs, first come, first served.
 
     Args:
         method: One of :data:`METHODS`, in any case.
-        time_limit_s: A solver that has not proven its schedule by then gives the best it has. Loading OR-tools, about
-            a second in a new process, comes before.
-        hint: An earlier schedule of some of the tasks, from whose order and nodes ``cp-sat`` starts.
-        gap: Share of the bound by which a schedule may be longer that ``cp-sat`` looks no further for a better one.
+        time_limit_s: Time limit of a solver; if it has not proven its schedule by then, it returns its best one.
+            Loading OR-tools, about a second in a new process, comes on top.
+        hint: An earlier schedule of some of the tasks; ``cp-sat`` starts from its order and nodes.
+        gap: Relative distance from the bound at which ``cp-sat`` stops searching.
 
     Raises:
         SpecError: The method is unknown.
-        UnsupportedError: The method needs OR-tools, which are not installed.
+        UnsupportedError: The method needs OR-tools, which is not installed.
     """
     name = method.lower()
     if name not in METHODS:
@@ -53,7 +49,7 @@ def schedule_tasks(
 def _schedule(
     problem: SchedulingProblem, name: str, *, time_limit_s: float, hint: Schedule | None, gap: float
 ) -> Schedule:
-    """A schedule of tasks that do not share."""
+    """Make a schedule of tasks that do not share."""
     if name == "cp-sat":
         return cp_sat_schedule(problem, time_limit_s=time_limit_s, hint=hint, gap=gap)
     if name == "milp":

@@ -11,15 +11,14 @@ from alto.errors import ScheduleError
 from alto.records import Gpu, Placement, Schedule
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand
 
-__all__ = ["check_schedule"]
-
 _ROUNDING = 1e-9
-"""Two times that differ by less, relative to the larger, are one."""
+"""Relative difference below which two times count as equal."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Use:
-    """One executor: its GPUs, their tenant, when it has them at least, and its tasks, running and placed."""
+    """One executor: its GPUs and their tenant, the shortest span for which it holds them, and its running and placed
+    tasks."""
 
     gpus: tuple[Gpu, ...]
     tenant: str
@@ -36,15 +35,16 @@ class _Use:
 def check_schedule(problem: SchedulingProblem, schedule: Schedule) -> None:
     """Check that ``schedule`` solves ``problem``.
 
-    Every task that waits is placed once, as it was asked for; no GPU is used by two executors at a time, or before the
-    task that runs on it ends; tasks are on one node where any is large enough, else on as few as can be; no task starts
-    before it is released; no tenant has more GPUs than its quota while a task of its own is placed; and no bound is
-    above the makespan.
+    - Every waiting task is placed once, as requested, and does not start before its release.
+    - No GPU is used by two executors at a time, or before the task that runs on it ends.
+    - A task is on one node if any is large enough, else on as few as possible.
+    - No tenant exceeds its quota at the start of one of its tasks.
+    - The bound is not above the makespan.
 
-    Tasks that share an executor have the same base, priority and single GPU; tenants without a quota may share with
-    each other, one that has a quota with itself only; they fit into memory together; they start together, or while the
-    executor that they join runs; each takes as long as alone or longer, and all together no less than their own work
-    and the largest of their step parts. Any other task takes exactly as long as it was asked for.
+    Tasks that share an executor have the same base model, priority and single GPU, and fit into memory together. A
+    tenant with a quota shares only with itself; tenants without a quota may share with each other. They start together,
+    or while the executor that they join runs. Each takes at least as long as alone, and all together take at least the
+    sum of their own work plus the largest of their step parts. Any other task takes exactly its requested duration.
 
     Raises:
         ScheduleError: A condition does not hold.
@@ -104,7 +104,7 @@ def _check_gpus(problem: SchedulingProblem, placement: Placement) -> None:
 
 
 def _uses(problem: SchedulingProblem, schedule: Schedule) -> dict[str | int, _Use]:
-    """Every executor: by its name, or by a number where it has none."""
+    """Return every executor by its name, or by a number if it has none."""
     demands = {demand.task: demand for demand in problem.pending}
     numbers = itertools.count()
     uses: dict[str | int, _Use] = {}
@@ -118,7 +118,7 @@ def _uses(problem: SchedulingProblem, schedule: Schedule) -> dict[str | int, _Us
         new = _Use(gpus=placement.gpus, tenant=tenant, start_s=placement.start_s, end_s=placement.end_s)
         uses.setdefault(placement.executor or next(numbers), new).placed.append(placement)
     for use in uses.values():
-        # What runs there does not end before it has done the own work of those that join, too.
+        # The running tasks of an executor share it with the tasks that join, so it also does their own work.
         joined_s = sum(_own_s(demands[placement.task]) for placement in use.placed) if use.running else 0.0
         use.end_s = max(use.end_s + joined_s, *(placement.end_s for placement in use.placed), 0.0)
     return uses
@@ -142,10 +142,12 @@ def _check_shared(problem: SchedulingProblem, executor: str, use: _Use) -> None:
         ("GPU", {use.gpus, *(placement.gpus for placement in use.placed)}),
     ):
         if len(found) > 1:
-            raise ScheduleError(f"{where}: expected tasks of one {what}, found {found}")
+            raise ScheduleError(f"{where}: expected tasks with the same {what}, found {found}")
     tenants = {task.tenant for task in tasks}
     if len(tenants) > 1 and not tenants.isdisjoint(problem.quotas):
-        raise ScheduleError(f"{where}: expected a tenant that has a quota alone, found {', '.join(sorted(tenants))}")
+        raise ScheduleError(
+            f"{where}: expected no other tenants beside a tenant with a quota, found {', '.join(sorted(tenants))}"
+        )
     if len(sharings) > 1:
         need_bytes = max(sharing.pass_bytes for sharing in sharings)
         need_bytes += max(sharing.slot_bytes for sharing in sharings) * sum(sharing.num_slots for sharing in sharings)
@@ -192,7 +194,7 @@ def _check_overlaps(uses: Sequence[_Use]) -> None:
 def _check_quotas(problem: SchedulingProblem, uses: Sequence[_Use]) -> None:
     for tenant, quota in problem.quotas.items():
         theirs = [use for use in uses if use.tenant == tenant]
-        # More are in use only from the start of an executor on.
+        # The number of GPUs in use can rise only when an executor starts.
         for at_s in {use.start_s for use in theirs if not use.running}:
             count = sum(
                 len(use.gpus)

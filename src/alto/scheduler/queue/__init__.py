@@ -1,24 +1,27 @@
 """Decides which task starts when: a pure state machine driven by events."""
 
-from alto.scheduler.queue.actions import Action, GaveUp, Planned, StartTask, StopTask
 from alto.scheduler.queue.events import (
+    Action,
     Failed,
     Finished,
+    GaveUp,
     GpuAdded,
     GpuLost,
     Offered,
+    Planned,
     Prioritised,
     Profiled,
     Progressed,
     QueueEvent,
     Started,
+    StartTask,
     Stopped,
+    StopTask,
     Submitted,
     Woken,
 )
 from alto.scheduler.queue.queue import Queue, Solve
-from alto.scheduler.queue.settings import QueueSettings
-from alto.scheduler.queue.task import QueuedTask, TaskState
+from alto.scheduler.queue.task import QueuedTask, QueueSettings, TaskState
 
 __all__ = [
     "Action",

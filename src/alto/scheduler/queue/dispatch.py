@@ -1,17 +1,85 @@
-"""Finds the tasks that start now: a small problem, independent of how many tasks wait and run."""
+"""Finds the tasks that start now: a small problem, whose size does not depend on the number of waiting and running
+tasks.
+"""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from alto.records import Node, Schedule
-from alto.scheduler.inter_task import SchedulingProblem, TaskDemand, fewest_nodes, schedule_tasks
-from alto.scheduler.queue.waiting import Waiting
+from alto.scheduler.inter_task import LIST_ORDERS, SchedulingProblem, TaskDemand, fewest_nodes, schedule_tasks
+from alto.scheduler.queue.task import QueuedTask
 
-__all__ = ["schedule_of_now"]
+_Entry = tuple[tuple[float, ...], int, QueuedTask]
+_number = attrgetter("number")
+
+
+class Waiting:
+    """The waiting tasks, kept in both orders as they come and go, so that a plan does not sort thousands of tasks.
+
+    Args:
+        list_method: List method of the second order.
+    """
+
+    def __init__(self, list_method: str) -> None:
+        self._order = LIST_ORDERS[list_method]
+        self._is_strict = list_method == "fifo"
+        self._by_number: list[QueuedTask] = []
+        self._shapes: dict[tuple[int, str], list[_Entry]] = {}
+        self._priorities: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[QueuedTask]:
+        return iter(self._by_number)
+
+    @property
+    def has_priorities(self) -> bool:
+        """Whether priorities differ."""
+        return len(self._priorities) > 1
+
+    def add(self, task: QueuedTask) -> None:
+        bisect.insort(self._by_number, task, key=_number)
+        bisect.insort(self._shapes.setdefault(self._shape(task), []), self._entry(task))
+        self._priorities[task.demand.priority] += 1
+
+    def remove(self, task: QueuedTask) -> None:
+        """Remove ``task``, whose demand must be unchanged since it was added."""
+        del self._by_number[bisect.bisect_left(self._by_number, task.number, key=_number)]
+        shape = self._shapes[self._shape(task)]
+        del shape[bisect.bisect_left(shape, self._entry(task))]
+        self._priorities[task.demand.priority] -= 1
+        if not self._priorities[task.demand.priority]:
+            del self._priorities[task.demand.priority]
+
+    def first(self, num_free: int, now_s: float) -> Iterable[Iterator[QueuedTask]]:
+        """Yield, for every shape, the first tasks in the method's order that fit on ``num_free`` GPUs together.
+
+        Tasks of one shape (GPUs and tenant) differ only in their durations, so later tasks of the shape cannot start
+        now. Under ``fifo`` all tasks are of one shape. Tasks that pause or are larger than the cluster are left out.
+        """
+        for entries in self._shapes.values():
+            yield _within((task for *_, task in entries if task.ready_s <= now_s and not task.waits_for), num_free)
+
+    def _shape(self, task: QueuedTask) -> tuple[int, str]:
+        return (0, "") if self._is_strict else (task.demand.num_gpus, task.demand.tenant)
+
+    def _entry(self, task: QueuedTask) -> _Entry:
+        return self._order(task.demand), task.number, task
+
+
+def _within(tasks: Iterable[QueuedTask], num_free: int) -> Iterator[QueuedTask]:
+    for task in tasks:
+        num_free -= task.demand.num_gpus
+        if num_free < 0:
+            return
+        yield task
 
 
 def schedule_of_now(
@@ -24,22 +92,22 @@ def schedule_of_now(
     in_use: Counter[str],
     now_s: float,
 ) -> Schedule | None:
-    """The tasks that start now in the list schedule of all that wait, none of which goes before another by priority.
+    """Return the tasks of the list schedule that start now. All waiting tasks must have the same priority.
 
-    A list schedule is greedy: the tasks that start now depend only on the free GPUs and quotas and on the order of the
-        tasks, not on later starts or ends. So only those GPUs and the first tasks of each shape are considered.
+    A list schedule is greedy: the tasks that start now depend only on the free GPUs, the quotas and the order of the
+    tasks, not on later starts or ends. So only the free GPUs and the first tasks of each shape are considered.
 
     Args:
-        waiting: Tasks that wait.
+        waiting: Waiting tasks.
         method: List method.
         nodes: Nodes of the cluster.
         free: The free GPUs of ``nodes``.
-        quotas: The most GPUs of a tenant at a time.
-        in_use: GPUs that each tenant has.
+        quotas: Most GPUs of each tenant at a time.
+        in_use: GPUs that each tenant holds.
         now_s: Time on the queue's clock.
 
     Returns:
-        The schedule without what starts later; None where no task can start.
+        The schedule without later starts; None if no task can start.
     """
     left = {tenant: max(0, quota - in_use[tenant]) for tenant, quota in quotas.items()}
     sizes = sorted((len(node.gpus) for node in free), reverse=True)
@@ -48,12 +116,12 @@ def schedule_of_now(
     def can_start(demand: TaskDemand) -> bool:
         count = demand.num_gpus
         if count not in fitting:
-            # On as few nodes as in the whole cluster, not on more nodes with a few free GPUs each.
+            # A task spans as few nodes as it would in an idle cluster, not more nodes with a few free GPUs each.
             fitting[count] = sum(sizes[: fewest_nodes(nodes, count)]) >= count
         return fitting[count] and count <= left.get(demand.tenant, count)
 
-    # A task that cannot start keeps later ones of its shape from starting, too. None shares: where so many tasks wait,
-    # every GPU has one, and who should share cannot be seen from the first tasks alone.
+    # A task that cannot start also blocks later tasks of its shape. No task shares an executor: with so many waiting
+    # tasks every GPU is busy, and the first tasks alone do not show which tasks should share.
     pending = [
         task.demand if task.demand.sharing is None else replace(task.demand, sharing=None)
         for tasks in waiting.first(sum(sizes), now_s)
@@ -69,5 +137,5 @@ def schedule_of_now(
         placements=placements,
         status="heuristic",
         bound_s=0.0,
-        notice=f"of {len(waiting)} tasks that wait, the {len(placements)} that start now",
+        notice=f"only the {len(placements)} tasks that start now, of {len(waiting)} waiting tasks",
     )

@@ -1,30 +1,14 @@
-"""The events that drive a queue. ``time_s`` is on the clock of its driver: real or virtual, never decreasing.
+"""The events that drive a queue. ``time_s`` is on the driver's clock: real or virtual, and never decreasing.
 
-``attempt`` identifies the executor of a task; one that was reported as lost may still send events.
+``attempt`` identifies one executor run of a task: an executor that was reported as lost may still send events.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from alto.records import Gpu
+from alto.records import Gpu, Schedule
 from alto.scheduler.inter_task import TaskDemand
-
-__all__ = [
-    "Failed",
-    "Finished",
-    "GpuAdded",
-    "GpuLost",
-    "Offered",
-    "Prioritised",
-    "Profiled",
-    "Progressed",
-    "QueueEvent",
-    "Started",
-    "Stopped",
-    "Submitted",
-    "Woken",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +30,7 @@ class Profiled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prioritised:
-    """A waiting task has another priority from now on."""
+    """A new priority of a waiting task."""
 
     time_s: float
     task: str
@@ -74,15 +58,14 @@ class Progressed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offered:
-    """A running task could continue on fewer GPUs; meanwhile it continues on all it has.
+    """An offer of a running task to continue on fewer GPUs; meanwhile it continues on all its GPUs.
 
     Attributes:
         time_s: Time on the queue's clock.
         task: Name of the task.
-        attempt: Number of the attempt.
         num_gpus: The smaller number of GPUs.
         duration_s: Remaining seconds on ``num_gpus`` GPUs, including the restart.
-        kept_duration_s: Remaining seconds on the GPUs it has.
+        kept_duration_s: Remaining seconds on its present GPUs.
     """
 
     time_s: float
@@ -109,11 +92,10 @@ class Failed:
     Attributes:
         time_s: Time on the queue's clock.
         task: Name of the task.
-        attempt: Number of the attempt.
         reason: Why it ended.
-        is_retryable: Whether another attempt may end otherwise.
-        remaining_s: Estimated seconds of the next attempt; None leaves the estimate.
-        came_further: Whether the attempt has saved progress: then the count of failures in a row restarts with it.
+        is_retryable: Whether another attempt may end differently.
+        remaining_s: Estimated seconds of the next attempt; None keeps the estimate.
+        came_further: Whether the attempt saved progress; the count of consecutive failures then restarts at 0.
     """
 
     time_s: float
@@ -135,7 +117,7 @@ class Stopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLost:
-    """A GPU is gone; a task that ran on it is the subject of a `Failed` before, with or after it."""
+    """A GPU is gone. A task that ran on it gets its own `Failed` event, before, with or after this event."""
 
     time_s: float
     gpu: Gpu
@@ -143,7 +125,7 @@ class GpuLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuAdded:
-    """A GPU joined, or came back."""
+    """A GPU joined or came back."""
 
     time_s: float
     gpu: Gpu
@@ -151,7 +133,7 @@ class GpuAdded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Woken:
-    """The requested wake-up time of the queue is reached."""
+    """The wake-up time requested by the queue has come."""
 
     time_s: float
 
@@ -170,3 +152,48 @@ QueueEvent = (
     | GpuAdded
     | Woken
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartTask:
+    """Launch the executor of a task, or resume the task if an earlier attempt left a checkpoint.
+
+    Attributes:
+        task: Name of the task.
+        gpus: Its GPUs.
+        attempt: Number of the attempt; 1 for the first.
+        executor: Name of the executor that trains the task, unique in the queue's life. If an earlier action named it,
+            it runs already and the task joins it. If empty, no other task joins.
+    """
+
+    task: str
+    gpus: tuple[Gpu, ...]
+    attempt: int
+    executor: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopTask:
+    """End an attempt of a task, but not of other tasks in its executor. The task keeps its GPUs until an event reports
+    its end."""
+
+    task: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """A new schedule of the waiting tasks and the reason for it, to be written to the journal."""
+
+    reason: str
+    schedule: Schedule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GaveUp:
+    """A task that will not be tried again."""
+
+    task: str
+    reason: str
+
+
+Action = StartTask | StopTask | Planned | GaveUp

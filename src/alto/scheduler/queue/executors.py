@@ -1,25 +1,93 @@
-"""The executors that run: their GPUs, and the tasks in each."""
+"""The running executors: their GPUs, and the tasks in each."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from alto.records import Gpu, Placement, Schedule, Sharing
+from alto.errors import SpecError
+from alto.records import Gpu, Node, Placement, Schedule, Sharing
 from alto.scheduler.inter_task import Member, RunningTask, finish_times_s, member_of, members_ending_at
-from alto.scheduler.queue.gpus import GpuPool
 from alto.scheduler.queue.task import LEAST_S, QueuedTask, TaskState
 
-__all__ = ["Executors"]
+
+class GpuPool:
+    """The GPUs of a cluster: the present ones, the free ones, and all that were ever declared.
+
+    Raises:
+        SpecError: Two nodes have the same name.
+    """
+
+    def __init__(self, nodes: Sequence[Node]) -> None:
+        names = [node.name for node in nodes]
+        twice = [name for name in names if names.count(name) > 1]
+        if twice:
+            raise SpecError(f"node: expected a unique name for each node, found {twice[0]!r} twice; rename one")
+        self._present = {Gpu(node.name, index) for node in nodes for index in node.gpus}
+        self._declared = set(self._present)
+        self._taken: set[Gpu] = set()
+        self.free = set(self._present)
+        self.nodes = self.declared_nodes = _nodes(self._present)
+        """Present nodes, without nodes that have no GPU left; and nodes with every GPU that they ever had."""
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    @property
+    def free_nodes(self) -> tuple[Node, ...]:
+        """The nodes that have free GPUs, with only the free ones."""
+        return _nodes(self.free)
+
+    def __contains__(self, gpu: Gpu) -> bool:
+        return gpu in self._present
+
+    def lose(self, gpu: Gpu) -> bool:
+        """Remove a lost GPU and return whether it was present."""
+        was_there = gpu in self._present
+        self._present.discard(gpu)
+        self.free.discard(gpu)
+        self.nodes = _nodes(self._present)
+        return was_there
+
+    def add(self, gpu: Gpu) -> bool:
+        """Add a GPU and return whether it is new; while a task still holds it, it is not free."""
+        if gpu in self._present:
+            return False
+        self._present.add(gpu)
+        self._declared.add(gpu)
+        self.nodes, self.declared_nodes = _nodes(self._present), _nodes(self._declared)
+        if gpu not in self._taken:
+            self.free.add(gpu)
+        return True
+
+    def take(self, gpus: Iterable[Gpu]) -> None:
+        gpus = set(gpus)
+        assert gpus <= self.free, f"{gpus - self.free} are not free"
+        self.free -= gpus
+        self._taken |= gpus
+
+    def give_back(self, gpus: Iterable[Gpu]) -> None:
+        """Release GPUs; a GPU that was lost meanwhile does not become free."""
+        gpus = set(gpus)
+        self._taken -= gpus
+        self.free |= gpus & self._present
+
+
+def _nodes(gpus: Iterable[Gpu]) -> tuple[Node, ...]:
+    indices: dict[str, list[int]] = {}
+    for gpu in sorted(gpus):
+        indices.setdefault(gpu.node, []).append(gpu.index)
+    return tuple(Node(name=name, gpus=tuple(found)) for name, found in indices.items())
+
 
 _OVERRUN = 0.1
-"""Estimated remaining time of a task that exceeds its estimate, as a share of its time so far."""
+"""Estimated remaining time of a task that has exceeded its estimate, as a share of its time so far."""
 
 _Key = tuple[str, str]
-"""The name of an executor; or nothing, and the one task that it has."""
+"""Executor name and an empty string, or an empty name and the only task of the executor."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,10 +95,10 @@ class _Executor:
     """One executor.
 
     Attributes:
-        gpus: Its GPUs, from its first task to its last.
-        tenant: Whose quota they count against: the tenant of the first task.
+        gpus: Its GPUs, held from the start of its first task to the end of its last.
+        tenant: Tenant of the first task; the GPUs count against this tenant's quota.
         tasks: Its tasks by name, in the order of their starts.
-        is_lost: One of its tasks was lost, so the executor probably was: no task may join it.
+        is_lost: Whether one of its tasks was lost. The executor probably was lost too, so no task may join it.
     """
 
     gpus: tuple[Gpu, ...]
@@ -40,14 +108,15 @@ class _Executor:
 
 
 class Executors:
-    """Which tasks have which GPUs. The first task of an executor takes its GPUs, the last gives them back.
+    """The running executors, and which tasks hold which GPUs.
 
-    Executors that others may join have names, each unique in the queue's life. Whenever a task joins or leaves, the
-    others are expected to end as the model of time says (:func:`finish_times_s`).
+    The first task of an executor takes its GPUs, and the last task gives them back. An executor that other tasks may
+    join has a name that is unique in the queue's life. When a task joins or leaves, the expected ends of the others are
+    updated by the model of time (:func:`finish_times_s`).
 
     Args:
         pool: GPUs of the cluster.
-        quotas: The most GPUs of a tenant at a time; an executor counts once.
+        quotas: Most GPUs of a tenant at a time; the GPUs of a shared executor count once.
     """
 
     def __init__(self, pool: GpuPool, quotas: Mapping[str, int]) -> None:
@@ -57,15 +126,16 @@ class Executors:
         self._tasks: dict[str, QueuedTask] = {}
         self._num_named = 0
         self.in_use: Counter[str] = Counter()
-        """GPUs by tenant."""
+        """GPUs in use by tenant."""
 
     @property
     def tasks(self) -> Mapping[str, QueuedTask]:
-        """The tasks that have GPUs, in the order of their starts."""
+        """The tasks that hold GPUs, in the order of their starts."""
         return MappingProxyType(self._tasks)
 
     def named(self, schedule: Schedule) -> Schedule:
-        """The schedule with the names of this queue for its new executors; those that run keep theirs."""
+        """Return the schedule with new executors renamed to names unique in this queue; running executors keep their
+        names."""
         running = {name for name, _ in self._executors}
         names: dict[str, str] = {}
         placements: list[Placement] = []
@@ -78,15 +148,15 @@ class Executors:
         return replace(schedule, placements=tuple(placements))
 
     def is_there(self, placement: Placement) -> bool:
-        """Whether the placement is in an executor that runs, on its GPU."""
+        """Return whether the placement is in a running executor, on its GPU, that the task may join."""
         executor = self._executors.get((placement.executor, "")) if placement.executor else None
         return executor is not None and executor.gpus == placement.gpus and self._may_be_joined(executor)
 
     def may_start(self, task: QueuedTask, placement: Placement) -> bool:
-        """Whether a task can start as placed: in an executor that runs, or on free GPUs within the quota."""
+        """Return whether a task can start as placed: in a running executor, or on free GPUs within the quota."""
         if self.is_there(placement):
             return True
-        # Tasks that the plan expected to end earlier may take longer.
+        # GPUs or quota may still be in use: a task that the plan expected to end by now may take longer.
         quota = self._quotas.get(task.demand.tenant, math.inf)
         return self.are_free(placement.gpus) and self.in_use[task.demand.tenant] + len(placement.gpus) <= quota
 
@@ -97,10 +167,10 @@ class Executors:
         """Begin an attempt of ``task`` where it is placed.
 
         Args:
-            task: The task; it may start.
-            placement: Where.
+            task: The task; :meth:`may_start` must be true.
+            placement: Where it runs.
             now_s: Time on the queue's clock.
-            is_open: Others may join later, if the task may share; its executor has a name then.
+            is_open: Whether other tasks may join later, if the task may share; the executor then has a name.
         """
         can_share = is_open and task.wanted.sharing is not None and task.demand.num_gpus == 1
         name = placement.executor or (self._new_name() if can_share else "")
@@ -123,10 +193,10 @@ class Executors:
         Args:
             task: The task.
             now_s: Time on the queue's clock.
-            is_lost: It failed in a way that may be its executor's end.
+            is_lost: Whether the task failed in a way that may mean the end of its executor.
 
         Returns:
-            Whether it shared its executor with others, until it was lost at least.
+            Whether the task shared its executor with others, now or until the executor was lost.
         """
         del self._tasks[task.name]
         key = _key(task.executor, task)
@@ -144,7 +214,7 @@ class Executors:
         return shared
 
     def running(self, now_s: float) -> tuple[RunningTask, ...]:
-        """The tasks that have GPUs, for the scheduler; those whose GPUs are all lost are left out."""
+        """Return the tasks that hold GPUs, for the scheduler; tasks whose GPUs are all lost are left out."""
         found = []
         for task in self._tasks.values():
             gpus = tuple(gpu for gpu in task.gpus if gpu in self._pool)
@@ -188,14 +258,14 @@ def _key(name: str, task: QueuedTask) -> _Key:
 
 
 def _members(tasks: Iterable[QueuedTask], now_s: float) -> list[Member]:
-    """The remaining work of tasks that share an executor, from their expected ends."""
+    """Return the remaining work of tasks that share an executor, computed from their expected ends."""
     found = list(tasks)
     ends_s = [max(task.expected_end_s - now_s, 0.0) for task in found]
     return members_ending_at(ends_s, [_step_share(task) for task in found])
 
 
 def _expect(tasks: Iterable[QueuedTask], members: list[Member], now_s: float) -> None:
-    """Note when ``tasks`` end, if nobody else comes or goes."""
+    """Set the expected ends of ``tasks``, assuming that no task joins or leaves."""
     for task, end_s in zip(tasks, finish_times_s(members), strict=True):
         task.expected_end_s = now_s + end_s
         task.planned_s = max(task.expected_end_s - task.started_s, LEAST_S)

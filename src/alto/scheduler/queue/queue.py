@@ -12,47 +12,47 @@ from types import MappingProxyType
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Placement, Schedule
 from alto.scheduler.inter_task import SchedulingProblem
-from alto.scheduler.queue.actions import Action, GaveUp, Planned, StartTask, StopTask
-from alto.scheduler.queue.dispatch import schedule_of_now
+from alto.scheduler.queue.dispatch import Waiting, schedule_of_now
 from alto.scheduler.queue.events import (
+    Action,
     Failed,
     Finished,
+    GaveUp,
     GpuAdded,
     GpuLost,
     Offered,
+    Planned,
     Prioritised,
     Profiled,
     Progressed,
     QueueEvent,
     Started,
+    StartTask,
     Stopped,
+    StopTask,
     Submitted,
     Woken,
 )
-from alto.scheduler.queue.executors import Executors
-from alto.scheduler.queue.gpus import GpuPool
-from alto.scheduler.queue.settings import MAX_ATTEMPTS_IN_ALL, QueueSettings
-from alto.scheduler.queue.task import LEAST_S, QueuedTask, TaskState
-from alto.scheduler.queue.waiting import Waiting
-
-__all__ = ["Queue", "Solve"]
+from alto.scheduler.queue.executors import Executors, GpuPool
+from alto.scheduler.queue.task import LEAST_S, MAX_ATTEMPTS_IN_ALL, QueuedTask, QueueSettings, TaskState
 
 Solve = Callable[[SchedulingProblem, Schedule | None], Schedule]
-"""Makes a schedule of the waiting tasks. Its hint is the rest of the previous plan, on the same clock; a task that it
-does not place waits for the next plan."""
+"""Makes a schedule of the waiting tasks. Its hint is the unstarted rest of the previous plan, on the same clock. A task
+that the schedule does not place waits for the next plan."""
 
 
 class Queue:
     """Decides which task starts when and where, while tasks and GPUs come and go and estimates change.
 
-    A plan is made whenever a task comes, ends or fails, when GPUs come or go, and when an estimate moves; tasks that
-    run stay where they are. A task is started when its planned start has come and its GPUs are free, never on GPUs
-    that the plan holds for one before it, and never beyond the quota of its tenant. A task that can continue on fewer
-    GPUs is restarted on fewer where others wait and the total time is reduced.
+    A plan is made when a task is submitted, ends or fails, when GPUs are added or lost, and when an estimate changes by
+    more than a set share. Running tasks stay where they are. A task starts when its planned start time has come and its
+    GPUs are free. It never takes GPUs that the plan holds for an earlier task, and never exceeds its tenant's quota. A
+    running task that offers to continue on fewer GPUs is restarted on them if other tasks wait and GPU seconds are
+    saved.
 
-    Tasks that may share are started in executors that others can join; see :class:`Executors`. A task that is to join
-    one starts at once, or waits for the next plan where that executor has ended. A task that was lost beside others has
-    an executor of its own from then on.
+    Tasks that may share start in executors that other tasks can join; see :class:`Executors`. A task planned to join an
+    executor starts at once, or waits for the next plan if that executor has ended. A task that was lost while it shared
+    an executor gets its own executor from then on.
 
     The queue has no clock and no side effects: events carry their time, and its driver carries out the actions.
     """
@@ -67,21 +67,21 @@ class Queue:
         self._executors = Executors(self._pool, settings.quotas)
         self._to_come: list[tuple[float, int, QueuedTask]] = []  # heap of tasks that may not start yet
         self._plan: Schedule | None = None
-        self._next: list[Placement] = []  # what the plan has not started yet, on the queue's clock
+        self._next: list[Placement] = []  # unstarted placements of the plan, on the queue's clock
 
     @property
     def tasks(self) -> Mapping[str, QueuedTask]:
-        """Every task there has ever been, in the order of submission."""
+        """All tasks ever submitted, in the order of submission."""
         return MappingProxyType(self._tasks)
 
     @property
     def plan(self) -> Schedule | None:
-        """The latest plan with its times on the queue's clock; None where nothing has been planned."""
+        """The latest plan, with its times on the queue's clock; None if there is none."""
         return self._plan
 
     @property
     def next_wake_s(self) -> float | None:
-        """When `Woken` is due, if no other event comes before; None where only other events can change anything."""
+        """When `Woken` is due if no other event comes before; None if only other events can change anything."""
         while self._to_come and (self._to_come[0][0] <= self._now_s or not _waits_until(*self._to_come[0])):
             heapq.heappop(self._to_come)
         wakes = [self._to_come[0][0]] if self._to_come else []
@@ -92,16 +92,16 @@ class Queue:
         return min(wakes, default=None)
 
     def apply(self, *events: QueueEvent) -> list[Action]:
-        """Handle events and return the actions to carry out. Events of one call lead to one plan.
+        """Handle events and return the actions to carry out. The events of one call lead to one plan.
 
-        Late events are ignored: events of an attempt that is not the latest, or of a task that has ended, and a new
-        estimate or priority of a task that no longer waits (`Profiled`, `Prioritised`), and a new estimate of one that
-        no longer runs (`Progressed`). A task that is to stop
-        has stopped when its executor has failed; one that finishes first is finished.
+        Late events are ignored: events of an old attempt or of a task that has ended, an estimate or priority of a task
+        that no longer waits (`Profiled`, `Prioritised`), and an estimate of a task that no longer runs (`Progressed`).
+        A task that is being stopped counts as stopped once its executor has failed; if it finishes first, it is
+        finished.
 
         Raises:
-            SpecError: A new task's name is taken, or its GPUs exceed those ever declared or its tenant's quota. Or a
-                task is unknown to the queue, or an estimate is not a duration. Then no event is handled.
+            SpecError: A new task's name is taken, or its GPUs exceed all GPUs ever declared or its tenant's quota. Also
+                raised if a task is unknown to the queue, or an estimate is not a duration. Then no event is handled.
         """
         self.check(*events)
         self._now_s = max([self._now_s, *(event.time_s for event in events)])
@@ -122,7 +122,7 @@ class Queue:
     # Events.
 
     def check(self, *events: QueueEvent) -> None:
-        """Check that :meth:`apply` would accept ``events``; raises the same errors."""
+        """Check that :meth:`apply` would accept ``events``; raise the same errors."""
         known = set()
         for event in events:
             match event:
@@ -131,15 +131,15 @@ class Queue:
                         raise SpecError(
                             f"task: expected a name that is new to the queue, found {demand.task!r} again; rename it"
                         )
-                    # Building the problem of this task alone, on all GPUs ever declared, raises its errors.
+                    # The constructor checks the task; all GPUs ever declared count, even if some are lost now.
                     SchedulingProblem(nodes=self._pool.declared_nodes, pending=(demand,), quotas=self._settings.quotas)
                     known.add(demand.task)
                 case GpuLost() | GpuAdded() | Woken():
                     pass
                 case _ if event.task not in self._tasks and event.task not in known:
                     raise SpecError(
-                        f"task: expected one that was submitted, found {event.task!r}; submit it first, or correct "
-                        "its name"
+                        f"task: expected the name of a submitted task, found {event.task!r}; submit the task first, or "
+                        "correct its name"
                     )
                 case (
                     Profiled(duration_s=estimate_s)
@@ -151,7 +151,7 @@ class Queue:
                     _check_estimate(event.task, estimate_s)
 
     def _take_in(self, event: QueueEvent, actions: list[Action]) -> str:
-        """Why ``event`` needs a new plan; empty where it does not."""
+        """Handle ``event`` and return why it needs a new plan; empty if it does not."""
         match event:
             case Submitted():
                 return self._submit(event)
@@ -177,7 +177,7 @@ class Queue:
                 self._waiting.remove(task)
                 task.demand = replace(task.demand, priority=priority)
                 self._waiting.add(task)
-                return f"{task.name} has priority {priority} now"
+                return f"{task.name} now has priority {priority}"
             case Profiled() | Prioritised():
                 return ""
         if not task.has_gpus or event.attempt != task.attempt:
@@ -224,12 +224,12 @@ class Queue:
         return ""
 
     def _take_offers(self, actions: list[Action]) -> None:
-        """End tasks that can continue on fewer GPUs, as long as others wait."""
+        """Stop running tasks that save GPU seconds on fewer GPUs, if other tasks wait."""
         for task in self._executors.tasks.values() if self._waiting else ():
             offer = task.offer
             if task.state is not TaskState.RUNNING or offer is None or offer.num_gpus >= len(task.gpus):
                 continue
-            # Saved GPU seconds count, not seconds of the task: other tasks wait for the GPUs.
+            # Compare GPU seconds, not seconds of the task, because other tasks wait for the GPUs.
             if offer.num_gpus * offer.duration_s < len(task.gpus) * offer.kept_duration_s:
                 task.state = TaskState.SHRINKING
                 actions.append(StopTask(task=task.name))
@@ -243,7 +243,7 @@ class Queue:
 
     def _fail(self, task: QueuedTask, event: Failed, actions: list[Action]) -> str:
         was_stopping, is_shrinking = task.state is TaskState.STOPPING, task.state is TaskState.SHRINKING
-        # A task that was to stop ends so by itself; its neighbours report where the executor was lost.
+        # A task that is being stopped also ends with `Failed`; if its executor was lost, the other tasks in it report.
         is_lost = event.is_retryable and not (was_stopping or is_shrinking or task.has_lost_gpu)
         if self._executors.leave(task, self._now_s, is_lost=is_lost) and is_lost:
             task.isolated_by = task.attempt
@@ -260,7 +260,7 @@ class Queue:
         if event.remaining_s is not None:
             task.demand = task.demand.lasting(max(event.remaining_s, LEAST_S))
         task.planned_s = task.demand.duration_s
-        # After the loss of a GPU no pause is needed.
+        # A lost GPU is not the task's fault, so it needs no pause.
         task.ready_s = self._now_s + (0.0 if task.has_lost_gpu else self._settings.pause_s(task.num_failures))
         if self._is_spent(task) and task.ready_s <= self._now_s:
             return self._give_up_spent(task, actions)
@@ -269,15 +269,17 @@ class Queue:
         return f"{task.name} {'lost a GPU' if task.has_lost_gpu else 'failed'}"
 
     def _verdict(self, task: QueuedTask, event: Failed) -> str:
-        """Why the task is not tried again; empty where it is. An executor whose GPU is lost cannot report it."""
+        """Return why the task is not tried again; empty if it is. An executor whose GPU is lost cannot report the
+        loss."""
         if not event.is_retryable and not task.has_lost_gpu:
-            return f"{event.reason} (another attempt would end the same)"
+            return f"{event.reason} (another attempt would fail in the same way)"
         if not event.came_further and task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
-            return f"{event.reason} (attempt {task.attempt}, those whose GPUs were lost among them)"
+            return f"{event.reason} (attempt {task.attempt}, counting attempts whose GPUs were lost)"
         return ""
 
     def _is_spent(self, task: QueuedTask) -> bool:
-        """Whether it is given up after its pause, unless its last failure is attributed to a lost GPU before that."""
+        """Return whether the task has used up its attempts; it is given up after its pause, unless a lost GPU explains
+        a failure."""
         return task.num_failures >= self._settings.max_attempts
 
     def _give_up_spent(self, task: QueuedTask, actions: list[Action]) -> str:
@@ -291,8 +293,10 @@ class Queue:
         return f"{task.name} was given up"
 
     def _forgive(self, gpu: Gpu) -> None:
-        """A task that failed on a GPU which is now reported as lost, and pauses since, does not count the failure or
-        pause, and may share as before."""
+        """Cancel the last failure and the pause of waiting tasks that failed on ``gpu``, which is now reported as lost.
+
+        These tasks may start at once, and may share an executor again.
+        """
         for task in self._waiting:
             if gpu in task.gpus and task.ready_s >= self._now_s and not task.has_lost_gpu:
                 task.has_lost_gpu = True
@@ -306,7 +310,7 @@ class Queue:
         before, task.planned_s = task.planned_s, max(estimate_s, LEAST_S)
         return f"{task.name} is now estimated to take {estimate_s:.4g} s, not {before:.4g} s"
 
-    # Waiting tasks and owners of GPUs.
+    # Waiting and ended tasks.
 
     def _wait(self, task: QueuedTask) -> None:
         self._waiting.add(task)
@@ -384,13 +388,13 @@ class Queue:
         num_gpus = len(self._pool)
         for task in tasks:
             wanted = task.demand.num_gpus
-            task.waits_for = f"{wanted} GPUs, of which {num_gpus} are there" if wanted > num_gpus else ""
+            task.waits_for = f"{wanted} GPUs; the cluster has {num_gpus}" if wanted > num_gpus else ""
 
     def _forget_plan(self) -> None:
         self._plan, self._next = None, []
 
     def _rest_of_plan(self) -> Schedule | None:
-        """What the plan has not started yet, its times from now on."""
+        """Return the unstarted part of the plan, with times counted from now."""
         if self._plan is None:
             return None
         waiting = [found for found in self._next if self._tasks[found.task].state is TaskState.WAITING]

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from alto.errors import SpecError
 from alto.records import Gpu
-from alto.scheduler.inter_task import TaskDemand
+from alto.scheduler.inter_task import LIST_METHODS, TaskDemand
 from alto.scheduler.queue.events import Offered
-
-__all__ = ["LEAST_S", "QueuedTask", "TaskState"]
 
 LEAST_S = 1e-3
 """Smallest estimate of an attempt, in seconds."""
 
 
 class TaskState(StrEnum):
-    """State of a task; the last three are final."""
+    """The state of a task; the last three are final."""
 
     WAITING = "waiting"
     STARTING = "starting"
     RUNNING = "running"
     SHRINKING = "shrinking"
-    """Is being ended, to continue with fewer GPUs; until its end it keeps its GPUs."""
+    """Being stopped, to continue on fewer GPUs; keeps its GPUs until its end is reported."""
     STOPPING = "stopping"
-    """Is being ended; until its end is reported it keeps its GPUs."""
+    """Being stopped for good; keeps its GPUs until its end is reported."""
     FINISHED = "finished"
     FAILED = "failed"
     STOPPED = "stopped"
@@ -35,24 +36,23 @@ class QueuedTask:
     """One task of a queue. Only the queue changes it; times are on the queue's clock.
 
     Attributes:
-        number: In the order of submission.
-        demand: Its demand, with the latest estimate of the next or running attempt; its release is ``ready_s``.
+        number: Position in the order of submission.
+        demand: Its demand, with the latest estimate for the next or running attempt; ``ready_s`` replaces its release.
         submitted_s: When it was submitted.
-        ready_s: It starts no earlier: its release, or the end of its pause after a failure.
+        ready_s: Earliest start: its release, or the end of its pause after a failure.
         planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
-        state: Its state.
-        attempt: The latest one; 0 before the first.
-        num_failures: Attempts that count against the cap.
-        gpus: Of the latest attempt.
-        executor: Of the latest attempt: tasks with the same one share it; empty: nobody may join it.
-        isolated_by: Attempt that was lost while it shared its executor: since then the task shares with nobody, so that
-            a neighbour that ends the executor does not end this task again; 0: none was.
-        started_s, expected_end_s: Of the latest attempt.
+        attempt: Number of the latest attempt; 0 before the first.
+        num_failures: Failures that count towards ``max_attempts``.
+        gpus: GPUs of the latest attempt.
+        executor: Executor of the latest attempt. Tasks with the same name share it; empty: no other task may join it.
+        isolated_by: Attempt that was lost while it shared its executor; 0 if none was. Since then the task does not
+            share, so that another task that crashes the executor cannot end this task again.
+        started_s, expected_end_s: Start and expected end of the latest attempt.
         ended_s: When it finished, failed for good or was stopped.
-        offer: Remaining seconds of the latest attempt on fewer GPUs; None where it was not reported.
+        offer: Offer of the latest attempt to continue on fewer GPUs; None if it made none.
         has_lost_gpu: Whether a GPU of the latest attempt was lost while it ran, or in the pause after it.
-        reason: Why it failed last, or was given up.
-        waits_for: What is missing before it can be planned; empty where nothing is.
+        reason: Why it last failed, or was given up.
+        waits_for: The GPUs missing before it can be planned; empty if none are missing.
     """
 
     number: int
@@ -80,7 +80,7 @@ class QueuedTask:
 
     @property
     def wanted(self) -> TaskDemand:
-        """Its demand as it is planned now."""
+        """Its demand for the next plan, without sharing if the task is isolated."""
         return replace(self.demand, sharing=None) if self.isolated_by else self.demand
 
     @property
@@ -93,7 +93,7 @@ class QueuedTask:
         return self.ended_s is not None
 
     def begin_attempt(self, gpus: tuple[Gpu, ...], now_s: float, executor: str = "") -> None:
-        """Note that an executor is started on ``gpus``, or joined there."""
+        """Record that an executor was started on ``gpus``, or joined there."""
         self.state = TaskState.STARTING
         self.attempt += 1
         self.gpus = gpus
@@ -103,3 +103,59 @@ class QueuedTask:
         self.expected_end_s = now_s + self.demand.duration_s
         self.has_lost_gpu = False
         self.offer = None
+
+
+MAX_ATTEMPTS_IN_ALL = 10
+"""Limit of all attempts of a task, including attempts that lost a GPU, as a multiple of ``max_attempts``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueSettings:
+    """The settings of a queue for planning and retries.
+
+    Attributes:
+        quotas: Most GPUs that a tenant holds at a time; a tenant that is not listed has no limit.
+        estimate_change: Relative change of a task's estimated duration above which a new plan is made.
+        max_attempts: Number of failures after which a task is given up, at the end of the pause after its last failure.
+            An attempt that lost one of its GPUs does not count, even if the loss is reported during that pause. All
+            attempts together are limited to `MAX_ATTEMPTS_IN_ALL` times this number.
+        backoff_s: Pause after the first failure of a task; doubled after each further failure.
+        max_backoff_s: Longest pause.
+        max_planned: Number of waiting and running tasks above which a plan contains only the tasks that start now,
+            chosen by ``list_method``. This does not apply if waiting tasks differ in priority, because then later
+            starts of higher ones must be protected. None: no limit.
+        list_method: One of :data:`LIST_METHODS`.
+
+    Raises:
+        SpecError: A value is out of its bounds.
+    """
+
+    quotas: Mapping[str, int] = field(default_factory=dict)
+    estimate_change: float = 0.25
+    max_attempts: int = 3
+    backoff_s: float = 10.0
+    max_backoff_s: float = 600.0
+    max_planned: int | None = None
+    list_method: str = "lpt"
+
+    def __post_init__(self) -> None:
+        _check("max_attempts", self.max_attempts, least=1)
+        if self.max_planned is not None:
+            _check("max_planned", self.max_planned, least=0)
+        if self.list_method not in LIST_METHODS:
+            raise SpecError(
+                f"list_method: expected one of {', '.join(LIST_METHODS)}, found {self.list_method!r}; correct it"
+            )
+        for name in ("estimate_change", "backoff_s", "max_backoff_s"):
+            _check(name, getattr(self, name), least=0)
+        for tenant, quota in self.quotas.items():
+            _check(f"quota of tenant {tenant!r}", quota, least=1)
+
+    def pause_s(self, num_failures: int) -> float:
+        """Return the pause of a task after ``num_failures`` failures, in seconds."""
+        return min(self.max_backoff_s, self.backoff_s * 2.0 ** min(num_failures - 1, 60))
+
+
+def _check(name: str, value: float, *, least: int) -> None:
+    if not (math.isfinite(value) and value >= least):
+        raise SpecError(f"{name}: expected a number of at least {least}, found {value}; correct it")

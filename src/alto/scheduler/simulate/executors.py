@@ -1,4 +1,4 @@
-"""Simulated executors: how the tasks in them advance."""
+"""Simulated executors: how their tasks advance."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from alto.records import Gpu
 from alto.scheduler.inter_task import Member, alone_rates, finish_times_s, member_of
 from alto.scheduler.simulate.workload import SimulatedTask
 
-__all__ = ["Executor", "Outlook", "Work"]
-
 _TOLD_AT = 0.5
-"""Share of an attempt after which its executor reports its own pace."""
+"""Share of an attempt after which its executor reports an estimate of the remaining time."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,14 +19,13 @@ class Work:
     """The true state of a task.
 
     Attributes:
-        task: The task.
-        left_s: Seconds that the latest attempt had to do at its start, alone.
-        luck: Random values of its own.
-        attempt: The latest one.
-        gpus: Of the running attempt; empty where none runs.
+        left_s: Seconds of work that remained at the start of the latest attempt, when run alone.
+        luck: Random generator of this task.
+        attempt: Number of the latest attempt.
+        gpus: GPUs of the running attempt; empty if none runs.
         started_s: Start of the latest attempt.
         done_s: Seconds of `left_s` that the latest attempt had done when its executor last changed.
-        has_told: Whether it has reported its pace.
+        has_told: Whether the latest attempt has reported its remaining time.
     """
 
     task: SimulatedTask
@@ -42,25 +39,25 @@ class Work:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds that it has to do, alone."""
+        """Remaining seconds of work, when run alone."""
         return max(self.left_s - self.done_s, 0.0)
 
     @property
     def member(self) -> Member:
-        """What it has to do."""
+        """The remaining work, for the model of time."""
         return member_of(self.remaining_s, self.task.step_share * self.remaining_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outlook:
-    """What happens to a task if no task joins or leaves its executor before.
+    """A forecast for one task, valid while no task joins or leaves its executor.
 
     Attributes:
         work: The task.
-        end_s: When it ends, or is lost, by the virtual clock.
-        is_lost: Whether it is lost then, with its executor.
-        told_s: When it reports its pace; None: it does not.
-        remaining_s: What it reports.
+        end_s: When the task ends or is lost, by the virtual clock.
+        is_lost: Whether the task is then lost together with its executor.
+        told_s: When the task reports its remaining time; None if it does not.
+        remaining_s: The remaining time that it reports.
     """
 
     work: Work
@@ -75,10 +72,10 @@ class Executor:
     """One executor; its tasks advance by the model of time in :mod:`alto.scheduler.inter_task.colocation`.
 
     Attributes:
-        name: Of the queue; empty where nobody may join.
-        crash_s: When it is lost if it still runs, by the virtual clock.
+        name: Name in the queue; empty if no other task may join.
+        crash_s: When the executor is lost if it still runs, by the virtual clock.
         works: Its tasks.
-        version: Counts the tasks that have joined and left: an outlook of an earlier one is void.
+        version: Number of joins and leaves so far; a forecast made at an earlier version is void.
     """
 
     name: str
@@ -97,7 +94,7 @@ class Executor:
         self.works.remove(work)
 
     def outlooks(self) -> Iterator[Outlook]:
-        """What happens to each of its tasks, counted from the last change."""
+        """Yield the forecast for each of its tasks, counted from the last change."""
         members = [work.member for work in self.works]
         ends_s, rates = finish_times_s(members), alone_rates(members)
         for work, last_s, rate in zip(self.works, ends_s, rates, strict=True):

@@ -1,4 +1,4 @@
-"""One simulation: tasks and failures from the seed, scheduled by one method."""
+"""One simulation: tasks and failures drawn from the seed, scheduled by one method."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from alto.scheduler.simulate.workload import draw_tasks
 from alto.scheduler.simulate.world import World
 from alto.spec import Simulation
 
-__all__ = ["MAX_LISTED", "MAX_SOLVED", "nodes_of", "percentile", "simulate"]
-
 MAX_LISTED = 200
-"""Where more tasks wait and run, a list method places only those that start now, which starts the same tasks."""
+"""Number of waiting and running tasks above which a list method places only the tasks that start now; the same tasks
+start."""
 
 MAX_SOLVED = 100
-"""Where more tasks wait and run, ``lpt`` replaces a solver."""
+"""Number of waiting and running tasks above which ``lpt`` replaces a solver."""
 
 _LEAST_PLAN_S, _MOST_PLAN_S = 0.02, 1.0
-"""Time limit of a solver for one plan; on a cluster it is at most a second too."""
+"""Bounds of a solver's time limit for one plan; the upper bound is the same on a real cluster."""
 
 _GAP = 0.01
-"""Share of the bound by which a schedule may be longer that a solver looks no further, as on a cluster."""
+"""Relative distance from the bound at which a solver stops searching, as on a real cluster."""
 
 
 def nodes_of(simulation: Simulation) -> tuple[Node, ...]:
-    """The cluster of ``simulation``."""
+    """Return the nodes of the cluster of ``simulation``."""
     gpus = tuple(range(simulation.gpus_per_node))
     return tuple(Node(name=f"node-{number:04}", gpus=gpus) for number in range(simulation.nodes))
 
@@ -43,7 +42,7 @@ def simulate(
 ) -> SimulationOutcome:
     """Simulate ``method`` on the tasks of ``simulation``.
 
-    The result of a solver within its time limit depends on the machine; list methods are deterministic.
+    A solver's result within its time limit depends on the machine; list methods are deterministic.
 
     Args:
         simulation: Tasks and cluster.
@@ -52,7 +51,8 @@ def simulate(
         on_progress: Called regularly with the number of ended tasks and of all tasks.
 
     Raises:
-        SpecError: The method is unknown, or a task asks for more GPUs than there are, or than its tenant's quota.
+        SpecError: The method is unknown, or a task asks for more GPUs than the cluster has or its tenant's quota
+            allows.
     """
     name = method.lower()
     is_list = name in LIST_METHODS
@@ -99,7 +99,8 @@ def simulate(
 
 
 def _uses(attempts: Iterable[Placement]) -> list[tuple[tuple[Gpu, ...], float, float]]:
-    """GPUs, start and end of every executor, which has its GPUs from its first task to its last."""
+    """Return GPUs, start and end of every executor; it holds its GPUs from the start of its first task to the end of
+    its last."""
     uses: dict[str | int, tuple[tuple[Gpu, ...], float, float]] = {}
     for number, attempt in enumerate(attempts):
         _, start_s, end_s = uses.get(attempt.executor, (attempt.gpus, attempt.start_s, attempt.end_s))
@@ -109,10 +110,10 @@ def _uses(attempts: Iterable[Placement]) -> list[tuple[tuple[Gpu, ...], float, f
 
 
 class _Solver:
-    """Makes the plans of one simulation; those of a solver share its time, about one plan for each task that is open.
+    """Makes the plans of one simulation; a solver's time is shared by all plans, about one plan for each open task.
 
     Args:
-        seconds: For all plans; each gets `_LEAST_PLAN_S` even when they are used up.
+        seconds: Solver time for all plans; each plan gets at least `_LEAST_PLAN_S`, even when this is used up.
         num_open: Tasks that have not ended.
     """
 
@@ -130,5 +131,5 @@ class _Solver:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The least of ``values`` that ``share`` of them do not exceed; 0 where there are none."""
+    """Return the smallest of ``values`` that at least ``share`` of them do not exceed; 0 if there are none."""
     return sorted(values)[math.ceil(share * len(values)) - 1] if values else 0.0

@@ -28,33 +28,32 @@ from alto.scheduler.queue import (
 )
 from alto.scheduler.simulate.executors import Executor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
-from alto.spec import Simulation
-from alto.spec.trace import MIN_S
-
-__all__ = ["World"]
+from alto.spec import MIN_S, Simulation
 
 _MIN_GPU_CHANGES = 1000
 _CHANGES_PER_GPU = 20
-"""GPUs lost or back, while no task runs or rests, after which the tasks that wait are given up: each GPU was lost ten
-times then, and never were there as many as a task needs."""
+"""Limit of lost and returned GPUs while no task runs or pauses: above it, waiting tasks are given up.
+
+By then each GPU was lost ten times, and there were never as many GPUs as a task needs.
+"""
 
 
 class World:
     """Drives ``queue`` until every task has finished or was given up.
 
-    A task is given up as the queue does, or when GPUs have come and gone for long without ever being enough for it.
+    A task is given up when the queue gives it up, or when GPUs have come and gone many times without being enough for
+    it.
 
     Args:
         simulation: Tasks and failures.
-        queue: The queue.
         nodes: Nodes of the cluster.
         early_exit: Whether tasks have early exit.
 
     Attributes:
-        planned: Where every task was to run when it was first planned.
-        attempts: Where every attempt did run.
-        num_replans: Plans made.
-        planners: Methods that made them.
+        planned: Placement of every task in the first plan that includes it.
+        attempts: Actual placement of every attempt.
+        num_replans: Number of plans made.
+        planners: Methods that made the plans.
         now_s: The virtual clock.
     """
 
@@ -83,8 +82,7 @@ class World:
         self.now_s = 0.0
 
     def run(self, tasks: Sequence[SimulatedTask], observe: Callable[[int], None]) -> None:
-        """Run until all ``tasks`` have ended; ``observe`` is called after every event with the number of ended
-        tasks."""
+        """Run until all ``tasks`` have ended, and call ``observe`` with the number of ended tasks after every event."""
         shares = self._simulation.early_exit_shares if self._early_exit else (1.0,)
         expected_share = sum(shares) / len(shares)
         for task in tasks:
@@ -110,7 +108,7 @@ class World:
             observe(len(tasks) - len(self._open))
 
     def gpu_s(self, since_s: float) -> float:
-        """Seconds of all GPUs since then, without those when one was lost."""
+        """Return the GPU seconds since ``since_s``, without the time when a GPU was lost."""
         absences = [*self._absences, *((lost_s, self.now_s) for lost_s in self._lost_at.values())]
         lost_s = sum(max(0.0, end_s - max(start_s, since_s)) for start_s, end_s in absences)
         return len(self._gpu_luck) * max(0.0, self.now_s - since_s) - lost_s
@@ -145,7 +143,7 @@ class World:
             elif isinstance(action, StartTask):
                 self._begin(action)
             elif isinstance(action, GaveUp):
-                touched.add(action.task)  # with its last failure, or with the end of the pause after it
+                touched.add(action.task)  # given up at its last failure, or at the end of the pause after it
         self._open -= {name for name in touched if self._queue.tasks[name].has_ended}
 
     @staticmethod
@@ -153,7 +151,7 @@ class World:
         return all(isinstance(event, GpuLost | GpuAdded) for event in events)
 
     def _at(self, time_s: float, event: QueueEvent, executor: Executor | None = None) -> None:
-        """Let ``event`` happen then; of ``executor``, only if no task joins or leaves it before."""
+        """Schedule ``event`` for ``time_s``; if ``executor`` is given, only if no task joins or leaves it before."""
         version = executor.version if executor is not None else 0
         heapq.heappush(self._to_come, (time_s, next(self._order), event, executor, version))
 
@@ -182,7 +180,7 @@ class World:
         return next((found for found in self._executors.values() if found.name == name), None)
 
     def _foresee(self, executor: Executor) -> None:
-        """Let happen what happens to the tasks of ``executor`` if it does not change before."""
+        """Schedule the events of the tasks of ``executor``, valid while it does not change."""
         for outlook in executor.outlooks():
             name, attempt, end_s = outlook.work.task.name, outlook.work.attempt, outlook.end_s
             if outlook.told_s is not None:
@@ -194,11 +192,11 @@ class World:
             self._at(end_s, end, executor)
 
     def _happen(self, event: QueueEvent) -> list[QueueEvent]:
-        """The queue's events for ``event``."""
+        """Apply ``event`` to the simulated cluster and return the resulting events for the queue."""
         match event:
             case Finished(task=task) | Failed(task=task) | Progressed(task=task) | Started(task=task):
                 work = self._works[task]
-                # An executor that was lost with its GPU has no more events.
+                # An attempt that was lost with its GPU sends no more events.
                 if work.attempt != event.attempt or not work.gpus:
                     return []
                 work.has_told = work.has_told or isinstance(event, Progressed)
@@ -224,7 +222,7 @@ class World:
             self._at(at_s, GpuLost(time_s=at_s, gpu=gpu))
 
     def _fail(self, work: Work, reason: str) -> Failed:
-        """End an attempt; what was done since the last checkpoint is lost."""
+        """End an attempt, and drop the work done since its last checkpoint."""
         self._end_attempt(work)
         interval_s = self._simulation.checkpoint_interval_s
         saved_s = work.done_s - (work.done_s % interval_s if interval_s else 0.0)
@@ -258,7 +256,7 @@ class World:
 
 
 def _sharing(task: SimulatedTask, duration_s: float) -> Sharing:
-    """Memory is not simulated: any tasks fit together."""
+    """Return the task's sharing facts; memory is not simulated, so any tasks fit together."""
     return Sharing(
         base=task.task.base,
         step_s=task.step_share * duration_s,

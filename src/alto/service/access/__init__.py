@@ -1,9 +1,10 @@
-"""Who may do what: keys, tenants, and limits on requests."""
+"""Access control: keys, tenants, and limits on requests."""
 
 from alto.service.access.keys import (
     DEFAULT_TENANT,
     SCOPES,
     Caller,
+    RateLimiter,
     caller_of,
     create_key,
     create_tenant,
@@ -11,7 +12,6 @@ from alto.service.access.keys import (
     list_keys,
     revoke_key,
 )
-from alto.service.access.rates import RateLimiter
 
 __all__ = [
     "DEFAULT_TENANT",

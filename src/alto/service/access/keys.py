@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import secrets
-from collections.abc import Collection, Mapping
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +18,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from alto.errors import ServiceError
+from alto.service.errors import TooManyRequestsError
 from alto.service.ids import new_id, now
 from alto.service.store.tables import KeyRow, Tenant
-
-__all__ = [
-    "DEFAULT_TENANT",
-    "SCOPES",
-    "Caller",
-    "caller_of",
-    "create_key",
-    "create_tenant",
-    "has_keys",
-    "list_keys",
-    "revoke_key",
-]
 
 SCOPES = ("read", "write", "chat")
 """``read`` sees files, jobs and models; ``write`` creates, changes and deletes them; ``chat`` talks to models."""
@@ -40,13 +33,11 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Whose request it is, and what it may do.
+    """The tenant and the permissions of a request.
 
     Attributes:
-        tenant: Name of the tenant.
-        scopes: Of its key.
-        key: Id of the key; empty where the service needs none.
-        requests_per_s: The tenant's own limit; None where it has none.
+        key: Id of the key; empty if the service needs none.
+        requests_per_s: The tenant's own limit; None if it has none.
     """
 
     tenant: str
@@ -56,10 +47,10 @@ class Caller:
 
 
 def create_tenant(session: Session, name: str, limits: Mapping[str, Any] | None = None) -> Tenant:
-    """The tenant of that name, made where it is not there; ``limits`` replace those that it has.
+    """Return the tenant ``name``, creating it if necessary; ``limits`` replace its present limits.
 
     Raises:
-        ServiceError: The name is not one.
+        ServiceError: The name is invalid.
     """
     if _NAME.fullmatch(name) is None:
         raise ServiceError(
@@ -84,10 +75,10 @@ def create_tenant(session: Session, name: str, limits: Mapping[str, Any] | None 
 def create_key(
     session: Session, tenant: str, *, name: str = "", scopes: Collection[str] = SCOPES, expires_at: int | None = None
 ) -> tuple[KeyRow, str]:
-    """A new key of a tenant, and its secret, which is not kept and cannot be shown again.
+    """Create a key for a tenant. Return its row and its secret, which is not stored and cannot be shown again.
 
     Raises:
-        ServiceError: The tenant's name, or a scope, is not one.
+        ServiceError: The tenant's name or a scope is invalid.
     """
     unknown = sorted(set(scopes).difference(SCOPES))
     if unknown or not scopes:
@@ -110,13 +101,13 @@ def create_key(
 
 
 def list_keys(session: Session, tenant: str | None = None) -> list[KeyRow]:
-    """All keys, or those of a tenant, oldest first."""
+    """Return all keys, or only the keys of a tenant, oldest first."""
     statement = select(KeyRow).order_by(KeyRow.created_at, KeyRow.id)
     return list(session.scalars(statement if tenant is None else statement.where(KeyRow.tenant == tenant)))
 
 
 def revoke_key(session: Session, key: str) -> KeyRow:
-    """Let a key count no more.
+    """Revoke a key.
 
     Raises:
         ServiceError: There is no such key.
@@ -129,13 +120,13 @@ def revoke_key(session: Session, key: str) -> KeyRow:
 
 
 def has_keys(session: Session) -> bool:
-    """Whether requests need keys: one was ever made. Revoked and expired ones count, so that nothing is opened by the
-    end of the last one."""
+    """Return whether requests need keys because one was ever created. Revoked and expired keys count, so that the
+    service does not become open when the last key ends."""
     return session.scalar(select(KeyRow.id).limit(1)) is not None
 
 
 def caller_of(session: Session, secret: str) -> Caller | None:
-    """Who has a key; None where it is not known, expired or revoked."""
+    """Return the caller that owns the key ``secret``; None if the key is unknown, expired or revoked."""
     at = now()
     found = session.execute(
         select(KeyRow, Tenant)
@@ -153,5 +144,45 @@ def caller_of(session: Session, secret: str) -> Caller | None:
 
 
 def _hash(secret: str) -> str:
-    # Secrets are 256 random bits: a slow hash protects passwords, and is not needed here.
+    # Secrets are 256 random bits, so a slow hash, which protects passwords, is not needed.
     return hashlib.sha256(secret.encode()).hexdigest()
+
+
+_BURST_S = 5.0
+_MOST_BUCKETS = 10_000
+
+
+class RateLimiter:
+    """A token bucket for each tenant. It fills at the tenant's rate and holds up to five seconds' worth of tokens.
+
+    Args:
+        clock: Monotonic clock, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def take(self, name: str, requests_per_s: float | None) -> None:
+        """Take a token from the bucket ``name``; a rate of None means unlimited.
+
+        Raises:
+            TooManyRequestsError: The bucket is empty; the error says when to try again.
+        """
+        if requests_per_s is None:
+            return
+        now, most = self._clock(), max(1.0, _BURST_S * requests_per_s)
+        with self._lock:
+            tokens, since = self._buckets.pop(name, (most, now))
+            tokens = min(most, tokens + (now - since) * requests_per_s)
+            has_one = tokens >= 1.0
+            self._buckets[name] = (tokens - has_one, now)
+            if len(self._buckets) > _MOST_BUCKETS:
+                self._buckets.popitem(last=False)
+        if not has_one:
+            wait_s = min(60, max(1, math.ceil((1.0 - tokens) / requests_per_s)))
+            raise TooManyRequestsError(
+                f"expected at most {requests_per_s:g} requests a second, found more; try again in {wait_s} s",
+                wait_s=wait_s,
+            )

@@ -1,1 +1,1 @@
-"""ALTO's own API: what OpenAI's has no word for. A fine-tuning job is a task here, and its configurations are jobs."""
+"""ALTO's own API, for what OpenAI's API lacks. A fine-tuning job is a task here; its configurations are jobs."""

@@ -1,4 +1,4 @@
-"""``/api/cluster``: machines, the schedule and what became of it, utilisation. Tasks of other tenants have no names."""
+"""``/api/cluster``: machines, planned and actual schedule, utilisation. Tasks of other tenants have no names."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ from typing import Any
 from fastapi import APIRouter
 from sqlalchemy import func, select
 
-from alto.engine.control_plane import UNKNOWN_DURATION_S
+from alto.engine.estimates import UNKNOWN_DURATION_S
 from alto.records import Gpu, Placement
 from alto.runs import QueueHistory
 from alto.runs.queue_history import TaskHistory
-from alto.service.context import Service, ServiceOf
-from alto.service.control import newest_journal
+from alto.service.context import Service, ServiceOf, newest_journal
 from alto.service.store.jobs import OPEN
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
-
-__all__ = ["ClusterView", "is_measured", "job_of", "router"]
 
 _MOST_TASKS = 200
 
@@ -29,11 +26,11 @@ class ClusterView:
     """The control plane's journal, as a tenant may see it.
 
     Args:
-        history: Of the control plane.
-        tenant: Who looks.
+        history: History of the control plane.
+        tenant: The tenant that looks at it.
 
     Attributes:
-        now: Unix time until which tasks that run are counted.
+        now: Unix time up to which running tasks are counted.
     """
 
     def __init__(self, history: QueueHistory, tenant: str) -> None:
@@ -47,43 +44,43 @@ class ClusterView:
 
     @classmethod
     def read(cls, service: Service, tenant: str) -> ClusterView:
-        """The view as it is now; empty before a server has led."""
+        """Return the current view; empty if no server has led yet."""
         journal = newest_journal(service.settings.root)
         return cls(QueueHistory() if journal is None else QueueHistory.read(journal), tenant)
 
     def shown_name(self, task: str) -> str:
-        """The task's own id where it is the tenant's; else a number."""
+        """Return the task's id if the task belongs to the tenant, else a text with a number."""
         found = self.history.tasks.get(task)
         if found is not None and found.tenant == self._tenant:
             return job_of(task)
         return f"another tenant's task {self._numbers.get(job_of(task), 0)}"
 
     def planned(self) -> list[Placement]:
-        """Where the first plan with each task has placed it; of tasks that were measured, as plans for others are
-        made with a length that nobody knows."""
+        """Return each task's placement in the first plan that holds it. Tasks without a measured duration are left out,
+        because their plans rest on a guess."""
         return [task.first_plan for task in self.tasks if task.first_plan is not None and is_measured(task)]
 
     def actual(self) -> list[Placement]:
-        """What executors had, in seconds since the control plane began."""
+        """Return the placements that executors really had, in seconds since the control plane began."""
         shown = {task.task for task in self.tasks}
         return [place for place in self.history.actual_placements(self.now) if place.task in shown]
 
 
 def is_measured(task: TaskHistory) -> bool:
-    """Whether the expected duration of a task is one that such a task has taken before."""
+    """Return whether a task's expected duration was measured on an earlier task of this kind."""
     return task.duration_s != UNKNOWN_DURATION_S
 
 
 def job_of(task: str) -> str:
-    """Id of the job that the control plane knows as ``task``; it has a new name there whenever it is resumed."""
+    """Return the id of the job that the control plane knows as ``task``, a name that changes whenever it is resumed."""
     return task.partition(".")[0]
 
 
 @router.get("")
 def get(service: ServiceOf, caller: Reader) -> dict[str, Any]:
-    """Machines, waiting and running tasks, planned and actual placements, and the share of GPU time that was used.
+    """Return machines, open tasks by status, planned and actual placements, and the share of GPU time that was used.
 
-    A task has a planned placement where such a task was measured before.
+    A task has a planned placement only if such a task was measured before.
     """
     view = ClusterView.read(service, caller.tenant)
     with service.store.reading() as session:

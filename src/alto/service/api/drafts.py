@@ -1,4 +1,4 @@
-"""``/api/drafts``: what a request for a task would do, before it is sent."""
+"""``/api/drafts``: what a request for a task would do, shown before it is sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alto.errors import AltoError
 from alto.records.data import PreviewExample, Segments
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
-from alto.service.coordinator.faults import code_of
+from alto.service.coordinator.leadership import code_of
 from alto.service.errors import refused
 from alto.service.openai.files import artefact_of, find_file
 from alto.service.openai.jobs import JobRequest, check_usable, draft_of
@@ -23,10 +23,8 @@ from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
 from alto.spec import Task
 
-__all__ = ["router"]
-
 _MOST_BYTES = 32 * 2**20
-"""Of a file whose rows are shown before a task is sent."""
+"""Maximum size of a file in a draft."""
 
 router = APIRouter(prefix="/drafts", route_class=BodyRoute)
 
@@ -39,9 +37,9 @@ def draft(
     body: JobRequest,
     num_rows: Annotated[int, Query(ge=0, le=20)] = 3,
 ) -> dict[str, Any]:
-    """The configurations of a request, what they take, and its first rows as the model sees them.
+    """Return the configurations of a request, their expected duration, and its first rows as the model sees them.
 
-    Nothing is kept. Rows are shown where the files are small enough to be read at once.
+    Nothing is stored. Files that are too large to be read at once are refused.
     """
     values = draft_of(service, body)
     with tempfile.TemporaryDirectory(prefix="alto-draft-") as folder:
@@ -64,7 +62,7 @@ def draft(
 
 
 def _files(service: Service, caller: Caller, body: JobRequest) -> dict[str, FileRow]:
-    """The files of a request, by the keys of their task."""
+    """Return the files of a request, by the keys of their task."""
     found = {}
     for file, param, key in (
         (body.training_file, "training_file", "dataset"),
@@ -77,8 +75,8 @@ def _files(service: Service, caller: Caller, body: JobRequest) -> dict[str, File
             row = find_file(session, caller.tenant, file, param)
         if row.num_bytes > _MOST_BYTES:
             raise refused(
-                f"{param}: expected a file of at most {_MOST_BYTES // 2**20} MiB to look at, found {row.num_bytes} "
-                "bytes; send the task without a look",
+                f"{param}: expected a file of at most {_MOST_BYTES // 2**20} MiB for a preview, found {row.num_bytes} "
+                "bytes; send the task without a preview",
                 param,
                 "file_too_large_for_draft",
             )
@@ -97,7 +95,7 @@ def _varying(task: Task, config: dict[str, Any]) -> list[str]:
 
 
 def _estimate(request: Request, task: Task) -> dict[str, Any] | None:
-    """What such a task of the tenant was measured to take here; None where none was, or another server leads."""
+    """Return the measured duration of such a task of the tenant; None if there is none, or another server leads."""
     coordinator = request.app.state.coordinator
     plane = None if coordinator is None else coordinator.plane
     found = None if plane is None else plane.estimate(portable(task))

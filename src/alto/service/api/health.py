@@ -1,4 +1,4 @@
-"""``/healthz``, ``/readyz`` and ``/metrics``: for those who run the service. They need no key and name no tenant."""
+"""``/healthz``, ``/readyz`` and ``/metrics`` for operators of the service. They need no key and name no tenant."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from alto.service.context import Service, ServiceOf
 from alto.service.store.tables import FileRow, JobRow, LeaderRow
-from alto.service.web.counts import RequestCounts
-from alto.service.web.document import WITHOUT_KEY
-
-__all__ = ["router"]
+from alto.service.web.answers import WITHOUT_KEY, RequestCounts
 
 router = APIRouter()
 
@@ -24,15 +21,15 @@ _STATES = ("validating_files", "queued", "running", "paused", "succeeded", "fail
 @router.head("/healthz", include_in_schema=False)
 @router.get("/healthz", openapi_extra=WITHOUT_KEY)
 def healthz() -> dict[str, str]:
-    """Whether this process answers."""
+    """Report that this process answers."""
     return {"status": "ok"}
 
 
 @router.head("/readyz", include_in_schema=False)
-@router.get("/readyz", openapi_extra=WITHOUT_KEY, responses={503: {"description": "They cannot yet."}})
+@router.get("/readyz", openapi_extra=WITHOUT_KEY, responses={503: {"description": "The service is not ready yet."}})
 def readyz(request: Request, service: ServiceOf) -> Response:
-    """Whether requests can be carried out: the database answers, and some server leads. Faults of single tasks do not
-    count; they are in the events of these tasks, and in ``alto_tasks_put_off`` of ``/metrics``."""
+    """Report whether requests can be carried out: the database answers, and a server leads. Errors of single tasks do
+    not count; they are in the events of these tasks, and in ``alto_tasks_put_off`` of ``/metrics``."""
     problems = _problems(request, service)
     status = "ready" if not problems else "not ready"
     return JSONResponse({"status": status, "problems": problems}, status_code=503 if problems else 200)
@@ -41,7 +38,7 @@ def readyz(request: Request, service: ServiceOf) -> Response:
 @router.head("/metrics", include_in_schema=False)
 @router.get("/metrics", openapi_extra=WITHOUT_KEY, response_class=PlainTextResponse)
 def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
-    """Numbers for Prometheus, without labels of tenants or tasks."""
+    """Return metrics for Prometheus, without labels of tenants or tasks."""
     with service.store.reading() as session:
         found = session.execute(select(JobRow.status, func.count()).group_by(JobRow.status))
         states: dict[str, int] = {row[0]: row[1] for row in found}
@@ -49,14 +46,14 @@ def metrics(request: Request, service: ServiceOf) -> PlainTextResponse:
         num_files, num_bytes = session.execute(files).one()
     coordinator = request.app.state.coordinator
     plane = None if coordinator is None else coordinator.plane
-    lines = _gauge("alto_tasks", "Tasks by their status.", [(f'status="{s}"', states.get(s, 0)) for s in _STATES])
-    lines += _gauge("alto_files", "Files that are kept.", [("", num_files)])
-    lines += _gauge("alto_files_bytes", "Bytes of these files.", [("", int(num_bytes))])
+    lines = _gauge("alto_tasks", "Number of tasks by status.", [(f'status="{s}"', states.get(s, 0)) for s in _STATES])
+    lines += _gauge("alto_files", "Number of stored files.", [("", num_files)])
+    lines += _gauge("alto_files_bytes", "Total size of the stored files, in bytes.", [("", int(num_bytes))])
     lines += _gauge("alto_leads", "Whether this process drives the control plane.", [("", int(plane is not None))])
     if plane is not None:
         num_used, num_all = plane.num_gpus()
-        lines += _gauge("alto_gpus", "GPUs, or CPU slots.", [("", num_all)])
-        lines += _gauge("alto_gpus_used", "GPUs that executors have.", [("", num_used)])
+        lines += _gauge("alto_gpus", "Number of GPUs, or of CPU slots.", [("", num_all)])
+        lines += _gauge("alto_gpus_used", "Number of GPUs, or of CPU slots, that executors use.", [("", num_used)])
         put_off = [("", coordinator.num_put_off)]
         lines += _gauge("alto_tasks_put_off", "Tasks whose files cannot be read or written now.", put_off)
     counts: RequestCounts = request.app.state.request_counts
@@ -74,7 +71,7 @@ def _problems(request: Request, service: Service) -> list[str]:
     if leader is None or not leader.holder:
         return ["no server leads yet"]
     if coordinator is not None and coordinator.failure is not None:
-        return ["the coordinator begins again after an error; its log has the cause"]
+        return ["the coordinator restarts after an error; see its log for the cause"]
     return []
 
 

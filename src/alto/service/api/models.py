@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import io
+import json
+import logging
+import queue
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -11,21 +20,203 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
+from alto.engine import Engine
+from alto.errors import AltoError
 from alto.service.access import Caller
-from alto.service.api.model_exports import ModelExports
-from alto.service.api.model_texts import texts_without_paths
 from alto.service.context import Service, ServiceOf
+from alto.service.coordinator.run_folders import shown_error
 from alto.service.errors import ApiError, not_found, refused
-from alto.service.files.zips import zip_chunks
+from alto.service.files.artefacts import zip_chunks
 from alto.service.models import aliases_of, find_alias, find_model, merged_folder
-from alto.service.openai.objects import list_object
-from alto.service.openai.paging import After, Limit
-from alto.service.serving.targets import serve_command
-from alto.service.store.paging import page_of
-from alto.service.store.tables import ModelRow
+from alto.service.openai.objects import After, Limit, list_object
+from alto.service.serving.chat import serve_command
+from alto.service.store.jobs import add_event, lock_job, page_of
+from alto.service.store.tables import JobRow, ModelRow
 from alto.service.web.access import Reader, Writer
 
-__all__ = ["router"]
+_CONFIG = "adapter_config.json"
+_TEXTS = frozenset({_CONFIG, "README.md", "config.json"})
+
+
+def texts_without_paths(service: Service, model: ModelRow, folder: str, names: Iterable[str]) -> dict[str, bytes]:
+    """Return contents by name that replace the stored files which contain paths of this machine.
+
+    The stored files stay unchanged, because merged weights and vLLM need these paths.
+
+    Args:
+        model: The model that the files belong to.
+        folder: Artefact folder of the files.
+        names: Names of the files, relative to ``folder``.
+    """
+    with service.artefacts.open(f"{model.adapter}/{_CONFIG}") as file:
+        named = json.load(file).get("base_model_name_or_path") or ""
+    found = {named, service.settings.models.get(model.base_model, "")}
+    paths = sorted((text for text in found if _is_path(text)), key=len, reverse=True)
+    texts: dict[str, bytes] = {}
+    for name in _TEXTS.intersection(names) if paths else ():
+        with service.artefacts.open(f"{folder}/{name}") as file:
+            text = file.read().decode()
+        for path in paths:
+            # As written in plain text, and as escaped in JSON.
+            for form in (path, json.dumps(path)[1:-1]):
+                text = text.replace(form, model.base_model)
+        texts[name] = text.encode()
+    return texts
+
+
+def _is_path(text: str) -> bool:
+    """Return whether ``text`` is a folder, and neither a shipped name nor a hub id."""
+    return "/" in text and (text.startswith(("/", "~", ".")) or Path(text).is_dir())
+
+
+_LOG = logging.getLogger("alto.service.exports")
+
+_MOST_WAITING = 16
+_MARK = ".complete"
+"""Name of the file that marks merged weights as complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Order:
+    key: str
+    model: ModelRow
+    what: str
+    carry_out: Callable[[ModelRow], str]
+    """Function that does the export and returns a sentence for users."""
+
+
+class ModelExports:
+    """A queue that exports models one at a time on its own thread; an event of the job reports each result."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._orders: queue.Queue[_Order] = queue.Queue(_MOST_WAITING)
+        self._open: set[str] = set()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def merge(self, model: ModelRow) -> None:
+        """Queue writing the base model merged with the adapter of ``model`` to the artefacts; do nothing if it is
+        already queued.
+
+        Raises:
+            ApiError: Too many exports wait.
+        """
+        self._submit(
+            _Order(key=f"merged {model.id}", model=model, what="merged weights to be written", carry_out=self._merge)
+        )
+
+    def push(self, model: ModelRow, repository: str) -> None:
+        """Queue uploading the adapter of ``model`` to a repository of the Hugging Face hub.
+
+        Raises:
+            ApiError: Too many exports wait.
+        """
+        self._submit(
+            _Order(
+                key=f"push {model.id} {repository}",
+                model=model,
+                what=f"the adapter to be uploaded to {repository}",
+                carry_out=lambda found: self._push(found, repository),
+            )
+        )
+
+    def is_merging(self, model: ModelRow) -> bool:
+        """Return whether merged weights of a model are queued or being written by this process."""
+        with self._lock:
+            return f"merged {model.id}" in self._open
+
+    def merged_names(self, model: ModelRow) -> list[str]:
+        """Return the files of a model's merged weights; none until all are written."""
+        names = self._service.artefacts.names(merged_folder(model))
+        return [name for name in names if name != _MARK] if _MARK in names else []
+
+    def _submit(self, order: _Order) -> None:
+        with self._lock:
+            if order.key in self._open:
+                return
+            try:
+                self._orders.put_nowait(order)
+            except queue.Full:
+                raise ApiError(
+                    429,
+                    f"expected at most {_MOST_WAITING} waiting exports, found more; try again later",
+                    code="too_many_exports",
+                    headers={"Retry-After": "60", "x-should-retry": "false"},
+                ) from None
+            self._open.add(order.key)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="alto-exports", daemon=True)
+                self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            order = self._orders.get()
+            try:
+                self._carry_out(order)
+            except Exception:  # the thread must survive for the next order
+                _LOG.exception("an export failed")
+            finally:
+                with self._lock:
+                    self._open.discard(order.key)
+
+    def _carry_out(self, order: _Order) -> None:
+        try:
+            message, level = order.carry_out(order.model), "info"
+        except AltoError as error:
+            with self._service.store.reading() as session:
+                job = session.scalar(select(JobRow).where(JobRow.id == order.model.job))
+            assert job is not None, "rows of jobs stay"
+            cause = shown_error(self._service, job, str(error))
+            message, level = f"Expected {order.what}, found: {cause}", "error"
+        except Exception as error:
+            self._note(order.model, f"Expected {order.what}, found {type(error).__name__}; see the log", "error")
+            raise
+        self._note(order.model, message, level)
+
+    def _note(self, model: ModelRow, message: str, level: str) -> None:
+        with self._service.store.writing() as session:
+            job = lock_job(session, model.job)
+            if job is not None:
+                add_event(session, job, message, level=level)
+
+    # -- what is done ----------------------------------------------------------------------------------------------
+
+    def _merge(self, model: ModelRow) -> str:
+        artefacts, name = self._service.artefacts, merged_folder(model)
+        with self._workspace(model) as (adapter, folder):
+            Engine().export(adapter, folder, merged=True, trust_remote_code=self._trusts(model))
+            artefacts.delete(name)
+            artefacts.write_folder(name, folder)
+        artefacts.write(f"{name}/{_MARK}", io.BytesIO())
+        with self._service.store.reading() as session:
+            is_there = session.scalar(
+                select(ModelRow.id).where(ModelRow.number == model.number, ModelRow.deleted_at.is_(None))
+            )
+        if is_there is None:
+            artefacts.delete(name)
+            return f"Merged weights of {model.id} were removed with the model"
+        return f"Merged weights of {model.id} can be downloaded: /api/models/{model.id}/merged"
+
+    def _push(self, model: ModelRow, repository: str) -> str:
+        with self._workspace(model) as (adapter, folder):
+            result = Engine().export(adapter, folder, push_to_hub=repository, trust_remote_code=self._trusts(model))
+        return f"The adapter of {model.id} was uploaded to {result.url}"
+
+    def _trusts(self, model: ModelRow) -> bool:
+        return model.base_model in self._service.settings.trust_remote_code
+
+    @contextmanager
+    def _workspace(self, model: ModelRow) -> Iterator[tuple[Path, Path]]:
+        """Yield a local folder with the adapter of a model, and a path that does not exist yet. Both are named after
+        the job, and deleted after the block."""
+        root = self._service.settings.root / "exports"
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=root, prefix=f"{model.job}-") as parent:
+            adapter = Path(parent) / model.job
+            self._service.artefacts.fetch_folder(model.adapter, adapter)
+            yield adapter, Path(parent) / f"{model.job}-export"
+
 
 router = APIRouter(prefix="/models")
 
@@ -46,7 +237,7 @@ class _Push(BaseModel):
 
 @router.get("")
 def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20) -> dict[str, Any]:
-    """Fine-tuned models of the tenant, newest first."""
+    """List the tenant's fine-tuned models, newest first."""
     with service.store.reading() as session:
         statement: Select[Any] = select(ModelRow).where(ModelRow.tenant == caller.tenant, ModelRow.deleted_at.is_(None))
         number = None
@@ -64,7 +255,7 @@ def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit 
 
 @router.get("/{model:path}/adapter")
 def adapter(service: ServiceOf, caller: Reader, model: str) -> StreamingResponse:
-    """The adapter's folder, as a zip file."""
+    """Download the adapter's folder as a zip file."""
     row = _found(service, caller, model)
     names = service.artefacts.names(row.adapter)
     if not names:
@@ -74,7 +265,7 @@ def adapter(service: ServiceOf, caller: Reader, model: str) -> StreamingResponse
 
 @router.post("/{model:path}/merged", status_code=202)
 def merge(service: ServiceOf, caller: Writer, exports: Exports, model: str) -> dict[str, Any]:
-    """Have merged weights written; an event of the job says when they are there."""
+    """Start writing merged weights; an event of the job reports when they are ready."""
     row = _found(service, caller, model)
     if not exports.merged_names(row):
         exports.merge(row)
@@ -83,14 +274,14 @@ def merge(service: ServiceOf, caller: Writer, exports: Exports, model: str) -> d
 
 @router.get("/{model:path}/merged")
 def merged(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> StreamingResponse:
-    """The merged weights, as a zip file."""
+    """Download the merged weights as a zip file."""
     row = _found(service, caller, model)
     names = exports.merged_names(row)
     if not names:
-        state = "weights that are being written" if exports.is_merging(row) else "none"
+        state = "weights that are still being written" if exports.is_merging(row) else "none"
         raise ApiError(
             404,
-            f"model: expected merged weights, found {state}; have them written with POST "
+            f"model: expected merged weights, found {state}; request them with POST "
             f"/api/models/{row.id}/merged, and wait for the event of {row.job}",
             param="model",
             code="merged_not_found",
@@ -100,11 +291,11 @@ def merged(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> 
 
 @router.post("/{model:path}/push", status_code=202)
 def push(service: ServiceOf, caller: Writer, exports: Exports, model: str, body: _Push) -> dict[str, Any]:
-    """Have the adapter uploaded to the Hugging Face hub; an event of the job says how that has ended."""
+    """Start uploading the adapter to the Hugging Face hub; an event of the job reports the result."""
     if not service.settings.hub_push:
         raise refused(
-            "push: expected a service that uploads to the hub, found one that does not (setting hub_push); download "
-            f"the adapter from /api/models/{model[:300]}/adapter and upload it with: hf upload",
+            "push: expected a service that uploads to the hub, found a service that does not (setting hub_push); "
+            f"download the adapter from /api/models/{model[:300]}/adapter and upload it with: hf upload",
             code="hub_push_disabled",
         )
     row = _found(service, caller, model)
@@ -114,7 +305,7 @@ def push(service: ServiceOf, caller: Writer, exports: Exports, model: str, body:
 
 @router.get("/{model:path}")
 def get(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> dict[str, Any]:
-    """A fine-tuned model."""
+    """Return a fine-tuned model."""
     row = _found(service, caller, model)
     with service.store.reading() as session:
         aliases = [(found.id, alias.name) for alias, found in aliases_of(session, caller.tenant)]
@@ -123,7 +314,7 @@ def get(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> dic
 
 
 def _found(service: Service, caller: Caller, model: str) -> ModelRow:
-    """The model of that name, or the one that an alias of that name stands for."""
+    """Return the model of that name, or the model that an alias of that name points to."""
     with service.store.reading() as session:
         return _find(session, caller.tenant, model)
 

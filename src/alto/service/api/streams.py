@@ -1,4 +1,4 @@
-"""Server-sent events of a task: followers read its journal of events in order, each once, from any place."""
+"""Server-sent events of a task: followers read its events in order, each once, from any starting point."""
 
 from __future__ import annotations
 
@@ -18,12 +18,9 @@ from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError
 from alto.service.openai.objects import event_object
 from alto.service.store import Store
-from alto.service.store.events import events_of
-from alto.service.store.jobs import ENDED, find_job
+from alto.service.store.jobs import ENDED, events_of, find_job
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
-
-__all__ = ["Followers", "router"]
 
 POLL_S = 0.5
 HEARTBEAT_S = 15.0
@@ -34,11 +31,10 @@ router = APIRouter(prefix="/tasks")
 
 
 class Followers:
-    """Wakes the followers of tasks that have news, by one query for all of them.
+    """A poller that wakes the followers of tasks with new events, with one query for all of them.
 
     Args:
-        store: The database.
-        most: Followers at a time, of this process.
+        most: Maximum number of followers in this process.
     """
 
     def __init__(self, store: Store, most: int = 1000) -> None:
@@ -50,10 +46,10 @@ class Followers:
         self._poller: asyncio.Task[None] | None = None
 
     def check_room(self) -> None:
-        """Check that one more can follow.
+        """Check that another follower is allowed.
 
         Raises:
-            ApiError: There are as many as this process has room for.
+            ApiError: This process has the maximum number of followers.
         """
         if self._following.total() >= self._most:
             raise ApiError(
@@ -64,7 +60,7 @@ class Followers:
             )
 
     async def follow(self, job: str, since: int) -> AsyncIterator[str]:
-        """Events of ``job`` from number ``since`` on, as the text of server-sent events; ends with the job."""
+        """Yield events of ``job`` from number ``since`` on, as the text of server-sent events, until the job ends."""
         self._following[job] += 1
         if self._poller is None or self._poller.done():
             self._poller = asyncio.create_task(self._poll())
@@ -91,7 +87,7 @@ class Followers:
                 self._news.pop(job, None)
 
     def _read(self, job: str, since: int) -> tuple[list[tuple[int, str]], str, bool]:
-        """Events of a job as text, its status before they were read, and whether there are no more."""
+        """Return events of a job as text, its status before they were read, and whether there are no more."""
         with self._store.reading() as session:
             status = session.scalar(select(JobRow.status).where(JobRow.id == job)) or "cancelled"
             rows = events_of(session, job, since=since, limit=_AT_ONCE)
@@ -129,7 +125,7 @@ async def events(
     last_event_id: Annotated[str | None, Header(max_length=20)] = None,
     since: Annotated[int, Query(ge=1, le=_MOST_EVENTS)] = 1,
 ) -> StreamingResponse:
-    """Events of a task as they come: ``Last-Event-ID``, or ``since``, says where to begin."""
+    """Stream a task's events as they happen; ``Last-Event-ID`` or ``since`` says where to begin."""
     await run_in_threadpool(_check, service, caller.tenant, task)
     is_number = last_event_id is not None and last_event_id.isdecimal()
     begin = min(int(last_event_id or 0), _MOST_EVENTS) + 1 if is_number else since

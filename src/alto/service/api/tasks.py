@@ -1,4 +1,4 @@
-"""``/api/tasks``: the jobs of a task, their curves, and commands to them."""
+"""``/api/tasks``: tasks with their jobs, loss curves and commands."""
 
 from __future__ import annotations
 
@@ -16,37 +16,33 @@ from sqlalchemy import select
 from alto.errors import MailboxFullError
 from alto.export import METRICS_NAME, report_page
 from alto.runs import Action, Mailbox, RunDir, RunHistory
-from alto.runs.device_hours import device_hours
 from alto.runs.job_history import JobHistory
+from alto.runs.progress import device_hours
 from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
-from alto.service.openai.objects import job_object
-from alto.service.openai.paging import After, Limit
+from alto.service.openai.objects import After, Limit, job_object
 from alto.service.openai.translation import clone_changes
 from alto.service.savings import savings_of
-from alto.service.store.events import add_event
-from alto.service.store.jobs import OPEN, find_job, lock_job
-from alto.service.store.paging import page_of
+from alto.service.store.jobs import OPEN, add_event, find_job, lock_job, page_of
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader, Writer
 from alto.service.web.bodies import BodyRoute
 
-__all__ = ["history_of", "router", "task_object"]
-
 _ANSWER_S = 20.0
 _WAITING = threading.BoundedSemaphore(8)
-"""Requests that wait for an executor's answer: others are answered at once, so that threads are left for them."""
+"""Limit of requests that wait for an executor's answer; others are answered at once, so that threads stay free."""
 _REPORT_POLICY = (
     "sandbox allow-scripts allow-popups; default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "img-src data:; font-src data:"
 )
-"""Texts of users are in it: even a script among them could neither act for the user nor send anything."""
+"""Content security policy of reports. They contain texts of users: even a script in them can neither act for the user
+nor send anything."""
 
 router = APIRouter(prefix="/tasks", route_class=BodyRoute)
 
 
 class Clone(BaseModel):
-    """What a cloned job has of its own."""
+    """Options of a cloned job: the settings that it changes, and whether it starts warm."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -55,7 +51,7 @@ class Clone(BaseModel):
 
 
 class Priority(BaseModel):
-    """A task's place among those that wait."""
+    """The priority of a task among waiting tasks."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,7 +60,7 @@ class Priority(BaseModel):
 
 @router.get("")
 def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20) -> dict[str, Any]:
-    """Tasks of the tenant, newest first."""
+    """List the tenant's tasks, newest first."""
     with service.store.reading() as session:
         number = None if after is None else find_job(session, caller.tenant, after, "after").number
         statement = select(JobRow).where(JobRow.tenant == caller.tenant)
@@ -74,7 +70,7 @@ def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit 
 
 @router.get("/{task}")
 def get(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
-    """A task with all its jobs, the best first; once it has succeeded, with the measurements of its winner."""
+    """Return a task with all its jobs, best first; once it has succeeded, also the measurements of its best job."""
     with service.store.reading() as session:
         row = find_job(session, caller.tenant, task)
     history = history_of(service, row)
@@ -101,7 +97,7 @@ def get(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
 
 @router.get("/{task}/curves")
 def curves(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
-    """Losses of every job at its evaluations."""
+    """Return the losses of every job at its evaluations."""
     with service.store.reading() as session:
         row = find_job(session, caller.tenant, task)
     history = history_of(service, row)
@@ -110,14 +106,14 @@ def curves(service: ServiceOf, caller: Reader, task: str) -> dict[str, Any]:
 
 @router.get("/{task}/report", response_model=None, responses={200: {"content": {"text/html": {}}}})
 def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
-    """The report of the task so far."""
+    """Return the report of the task so far, as a page."""
     with service.store.reading() as session:
         row = find_job(session, caller.tenant, task)
     history = history_of(service, row)
     if history.started is None or row.run_dir is None:
         raise ApiError(
             404,
-            f"task: expected one that has begun, found {row.id} {row.status}; try again later",
+            f"task: expected a task that has started, found {row.id} {row.status}; try again later",
             param="task",
             code="not_started",
         )
@@ -127,7 +123,7 @@ def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
 
 @router.post("/{task}/jobs/{job}/clone")
 def clone(service: ServiceOf, caller: Writer, task: str, job: str, body: Clone) -> dict[str, Any]:
-    """Train a job of a running task once more, with other settings."""
+    """Train a job of an open task once more, with other settings."""
     return _command(service, caller.tenant, task, job, Action.CLONE, body)
 
 
@@ -135,33 +131,35 @@ def clone(service: ServiceOf, caller: Writer, task: str, job: str, body: Clone) 
 def command(
     service: ServiceOf, caller: Writer, task: str, job: str, action: Literal["stop", "resume"]
 ) -> dict[str, Any]:
-    """Stop a job of a running task, or let it continue."""
+    """Stop a job of an open task, or resume it."""
     return _command(service, caller.tenant, task, job, Action(action), Clone())
 
 
 @router.post("/{task}/priority")
 def priority(service: ServiceOf, caller: Writer, task: str, body: Priority) -> dict[str, Any]:
-    """Let a task that waits go before others, or behind them."""
+    """Change the priority of a waiting task."""
     with service.store.writing() as session:
         find_job(session, caller.tenant, task)
         row = lock_job(session, task)
         assert row is not None
         if row.status not in ("validating_files", "queued", "paused"):
-            raise refused(f"task: expected one that waits, found {row.id} {row.status}", "task", "invalid_state")
+            raise refused(
+                f"task: expected a waiting or paused task, found {row.id} {row.status}", "task", "invalid_state"
+            )
         if row.priority != body.priority:
             row.priority = body.priority
-            add_event(session, row, f"Priority is {body.priority} now", data={"priority": body.priority})
+            add_event(session, row, f"Priority changed to {body.priority}", data={"priority": body.priority})
     service.work.set()
     return task_object(service, row)
 
 
 def history_of(service: Service, row: JobRow) -> RunHistory:
-    """The history of the run of a task; empty before it has one."""
+    """Return the history of a task's run; an empty one if it has no run yet."""
     return RunHistory() if row.run_dir is None else service.histories.read(service.run_of(row))
 
 
 def task_object(service: Service, row: JobRow) -> dict[str, Any]:
-    """A task, and how far it is."""
+    """Return a task and its progress."""
     status = row.status
     figures = (
         _figures_of(RunHistory(), status)
@@ -199,7 +197,7 @@ def _figures_of(history: RunHistory, status: str) -> dict[str, Any]:
 
 
 def _result_of(service: Service, row: JobRow) -> dict[str, Any] | None:
-    """Settings, losses and metrics of the winner, and what the task cost; None where it has not succeeded."""
+    """Return settings, losses and metrics of the best job, and the task's cost; None if the task has not succeeded."""
     if row.status != "succeeded":
         return None
     try:
@@ -248,7 +246,7 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
         row = find_job(session, tenant, task)
     if row.status not in OPEN or row.run_dir is None or row.status == "validating_files":
         raise refused(
-            f"task: expected one that runs, waits or is paused, found {row.id} {row.status}", "task", "invalid_state"
+            f"task: expected a running, waiting or paused task, found {row.id} {row.status}", "task", "invalid_state"
         )
     jobs = history_of(service, row).jobs
     if job not in jobs:
@@ -256,7 +254,7 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
     changes = clone_changes(body.changes)
     mailbox = Mailbox(RunDir(service.run_of(row)))
     with service.store.writing() as session:
-        lock_job(session, row.id)  # so that others do not pass the limits at the same time
+        lock_job(session, row.id)  # so that requests at the same time cannot exceed the limits together
         if action is Action.CLONE:
             _check_num_jobs(service, history_of(service, row), mailbox.num_waiting(Action.CLONE))
         try:
@@ -276,7 +274,7 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
             "object": "command",
             "id": command,
             "done": False,
-            "message": "The executor carries it out as soon as it runs.",
+            "message": "The executor carries out the command as soon as it runs.",
         }
     if not answer.done:
         raise refused(f"job: {answer.message}", "job", "command_refused")
@@ -284,15 +282,15 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
 
 
 def _check_num_jobs(service: Service, history: RunHistory, num_waiting: int) -> None:
-    """Check that a task may have another job; clones that wait until it runs count.
+    """Check that a task may have another job; waiting clones count.
 
     Raises:
-        ApiError: It may not.
+        ApiError: The task has the maximum number of jobs.
     """
     most, found = service.settings.max_jobs, len(history.jobs) + num_waiting
     if found >= most:
         raise refused(
-            f"job: expected a task of fewer than {most} jobs, found one of {found}; send another task",
+            f"job: expected a task with fewer than {most} jobs, found {found} jobs; send a new task",
             "job",
             "too_many_configurations",
         )

@@ -1,4 +1,4 @@
-"""What makes the database's wishes true: one server at a time drives the control plane."""
+"""The coordinator: reconciles the cluster with the database. One server at a time drives the control plane."""
 
 from alto.service.coordinator.coordinator import Coordinator
 

@@ -1,4 +1,4 @@
-"""Drives the control plane by the database: gives it the jobs that are to run, and writes down what became of them."""
+"""The coordinator: submits jobs from the database to the control plane and records their progress and results."""
 
 from __future__ import annotations
 
@@ -18,46 +18,113 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from alto.engine.control_plane import ControlPlane, OrderState, RunOrder
+from alto.engine.runner import portable
 from alto.errors import AltoError, QueueCommandError
-from alto.runs import RunDir, has_result
+from alto.records import ExitReason
+from alto.runs import RunDir, RunHistory, has_result, load_run_task
 from alto.runs.progress import outlook
 from alto.service.context import Service
-from alto.service.coordinator.durations import remember_duration
-from alto.service.coordinator.faults import code_of, code_of_end, is_of_service, is_of_storage, missing_file
-from alto.service.coordinator.housekeeping import keep_house
-from alto.service.coordinator.leadership import LEASE_S, Leadership, LostLeadershipError
-from alto.service.coordinator.projection import Projection
-from alto.service.coordinator.results import publish, write_result
+from alto.service.coordinator.leadership import (
+    LEASE_S,
+    Leadership,
+    LostLeadershipError,
+    code_of,
+    code_of_end,
+    is_of_service,
+    is_of_storage,
+    missing_file,
+)
+from alto.service.coordinator.projection import Projection, publish, write_result
 from alto.service.coordinator.run_folders import clear_ended_runs, make_run, settled_task, shown_error
 from alto.service.errors import ApiError
 from alto.service.ids import now
+from alto.service.openai.files import artefact_of
 from alto.service.serving import registering
-from alto.service.store.events import add_event
-from alto.service.store.jobs import ENDED, in_turns, levels_of, lock_job, wanted_jobs
-from alto.service.store.tables import JobRow, Tenant
-
-__all__ = ["Coordinator", "OpenPlane"]
+from alto.service.store.jobs import ENDED, OPEN, add_event, in_turns, levels_of, lock_job, wanted_jobs
+from alto.service.store.store import forget_old_replays
+from alto.service.store.tables import FileRow, JobRow, PartRow, Tenant, UploadRow
+from alto.spec import Task
 
 _LOG = logging.getLogger("alto.service.coordinator")
 
+
+def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, float], None]) -> None:
+    """Store how long the finished run of ``job`` took, for drafts and for schedules. If that fails, only the estimate
+    is missing later.
+
+    Args:
+        job: A job that has succeeded.
+        remember: Method of the control plane that stores the duration of a task in seconds.
+    """
+    root = service.run_of(job)
+    try:
+        history = service.histories.read(root)
+        if not _was_changed(history):
+            remember(_asked_task(job, RunDir.open(root)), history.duration_s)
+    except (AltoError, OSError) as error:
+        _LOG.warning("the duration of job %s cannot be recorded", job.id, exc_info=error)
+
+
+def _asked_task(job: JobRow, run: RunDir) -> Task:
+    """Return a run's task as its user requested it. In the task file, the executor has replaced ``auto`` by values."""
+    trained = load_run_task(run, trust_remote_code=True)
+    files = {"dataset": trained.dataset, "validation_dataset": trained.validation_dataset}
+    return portable(Task(**job.task, **files, name=job.id, tenant=job.tenant, report_to="none"))
+
+
+def _was_changed(history: RunHistory) -> bool:
+    """Return whether the user stopped configurations, so that the run took less time than requested."""
+    return any(job.exit_reason == ExitReason.STOPPED for job in history.jobs.values())
+
+
+def keep_house(service: Service) -> None:
+    """Delete expired request records, files and uploads; files that an open job needs stay until it ends."""
+    with service.store.writing() as session:
+        forget_old_replays(session)
+        used = select(JobRow.training_file).where(JobRow.status.in_(OPEN))
+        used_too = select(JobRow.validation_file).where(JobRow.status.in_(OPEN), JobRow.validation_file.is_not(None))
+        expired = list(
+            session.scalars(
+                select(FileRow).where(
+                    FileRow.expires_at <= now(),
+                    FileRow.deleted_at.is_(None),
+                    FileRow.id.not_in(used),
+                    FileRow.id.not_in(used_too),
+                )
+            )
+        )
+        names = [artefact_of(row) for row in expired]
+        for row in expired:
+            row.deleted_at, row.filename, row.status_details = now(), "", None
+        over = list(
+            session.scalars(select(UploadRow).where(UploadRow.status == "pending", UploadRow.expires_at <= now()))
+        )
+        for upload in over:
+            upload.status = "expired"
+            parts = session.scalars(select(PartRow).where(PartRow.upload == upload.id))
+            names += [f"parts/{upload.tenant}/{part.id}" for part in parts]
+    for name in names:
+        service.artefacts.delete(name)
+
+
 TURN_S = 0.25
 MOST_SUBMITTED = 64
-"""Jobs that the control plane has at a time, and at most two a GPU; the others wait in the database, where their order
-is decided."""
+"""Maximum number of jobs in the control plane, besides the limit of two per GPU. The others wait in the database, which
+decides their order."""
 _HOUSEKEEPING_S = 60.0
 _FORECAST_S = 5.0
 _RETRY_S = 2.0
 _MOST_RETRY_S = 300.0
-"""Longest wait of a job that was put off; each is twice as long as the one before."""
+"""Longest wait of a postponed job; each wait is twice as long as the one before."""
 _MOST_CHECKED = 16
-"""New jobs that are checked, or wait for it, at a time."""
+"""Maximum number of new jobs that are being checked or wait for their check."""
 
 OpenPlane: TypeAlias = Callable[[int], AbstractContextManager[ControlPlane]]
 
 
 @dataclass(slots=True)
 class _Live:
-    """A job that the control plane has."""
+    """A job that was submitted to the control plane."""
 
     order: str
     tenant: str
@@ -69,12 +136,11 @@ class _Live:
 
 
 class Coordinator:
-    """Leads where no other server does, and then works on the jobs of the database until it is stopped.
+    """The worker that leads if no other server does, and then works on the database's jobs until it is stopped.
 
     Args:
-        service: The service.
-        leadership: Of this process.
-        open_plane: Opens the control plane; called with the epoch whenever this process begins to lead.
+        leadership: This process's claim to leadership.
+        open_plane: Opens the control plane; called with the epoch whenever this process becomes the leader.
     """
 
     def __init__(self, service: Service, leadership: Leadership, open_plane: OpenPlane) -> None:
@@ -91,14 +157,14 @@ class Coordinator:
         self._house_at = 0.0
         self.plane: ControlPlane | None = None
         self.failure: BaseException | None = None
-        """What keeps this server from leading; None while all is well. What befalls a single job is no such thing."""
+        """The error that keeps this server from leading; None if all is well. Errors of single jobs do not count."""
 
     def start(self) -> None:
-        """Begin, on a thread of its own."""
+        """Start on a separate thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Let running executors save and end, and wait for that."""
+        """Let running executors save and end, and wait for them."""
         self._is_stopping.set()
         self._service.work.set()
         if self._thread.is_alive():
@@ -114,12 +180,12 @@ class Coordinator:
             except LostLeadershipError as error:
                 _LOG.warning("%s", error)
             except Exception as error:
-                # Whatever it is, nothing is lost: the next turn begins with what is in the database.
+                # Whatever the error, nothing is lost: the next turn starts from the state in the database.
                 self.failure = error
                 if is_of_service(error):
-                    _LOG.warning("nobody can lead: %s", str(error).partition("\n")[0])
+                    _LOG.warning("no server can lead: %s", str(error).partition("\n")[0])
                 else:
-                    _LOG.error("the coordinator begins again after an error", exc_info=error)
+                    _LOG.error("the coordinator restarts after an error", exc_info=error)
             self._is_stopping.wait(_RETRY_S)
         with contextlib.suppress(SQLAlchemyError):
             self._leadership.release()
@@ -146,7 +212,7 @@ class Coordinator:
                 self.plane = None
 
     def _turn_in_patience(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
-        """A turn; while the database does not answer for a short time, executors continue."""
+        """Run one turn; while the database does not answer for a short time, executors continue."""
         try:
             self.turn(plane, pool)
         except LostLeadershipError:
@@ -159,7 +225,7 @@ class Coordinator:
                 self._silent_since = time.monotonic()
                 _LOG.warning("the database does not answer: %s", str(error).partition("\n")[0])
             elif time.monotonic() - self._silent_since > LEASE_S:
-                # Another server may lead from now on. What runs is saved before it is given up.
+                # Another server may lead from now on: save what runs before giving it up.
                 plane.drain()
                 raise
             self._is_stopping.wait(_RETRY_S)
@@ -167,7 +233,7 @@ class Coordinator:
             self._silent_since = self.failure = None
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
-        """Bring the control plane and the database together, once."""
+        """Synchronise the control plane with the database once."""
         self._leadership.renew()
         self._forget_delays()
         self._check_new(plane, pool)
@@ -180,12 +246,12 @@ class Coordinator:
             self._clean()
 
     def _clean(self) -> None:
-        """Remove what nobody needs any more; what a disk refuses to remove now is removed the next time."""
+        """Delete expired and unneeded files; what a disk refuses to delete now is tried again next time."""
         try:
             keep_house(self._service)
             clear_ended_runs(self._service, self._live)
         except OSError as error:
-            _LOG.warning("files that nobody needs cannot be removed: %s", error)
+            _LOG.warning("unneeded files cannot be removed: %s", error)
 
     def _limit_tenants(self, plane: ControlPlane) -> None:
         with self._service.store.reading() as session:
@@ -208,7 +274,7 @@ class Coordinator:
                 session.scalars(
                     select(JobRow)
                     .where(JobRow.status == "validating_files", JobRow.id.not_in([*self._checks, *self._put_off]))
-                    # Those that were put off before come last: they have had their turn.
+                    # Jobs that were postponed before come last: they have had their turn.
                     .order_by(JobRow.id.in_([*self._num_delays]), JobRow.number)
                     .limit(left)
                 )
@@ -217,7 +283,7 @@ class Coordinator:
             self._checks[row.id] = pool.submit(self._check, plane, row)
 
     def _check(self, plane: ControlPlane, job: JobRow) -> None:
-        """Make the run of a job, or fail the job."""
+        """Make the run folder of a job and queue the job, or fail it."""
         with self._alone(job, "invalid_job"):
             make_run(self._service, job)
             plane.check(settled_task(self._service, job))
@@ -232,11 +298,11 @@ class Coordinator:
     # -- jobs of the control plane ---------------------------------------------------------------------------------
 
     def _submit_wanted(self, plane: ControlPlane) -> None:
-        """Give the control plane the jobs whose turn it is, and take back those that wait there out of turn."""
+        """Submit the jobs whose turn it is, and take back waiting jobs whose turn it is not."""
         _, num_gpus = plane.num_gpus()
         states = plane.states()
         begun = {job: live for job, live in self._live.items() if not states[live.order].is_new}
-        # Ended ones whose results cannot be kept yet take nobody's place.
+        # Ended jobs whose results cannot be stored yet take no other job's place.
         working = [live for live in begun.values() if not live.has_ended]
         with self._service.store.reading() as session:
             wanted = wanted_jobs(session, [*begun, *self._put_off])
@@ -266,8 +332,8 @@ class Coordinator:
         run = RunDir(root)
         projection = Projection(job.id, run.journal_file)
         with self._alone(job, "cannot_run"):
-            projection.has_news()  # what is there now was written under an earlier lease
-            if has_result(run):  # a server died before it wrote that down
+            projection.has_news()  # read what was written under an earlier lease
+            if has_result(run):  # a server died before it recorded the result
                 self._finish(job, projection)
                 return
             task = settled_task(self._service, job)
@@ -276,8 +342,8 @@ class Coordinator:
                     return
                 row.lease += 1
                 lease = row.lease
-                # Before the commit, while no other server can begin to lead: a former leader, which fails above,
-                # replaces no newer lease.
+                # Before the commit, while no other server can become the leader: so a former leader, which fails above,
+                # cannot overwrite a newer lease.
                 run.lease(lease)
             order = f"{job.id}.{lease}"
             plane.submit(
@@ -293,7 +359,7 @@ class Coordinator:
             self._live[job.id] = _Live(order, job.tenant, projection, level)
 
     def _shares_with(self, tenant: str) -> str:
-        """Empty for tenants whose tasks may be trained with those of others; else of their own."""
+        """Return the sharing group of a tenant's tasks: empty if they may be trained with other tenants' tasks."""
         with self._service.store.reading() as session:
             row = session.get(Tenant, tenant)
         return "" if row is not None and row.shares_executors else f"tenant {tenant}"
@@ -359,7 +425,7 @@ class Coordinator:
         elif state.outcome == "failed":
             code, param = code_of_end(state.error, "training_failed")
             self._fail(job, code, param, state.reason or "the executor failed")
-        # A stopped one was paused or cancelled; where it was resumed meanwhile, the next turn submits it again.
+        # A stopped run was paused or cancelled; if it was resumed meanwhile, the next turn submits it again.
 
     def _finish(self, job: JobRow, projection: Projection) -> None:
         with self._changing(job.id) as (session, row):
@@ -381,11 +447,10 @@ class Coordinator:
 
     @contextlib.contextmanager
     def _alone(self, job: JobRow, code: str) -> Iterator[None]:
-        """Keep what goes wrong with ``job`` from all others: it fails, or is put off while a disk refuses.
+        """Keep errors of ``job`` from affecting other jobs: it fails, or is postponed while a disk refuses.
 
         Args:
-            job: The job of the block.
-            code: Of its error, where neither its rows nor its model are the cause.
+            code: Error code if neither the job's rows nor its model are the cause.
         """
         try:
             yield
@@ -399,13 +464,13 @@ class Coordinator:
                 self._fail(job, "missing_file", None, missing_file(error))
                 return
             if not isinstance(error, AltoError | ApiError):
-                _LOG.error("job %s fails by an error that was not expected", job.id, exc_info=error)
-                self._fail(job, "internal_error", None, "the service failed to work on it; its log has the cause")
+                _LOG.error("job %s failed with an unexpected error", job.id, exc_info=error)
+                self._fail(job, "internal_error", None, "the service had an internal error; see its log for the cause")
                 return
             self._fail(job, *code_of(error, code), error)
 
     def _delay(self, job: JobRow, error: Exception) -> None:
-        """Have ``job`` wait for a disk or the store of artefacts; an event and the log report it once."""
+        """Postpone ``job`` until a disk or the artefact store works; report it once, in an event and in the log."""
         self._num_delays[job.id] += 1
         pause_s = min(_MOST_RETRY_S, _RETRY_S * 2 ** min(16, self._num_delays[job.id] - 1))
         self._put_off[job.id] = time.monotonic() + pause_s
@@ -425,21 +490,21 @@ class Coordinator:
                 _LOG.info("job %s of tenant %s has failed: %s", job.id, job.tenant, code)
 
     def _forget_delays(self) -> None:
-        """Try again with jobs that were put off long enough."""
+        """Make jobs eligible again once they were postponed long enough."""
         for job, until in list(self._put_off.items()):
             if until <= time.monotonic():
                 del self._put_off[job]
 
     @property
     def num_put_off(self) -> int:
-        """Jobs that wait until a disk or the store of artefacts is tried again."""
+        """Number of jobs that are postponed because a disk or the artefact store failed."""
         return len(self._put_off)
 
     # -- the database ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _changing(self, job: str) -> Iterator[tuple[Session, JobRow]]:
-        """A transaction of the leader on the locked row of a job."""
+        """Yield a transaction of the leader and the locked row of a job."""
         with self._service.store.writing() as session:
             self._leadership.check(session)
             row = lock_job(session, job)

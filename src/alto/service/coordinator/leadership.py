@@ -1,9 +1,9 @@
-"""One leader among all servers on a database.
+"""Election of one leader among all servers that share a database.
 
-Leadership is a lease in the database, which its holder renews. The clock of the database alone decides whether it has
-run out, so the clocks of servers do not matter, nor do their hosts and process ids: servers in two containers may share
-both. Every leader gets a larger number than the one before, its epoch. A transaction of a former leader finds a newer
-epoch and is refused, and what it has started is fenced by the leases of the runs.
+Leadership is a lease in the database, which its holder renews. Only the database's clock decides whether the lease has
+expired, so the clocks, hosts and process ids of the servers do not matter: servers in two containers may have the same
+host name and process id. Every leader gets a larger number than the one before, its epoch. A transaction of a former
+leader finds a newer epoch and is refused; executors that it started are fenced by the leases of the runs.
 """
 
 from __future__ import annotations
@@ -12,36 +12,38 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from sqlalchemy import select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.orm import Session
 
-from alto.errors import ServiceError
+from alto import errors
+from alto.errors import AltoError, DataError, ModelError, RunWriteError, ServiceError
+from alto.service.errors import ApiError
 from alto.service.store import Store
 from alto.service.store.store import database_time
 from alto.service.store.tables import LeaderRow
 
-__all__ = ["LEASE_S", "Leadership", "LostLeadershipError"]
-
 LEASE_S = 15.0
 _RENEWALS = 7
-"""Renewals within the time of a lease: some may be late."""
+"""Renewals per duration of a lease, so that some may be late."""
 
 _ID = 1
 
 
 class LostLeadershipError(ServiceError):
-    """Another server leads now."""
+    """Another server has become the leader."""
 
 
 class Leadership:
-    """The claim of this server to lead.
+    """This server's claim to leadership.
 
     Args:
-        store: The common database.
-        lease_s: Others lead once the lease was not renewed for so long.
-        clock: In seconds; never runs backwards. It only decides how often the lease is renewed.
+        store: The shared database.
+        lease_s: Seconds without a renewal after which another server may lead.
+        clock: Monotonic clock, in seconds. It only decides how often the lease is renewed.
     """
 
     def __init__(self, store: Store, *, lease_s: float = LEASE_S, clock: Callable[[], float] = time.monotonic) -> None:
@@ -59,12 +61,12 @@ class Leadership:
 
     @property
     def epoch(self) -> int:
-        """Number of the present leader; only where this server leads."""
+        """Epoch of this server; only valid while it leads."""
         assert self._epoch is not None, "it does not lead"
         return self._epoch
 
     def acquire(self) -> bool:
-        """Lead, where nobody does; returns whether this server leads now."""
+        """Become the leader if there is none; return whether this server leads now."""
         with self._store.writing() as session:
             if self._epoch is not None:
                 with contextlib.suppress(LostLeadershipError):
@@ -79,7 +81,7 @@ class Leadership:
                 except IntegrityError:
                     return False
             now_s = database_time(session)
-            # A renewal in the future means that the clock of the database was set back.
+            # A renewal in the future means that the database's clock was set back.
             if row.holder not in ("", self._server) and abs(now_s - row.renewed_at) < self._lease_s:
                 return False
             row.epoch, row.holder, row.renewed_at = row.epoch + 1, self._server, now_s
@@ -88,7 +90,7 @@ class Leadership:
         return True
 
     def renew(self) -> None:
-        """Renew the lease, where it is time.
+        """Renew the lease if it is due.
 
         Raises:
             LostLeadershipError: Another server leads.
@@ -101,7 +103,7 @@ class Leadership:
         self._renew_at = self._clock() + self._lease_s / _RENEWALS
 
     def check(self, session: Session) -> None:
-        """Check that this server leads until the end of a transaction.
+        """Check that this server leads, and keep it the leader until the transaction ends.
 
         Raises:
             LostLeadershipError: Another server leads.
@@ -109,10 +111,13 @@ class Leadership:
         epoch = session.scalar(select(LeaderRow.epoch).where(LeaderRow.id == _ID).with_for_update())
         if epoch is None or epoch != self._epoch:
             self._epoch = None
-            raise LostLeadershipError("expected this server to lead, found that another one does; it only answers now")
+            raise LostLeadershipError(
+                "expected this server to lead, found that a different server leads; "
+                "this server now only answers requests"
+            )
 
     def release(self) -> None:
-        """Lead no longer, so that another server may at once."""
+        """Give up leadership, so that another server can lead at once."""
         if self._epoch is None:
             return
         with self._store.writing() as session:
@@ -120,3 +125,42 @@ class Leadership:
                 update(LeaderRow).where(LeaderRow.id == _ID, LeaderRow.epoch == self._epoch).values(holder="")
             )
         self._epoch = None
+
+
+def is_of_service(error: Exception) -> bool:
+    """Return whether no job can be worked on: the database does not answer, or another server leads."""
+    return isinstance(error, LostLeadershipError | OperationalError | InterfaceError | PoolTimeoutError)
+
+
+def code_of(error: Exception, code: str) -> tuple[str, str | None]:
+    """Return the error code and request parameter for an error of a job; ``code`` is the default."""
+    if isinstance(error, ApiError):
+        return error.code or code, error.param
+    return _code_of_class(type(error), code)
+
+
+def code_of_end(error: str, code: str) -> tuple[str, str | None]:
+    """Return the same for an executor that ended with an error whose class is called ``error``."""
+    found = getattr(errors, error, None)
+    return _code_of_class(found if isinstance(found, type) else Exception, code)
+
+
+def _code_of_class(kind: type, code: str) -> tuple[str, str | None]:
+    if issubclass(kind, DataError):
+        return "invalid_training_file", "training_file"
+    if issubclass(kind, ModelError):
+        return "invalid_model", "model"
+    return code, None
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Return whether a disk or the artefact store failed, so that the job may succeed later (unless a file is gone)."""
+    return isinstance(error, RunWriteError) or (
+        isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
+    )
+
+
+def missing_file(error: FileNotFoundError) -> str:
+    """Return a message for the user that names the missing file of a job."""
+    name = Path(str(error.filename)).name if error.filename else str(error)
+    return f"expected all files of the job, found that {name} is gone; create the job again"

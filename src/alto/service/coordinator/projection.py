@@ -1,7 +1,10 @@
-"""From the journal of a run to the events and checkpoints of its job."""
+"""Projection of a run's journal to the events and checkpoints of its job."""
 
 from __future__ import annotations
 
+import csv
+import hashlib
+import io
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,26 +14,30 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from alto.records import ExitReason
+from alto.results import TaskResult, load_run
 from alto.runs import JournalEntry, JournalTail
 from alto.runs import events as journaled
+from alto.runs.progress import trained_tokens
+from alto.service.context import Service
+from alto.service.ids import new_id, now
 from alto.service.models import fine_tuned_name
-from alto.service.store.events import add_event
-from alto.service.store.tables import Checkpoint, JobEvent, JobRow
-
-__all__ = ["Projection"]
+from alto.service.openai.files import RESULTS, artefact_of
+from alto.service.openai.translation import multiplier_of
+from alto.service.savings import savings_of
+from alto.service.store.jobs import add_event
+from alto.service.store.tables import Checkpoint, FileRow, JobEvent, JobRow, ModelRow
 
 _NUM_AT_ONCE = 500
-"""Entries of a transaction."""
+"""Maximum number of journal entries per transaction."""
 
 
 @dataclass(slots=True)
 class Projection:
-    """Writes what a run journals into the database, each entry once.
+    """The writer that copies a run's journal entries to the database, each entry once.
 
-    Where a run was resumed from a checkpoint, it repeats steps; what is known of them already is not told again.
+    A run that was resumed from a checkpoint repeats steps; steps that the database already has are skipped.
 
     Attributes:
-        job: Id of the job.
         path: The run's journal.
     """
 
@@ -45,13 +52,13 @@ class Projection:
         self._tail = JournalTail(self.path)
 
     def has_news(self) -> bool:
-        """Whether entries wait to be written."""
+        """Return whether entries wait to be written."""
         if not self._left:
             self._left = self._tail.read()
         return bool(self._left)
 
     def write(self, session: Session, row: JobRow) -> None:
-        """Write what is new, at most some hundred entries; ``row`` is locked."""
+        """Write the new entries, at most 500 per call; ``row`` must be locked."""
         if self._steps is None:
             self._begin(session, row)
         now, self._left = self._left[:_NUM_AT_ONCE], self._left[_NUM_AT_ONCE:]
@@ -61,7 +68,7 @@ class Projection:
             row.journal_seq = now[-1].seq + 1
 
     def _begin(self, session: Session, row: JobRow) -> None:
-        """Leave out what an earlier coordinator has written, and remember how far each configuration was."""
+        """Skip entries that an earlier coordinator wrote, and restore the last step of each configuration."""
         self._steps = {}
         known = session.scalars(select(JobEvent.data).where(JobEvent.job == row.id, JobEvent.data.is_not(None)))
         for data in known:
@@ -107,7 +114,7 @@ class Projection:
                 )
             case journaled.JobReopened(job=job) | journaled.JobAdded(job=job):
                 self._ended.discard(job)
-                add_event(session, row, f"Configuration {job} is trained too", created_at=at, data={"job": job})
+                add_event(session, row, f"Configuration {job} joins the training", created_at=at, data={"job": job})
             case journaled.OutOfMemory():
                 add_event(
                     session,
@@ -120,7 +127,7 @@ class Projection:
     def _on_evaluated(self, session: Session, row: JobRow, event: journaled.JobEvaluated, at: float) -> None:
         assert self._steps is not None
         if event.step <= self._steps.get(event.job, 0):
-            return  # repeated after a checkpoint
+            return  # repeated after resuming from a checkpoint
         self._steps[event.job] = event.step
         metrics = _finite(
             {
@@ -159,14 +166,147 @@ class Projection:
 
 
 def _ended(job: str, reason: str) -> str:
-    """What has ended a configuration before its last step."""
+    """Return the message for a configuration that ended before its last step."""
     if reason == ExitReason.STOPPED:
         return f"Configuration {job} was stopped by a user"
     return f"Configuration {job} stopped early: {reason}"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Values that JSON has; None for what is not finite."""
+    """Return ``values`` with None for numbers that are not finite, which JSON cannot hold."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
     }
+
+
+_COLUMNS = ("job", "step", "progress", "train_loss", "valid_loss", "test_loss")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """Stored results of a finished run, which its job does not show yet.
+
+    Attributes:
+        model: The model that the job returns.
+        curves: The file of loss curves.
+        result: Value of the job's ``result``.
+        message: A sentence for users.
+        data: The same for programs.
+    """
+
+    model: ModelRow
+    curves: FileRow
+    result: dict[str, Any]
+    message: str
+    data: dict[str, Any]
+
+
+def publish(service: Service, job: JobRow) -> Publication:
+    """Store the adapter and the loss curves of the finished run of ``job`` among the artefacts.
+
+    Raises:
+        AltoError: The run has no result.
+        OSError: The artefacts cannot be written.
+    """
+    result = load_run(service.run_of(job))
+    adapter = f"models/{job.tenant}/{job.id}"
+    service.artefacts.write_folder(adapter, service.run_of(job) / "best")
+    text = _curves(result).encode()
+    curves = FileRow(
+        id=new_id("file"),
+        tenant=job.tenant,
+        filename=f"{job.id}-results.csv",
+        purpose=RESULTS,
+        num_bytes=len(text),
+        sha256=hashlib.sha256(text).hexdigest(),
+        created_at=now(),
+        status="processed",
+    )
+    service.artefacts.write(artefact_of(curves), io.BytesIO(text))
+    name = fine_tuned_name(job.model, job.tenant, job.suffix, job.id)
+    model = ModelRow(
+        id=name, tenant=job.tenant, job=job.id, base_model=job.model, adapter=adapter, created_at=now(), serving="none"
+    )
+    best = next(found for found in result.job_results if found.job == result.best_job)
+    history = result.history
+    saved = savings_of(history, "succeeded").share
+    facts = {
+        "job": result.best_job,
+        "best_step": best.best_step,
+        "best_valid_loss": _finite_cell(result.best_validation_loss),
+        "test_loss": _finite_cell(best.test_loss),
+        "configurations": len(result.job_results),
+        "samples_trained": history.samples_trained,
+        "samples_budgeted": history.samples_budgeted,
+        "saved_share": round(saved, 4),
+    }
+    message = (
+        f"Best of {len(result.job_results)} configurations: {result.best_job}, validation loss "
+        f"{result.best_validation_loss:.4f}; early exit saved {saved:.0%} of the training"
+    )
+    return Publication(
+        model=model,
+        curves=curves,
+        result={
+            **facts,
+            "trained_tokens": trained_tokens(history),
+            "result_files": [curves.id],
+            "hyperparameters": _chosen(best.config),
+        },
+        message=message,
+        data=facts,
+    )
+
+
+def write_result(session: Session, row: JobRow, found: Publication) -> None:
+    """End a job as succeeded, with its published results; ``row`` must be locked."""
+    session.add(found.model)
+    session.add(found.curves)
+    row.status, row.finished_at, row.estimated_finish = "succeeded", now(), None
+    row.fine_tuned_model, row.result = found.model.id, found.result
+    add_event(session, row, found.message, data=found.data)
+    add_event(session, row, f"New fine-tuned model created: {found.model.id}")
+    add_event(session, row, "The job has successfully completed")
+
+
+def _chosen(config: Any) -> dict[str, Any]:
+    """Return the best configuration's hyperparameters under OpenAI's names, with ALTO's learning rate and rank."""
+    found = {
+        "n_epochs": config.get("num_train_epochs"),
+        "batch_size": config.get("per_device_train_batch_size"),
+        "learning_rate_multiplier": multiplier_of(config["learning_rate"]),
+        "beta": config.get("beta"),
+    }
+    return {key: value for key, value in found.items() if value is not None} | {
+        "learning_rate": config["learning_rate"],
+        "r": config.get("r"),
+    }
+
+
+def _curves(result: TaskResult) -> str:
+    """Return all evaluations as CSV, one line per evaluation."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(_COLUMNS)
+    for job in result.history.jobs.values():
+        for point in job.evaluations:
+            test = job.test_losses.get(point.step)
+            writer.writerow(
+                [
+                    job.job,
+                    point.step,
+                    round(point.step / point.total_steps, 6),
+                    _text(point.train_ema),
+                    _text(point.validation_loss),
+                    _text(test),
+                ]
+            )
+    return text.getvalue()
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:.7g}"
+
+
+def _finite_cell(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""The run folder of a job: its task, and copies of its files."""
+"""The run folder of a job: its task and copies of its files."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from sqlalchemy import select
 
+from alto.base import replace_file, writing
 from alto.engine.control_plane import checked_task
-from alto.runs import RunDir, load_run_task, replace_file
-from alto.runs.files import writing
+from alto.runs import RunDir, load_run_task
 from alto.service.context import Service
 from alto.service.errors import refused
 from alto.service.ids import new_id
@@ -21,21 +21,20 @@ from alto.service.store.jobs import ENDED
 from alto.service.store.tables import JobRow
 from alto.spec import Task
 
-__all__ = ["clear_ended_runs", "make_run", "settled_task", "shown_error"]
-
 _TRAIN, _VALIDATION = "training.jsonl", "validation.jsonl"
 _ROWS = "data"
 _ONLY_FOR_TRAINING = (_ROWS, "jobs", "control", "report.html")
-"""Of a run folder: rows, checkpoints of every job, commands, and a page that can be written again."""
+"""Parts of a run folder that only training needs: rows, checkpoints of every job, commands, and a page that can be
+rendered again."""
 
 
 def make_run(service: Service, job: JobRow) -> None:
-    """Make the run folder of a job, checked and complete, or leave none; one that is there already stays.
+    """Make a complete and checked run folder for a job, or none at all; an existing one stays.
 
     Raises:
-        AltoError: What is wrong with its rows, or its base model.
-        ApiError: A file was deleted meanwhile, or its content is gone.
-        OSError: The store of artefacts, or a disk, refuses now.
+        AltoError: The rows or the base model cannot be used.
+        ApiError: A file was deleted meanwhile, or its content is missing.
+        OSError: The artefact store or a disk failed.
     """
     root = service.run_of(job)
     if (root / "task.yaml").exists():
@@ -50,11 +49,11 @@ def make_run(service: Service, job: JobRow) -> None:
             if file is not None:
                 _fetch_rows(service, job.tenant, file, param, unborn / _ROWS / name)
                 values[key] = str(unborn / _ROWS / name)
-        # Users resume any job while the task runs; checkpoints are removed when it ends.
+        # All checkpoints are kept, because users may resume any job while the task runs; they are removed when it ends.
         task = checked_task(Task(**values, name=job.id, tenant=job.tenant, report_to="none", keep="all"))
         folder = RunDir(unborn)
         folder.journal_file.touch()
-        # Last, as a folder with it is complete.
+        # Written last: a folder with this file is complete.
         folder.task_file.write_text(_with_rows_in(root, task).to_yaml(), encoding="utf-8")
         root.parent.mkdir(parents=True, exist_ok=True)
         unborn.rename(root)
@@ -69,7 +68,7 @@ def _fetch_rows(service: Service, tenant: str, file: str, param: str, to: Path) 
         service.artefacts.fetch(name, to)
     except FileNotFoundError:
         folder = service.artefacts.local_folder("files")
-        if folder is not None and not folder.is_dir():  # a disk that is not mounted has no file of anybody
+        if folder is not None and not folder.is_dir():  # the disk is not mounted, so the file may still exist
             raise OSError(
                 errno.ENODEV, "expected the folder of stored files, found none; is its disk mounted?"
             ) from None
@@ -82,10 +81,10 @@ def _fetch_rows(service: Service, tenant: str, file: str, param: str, to: Path) 
 
 
 def settled_task(service: Service, job: JobRow) -> Task:
-    """The task of a run, whose rows are in its folder: written anew where the folder was moved, or restored elsewhere.
+    """Return a run's task with the rows in its own folder; update the task file if the folder was moved or restored.
 
     Raises:
-        AltoError: It cannot be read or written.
+        AltoError: The task file cannot be read or written.
     """
     run = RunDir.open(service.run_of(job))
     task = load_run_task(run, trust_remote_code=True)
@@ -97,7 +96,7 @@ def settled_task(service: Service, job: JobRow) -> Task:
 
 
 def clear_ended_runs(service: Service, live: Collection[str]) -> None:
-    """Remove what only training needs of the runs of ended jobs: their rows and checkpoints. Journals stay.
+    """Delete what only training needs from the run folders of ended jobs, such as rows and checkpoints. Journals stay.
 
     Args:
         live: Jobs that executors may still work on.
@@ -109,7 +108,7 @@ def clear_ended_runs(service: Service, live: Collection[str]) -> None:
             some = candidates[at : at + 500]
             ended = session.scalars(select(JobRow.id).where(JobRow.id.in_(some), JobRow.status.in_(ENDED)))
             for job in ended:
-                # The rows go last: a folder that still has them is looked at again.
+                # The rows go last: a folder that still has them is cleaned again next time.
                 for name in reversed(_ONLY_FOR_TRAINING):
                     path = found[job] / name
                     if path.is_dir():
@@ -119,13 +118,13 @@ def clear_ended_runs(service: Service, live: Collection[str]) -> None:
 
 
 def _with_rows_in(root: Path, task: Task) -> Task:
-    """``task`` with the files of its rows in the run folder ``root``."""
+    """Return ``task`` with its row files in the run folder ``root``."""
     paths = {key: getattr(task, key) for key in ("dataset", "validation_dataset")}
     return task.replace(**{key: str(root / _ROWS / Path(str(path)).name) for key, path in paths.items() if path})
 
 
 def shown_error(service: Service, job: JobRow, text: str) -> str:
-    """The text of an error without the paths of this machine."""
+    """Return the text of an error without the paths of this machine."""
     root = service.run_of(job)
     for found in sorted({part.strip("'\"(),;:") for part in text.split() if root.name in part}, key=len, reverse=True):
         if "/" in found:

@@ -1,4 +1,4 @@
-"""The dashboard: pages for browsers, which use the same API as programs and draw with the same code as reports."""
+"""The dashboard: web pages that use the same API as programs and the same drawing code as reports."""
 
 from fastapi import APIRouter
 

@@ -21,11 +21,9 @@ from alto.service.store.jobs import levels_of
 from alto.service.store.tables import JobRow
 from alto.service.web.access import Reader
 
-__all__ = ["router"]
-
 _FRAGMENTS = ("machines", "queue")
 _LEAST_GAP_S = 1.0
-"""Shorter interruptions are not marked."""
+"""Shorter interruptions are not marked in the figure."""
 
 router = APIRouter()
 _pages = APIRouter(route_class=PageRoute)
@@ -33,13 +31,13 @@ _pages = APIRouter(route_class=PageRoute)
 
 @_pages.get("/cluster")
 def show(request: Request, service: ServiceOf, caller: Reader) -> HTMLResponse:
-    """The page."""
+    """Return the page."""
     return page(request, "cluster.html.jinja", caller, **_context(service, caller))
 
 
 @router.get("/dashboard/cluster")
 def show_now(service: ServiceOf, caller: Reader, seen: Annotated[str, Query(max_length=64)] = "") -> Response:
-    """The same, for the open page; with its figure."""
+    """Return the changed parts of the open page, and its figure."""
     context = _context(service, caller)
     data = {"gantt": context["gantt"], "is_live": True}
     return live_answer(seen, _FRAGMENTS, data=data, **context)
@@ -57,7 +55,7 @@ def _context(service: Service, caller: Caller) -> dict[str, Any]:
     ordered: dict[str, list[_ShownTask]] = {"running": [], "waiting": [], "paused": [], "ended": []}
     for task in tasks:
         ordered[task.state if task.state in ordered else "ended"].append(task)
-    # Of those that wait, the next one first, as far as plans say; estimates of when it begins are in the figure.
+    # The next waiting task comes first, as far as plans say; the figure shows when it is expected to begin.
     ordered["waiting"].sort(key=lambda task: (-task.level, task.planned_start_s or 0.0))
     ordered["ended"].reverse()
     return {
@@ -74,13 +72,13 @@ def _context(service: Service, caller: Caller) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShownTask:
-    """A task with all that the control plane had of it: once at first, and once whenever it was resumed.
+    """A task with all its entries in the control plane: the first one, and one for each time that it was resumed.
 
     Attributes:
-        parts: Of the control plane's journal, oldest first.
-        state: Of the task; ``paused`` is not a state of the control plane, which knows such tasks as cancelled.
-        priority: Its place among its tenant's tasks; None where the task is of another tenant.
-        level: Its place in the schedule, see :func:`alto.service.store.jobs.levels_of`.
+        parts: Entries of the control plane's journal, oldest first.
+        state: State of the task. ``paused`` is not a state of the control plane, which lists such tasks as cancelled.
+        priority: Priority among its tenant's tasks; None if the task belongs to another tenant.
+        level: Level in the schedule, see :func:`alto.service.store.jobs.levels_of`.
     """
 
     parts: list[TaskHistory]
@@ -132,7 +130,7 @@ def _named(view: ClusterView, placements: list[Placement]) -> list[Placement]:
 
 
 def _busy(running: list[TaskHistory]) -> dict[str, int]:
-    """How many devices of each machine executors have now."""
+    """Return how many devices of each machine executors use now."""
     used = {(gpu.node, gpu.index) for task in running for gpu in (task.attempts[-1].gpus if task.attempts else ())}
     counts: dict[str, int] = {}
     for node, _ in used:

@@ -1,4 +1,4 @@
-"""``/new``: a form for a task. Its texts become the body of a request, which the page sends on to the API."""
+"""``/new``: a form for a task. Its texts become the body of a request, which the page sends to the API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
-from alto.runs.device_hours import price_of_hour
+from alto.runs.progress import price_of_hour
 from alto.service.context import ServiceOf
 from alto.service.dashboard.rendering import PageRoute, page
 from alto.service.errors import refused
@@ -18,9 +18,7 @@ from alto.service.openai.files import FINE_TUNE
 from alto.service.openai.translation import METHODS
 from alto.service.store.tables import FileRow
 from alto.service.web.access import Reader
-from alto.spec.strict_yaml import NotYamlError, read_yaml
-
-__all__ = ["router"]
+from alto.spec import NotYamlError, read_yaml
 
 _MOST_CHARS = 20_000
 _MOST_FILES = 200
@@ -31,7 +29,7 @@ _pages = APIRouter(route_class=PageRoute)
 
 
 class FormTexts(BaseModel):
-    """What stands in the fields of the form; an empty one is not sent.
+    """The texts in the fields of the form; empty fields are not sent.
 
     Attributes:
         extra: Further hyperparameters, as YAML or JSON.
@@ -51,7 +49,7 @@ class FormTexts(BaseModel):
 
 @_pages.get("/new")
 def form(request: Request, service: ServiceOf, caller: Reader) -> HTMLResponse:
-    """The form."""
+    """Return the page with the form."""
     with service.store.reading() as session:
         files = list(
             session.scalars(
@@ -81,12 +79,12 @@ def form(request: Request, service: ServiceOf, caller: Reader) -> HTMLResponse:
 
 @router.post("/dashboard/request")
 def request_of(caller: Reader, body: FormTexts) -> dict[str, Any]:
-    """The body of a request for a task, from the texts of the form; ``param`` of an error names the field."""
+    """Return the body of a task request for the texts of the form; ``param`` of an error names the field."""
     values = {key: _value(key, text) for key, text in body.hyperparameters.items() if text}
     extra = _extra(body.extra)
     if twice := sorted(values.keys() & extra.keys()):
         raise refused(
-            f"extra: expected keys that have no field of their own filled in, found {', '.join(twice)}; give each once",
+            f"extra: expected only keys whose own field is empty, found {', '.join(twice)}; give each key once",
             "extra",
             "conflicting_keys",
         )
@@ -100,7 +98,7 @@ def request_of(caller: Reader, body: FormTexts) -> dict[str, Any]:
 
 
 def _value(key: str, text: str) -> Any:
-    """A number, a word, a list (with or without brackets) or a range."""
+    """Return the value of a text: a number, a word, a list (with or without brackets) or a range."""
     is_list = "," in text and text[0] not in "[{"
     try:
         return read_yaml(f"[{text}]" if is_list else text)
@@ -131,7 +129,7 @@ def _seed(text: str) -> int | None:
     if not text:
         return None
     if not text.isdecimal() or int(text) > _MOST_SEED:
-        raise refused(f"seed: expected a whole number of 0 to {_MOST_SEED}, found {text[:50]!r}; correct it", "seed")
+        raise refused(f"seed: expected a whole number from 0 to {_MOST_SEED}, found {text[:50]!r}; correct it", "seed")
     return int(text)
 
 

@@ -1,15 +1,18 @@
-"""Pages from templates: how they are rendered, answered and kept up to date."""
+"""Rendering of pages and error pages from templates, and updates of open pages."""
 
 from __future__ import annotations
 
 import functools
+import gzip
 import hashlib
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.resources import files
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from fastapi import Request
+from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from fastapi.routing import APIRoute
@@ -17,17 +20,63 @@ from jinja2 import Environment
 from starlette.responses import Response
 
 from alto.errors import AltoError
-from alto.export import page_environment
+from alto.export import page_environment, plotly_bundle
 from alto.service.access import Caller
-from alto.service.dashboard.assets import asset_url
-from alto.service.errors import ApiError, TenantError
+from alto.service.errors import ApiError, TenantError, not_found
 from alto.service.web.access import COOKIE
 from alto.service.web.answers import api_error_of
 
-__all__ = ["PageRoute", "error_page", "live_answer", "local_path", "page"]
+_NAMES = ("plotly.js", "report.js", "gantt.js", "page.js", "dashboard.js", "report.css", "dashboard.css")
+_OWN = ("dashboard.js", "dashboard.css")
+_TYPES = {"js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8"}
+
+router = APIRouter(prefix="/dashboard/assets")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asset:
+    content: bytes
+    compressed: bytes
+    digest: str
+
+
+@router.head("/{digest}/{name}")
+@router.get("/{digest}/{name}")
+def get(request: Request, digest: str, name: str) -> Response:
+    """Return a script or a style sheet."""
+    if name not in _NAMES:
+        raise not_found("asset", name, "name")
+    asset = _asset(name)
+    # While servers are updated, a page of another server version must not keep this version's file.
+    keep = "public, max-age=31536000, immutable" if digest == asset.digest else "no-store"
+    headers = {"Cache-Control": keep, "Vary": "Accept-Encoding"}
+    content = asset.content
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        content, headers["Content-Encoding"] = asset.compressed, "gzip"
+    return Response(content, media_type=_TYPES[name.rpartition(".")[2]], headers=headers)
+
+
+def asset_url(name: str) -> str:
+    """Return the address of a script or style sheet for pages."""
+    return f"/dashboard/assets/{_asset(name).digest}/{name}"
+
+
+@functools.cache
+def _asset(name: str) -> _Asset:
+    if name == "plotly.js":
+        text = plotly_bundle()
+    elif name in _OWN:
+        text = files("alto.service.dashboard").joinpath("static", name).read_text(encoding="utf-8")
+    else:
+        text = page_environment().get_template(name).render()
+    content = text.encode()
+    return _Asset(
+        content=content, compressed=gzip.compress(content, 6, mtime=0), digest=hashlib.sha256(content).hexdigest()[:16]
+    )
+
 
 _HEADERS = {
-    # plotly.js places its drawings by style attributes; scripts are files of this server, none is inline.
+    # plotly.js positions its drawings with style attributes. Scripts are files of this server; none is inline.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
         "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
@@ -42,14 +91,13 @@ _MOST_ID_CHARS = 8
 def page(
     request: Request, template: str, caller: Caller | None = None, *, status: int = 200, **context: Any
 ) -> HTMLResponse:
-    """A page of this package's templates.
+    """Return a page rendered from a template of this package.
 
     Args:
-        request: That it answers.
-        template: Its file.
-        caller: Who looks; None where that is not known, as at the login.
-        status: HTTP status.
-        context: Of the template.
+        request: The request that the page answers.
+        template: File name of the template.
+        caller: The viewer; None if not known, as on the login page.
+        context: Variables of the template.
     """
     text = (
         _environment()
@@ -65,13 +113,13 @@ def page(
 
 
 def live_answer(seen: str, fragments: Iterable[str], *, data: dict[str, Any], **context: Any) -> Response:
-    """What an open page shows now: its parts that change, rendered, and data for its script.
+    """Return what an open page shows now: its changing parts, rendered, and data for its script.
 
     Args:
-        seen: Version that the page shows; where that is still so, the answer is empty.
-        fragments: Names of the parts: files of ``templates/live``.
-        data: Figures, and what else the script reads.
-        context: Of the templates.
+        seen: Version that the page shows; if it is still current, the answer is empty.
+        fragments: Names of the parts, which are files of ``templates/live``.
+        data: Figures and other values for the script.
+        context: Variables of the templates.
     """
     rendered = {
         name: _environment().get_template(f"live/{name}.html.jinja").render(**context).strip() for name in fragments
@@ -86,8 +134,8 @@ def live_answer(seen: str, fragments: Iterable[str], *, data: dict[str, Any], **
 
 
 class PageRoute(APIRoute):
-    """A route to a page: errors are pages too, who has no key is sent to the login, and HEAD is answered as GET is,
-    without the page."""
+    """A route to a page. Errors are answered with pages, callers without a key are sent to the login, and HEAD is
+    answered like GET, without the page."""
 
     def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
         super().__init__(path, endpoint, **settings)
@@ -95,7 +143,7 @@ class PageRoute(APIRoute):
             self.methods.add("HEAD")
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with errors shown."""
+        """Return the handler, which shows errors as pages."""
         answer = super().get_route_handler()
 
         async def shown(request: Request) -> Response:
@@ -115,7 +163,7 @@ class PageRoute(APIRoute):
 
 
 def error_page(request: Request, error: ApiError) -> Response:
-    """The page of an error; the way to the login where a key is missing."""
+    """Return the page of an error, or a redirect to the login if a key is missing."""
     if error.status == 401 and request.method in ("GET", "HEAD"):
         return _to_login(request)
     found = page(request, "error.html.jinja", status=error.status, error_status=error.status, message=error.message)
@@ -124,8 +172,7 @@ def error_page(request: Request, error: ApiError) -> Response:
 
 
 def local_path(path: str) -> str:
-    """``path`` where it is one of this server, else that of the first page: a link to the login must not lead on to
-    another site."""
+    """Return ``path`` if it belongs to this server, else the first page: a login link must not lead to another site."""
     split = urlsplit(path)
     is_local = path.startswith("/") and not path.startswith("//") and not (split.scheme or split.netloc)
     return path if is_local and path.isprintable() and "\\" not in path else "/"
@@ -143,7 +190,7 @@ def _time(seconds: float) -> str:
 
 
 def _short_id(name: str) -> str:
-    """An id in a table: its first characters, where it is long; the whole one is in the link and its title."""
+    """Return the first characters of a long id, for a table; the link and its title have the whole id."""
     kind, dash, rest = name.partition("-")
     return name if len(rest) <= _MOST_ID_CHARS else f"{kind}{dash}{rest[:_MOST_ID_CHARS]}…"
 

@@ -1,4 +1,4 @@
-"""Uploaded files: where they are kept, and what is checked before they are."""
+"""Uploaded files: their storage, and the checks before they are stored."""
 
 from alto.service.files.artefacts import Artefacts, chunks_of
 from alto.service.files.checks import Checked, check_rows, sha256_of

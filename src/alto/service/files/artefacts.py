@@ -1,10 +1,12 @@
-"""Files and adapters of the service, on a disk or in any store that fsspec knows."""
+"""Storage of the service's files and adapters, on a disk or in any store that fsspec knows."""
 
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,26 +16,24 @@ from fsspec.implementations.local import LocalFileSystem
 from alto.errors import ServiceError
 from alto.service.ids import new_id
 
-__all__ = ["Artefacts", "chunks_of"]
-
 _CHUNK_BYTES = 2**20
 
 
 def chunks_of(file: BinaryIO) -> Iterator[bytes]:
-    """What a file holds, in pieces; it is closed at the end."""
+    """Yield the content of a file in pieces, and close the file at the end."""
     with file:
         while chunk := file.read(_CHUNK_BYTES):
             yield chunk
 
 
 class Artefacts:
-    """Named contents. A content is there as a whole or not at all, and is never changed.
+    """Stored contents by name. A content is written completely or not at all, and never changed in place.
 
     Args:
         url: A folder, or a URL of fsspec such as ``s3://bucket/alto``.
 
     Raises:
-        ServiceError: There is no such kind of store, or a package for it is not installed.
+        ServiceError: fsspec does not know this kind of store, or a package for it is not installed.
     """
 
     def __init__(self, url: str) -> None:
@@ -41,15 +41,15 @@ class Artefacts:
             self._fs, self._root = fsspec.core.url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise ServiceError(
-                f"artefacts: expected a folder or a URL of fsspec, found one that cannot be opened ({error}); correct "
-                "it, or install the package that it names"
+                f"artefacts: expected a folder or an fsspec URL, found an address that cannot be opened ({error}); "
+                "correct it, or install the package that the error names"
             ) from error
 
     def write(self, name: str, source: BinaryIO) -> None:
-        """Keep what ``source`` holds under ``name``.
+        """Store the content of ``source`` under ``name``.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The content cannot be written.
         """
         target, unfinished = self._path(name), self._path(f"{name}.{new_id('new')}")
         self._fs.makedirs(target.rpartition("/")[0], exist_ok=True)
@@ -63,34 +63,34 @@ class Artefacts:
             raise
 
     def write_folder(self, name: str, folder: Path) -> None:
-        """Keep the files of ``folder`` under ``name``; files of that name are replaced."""
+        """Store the files of ``folder`` under ``name``; existing files with the same names are replaced."""
         for path in sorted(folder.rglob("*")):
             if path.is_file():
                 with path.open("rb") as file:
                     self.write(f"{name}/{path.relative_to(folder).as_posix()}", file)
 
     def open(self, name: str) -> BinaryIO:
-        """What is kept under ``name``.
+        """Open the content ``name`` for reading.
 
         Raises:
-            FileNotFoundError: Nothing is.
+            FileNotFoundError: There is no such content.
         """
         file: BinaryIO = self._fs.open(self._path(name), "rb")
         return file
 
     def local_folder(self, name: str) -> Path | None:
-        """Where the contents below ``name`` are on this machine's disks; None where they are in another store."""
+        """Return the local path of the contents below ``name``; None if they are in a remote store."""
         return Path(self._path(name)) if isinstance(self._fs, LocalFileSystem) else None
 
     def names(self, folder: str) -> list[str]:
-        """Names of the contents below ``folder``, relative to it."""
+        """Return the names of all contents below ``folder``, relative to it and sorted."""
         root = self._path(folder)
         if not self._fs.exists(root):
             return []
         return sorted(path[len(root) :].lstrip("/") for path in self._fs.find(root))
 
     def fetch(self, name: str, to: Path) -> None:
-        """Copy a content into a file, which is complete or not there."""
+        """Copy a content to a file, completely or not at all."""
         to.parent.mkdir(parents=True, exist_ok=True)
         unfinished = to.with_name(f".{to.name}.{new_id('new')}")
         try:
@@ -101,14 +101,14 @@ class Artefacts:
             unfinished.unlink(missing_ok=True)
 
     def fetch_folder(self, name: str, to: Path) -> None:
-        """Copy the contents below ``name`` into a new folder, which is complete or not there.
+        """Copy the contents below ``name`` to a new folder, completely or not at all.
 
         Raises:
-            FileNotFoundError: There are none.
+            FileNotFoundError: There are no contents below ``name``.
         """
         found = self.names(name)
         if not found:
-            raise FileNotFoundError(f"nothing is kept under {name}")
+            raise FileNotFoundError(f"nothing is stored under {name}")
         unfinished = to.with_name(f".{to.name}.{new_id('new')}")
         try:
             for each in found:
@@ -118,12 +118,55 @@ class Artefacts:
             shutil.rmtree(unfinished, ignore_errors=True)
 
     def delete(self, name: str) -> None:
-        """Remove a content, or a folder of them; nothing where there is none."""
+        """Delete a content or a folder of contents; no error if absent."""
         path = self._path(name)
         with contextlib.suppress(FileNotFoundError):  # not there, or removed by another request at the same time
             self._fs.rm(path, recursive=True)
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
-        assert all(part not in ("", ".", "..") for part in parts), f"no name of a content: {name!r}"
+        assert all(part not in ("", ".", "..") for part in parts), f"invalid artefact name: {name!r}"
         return "/".join((self._root.rstrip("/"), *parts))
+
+
+class _Sink(io.RawIOBase):
+    """A stream that holds the bytes written since it was last emptied; it cannot seek."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        found = bytes(data)  # type: ignore[call-overload]
+        self._held += found
+        return len(found)
+
+    def empty(self) -> bytes:
+        found = bytes(self._held)
+        self._held.clear()
+        return found
+
+
+def zip_chunks(artefacts: Artefacts, folder: str, names: Iterable[str], texts: Mapping[str, bytes]) -> Iterator[bytes]:
+    """Yield a zip file of contents below ``folder`` in pieces, without compression, because weights do not shrink.
+
+    Args:
+        names: Names of the contents, relative to ``folder``.
+        texts: Contents by name that replace the stored ones.
+
+    Raises:
+        FileNotFoundError: A content is missing.
+    """
+    sink = _Sink()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_STORED) as archive:
+        for name in names:
+            # Sizes are not known in advance: without 64-bit sizes a file could have no more than 2 GiB.
+            with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
+                kept = io.BytesIO(texts[name]) if name in texts else artefacts.open(f"{folder}/{name}")
+                for chunk in chunks_of(kept):
+                    entry.write(chunk)
+                    yield sink.empty()
+    yield sink.empty()

@@ -1,4 +1,4 @@
-"""What is checked of a file for fine-tuning before it is taken: that every line is an object of JSON."""
+"""Checks of an uploaded fine-tuning file: every line must be a JSON object."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-__all__ = ["Checked", "check_rows", "sha256_of"]
-
 _MAX_LINE_BYTES = 16 * 2**20
 _MOST_FAULTS = 20
 _CHUNK_BYTES = 2**20
@@ -17,13 +15,12 @@ _CHUNK_BYTES = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """What was found in a file.
+    """The result of checking a file.
 
     Attributes:
-        num_bytes: Its size.
-        sha256: Of its bytes, as hexadecimal digits.
-        num_rows: Lines that are not empty.
-        fault: What is wrong with it, with numbers of lines; empty where nothing is.
+        sha256: SHA-256 of the content, as hexadecimal digits.
+        num_rows: Number of lines that are not empty.
+        fault: Error message with line numbers; empty if there is no error.
     """
 
     num_bytes: int
@@ -33,7 +30,7 @@ class Checked:
 
 
 def sha256_of(file: BinaryIO) -> str:
-    """SHA-256 of what a file holds, as hexadecimal digits; the file is left at its end."""
+    """Return the SHA-256 of a file's content as hexadecimal digits; the file is left at its end."""
     digest = hashlib.sha256()
     while chunk := file.read(_CHUNK_BYTES):
         digest.update(chunk)
@@ -41,9 +38,9 @@ def sha256_of(file: BinaryIO) -> str:
 
 
 def check_rows(file: BinaryIO) -> Checked:
-    """Read a file of rows from its beginning; it is left at its end.
+    """Check the rows of a file, which must be at its beginning and is left at its end.
 
-    Whether its rows are what a task needs is checked with the task: it knows their form.
+    Whether the rows have the form that a task needs is checked later, with the task.
     """
     digest, num_bytes, num_rows, faults = hashlib.sha256(), 0, 0, list[str]()
     num_faulty = 0
@@ -62,16 +59,16 @@ def check_rows(file: BinaryIO) -> Checked:
     if num_faulty:
         more = f"; and {num_faulty - len(faults)} more" if num_faulty > len(faults) else ""
         message = (
-            f"expected an object of JSON in every line, found {num_faulty} of {num_rows} lines without: "
+            f"expected a JSON object in every line, found {num_faulty} of {num_rows} lines without one: "
             f"{'; '.join(faults)}{more}; correct them and upload the file again"
         )
     elif not num_rows:
-        message = "expected rows, one object of JSON a line, found none; upload the file again with its content"
+        message = "expected rows, one JSON object per line, found none; upload the file again with its content"
     return Checked(num_bytes=num_bytes, sha256=digest.hexdigest(), num_rows=num_rows, fault=message)
 
 
 def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines with their numbers; parts of one that is too long have the same number."""
+    """Yield lines with their numbers; the pieces of a line that is too long have the same number."""
     number, is_new = 0, True
     while line := file.readline(_MAX_LINE_BYTES):
         number += is_new
@@ -80,7 +77,7 @@ def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _fault_of(line: bytes, *, is_first: bool) -> str | None:
-    """What is wrong with a line; empty where nothing is, None for an empty line."""
+    """Return what is wrong with a line; an empty text if nothing is, None for an empty line."""
     if not line.endswith(b"\n") and len(line) >= _MAX_LINE_BYTES:
         return f"longer than {_MAX_LINE_BYTES // 2**20} MiB"
     try:
@@ -94,5 +91,5 @@ def _fault_of(line: bytes, *, is_first: bool) -> str | None:
     except RecursionError:
         return "nested too deeply"
     except ValueError as error:
-        return f"no JSON ({error})"
-    return "" if isinstance(row, dict) else f"a {type(row).__name__} in place of an object"
+        return f"not JSON ({error})"
+    return "" if isinstance(row, dict) else f"a {type(row).__name__} instead of an object"

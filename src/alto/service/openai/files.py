@@ -1,4 +1,4 @@
-"""``/v1/files``."""
+"""``/v1/files``: uploaded files and result files."""
 
 from __future__ import annotations
 
@@ -16,29 +16,13 @@ from alto.service.context import Service, ServiceOf
 from alto.service.errors import ApiError, not_found, refused
 from alto.service.files import check_rows, chunks_of, sha256_of
 from alto.service.ids import new_id, now
-from alto.service.openai.objects import file_object, list_object
-from alto.service.openai.paging import After
-from alto.service.store.jobs import OPEN
-from alto.service.store.paging import page_of
-from alto.service.store.replays import RequestMark
+from alto.service.openai.objects import After, file_object, list_object
+from alto.service.store.jobs import OPEN, page_of
+from alto.service.store.store import RequestMark
 from alto.service.store.tables import FileRow, JobRow, UploadRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
-from alto.service.web.repeats import mark_of
-
-__all__ = [
-    "FINE_TUNE",
-    "RESULTS",
-    "artefact_of",
-    "check_pending",
-    "check_purpose",
-    "check_quota",
-    "find_file",
-    "find_upload",
-    "keep_file",
-    "router",
-    "shown_filename",
-]
 
 FINE_TUNE = "fine-tune"
 RESULTS = "fine-tune-results"
@@ -59,7 +43,7 @@ def create(
     anchor: Annotated[str | None, Form(alias="expires_after[anchor]")] = None,
     seconds: Annotated[int | None, Form(alias="expires_after[seconds]")] = None,
 ) -> dict[str, Any]:
-    """Keep a file; its status says whether it can be used."""
+    """Store a file; its status says whether it can be used."""
     check_purpose(purpose)
     expires_after_s = _expiry_s(anchor, seconds)
     digest = sha256_of(file.file)
@@ -81,7 +65,7 @@ def list_(
     order: Literal["asc", "desc"] = "desc",
     purpose: Annotated[str | None, Query(max_length=64)] = None,
 ) -> dict[str, Any]:
-    """Files of the tenant."""
+    """List the tenant's files."""
     with service.store.reading() as session:
         statement = select(FileRow).where(FileRow.tenant == caller.tenant, _is_there(now()))
         if purpose is not None:
@@ -99,14 +83,14 @@ def list_(
 
 @router.get("/files/{file_id}")
 def get(service: ServiceOf, caller: Reader, file_id: str) -> dict[str, Any]:
-    """A file."""
+    """Return a file's object."""
     with service.store.reading() as session:
         return file_object(find_file(session, caller.tenant, file_id))
 
 
 @router.get("/files/{file_id}/content")
 def content(service: ServiceOf, caller: Reader, file_id: str) -> StreamingResponse:
-    """What a file holds."""
+    """Return a file's content."""
     with service.store.reading() as session:
         row = find_file(session, caller.tenant, file_id)
     try:
@@ -135,7 +119,7 @@ def delete(service: ServiceOf, caller: Writer, file_id: str) -> dict[str, Any]:
         )
         if used is not None:
             raise refused(
-                f"file_id: expected a file that no open job needs, found one of {used}; cancel the job first",
+                f"file_id: expected a file that no open job needs, found that {used} needs it; cancel that job first",
                 "file_id",
                 "file_in_use",
             )
@@ -145,10 +129,10 @@ def delete(service: ServiceOf, caller: Writer, file_id: str) -> dict[str, Any]:
 
 
 def find_file(session: Session, tenant: str, file: str, param: str = "file_id") -> FileRow:
-    """A file of a tenant.
+    """Return a file of a tenant.
 
     Raises:
-        ApiError: There is none.
+        ApiError: There is no such file.
     """
     row = session.scalar(_there(tenant, file))
     if row is None:
@@ -157,7 +141,7 @@ def find_file(session: Session, tenant: str, file: str, param: str = "file_id") 
 
 
 def _there(tenant: str, file: str) -> Select[FileRow]:
-    """A file of a tenant that is neither deleted nor expired."""
+    """Return a query for a file of a tenant that is neither deleted nor expired."""
     return select(FileRow).where(FileRow.id == file, FileRow.tenant == tenant, _is_there(now()))
 
 
@@ -172,14 +156,14 @@ def keep_file(
     mark: RequestMark | None = None,
     upload: str | None = None,
 ) -> FileRow:
-    """Keep what ``content`` holds, from its beginning to its end, as a file of the caller.
+    """Store ``content``, which must be at its beginning, as a file of the caller.
 
     Args:
-        mark: Of the request; its repetition finds the same file.
-        upload: The upload that the file completes; where it has one already, that one is found.
+        mark: Mark of the request; a repetition returns the same file.
+        upload: The upload that the file completes; if it has a file already, that file is returned.
 
     Raises:
-        ApiError: It is too large, or the tenant's files are; or the upload has ended otherwise.
+        ApiError: The file is too large, the tenant has too many bytes, or the upload has ended otherwise.
     """
     checked = check_rows(content)
     fault = checked.fault if purpose == FINE_TUNE else ""
@@ -229,7 +213,7 @@ def keep_file(
 
 
 def artefact_of(row: FileRow) -> str:
-    """Where the content of a file is."""
+    """Return the artefact name of a file's content."""
     return f"files/{row.tenant}/{row.id}"
 
 
@@ -240,14 +224,16 @@ def check_purpose(purpose: str) -> None:
         ApiError: They cannot.
     """
     if purpose != FINE_TUNE:
-        raise refused(f"purpose: expected {FINE_TUNE!r}, found {purpose[:50]!r}; this service only tunes", "purpose")
+        raise refused(
+            f"purpose: expected {FINE_TUNE!r}, found {purpose[:50]!r}; this service only fine-tunes models", "purpose"
+        )
 
 
 def find_upload(session: Session, tenant: str, upload: str, *, lock: bool = False) -> UploadRow:
-    """An upload of a tenant; with ``lock`` as it is now, and no other transaction changes it until this one ends.
+    """Return an upload of a tenant; ``lock`` reads its current row and locks it until this transaction ends.
 
     Raises:
-        ApiError: There is none.
+        ApiError: There is no such upload.
     """
     statement = select(UploadRow).where(UploadRow.id == upload, UploadRow.tenant == tenant)
     if lock:
@@ -259,28 +245,27 @@ def find_upload(session: Session, tenant: str, upload: str, *, lock: bool = Fals
 
 
 def check_pending(row: UploadRow) -> None:
-    """Check that an upload takes parts.
+    """Check that an upload still takes parts.
 
     Raises:
         ApiError: It has ended.
     """
     status = "expired" if row.status == "pending" and row.expires_at <= now() else row.status
     if status != "pending":
-        raise refused(f"upload_id: expected a pending upload, found one {status}", "upload_id", "invalid_state")
+        raise refused(f"upload_id: expected a pending upload, found that it is {status}", "upload_id", "invalid_state")
 
 
 def check_quota(
     service: Service, session: Session, caller: Caller, num_bytes: int, *, param: str | None = "file"
 ) -> None:
-    """Check that a tenant may have so many bytes more; what its pending uploads have announced counts, and the folders
-    of its runs.
+    """Check that a tenant may store ``num_bytes`` more. Announced sizes of pending uploads and run folders count too.
 
     Args:
-        num_bytes: 0 checks that it does not have too many already.
-        param: Of the request, for the error.
+        num_bytes: 0 checks that the tenant is not over its limit already.
+        param: Request parameter that the error names.
 
     Raises:
-        ApiError: It may not.
+        ApiError: The tenant would be over its limit.
     """
     most = service.limits_of(service.tenant(session, caller)).max_bytes
     if most is None:
@@ -296,8 +281,8 @@ def check_quota(
     if files + runs + num_bytes > most:
         raise ApiError(
             429,
-            f"expected at most {most} bytes of files and runs, found {files} of files, {runs} of runs and {num_bytes} "
-            "more; delete some files, or wait for tasks to end, whose checkpoints are removed then",
+            f"expected at most {most} bytes of files and runs, found {files} bytes of files, {runs} bytes of runs and "
+            f"{num_bytes} bytes more; delete some files, or wait until tasks end and their checkpoints are removed",
             param=param,
             code="storage_quota_exceeded",
             headers={"Retry-After": "60", "x-should-retry": "false"},
@@ -321,7 +306,7 @@ def _expiry_s(anchor: str | None, seconds: int | None) -> int | None:
 
 
 def shown_filename(filename: str) -> str:
-    """The last part of a file's name, without characters that do not print."""
+    """Return the last part of a file's name, without unprintable characters."""
     last = filename.replace("\\", "/").rpartition("/")[2]
     return "".join(char for char in last if char.isprintable())[:_MAX_NAME_CHARS] or "upload"
 

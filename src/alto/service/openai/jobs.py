@@ -1,4 +1,4 @@
-"""``/v1/fine_tuning/jobs``: each is a task of ALTO."""
+"""``/v1/fine_tuning/jobs``: each job is a task of ALTO."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ from alto.service.errors import ApiError, not_found, refused
 from alto.service.ids import new_id, now
 from alto.service.models import base_model_of
 from alto.service.openai.files import FINE_TUNE, check_quota, find_file
-from alto.service.openai.objects import checkpoint_object, event_object, job_object, list_object
-from alto.service.openai.paging import After, Limit
+from alto.service.openai.objects import After, Limit, checkpoint_object, event_object, job_object, list_object
 from alto.service.openai.translation import METHODS, build, task_values
 from alto.service.settings import MOST_NAME_CHARS
-from alto.service.store.events import add_event
-from alto.service.store.jobs import cancel_job, count_open, find_job, pause_job, resume_job
-from alto.service.store.paging import page_of
-from alto.service.store.replays import RequestMark
+from alto.service.store.jobs import add_event, cancel_job, count_open, find_job, page_of, pause_job, resume_job
+from alto.service.store.store import RequestMark
 from alto.service.store.tables import Checkpoint, JobEvent, JobRow
 from alto.service.web.access import Reader, Writer
+from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
-from alto.service.web.repeats import mark_of
-
-__all__ = ["JobRequest", "create_job", "draft_of", "router"]
 
 _MOST_PAIRS = 16
 _DEFAULT_SEED = 42
@@ -76,15 +71,15 @@ class JobRequest(BaseModel):
         return "supervised" if self.method is None else self.method.type
 
     def asked(self) -> dict[str, Any]:
-        """The hyperparameters.
+        """Return the hyperparameters.
 
         Raises:
-            ApiError: The method is not one that this service trains, or they are given twice.
+            ApiError: This service does not train the method, or the hyperparameters are given twice.
         """
         if self.kind not in METHODS:
             raise refused(
-                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; graders are for "
-                "select_by among the hyperparameters of these",
+                f"method.type: expected {' or '.join(METHODS)}, found {self.kind[:50]!r}; give a grader as "
+                "select_by in the hyperparameters of these methods",
                 "method",
                 "unsupported_method",
             )
@@ -92,7 +87,8 @@ class JobRequest(BaseModel):
         inner = {} if settings is None else settings.hyperparameters
         if inner and self.hyperparameters:
             raise refused(
-                "hyperparameters: expected them in method or at the top, found both; remove those at the top",
+                "hyperparameters: expected values in method or at the top level, found both; remove the top-level "
+                "values",
                 "hyperparameters",
                 "conflicting_keys",
             )
@@ -107,7 +103,7 @@ def create(
     body: JobRequest,
     priority: Annotated[int | None, Header(alias="alto-priority", ge=0, le=100)] = None,
 ) -> dict[str, Any]:
-    """Accept a job: once this is answered, it is kept through any crash, and trained once."""
+    """Accept a job. Once this is answered, the job survives any crash, and is trained once."""
     mark = mark_of(request, caller.tenant, request.state.body_hash)
     return job_object(create_job(service, caller, body, priority=priority, mark=mark))
 
@@ -118,20 +114,17 @@ def create_job(
     """Accept a job of ``caller``.
 
     Args:
-        service: The service.
-        caller: Whose job it is.
-        body: The request.
-        priority: Its place among the caller's other jobs, where it is not among the hyperparameters.
-        mark: Tells whether the request repeats another one.
+        priority: Priority among the caller's other jobs, if it is not among the hyperparameters.
+        mark: Identifies repetitions of the request.
 
     Raises:
-        ApiError: What is wrong with it.
+        ApiError: The request is invalid or exceeds a limit.
     """
     values = draft_of(service, body)
     if priority is not None:
         if "priority" in values:
             raise refused(
-                "alto-priority: expected it, or priority among the hyperparameters, found both; remove one",
+                "alto-priority: expected this header or priority in the hyperparameters, found both; remove one",
                 "alto-priority",
                 "conflicting_keys",
             )
@@ -140,7 +133,7 @@ def create_job(
         before = mark.find(session)
         if before is not None:
             known = find_job(session, caller.tenant, before)
-            if mark.key or known.status != "cancelled":  # whoever has cancelled it had its answer
+            if mark.key or known.status != "cancelled":  # cancelled: its client had the answer, so this is a new job
                 return known
         for file, param in ((body.training_file, "training_file"), (body.validation_file, "validation_file")):
             if file is not None:
@@ -150,7 +143,7 @@ def create_job(
         num_gpus, most = int(values.get("num_gpus", 1)), limits.max_tasks
         if limits.max_gpus is not None and num_gpus > limits.max_gpus:
             raise refused(
-                f"num_gpus: expected at most {limits.max_gpus}, the GPUs that this tenant may have, found {num_gpus}",
+                f"num_gpus: expected at most {limits.max_gpus}, the maximum of this tenant, found {num_gpus}",
                 "hyperparameters",
                 "too_many_gpus",
             )
@@ -189,10 +182,10 @@ def create_job(
 
 
 def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
-    """Keys and values of the task of a request, checked but for its rows.
+    """Return keys and values of a request's task, with everything checked except its rows.
 
     Raises:
-        ApiError: What is wrong with it.
+        ApiError: The request is invalid.
     """
     if body.integrations:
         raise refused(
@@ -219,7 +212,7 @@ def check_usable(session: Session, tenant: str, file: str, param: str) -> None:
     """Check that a file can be trained on.
 
     Raises:
-        ApiError: There is none, it is for something else, or its rows are damaged.
+        ApiError: There is no such file, it has another purpose, or its rows are damaged.
     """
     row = find_file(session, tenant, file, param)
     if row.purpose != FINE_TUNE:
@@ -232,7 +225,7 @@ def check_usable(session: Session, tenant: str, file: str, param: str) -> None:
 def list_(
     request: Request, service: ServiceOf, caller: Reader, after: After = None, limit: Limit = 20
 ) -> dict[str, Any]:
-    """Jobs of the tenant, newest first; ``metadata[k]=v`` filters them, ``metadata=null`` finds those without."""
+    """List the tenant's jobs, newest first; ``metadata[k]=v`` filters them, ``metadata=null`` finds jobs without it."""
     with service.store.reading() as session:
         statement = select(JobRow).where(JobRow.tenant == caller.tenant)
         for condition in _conditions(service, request):
@@ -244,7 +237,7 @@ def list_(
 
 @router.get("/jobs/{job_id}")
 def get(service: ServiceOf, caller: Reader, job_id: str) -> dict[str, Any]:
-    """A job."""
+    """Return a job."""
     with service.store.reading() as session:
         return job_object(find_job(session, caller.tenant, job_id))
 
@@ -253,7 +246,7 @@ def get(service: ServiceOf, caller: Reader, job_id: str) -> dict[str, Any]:
 def change(
     service: ServiceOf, caller: Writer, job_id: str, action: Literal["cancel", "pause", "resume"]
 ) -> dict[str, Any]:
-    """Cancel, pause or resume a job; the answer has its new status."""
+    """Cancel, pause or resume a job; return it with its new status."""
     changes = {"cancel": cancel_job, "pause": pause_job, "resume": resume_job}
     with service.store.writing() as session:
         row = changes[action](session, caller.tenant, job_id)
@@ -263,7 +256,7 @@ def change(
 
 @router.get("/jobs/{job_id}/events")
 def events(service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 20) -> dict[str, Any]:
-    """Events of a job, newest first."""
+    """List the events of a job, newest first."""
     with service.store.reading() as session:
         job = find_job(session, caller.tenant, job_id)
         number = None if after is None else _number_of_event(job, after)
@@ -276,8 +269,8 @@ def events(service: ServiceOf, caller: Reader, job_id: str, after: After = None,
 def checkpoints(
     service: ServiceOf, caller: Reader, job_id: str, after: After = None, limit: Limit = 10
 ) -> dict[str, Any]:
-    """Steps with a new best validation loss, of every configuration, newest first. They are names: the adapters of
-    checkpoints cannot be fetched or used."""
+    """List steps with a new best validation loss, of every configuration, newest first. They are only names: adapters
+    of checkpoints cannot be fetched or used."""
     with service.store.reading() as session:
         job = find_job(session, caller.tenant, job_id)
         statement = select(Checkpoint).where(Checkpoint.job == job.id)
@@ -291,16 +284,16 @@ def checkpoints(
 
 
 def _conditions(service: Service, request: Request) -> list[ColumnElement[bool]]:
-    """Conditions on the metadata of jobs."""
+    """Return the request's conditions on the metadata of jobs."""
     found: list[ColumnElement[bool]] = []
     for key, value in request.query_params.multi_items():
         if key == "metadata" and value == "null":
-            # A column of JSON has two kinds of null.
+            # A JSON column has two kinds of null.
             found.append(JobRow.pairs.is_(None) | (cast(JobRow.pairs, Text) == "null"))
         elif key.startswith("metadata[") and key.endswith("]"):
             name = key[len("metadata[") : -1]
             if service.store.is_sqlite:
-                # A path of SQLite's cannot name every key.
+                # A JSON path of SQLite cannot name every key.
                 pairs = func.json_each(JobRow.pairs).table_valued("key", "value")
                 found.append(exists().where(pairs.c.key == name, pairs.c.value == value))
             else:

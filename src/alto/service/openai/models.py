@@ -16,14 +16,12 @@ from alto.service.openai.objects import alias_object, base_model_object, model_o
 from alto.service.store.tables import ModelRow
 from alto.service.web.access import Reader, Writer
 
-__all__ = ["router"]
-
 router = APIRouter()
 
 
 @router.get("/models")
 def list_(service: ServiceOf, caller: Reader) -> dict[str, Any]:
-    """Base models, then the tenant's own, newest first, then names that move to the newest of a suffix."""
+    """List base models, then the tenant's own, newest first, then aliases that point to the newest of a suffix."""
     with service.store.reading() as session:
         statement = select(ModelRow).where(ModelRow.tenant == caller.tenant, ModelRow.deleted_at.is_(None))
         rows = list(session.scalars(statement.order_by(ModelRow.number.desc())))
@@ -34,7 +32,7 @@ def list_(service: ServiceOf, caller: Reader) -> dict[str, Any]:
 
 @router.get("/models/{model:path}")
 def get(service: ServiceOf, caller: Reader, model: str) -> dict[str, Any]:
-    """A model."""
+    """Return a model."""
     if model in service.settings.models:
         return base_model_object(model)
     with service.store.reading() as session:
@@ -46,12 +44,12 @@ def get(service: ServiceOf, caller: Reader, model: str) -> dict[str, Any]:
 def delete(service: ServiceOf, caller: Writer, model: str) -> dict[str, Any]:
     """Delete a fine-tuned model."""
     if model in service.settings.models:
-        raise refused("model: expected a fine-tuned model, found a base model, which the service keeps", "model")
+        raise refused("model: expected a fine-tuned model, found a base model, which cannot be deleted", "model")
     with service.store.writing() as session:
         alias = find_alias(session, caller.tenant, model)
         if alias is not None:
             raise refused(
-                f"model: expected a model, found a name that moves to the newest one; delete the model that it stands "
+                f"model: expected a model, found an alias of the newest model; delete the model that it stands "
                 f"for: {alias[1].id}",
                 "model",
             )

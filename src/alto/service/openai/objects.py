@@ -1,31 +1,20 @@
-"""What the API answers, with the fields and types that OpenAI's client reads."""
+"""Objects that the API returns, with the fields and types that OpenAI's client reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from fastapi import Query
 
 from alto.service.store.tables import AliasRow, Checkpoint, FileRow, JobEvent, JobRow, ModelRow, PartRow, UploadRow
-
-__all__ = [
-    "alias_object",
-    "base_model_object",
-    "checkpoint_object",
-    "event_object",
-    "file_object",
-    "job_object",
-    "list_object",
-    "model_object",
-    "part_object",
-    "upload_object",
-]
 
 _WHOLE = frozenset({"batch_size", "n_epochs"})
 _TYPED = ("n_epochs", "batch_size", "learning_rate_multiplier")
 
 
 def list_object(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[str, Any]:
-    """A page; with the ids of its ends, as the client's models of pages have them."""
+    """Return a page, with the ids of its first and last object, as the client's models of pages have them."""
     return {
         "object": "list",
         "data": list(data),
@@ -36,7 +25,7 @@ def list_object(data: Sequence[Mapping[str, Any]], *, has_more: bool) -> dict[st
 
 
 def file_object(row: FileRow) -> dict[str, Any]:
-    """A file."""
+    """Return the object of a file."""
     return {
         "id": row.id,
         "object": "file",
@@ -51,7 +40,7 @@ def file_object(row: FileRow) -> dict[str, Any]:
 
 
 def upload_object(row: UploadRow, file: FileRow | None = None) -> dict[str, Any]:
-    """A file that comes in parts."""
+    """Return the object of an upload, and of its file if given."""
     return {
         "id": row.id,
         "object": "upload",
@@ -66,12 +55,12 @@ def upload_object(row: UploadRow, file: FileRow | None = None) -> dict[str, Any]
 
 
 def part_object(row: PartRow) -> dict[str, Any]:
-    """A part of an upload."""
+    """Return the object of a part of an upload."""
     return {"id": row.id, "object": "upload.part", "created_at": row.created_at, "upload_id": row.upload}
 
 
 def job_object(row: JobRow) -> dict[str, Any]:
-    """A fine-tuning job."""
+    """Return the object of a fine-tuning job."""
     asked = row.request.get("method") or {}
     kind = asked.get("type", "supervised")
     given = (asked.get(kind) or {}).get("hyperparameters") or row.request.get("hyperparameters") or {}
@@ -103,7 +92,7 @@ def job_object(row: JobRow) -> dict[str, Any]:
 
 
 def event_object(row: JobEvent) -> dict[str, Any]:
-    """An event of a job."""
+    """Return the object of an event."""
     return {
         "id": f"ftevent-{row.job.partition('-')[2]}-{row.number}",
         "object": "fine_tuning.job.event",
@@ -116,7 +105,7 @@ def event_object(row: JobEvent) -> dict[str, Any]:
 
 
 def checkpoint_object(row: Checkpoint) -> dict[str, Any]:
-    """A step with a new best validation loss."""
+    """Return the object of a checkpoint."""
     return {
         "id": row.id,
         "object": "fine_tuning.job.checkpoint",
@@ -129,29 +118,33 @@ def checkpoint_object(row: Checkpoint) -> dict[str, Any]:
 
 
 def model_object(row: ModelRow) -> dict[str, Any]:
-    """A fine-tuned model."""
+    """Return the object of a fine-tuned model."""
     return {"id": row.id, "object": "model", "created": row.created_at, "owned_by": row.tenant}
 
 
 def alias_object(row: AliasRow) -> dict[str, Any]:
-    """A name that moves; ``root`` is the model that it stands for now."""
+    """Return the object of an alias; ``root`` is the model that it points to now."""
     return {"id": row.name, "object": "model", "created": row.created_at, "owned_by": row.tenant, "root": row.model}
 
 
 def base_model_object(name: str) -> dict[str, Any]:
-    """A base model that jobs can name."""
+    """Return the object of a base model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "alto"}
 
 
 def _hyperparameters(given: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """The three that OpenAI's objects have: what the best configuration has, once that is known; a number that was
-    given; else ``auto``, which is also what the client's type has for a list."""
+    """Return the three hyperparameters of OpenAI's objects: the best configuration's value once it is known; else a
+    number that was given; else ``auto``, which the client's type also has for a list."""
     return {key: _number(given.get(key, "auto"), chosen.get(key), is_whole=key in _WHOLE) for key in _TYPED}
 
 
 def _number(given: object, chosen: object, *, is_whole: bool = False) -> Any:
-    """The number. The client's types of epochs and batch sizes are whole ones, so those that are whole come as such."""
+    """Return a number or ``auto``. The client's types of epochs and batch sizes are int, so whole values become int."""
     value = chosen if chosen is not None else given
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "auto"
     return int(value) if is_whole and value == int(value) else float(value)
+
+
+After = Annotated[str | None, Query(max_length=200, description="id of the last object of the previous page")]
+Limit = Annotated[int, Query(ge=1, le=100, description="maximum number of objects per page")]

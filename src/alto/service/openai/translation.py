@@ -1,28 +1,200 @@
-"""What a request for a fine-tuning job asks of ALTO: the keys of a task.
+"""Translation of a fine-tuning request to the keys of an ALTO task.
 
-A number fixes a setting, ``"auto"`` searches the usual values, a list is a grid. Settings of ALTO may stand among the
-hyperparameters under their own names; what would read files, reach servers or run code of the service's machine may
-not.
+A number fixes a setting, ``"auto"`` searches the usual values, a list is a grid. ALTO's settings may be among the
+hyperparameters under their own names, except settings that would read files, contact servers or run code on the
+service's machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from alto.base import nearest_key, quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.service.errors import ApiError, refused
-from alto.service.openai.faults import param_of, worded
-from alto.service.openai.graders import select_by_of
-from alto.service.openai.module_names import check_module_names
-from alto.spec import Task
-from alto.spec.auto_space import usual_learning_rate
-from alto.spec.job_config import MAPPING_FIELDS
-from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
-from alto.spec.quoting import quoted
-from alto.spec.task import TASK_FIELDS
+from alto.spec import JOB_ALIASES, MAPPING_FIELDS, TASK_ALIASES, TASK_FIELDS, Task, parse_select_by, usual_learning_rate
 
-__all__ = ["ALLOWED_TASK_KEYS", "METHODS", "build", "clone_changes", "multiplier_of", "task_values"]
+# Module names in requests, which must be plain names. ALTO itself also takes regular expressions, but an expression of
+# a stranger can keep a process busy forever.
+
+_FIELDS = frozenset(
+    {
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_pattern",
+        "modules_to_save",
+        "rank_pattern",
+        "alpha_pattern",
+    }
+)
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
+
+
+def check_module_names(values: Mapping[str, Any]) -> None:
+    """Check that settings that name modules have only plain names, also in a search space and in lists.
+
+    Raises:
+        ApiError: A setting has something else.
+    """
+    for key, value in values.items():
+        if JOB_ALIASES.get(key, key) in _FIELDS:
+            for name in _texts(value):
+                if _NAME.fullmatch(name) is None:
+                    raise refused(
+                        f"{key}: expected names of modules, such as q_proj, found {quoted(name)}; a service does not "
+                        "accept regular expressions",
+                        "hyperparameters",
+                    )
+        elif key in ("search_space", "paired") and isinstance(value, Mapping):
+            check_module_names(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a value; for a mapping, the texts of its keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for each in value:
+            yield from _texts(each)
+
+
+# Errors about hyperparameters in the words of the request: its keys as they were sent, and no keys that requests may
+# not have.
+
+_MOST_KNOWN = 24
+"""Maximum number of known keys that an error lists."""
+
+_OPENAI = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_USUAL = "learning_rate, r, lora_alpha, lora_dropout, weight_decay"
+_ALL = "ALTO's reference (docs/reference.md) lists all keys."
+_OF_TASK = f"Usual keys are {', '.join(_OPENAI)}, {_USUAL}, search_space, search and early_exit. {_ALL}"
+_OF_SPACE = f"Usual keys are num_train_epochs, per_device_train_batch_size, {_USUAL}. {_ALL}"
+
+
+def worded(text: str, sent: Mapping[str, str], refused: Collection[str]) -> str:
+    """Return the text of a task's error, reworded for the sender of a request.
+
+    Args:
+        text: Error text with ALTO's names.
+        sent: Keys of the request that are other spellings of ALTO's names, by these names.
+        refused: Keys that a request may not have.
+    """
+    for name, key in sent.items():
+        # Lists and ranges among the hyperparameters became a search space, which the sender does not know.
+        place = "" if "search_space" in sent else r"(?:search_space\.)?"
+        text = re.sub(rf"(?<![\w.*']){place}{re.escape(name)}\b(?=[\[.: (])", key, text)
+    usual = _OF_SPACE if text.startswith("search_space") else _OF_TASK
+    text = re.sub(r"Known keys are ([\w, ]+)\.", lambda found: _known(found[1], refused, usual), text)
+    return re.sub(
+        r"(the task )?has the unknown key '(\w+)'\.( Did you mean '(\w+)'\?)?",
+        lambda found: _unknown(found, refused),
+        text,
+    )
+
+
+def param_of(text: str, sent: Mapping[str, str], default: str) -> str:
+    """Return the key of the request that a task's error is about; ``default`` if it is about several keys, or none.
+
+    Args:
+        text: Error text with ALTO's names.
+        sent: All keys of the request, by ALTO's names.
+        default: Name of all the keys together.
+    """
+    found = re.match(r"the task has the (?:unknown )?key '(\w+)'", text)
+    found = found or re.match(r"(?:In )?(?:search_space\.)?(\w+)(?=[\[.: (])", text)
+    if found is None or "\n" in text:
+        return default
+    place = "search_space" if "search_space." in found[0] else found[1]
+    return sent.get(found[1], sent.get(place, default))
+
+
+def _known(listed: str, refused: Collection[str], usual: str) -> str:
+    names = [name for name in listed.split(", ") if name not in refused]
+    return usual if len(names) > _MOST_KNOWN else f"Known keys are {', '.join(names)}."
+
+
+def _unknown(found: re.Match[str], refused: Collection[str]) -> str:
+    """Return the text for an unknown key, with a suggestion that a request may follow, if there is one."""
+    task, key, suggestion, near = found.groups()
+    about = f"{task or ''}has the unknown key {key!r}."
+    near = (nearest_key(key, _OPENAI) if task else None) or (near if near not in refused else None)
+    if near is not None:
+        return f"{about} Did you mean {near!r}?"
+    return f"{about} {_OF_TASK}" if task and suggestion else about
+
+
+_SCORERS = ("exact", "contains", "numeric", "exact_match", "json", "tool_call", "multiple_choice")
+"""Scorers that requests may name. The others run code, contact servers, or may never end (backtracking patterns)."""
+_KEYS = ("scorer", "keys", "tolerance", "ignore_case", "num_rows", "max_new_tokens", "at")
+_OPERATIONS: Mapping[str, dict[str, Any]] = {
+    "eq": {"scorer": "exact"},
+    "like": {"scorer": "contains"},
+    "ilike": {"scorer": "contains", "ignore_case": True},
+}
+_STRING_CHECK = {"input": "sample.output_text", "reference": "item.reference"}
+"""Keys of OpenAI's grader, with the only template that each may have."""
+_TEMPLATE = re.compile(r"\{\{\s*([\w.]+)\s*\}\}")
+
+
+def select_by_of(value: Any) -> Any:
+    """Return the task's ``select_by`` for the ``select_by`` of a request.
+
+    Args:
+        value: A grader of OpenAI (with ``type``), or ``select_by`` in ALTO's form.
+
+    Raises:
+        ApiError: A service does not run this grader or scorer.
+    """
+    if not isinstance(value, Mapping):
+        return value
+    if "type" in value:
+        return _scorer_of(value)
+    if value.get("scorer") not in _SCORERS:
+        raise _unsupported("select_by.scorer", " or ".join(_SCORERS), value.get("scorer"), "use one of these")
+    for key in value:
+        if key not in _KEYS:
+            raise _unsupported("select_by", f"the keys {', '.join(_KEYS)}", key, "remove it")
+    return dict(value)
+
+
+def check_grader(grader: Mapping[str, Any]) -> None:
+    """Check a grader as if it were ``select_by`` of a job.
+
+    Raises:
+        ApiError: A job could not have this grader.
+    """
+    try:
+        parse_select_by(select_by_of(grader))
+    except SpecError as error:
+        raise refused(str(error), "grader") from None
+
+
+def _scorer_of(grader: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the scorer that does the same as a grader of OpenAI."""
+    if grader["type"] != "string_check":
+        remedy = f"write string_check, or {{scorer: …}} with one of {', '.join(_SCORERS)}"
+        raise _unsupported("select_by.type", "'string_check'", grader["type"], remedy)
+    for key in grader:
+        if key not in ("type", "name", "operation", *_STRING_CHECK):
+            raise _unsupported("select_by", "the keys type, name, input, reference, operation", key, "remove it")
+    for key, wanted in _STRING_CHECK.items():
+        found = _TEMPLATE.fullmatch(str(grader.get(key)).strip())
+        if found is None or found[1] != wanted:
+            what = "generated text" if key == "input" else "reply of a row"
+            remedy = f"write the expected value, which stands for the {what}"
+            raise _unsupported(f"select_by.{key}", f"'{{{{{wanted}}}}}'", grader.get(key), remedy)
+    operation = grader.get("operation")
+    if not isinstance(operation, str) or operation not in _OPERATIONS:
+        raise _unsupported("select_by.operation", " or ".join(_OPERATIONS), operation, "use one of these")
+    return dict(_OPERATIONS[operation])
+
+
+def _unsupported(where: str, expected: str, found: object, remedy: str) -> ApiError:
+    return refused(f"{where}: expected {expected}, found {quoted(found)}; {remedy}", "select_by", "unsupported_grader")
+
 
 METHODS = {"supervised": "sft", "dpo": "dpo"}
 
@@ -61,12 +233,12 @@ ALLOWED_TASK_KEYS = frozenset(
     }
 )
 """Keys of a task that requests may set. The others name files, servers, packages or code of the service's machine, or
-are set by the service."""
+the service sets them."""
 
 _REFUSED_JOB_KEYS = frozenset({"objective", "config", "tokenizer", "task_type", "mixture_weights"})
-"""Arguments for objects of Python, what changes the method, and weights of files that a job does not have."""
+"""Arguments for Python objects, settings that change the method, and weights of files that a job does not have."""
 _REFUSED_EARLY_EXIT_KEYS = frozenset({"rules"})
-"""They load packages."""
+"""Keys that load packages."""
 
 _REFUSED_KEYS = (frozenset(TASK_FIELDS) - ALLOWED_TASK_KEYS) | _REFUSED_JOB_KEYS | _REFUSED_EARLY_EXIT_KEYS
 
@@ -93,21 +265,20 @@ _LISTS = frozenset(
         "modules_to_save",
     }
 )
-"""Settings whose one value is a list; a grid of them is a list of lists."""
+"""Settings whose single value is a list; a grid of them is a list of lists."""
 _AUTO = "auto"
 _NUM_RATES = 5
 _USUAL_RATE = usual_learning_rate(2000)
 
 
 def build(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None = None) -> Task:
-    """The task of ``values``.
+    """Return the task of ``values``.
 
     Args:
-        values: Keys of the task.
-        hyperparameters: As they were sent; errors have their names.
+        hyperparameters: Hyperparameters as they were sent; errors use their names.
 
     Raises:
-        ApiError: One of them is not valid.
+        ApiError: A value is invalid.
     """
     try:
         return Task(**values)
@@ -119,20 +290,19 @@ def build(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None =
 
 
 def _name_of(key: str) -> str:
-    """ALTO's name of a hyperparameter."""
+    """Return ALTO's name of a hyperparameter."""
     return _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
 
 
 def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | None) -> dict[str, Any]:
-    """Keys and values of the task of a request, but for its model and its rows.
+    """Return keys and values of a request's task, except its model and its rows.
 
     Args:
         method: ``supervised`` or ``dpo``.
-        hyperparameters: As they were sent.
-        seed: Of the request; None leaves the seeds to ALTO.
+        seed: Seed of the request; None leaves the seeds to ALTO.
 
     Raises:
-        ApiError: A key is unknown or not allowed, or a value is of another kind.
+        ApiError: A key is not allowed or given twice, or a value is invalid.
     """
     check_module_names(hyperparameters)
     values: dict[str, Any] = {"method": METHODS[method]}
@@ -170,7 +340,7 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
             "conflicting_keys",
         )
     searched = space if own is None else own
-    # Where nothing is said about the rate, or anything else that is searched, the default space is searched.
+    # If neither a learning rate nor ``search`` nor any searched value is given, the default space is searched.
     is_fixed = searched or any(key in values for key in ("learning_rate", "search"))
     values["search_space"] = searched if is_fixed else _AUTO
     if seed is not None:
@@ -182,10 +352,10 @@ def task_values(method: str, hyperparameters: Mapping[str, Any], *, seed: int | 
 
 
 def clone_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of a clone by their names in ALTO; OpenAI's names are taken as in requests for jobs.
+    """Return a clone's settings under ALTO's names; OpenAI's names are accepted as in requests for jobs.
 
     Raises:
-        ApiError: A key is not allowed or given twice, or a value is of another kind.
+        ApiError: A key is not allowed or given twice, or a value is invalid.
     """
     check_module_names(changes)
     found: dict[str, Any] = {}
@@ -201,19 +371,19 @@ def clone_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def multiplier_of(learning_rate: float) -> float:
-    """The ``learning_rate_multiplier`` of a learning rate."""
+    """Return the ``learning_rate_multiplier`` of a learning rate."""
     return float(f"{learning_rate / _USUAL_RATE:.6g}")
 
 
 def _is_searched(name: str, value: Any) -> bool:
-    """Whether a value is a grid or a range, rather than one value that is a list or a mapping itself."""
+    """Return whether a value is a grid or a range, rather than a single value that is a list or a mapping itself."""
     if isinstance(value, list):
         return name not in _LISTS or all(isinstance(each, list) for each in value)
     return isinstance(value, Mapping) and name not in MAPPING_FIELDS and "min" in value
 
 
 def _searched(name: str, value: Any) -> Any:
-    """``value`` with the usual values in place of ``auto``."""
+    """Return ``value``, with the usual values in place of ``auto``."""
     if value != _AUTO:
         return value
     if name == "learning_rate":
@@ -221,14 +391,14 @@ def _searched(name: str, value: Any) -> Any:
     if name in _AUTO_VALUES:
         return _AUTO_VALUES[name]
     raise refused(
-        f"{quoted(name)}: expected a value or a list of values, found 'auto', which n_epochs, batch_size, "
-        f"learning_rate_multiplier, {', '.join(sorted(_AUTO_VALUES))} and learning_rate may have; give a value",
+        f"{quoted(name)}: expected a value or a list of values, found 'auto', which only n_epochs, batch_size, "
+        f"learning_rate_multiplier, {', '.join(sorted(_AUTO_VALUES))} and learning_rate accept; give a value",
         "hyperparameters",
     )
 
 
 def _rates(value: Any) -> Any:
-    """Learning rates of multipliers of the usual one: of one, a list or a range."""
+    """Return learning rates for multipliers of the usual rate: for one number, a list or a range."""
     if value == _AUTO:
         return _AUTO
     if isinstance(value, Mapping) and "min" in value:
@@ -240,8 +410,8 @@ def _rate(multiplier: Any) -> float:
     is_number = isinstance(multiplier, int | float) and not isinstance(multiplier, bool)
     if not (is_number and 0 < multiplier <= _LARGEST_MULTIPLIER):
         raise refused(
-            f"{_MULTIPLIER}: expected a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or for a new job 'auto' or "
-            f"a list or a range of such numbers, found {quoted(multiplier)}; correct it",
+            f"{_MULTIPLIER}: expected a number above 0 and at most {_LARGEST_MULTIPLIER:g}, or, for a new job, 'auto' "
+            f"or a list or a range of such numbers, found {quoted(multiplier)}; correct it",
             _MULTIPLIER,
         )
     return float(f"{multiplier * _USUAL_RATE:.6g}")
@@ -261,7 +431,7 @@ def _check_allowed(key: str, name: str, value: Any) -> None:
 
 def _not_allowed(key: str, param: str = "hyperparameters") -> ApiError:
     return refused(
-        f"{key}: expected settings of training and search, found one that a service sets by itself or does not allow; "
+        f"{key}: expected settings of training and search, found a key that a service sets itself or does not allow; "
         "remove it",
         param,
         "not_allowed",

@@ -1,4 +1,4 @@
-"""Parts of OpenAI's API that this service refuses, each with its reason, or has no use for but to check a request."""
+"""Parts of OpenAI's API that this service refuses, each with its reason, or supports only to check a request."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from alto.service.errors import ApiError, refused
-from alto.service.openai.graders import check_grader
+from alto.service.openai.translation import check_grader
 from alto.service.web.access import Reader
 from alto.service.web.bodies import BodyRoute
-
-__all__ = ["router"]
 
 router = APIRouter(prefix="/fine_tuning", route_class=BodyRoute)
 
 
 @router.get("/checkpoints/{checkpoint:path}/permissions")
 def list_permissions(caller: Reader, checkpoint: str) -> None:
-    """Projects with which a checkpoint is shared."""
+    """List the projects that share a checkpoint; always refused."""
     raise _not_shared()
 
 
 @router.post("/checkpoints/{checkpoint:path}/permissions")
 def create_permissions(caller: Reader, checkpoint: str) -> None:
-    """Share a checkpoint with other projects."""
+    """Share a checkpoint with other projects; always refused."""
     raise _not_shared()
 
 
 @router.delete("/checkpoints/{checkpoint:path}/permissions/{permission}")
 def delete_permission(caller: Reader, checkpoint: str, permission: str) -> None:
-    """Share a checkpoint no longer."""
+    """End the sharing of a checkpoint; always refused."""
     raise _not_shared()
 
 
@@ -50,17 +48,17 @@ class _GraderRequest(BaseModel):
 
 @router.post("/alpha/graders/validate")
 def validate_grader(caller: Reader, body: _GraderRequest) -> dict[str, Any]:
-    """Check a grader, as select_by of a job may be one."""
+    """Check a grader for ``select_by`` of a job."""
     check_grader(body.grader)
     return {"grader": body.grader}
 
 
 @router.post("/alpha/graders/{action}")
 def graders(caller: Reader, action: str) -> None:
-    """Run a grader by itself."""
+    """Run a grader by itself; always refused."""
     raise refused(
-        "grader: expected one that is validated, or select_by of a job, found a request to run one; name it as "
-        "select_by among the hyperparameters of a job",
+        "grader: expected a request to validate a grader, found a request to run one; give the grader as select_by in "
+        "the hyperparameters of a job",
         "grader",
         "unsupported",
     )

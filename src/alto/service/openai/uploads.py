@@ -1,4 +1,4 @@
-"""``/v1/uploads``: files that come in parts."""
+"""``/v1/uploads``: files that are uploaded in parts."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ from alto.service.openai.files import (
 from alto.service.openai.objects import part_object, upload_object
 from alto.service.store.tables import PartRow, UploadRow
 from alto.service.web.access import Writer
+from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
-from alto.service.web.repeats import mark_of
-
-__all__ = ["router"]
 
 _LIFE_S = 3600
 _MAX_PART_BYTES = 64 * 2**20
@@ -64,7 +62,7 @@ class _Complete(BaseModel):
 
 @router.post("/uploads")
 def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) -> dict[str, Any]:
-    """Announce a file that comes in parts."""
+    """Announce a file that is uploaded in parts."""
     check_purpose(body.purpose)
     if body.bytes > service.settings.max_upload_bytes:
         raise refused(f"bytes: expected at most {service.settings.max_upload_bytes}, found {body.bytes}", "bytes")
@@ -73,7 +71,7 @@ def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) 
         before = mark.find(session)
         if before is not None:
             known = find_upload(session, caller.tenant, before)
-            if mark.key or known.status != "cancelled":  # whoever has cancelled it had its answer
+            if mark.key or known.status != "cancelled":  # cancelled: its client had the answer, so this is a new upload
                 return upload_object(known)
         check_quota(service, session, caller, body.bytes)
         row = UploadRow(
@@ -94,7 +92,7 @@ def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) 
 
 @router.post("/uploads/{upload_id}/parts")
 def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: str, data: UploadFile) -> dict[str, Any]:
-    """Keep a part of a file."""
+    """Store a part of a file."""
     digest = sha256_of(data.file)
     num_bytes = data.file.tell()
     if not num_bytes:
@@ -118,7 +116,7 @@ def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: st
             had = select(func.count(), func.coalesce(func.sum(PartRow.num_bytes), 0)).where(PartRow.upload == upload_id)
             num_parts, num_before = session.execute(had).one()
             if num_parts >= _MAX_PARTS:
-                raise refused(f"data: expected at most {_MAX_PARTS} parts, found more; send larger ones", "data")
+                raise refused(f"data: expected at most {_MAX_PARTS} parts, found more; send larger parts", "data")
             if int(num_before) + num_bytes > upload.num_bytes:
                 raise refused(
                     f"data: expected {upload.num_bytes} bytes in all parts, found more; create an upload of the size "
@@ -136,10 +134,10 @@ def add_part(request: Request, service: ServiceOf, caller: Writer, upload_id: st
 
 @router.post("/uploads/{upload_id}/complete")
 def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete) -> dict[str, Any]:
-    """Put the parts together, in the given order."""
+    """Join the parts to a file, in the given order."""
     with service.store.reading() as session:
         upload = find_upload(session, caller.tenant, upload_id)
-        if upload.status == "completed" and upload.file is not None:  # the answer was lost
+        if upload.status == "completed" and upload.file is not None:  # the client lost the answer
             return upload_object(upload, find_file(session, caller.tenant, upload.file))
         check_pending(upload)
         parts = {row.id: row for row in session.scalars(select(PartRow).where(PartRow.upload == upload_id))}
@@ -184,7 +182,7 @@ def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete
 
 @router.post("/uploads/{upload_id}/cancel")
 def cancel(service: ServiceOf, caller: Writer, upload_id: str) -> dict[str, Any]:
-    """Give up an upload; its parts are deleted."""
+    """Cancel an upload; its parts are deleted."""
     with service.store.writing() as session:
         upload = find_upload(session, caller.tenant, upload_id, lock=True)
         if upload.status != "cancelled":
@@ -200,7 +198,10 @@ def _ended(service: ServiceOf, caller: Caller, upload_id: str) -> dict[str, Any]
         upload = find_upload(session, caller.tenant, upload_id)
         if upload.file is None:
             check_pending(upload)
-            raise refused("upload_id: expected an upload with all its parts, found some gone; begin again", "upload_id")
+            raise refused(
+                "upload_id: expected an upload with all its parts, found that parts are missing; start a new upload",
+                "upload_id",
+            )
         return upload_object(upload, find_file(session, caller.tenant, upload.file))
 
 

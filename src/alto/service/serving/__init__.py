@@ -1,4 +1,4 @@
-"""Finished adapters on a vLLM server: registration, the names that answer, and requests that are passed on to it."""
+"""Serving of finished adapters by a vLLM server: registration, model names, and forwarded requests."""
 
 from alto.service.serving.registrar import Registrar, registering
 

@@ -1,4 +1,4 @@
-"""Keeps a vLLM server's adapters those of the database: new models are registered, deleted ones removed."""
+"""Synchronisation of a vLLM server's adapters with the database: new models are registered, deleted ones removed."""
 
 from __future__ import annotations
 
@@ -12,33 +12,82 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
+from sqlalchemy.orm import Session
 
 from alto.service.context import Service
-from alto.service.serving.aliases import move_alias, settle_aliases
+from alto.service.ids import now
+from alto.service.models import alias_name
 from alto.service.serving.upstream import UpstreamError
 from alto.service.serving.vllm import AdapterRefusedError, VllmServer
-from alto.service.store.events import add_event
-from alto.service.store.jobs import lock_job
-from alto.service.store.tables import ModelRow
+from alto.service.store.jobs import add_event, lock_job
+from alto.service.store.tables import AliasRow, JobRow, ModelRow
 
-__all__ = ["Registrar", "registering"]
+
+def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
+    """Point the alias of a newly ready model to this model, unless it points to a newer one.
+
+    Returns:
+        The alias if it has moved, else None.
+    """
+    if not job.suffix:
+        return None
+    name = alias_name(model.base_model, model.tenant, job.suffix)
+    alias = _locked(session, name)
+    if alias is None:
+        alias = AliasRow(
+            name=name, tenant=model.tenant, base_model=model.base_model, suffix=job.suffix, created_at=now()
+        )
+        session.add(alias)
+    else:
+        present = session.scalar(select(ModelRow).where(ModelRow.id == alias.model, ModelRow.deleted_at.is_(None)))
+        if present is not None and present.number >= model.number:
+            return None
+    alias.model, alias.moved_at = model.id, now()
+    return name
+
+
+def settle_aliases(session: Session) -> None:
+    """Point aliases of deleted models to the newest ready model, and delete aliases for which there is none."""
+    statement = select(AliasRow).join(ModelRow, ModelRow.id == AliasRow.model).where(ModelRow.deleted_at.is_not(None))
+    for alias in session.scalars(statement.with_for_update(of=AliasRow)).all():
+        newest = session.scalar(
+            select(ModelRow)
+            .join(JobRow, JobRow.id == ModelRow.job)
+            .where(
+                ModelRow.tenant == alias.tenant,
+                ModelRow.base_model == alias.base_model,
+                JobRow.suffix == alias.suffix,
+                ModelRow.serving == "ready",
+                ModelRow.deleted_at.is_(None),
+            )
+            .order_by(ModelRow.number.desc())
+            .limit(1)
+        )
+        if newest is None:
+            session.delete(alias)
+        else:
+            alias.model, alias.moved_at = newest.id, now()
+
+
+def _locked(session: Session, name: str) -> AliasRow | None:
+    return session.scalar(select(AliasRow).where(AliasRow.name == name).with_for_update())
+
 
 _LOG = logging.getLogger("alto.service.serving")
 
 _TURN_S = 0.5
 _MOST_PAUSE_S = 3600.0
-"""Before a model that failed is tried again; the pause doubles from ``vllm.probe_interval_s``."""
+"""Longest pause before a failed model is tried again; the pause doubles from ``vllm.probe_interval_s``."""
 _STOP_S = 5.0
 
 
 class Registrar:
-    """Registers models with the vLLM server of the settings, on a thread of its own; does nothing without one.
+    """A thread that registers models with the vLLM server of the settings; does nothing without one.
 
-    All that matters is in the database and on the server, so that two of them, for a while, do no harm.
+    Its state is in the database and on the server, so two registrars at the same time do no harm.
 
     Args:
-        service: The service.
-        clock: In seconds; never runs backwards.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
@@ -53,15 +102,15 @@ class Registrar:
         self._look_at = clock()
         self._rest_until = clock()
         self._retries: dict[int, tuple[int, float]] = {}
-        """Failures of a model in a row, by its number, and when it is tried again."""
+        """Consecutive failures of a model, and the time of its next try, by the model's number."""
 
     def start(self) -> None:
-        """Begin, where there is a server; the first turn looks at all models."""
+        """Start if there is a server; the first turn checks all models."""
         if self._server is not None:
             self._thread.start()
 
     def stop(self) -> None:
-        """End soon, also while the server is waited for."""
+        """Stop soon, even while waiting for the server."""
         self._is_stopping.set()
         with self._lock:
             if self._running is not None:
@@ -71,7 +120,7 @@ class Registrar:
             self._thread.join(_STOP_S)
 
     def turn(self) -> None:
-        """Bring the server and the database together, where something has changed or it is time to look.
+        """Synchronise the server with the database if something has changed or a check is due.
 
         Raises:
             SQLAlchemyError: The database cannot be used.
@@ -84,7 +133,7 @@ class Registrar:
             asyncio.run(self._reconcile(self._server))
         except UpstreamError as error:
             self._rest_until = self._clock() + self._interval_s
-            _LOG.warning("adapters are not registered for now: %s", error)
+            _LOG.warning("adapters cannot be registered at the moment: %s", error)
 
     # -- one turn --------------------------------------------------------------------------------------------------
 
@@ -96,7 +145,7 @@ class Registrar:
             self._look_at = self._clock() + self._interval_s
             rows = self._rows(or_(ModelRow.deleted_at.is_(None), ModelRow.serving != "none"))
             if any(row.serving == "ready" and row.deleted_at is None and row.id not in served for row in rows):
-                self._retries.clear()  # the server has begun again, perhaps with other options
+                self._retries.clear()  # the server has restarted, perhaps with other options
             for row in rows:
                 if row.deleted_at is not None:
                     await self._remove(server, row, served)
@@ -109,7 +158,7 @@ class Registrar:
                 self._running = None
 
     def _begin(self) -> bool:
-        """Let :meth:`stop` end what begins here; false where it was called."""
+        """Let :meth:`stop` cancel the current task; return false if it was called already."""
         task = asyncio.current_task()
         assert task is not None
         with self._lock:
@@ -129,14 +178,14 @@ class Registrar:
         return any(not self._is_held_back(row) for row in rows)
 
     def _rows(self, condition: ColumnElement[bool]) -> list[ModelRow]:
-        """Models, newest first: those are what names without a job's part wait for."""
+        """Return models, newest first, because aliases wait for the newest model."""
         with self._service.store.reading() as session:
             return list(session.scalars(select(ModelRow).where(condition).order_by(ModelRow.number.desc())))
 
     def _is_due(self, row: ModelRow, served: frozenset[str]) -> bool:
         if not self._service.settings.is_served(row.base_model):
             if row.serving != "none" or row.serving_details is None:
-                self._note(row, "none", f"the vLLM server has another base model than {row.base_model}")
+                self._note(row, "none", f"the vLLM server has a different base model than {row.base_model}")
             return False
         return not (row.serving == "ready" and row.id in served) and not self._is_held_back(row)
 
@@ -154,7 +203,7 @@ class Registrar:
             self._hold_back(row)
             self._note(row, "pending", self._shown(error))
             raise
-        except Exception as error:  # refused; or whatever the store of artefacts raises: others are registered still
+        except Exception as error:  # refused, or any error of the artefact store: go on with the other models
             self._hold_back(row)
             self._note(row, "failed", self._shown(error))
             with contextlib.suppress(AdapterRefusedError):
@@ -188,7 +237,7 @@ class Registrar:
     # -- the database and the disk ---------------------------------------------------------------------------------
 
     def _note(self, row: ModelRow, serving: str, details: str | None = None) -> bool:
-        """Write a model's state down; false where it was deleted meanwhile. A ready one gets its alias with it."""
+        """Store a model's serving state; return false if it was deleted meanwhile. A ready model gets its alias too."""
         with self._service.store.writing() as session:
             job = lock_job(session, row.job)
             model = session.scalar(
@@ -209,10 +258,10 @@ class Registrar:
         return True
 
     def _folder_of(self, row: ModelRow) -> Path:
-        """The adapter's folder on this machine.
+        """Return the adapter's folder on this machine, fetched if the artefacts are in a remote store.
 
         Raises:
-            OSError: It is not there.
+            OSError: The folder does not exist.
         """
         folder = self._service.artefacts.local_folder(row.adapter)
         if folder is None:
@@ -220,14 +269,14 @@ class Registrar:
             if not folder.exists():
                 self._service.artefacts.fetch_folder(row.adapter, folder)
         elif not folder.exists():
-            raise FileNotFoundError("the adapter is not among the artefacts any more")
+            raise FileNotFoundError("the adapter is no longer in the store of artefacts")
         return folder
 
     def _fetched(self, row: ModelRow) -> Path:
         return self._service.settings.root / "serving" / row.job
 
     def _shown(self, error: Exception) -> str:
-        """An error without this machine's paths."""
+        """Return the text of an error without this machine's paths."""
         text = str(error)
         folder = self._service.artefacts.local_folder("models")
         for path in (None if folder is None else folder.parent, self._service.settings.root):
@@ -245,9 +294,9 @@ class Registrar:
         while not self._is_stopping.is_set():
             try:
                 self.turn()
-            except Exception as error:  # the thread stays for the next turn
+            except Exception as error:  # the thread must survive for the next turn
                 self._rest_until = self._clock() + self._interval_s
-                _LOG.error("adapters are not registered for now", exc_info=error)
+                _LOG.error("adapters cannot be registered at the moment", exc_info=error)
             except asyncio.CancelledError:
                 return
             self._is_stopping.wait(_TURN_S)
@@ -258,7 +307,7 @@ _HAS_NO_DETAILS = ModelRow.serving_details.is_(None)
 
 @contextlib.contextmanager
 def registering(service: Service) -> Iterator[None]:
-    """A registrar at work until the block is left."""
+    """Run a registrar until the block is left."""
     registrar = Registrar(service)
     registrar.start()
     try:

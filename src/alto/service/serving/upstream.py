@@ -1,6 +1,6 @@
-"""Requests to the vLLM server: its address alone, no redirect, and a limit on every wait.
+"""Requests to the vLLM server: only to its address, without redirects, and with a limit on every wait.
 
-Written on ``asyncio`` and ``h11`` so that streams that wait for their next token hold no thread.
+Built on ``asyncio`` and ``h11``, so that streams that wait for their next token occupy no thread.
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ import h11
 from alto.errors import ServiceError
 from alto.service.settings import VllmSettings
 
-__all__ = ["Reply", "Upstream", "UpstreamError", "UpstreamTimeoutError"]
-
 _PIECE_BYTES = 64 * 1024
 _MOST_BYTES = 32 * 2**20
-"""Of an answer that is read as a whole."""
+"""Maximum size of an answer that is read as a whole."""
 
 
 class UpstreamError(ServiceError):
-    """The vLLM server cannot be reached, or does not answer as HTTP has it."""
+    """The vLLM server cannot be reached, or its answer is not valid HTTP."""
 
 
 class UpstreamTimeoutError(UpstreamError):
@@ -35,11 +33,7 @@ class UpstreamTimeoutError(UpstreamError):
 
 
 class Upstream:
-    """The vLLM server. Every request has a connection of its own.
-
-    Args:
-        settings: Its address, key and longest wait.
-    """
+    """A client of the vLLM server. Every request has its own connection."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -47,15 +41,14 @@ class Upstream:
         self._is_encrypted = self._address.scheme == "https"
 
     async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Reply:
-        """Send a request, and wait for the head of its answer; close the answer when it has been read.
+        """Send a request and wait for the head of its answer. The caller closes the reply after reading it.
 
         Args:
-            method: Of HTTP.
-            path: Below the address, such as ``/v1/models``.
-            body: Sent as JSON; None sends none.
+            path: Path below the server's address, such as ``/v1/models``.
+            body: Sent as JSON; None sends no body.
 
         Raises:
-            UpstreamError: There is no connection, or no answer of HTTP.
+            UpstreamError: There is no connection, or no HTTP answer.
             UpstreamTimeoutError: It takes too long.
         """
         content = b"" if body is None else json.dumps(body).encode()
@@ -104,8 +97,8 @@ class Reply:
     """An answer of the vLLM server.
 
     Attributes:
-        status: Of HTTP.
-        content_type: In lower case, without parameters.
+        status: HTTP status.
+        content_type: Content type in lower case, without parameters.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, timeout_s: float) -> None:
@@ -117,10 +110,10 @@ class Reply:
         self.content_type = ""
 
     async def begin(self, request: h11.Request, content: bytes) -> None:
-        """Send a request, and read the head of the answer.
+        """Send a request and read the head of the answer.
 
         Raises:
-            UpstreamError: As of :meth:`Upstream.send`.
+            UpstreamError: See :meth:`Upstream.send`.
         """
         events: tuple[h11.Event, ...] = (request, h11.Data(data=content), h11.EndOfMessage())
         with _translated(self._timeout_s):
@@ -137,7 +130,7 @@ class Reply:
         self.content_type = b"".join(kinds[:1]).decode("latin-1").partition(";")[0].strip().lower()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """The body, as it comes.
+        """Yield the pieces of the body as they arrive.
 
         Raises:
             UpstreamError: It ends too early.
@@ -147,7 +140,7 @@ class Reply:
             yield bytes(event.data)
 
     async def read(self) -> bytes:
-        """The whole body.
+        """Return the whole body.
 
         Raises:
             UpstreamError: It ends too early, or is longer than an answer of a model can be.
@@ -162,7 +155,7 @@ class Reply:
         return b"".join(found)
 
     async def close(self) -> None:
-        """Close the connection, at whatever point it is; the server ends what it still computes for it."""
+        """Close the connection in any state; the server then stops computing the answer."""
         self._writer.transport.abort()
         with contextlib.suppress(OSError):
             await self._writer.wait_closed()

@@ -1,4 +1,4 @@
-"""What a vLLM server can be asked about adapters. Source: vLLM, ``entrypoints/openai/serving_models.py``, as read."""
+"""Adapter operations of a vLLM server. Source: code of vLLM's ``entrypoints/openai/serving_models.py``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ from alto.errors import ServiceError
 from alto.service.serving.upstream import Reply, Upstream, UpstreamError
 from alto.service.settings import VllmSettings
 
-__all__ = ["AdapterRefusedError", "VllmServer", "message_of"]
-
 _PASSING = (429, 502, 503, 504)
-"""Statuses of a server that is busy or begins."""
+"""Statuses of a server that is busy or starting."""
 _MOST_CHARS = 500
 
 
 class AdapterRefusedError(ServiceError):
-    """The vLLM server does not take an adapter, or does not answer with it."""
+    """The vLLM server refuses an adapter, or does not answer with it."""
 
 
 class VllmServer:
@@ -30,10 +28,10 @@ class VllmServer:
         self._upstream = Upstream(settings)
 
     async def names(self) -> frozenset[str]:
-        """Names that it answers to: its base model's, and those of adapters.
+        """Return the names of all models that the server has: its base model and the adapters.
 
         Raises:
-            UpstreamError: It cannot be asked.
+            UpstreamError: The request failed.
         """
         async with self._asked("GET", "/v1/models") as reply:
             content = await reply.read()
@@ -45,11 +43,11 @@ class VllmServer:
             raise UpstreamError("expected a list of models from the vLLM server, found something else") from error
 
     async def load(self, name: str, folder: Path) -> None:
-        """Have it answer to ``name`` with the adapter in ``folder``, a path that it sees too.
+        """Load the adapter in ``folder`` as model ``name``; the server must see the folder at the same path.
 
         Raises:
-            AdapterRefusedError: It does not take it.
-            UpstreamError: It cannot be asked.
+            AdapterRefusedError: The server refuses the adapter.
+            UpstreamError: The request failed.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
         async with self._asked("POST", "/v1/load_lora_adapter", body) as reply:
@@ -67,11 +65,11 @@ class VllmServer:
             )
 
     async def unload(self, name: str) -> None:
-        """Have it answer to ``name`` no longer, whether or not it does.
+        """Unload adapter ``name``; no error if absent.
 
         Raises:
-            AdapterRefusedError: It keeps the adapter.
-            UpstreamError: It cannot be asked.
+            AdapterRefusedError: The server keeps the adapter.
+            UpstreamError: The request failed.
         """
         async with self._asked("POST", "/v1/unload_lora_adapter", {"lora_name": name}) as reply:
             content = await reply.read()
@@ -81,11 +79,11 @@ class VllmServer:
                 )
 
     async def probe(self, name: str) -> None:
-        """Have ``name`` write one token: as a reply, or where the model has no chat template, as a continuation.
+        """Let model ``name`` generate one token, as a chat reply or, if it has no chat template, as a completion.
 
         Raises:
-            AdapterRefusedError: It does not.
-            UpstreamError: It cannot be asked.
+            AdapterRefusedError: It generates none.
+            UpstreamError: The request failed.
         """
         body = {"model": name, "max_tokens": 1, "temperature": 0}
         message = {"role": "user", "content": "Hello"}
@@ -108,7 +106,9 @@ class VllmServer:
         reply = await self._upstream.send(method, path, body)
         try:
             if reply.status in (401, 403):
-                raise UpstreamError("expected a vLLM server that takes vllm.api_key, found that it refuses; correct it")
+                raise UpstreamError(
+                    "expected a vLLM server that accepts vllm.api_key, found that it refuses the key; correct it"
+                )
             if reply.status in _PASSING or 300 <= reply.status < 400:
                 raise UpstreamError(f"expected an answer of the vLLM server, found status {reply.status}; see its log")
             yield reply
@@ -117,7 +117,7 @@ class VllmServer:
 
 
 def message_of(content: bytes) -> str:
-    """What an error of vLLM says, shortened; empty where it says nothing."""
+    """Return the message of a vLLM error, shortened; empty if it has none."""
     try:
         found = json.loads(content)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The database: what was accepted, from whom, and what became of it."""
+"""The service's database: tenants, keys, files, jobs and models."""
 
 from alto.service.store.store import Store
 

@@ -1,44 +1,96 @@
-"""Jobs: their states, and who may change them when.
+"""States of jobs, and the changes that each state allows.
 
-The status in the database is what the user wants and sees; the coordinator makes it so. All changes lock the row.
+The status in the database is what the user wants and sees; the coordinator acts on it. All changes lock the row.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from sqlalchemy import func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from alto.service.errors import JobStateError, UnknownJobError
 from alto.service.ids import now
-from alto.service.store.events import add_event
-from alto.service.store.tables import JobRow
+from alto.service.store.tables import JobEvent, JobRow
 
-__all__ = [
-    "ENDED",
-    "OPEN",
-    "cancel_job",
-    "count_open",
-    "find_job",
-    "in_turns",
-    "levels_of",
-    "lock_job",
-    "pause_job",
-    "resume_job",
-    "wanted_jobs",
-]
+
+def add_event(
+    session: Session,
+    job: JobRow,
+    message: str,
+    *,
+    level: str = "info",
+    data: dict[str, Any] | None = None,
+    created_at: float | None = None,
+) -> None:
+    """Add an event to ``job``. This transaction must have locked the job's row, so that event numbers have no gaps and
+    follow the order of commits.
+
+    Args:
+        message: A sentence for users.
+        level: ``info``, ``warn`` or ``error``.
+        data: Values for programs; with the key ``step``, the event has the type ``metrics``.
+        created_at: Unix seconds; None means now.
+    """
+    job.num_events += 1
+    session.add(
+        JobEvent(
+            job=job.id,
+            number=job.num_events,
+            created_at=now() if created_at is None else int(created_at),
+            level=level,
+            type="metrics" if data is not None and "step" in data else "message",
+            message=message[:2000],
+            data=data,
+        )
+    )
+
+
+def events_of(session: Session, job: str, *, since: int, limit: int) -> list[JobEvent]:
+    """Return events of a job from number ``since`` on, oldest first."""
+    statement = select(JobEvent).where(JobEvent.job == job, JobEvent.number >= since)
+    return list(session.scalars(statement.order_by(JobEvent.number).limit(limit)))
+
+
+Row = TypeVar("Row")
+
+
+def page_of(
+    session: Session,
+    statement: Select[Row],
+    number: InstrumentedAttribute[Any],
+    *,
+    after: int | None,
+    limit: int,
+    is_ascending: bool = False,
+) -> tuple[list[Row], bool]:
+    """Return the next rows of ``statement``, and whether more rows follow.
+
+    Args:
+        statement: Query without an order.
+        number: Column that numbers the rows.
+        after: Number of the last row of the previous page; None begins with the first row.
+        is_ascending: Whether the oldest row comes first; else the newest.
+    """
+    if after is not None:
+        statement = statement.where(number > after if is_ascending else number < after)
+    statement = statement.order_by(number.asc() if is_ascending else number.desc()).limit(limit + 1)
+    rows = list(session.scalars(statement))
+    return rows[:limit], len(rows) > limit
+
 
 OPEN = ("validating_files", "queued", "running", "paused")
 ENDED = ("succeeded", "failed", "cancelled")
 
 
 def find_job(session: Session, tenant: str, job: str, param: str = "fine_tuning_job_id") -> JobRow:
-    """A job of a tenant, which a request names by ``param``.
+    """Return a job of a tenant; an error names the request parameter ``param``.
 
     Raises:
-        UnknownJobError: There is none.
+        UnknownJobError: There is no such job.
     """
     row = session.scalar(select(JobRow).where(JobRow.id == job, JobRow.tenant == tenant))
     if row is None:
@@ -47,14 +99,14 @@ def find_job(session: Session, tenant: str, job: str, param: str = "fine_tuning_
 
 
 def lock_job(session: Session, job: str) -> JobRow | None:
-    """The present row of a job, which no other transaction changes until this one ends."""
+    """Return the current row of a job and lock it until this transaction ends."""
     return session.scalar(
         select(JobRow).where(JobRow.id == job).with_for_update().execution_options(populate_existing=True)
     )
 
 
 def count_open(session: Session, tenant: str) -> int:
-    """Jobs of a tenant that have not ended."""
+    """Return the number of a tenant's jobs that have not ended."""
     statement = select(func.count()).select_from(JobRow).where(JobRow.tenant == tenant, JobRow.status.in_(OPEN))
     return session.scalar(statement) or 0
 
@@ -70,13 +122,13 @@ def wanted_jobs(session: Session, without: Collection[str]) -> list[tuple[str, s
 
 
 def levels_of(jobs: Iterable[tuple[str, str, int]]) -> dict[str, int]:
-    """The priority of each job in the schedule, where the best of every tenant are equal.
+    """Return the level of each job in the schedule; the highest level of every tenant is 0.
 
-    A tenant's priorities order its own jobs: a job of its second highest priority has -1, of its third -2. So nobody
-    goes before other tenants by asking for a high priority.
+    A tenant's priorities only order its own jobs: jobs of its second-highest priority have level -1, of its third -2.
+    So a tenant cannot get ahead of other tenants by asking for a high priority.
 
     Args:
-        jobs: Id, tenant and priority of jobs that wait, the highest priority first.
+        jobs: Id, tenant and priority of waiting jobs, the highest priority first.
     """
     found, levels = dict[str, int](), dict[str, dict[int, int]]()
     for job, tenant, priority in jobs:
@@ -86,11 +138,11 @@ def levels_of(jobs: Iterable[tuple[str, str, int]]) -> dict[str, int]:
 
 
 def in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> list[str]:
-    """The order in which the control plane gets jobs: one of each tenant in turn, those first who have fewest there.
+    """Return jobs in the order of their submission: tenants take turns, those with the fewest submitted jobs first.
 
     Args:
-        jobs: Id and tenant, of each tenant in the order of its own priorities.
-        num_live: Jobs of a tenant that the control plane has.
+        jobs: Id and tenant; jobs of the same tenant in the order of their priorities.
+        num_live: Number of jobs of each tenant in the control plane.
     """
     seen, keys = Counter(num_live), dict[str, tuple[int, int]]()
     for place, (job, tenant) in enumerate(jobs):
@@ -100,7 +152,7 @@ def in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> li
 
 
 def cancel_job(session: Session, tenant: str, job: str) -> JobRow:
-    """End a job; an executor of it saves and ends soon.
+    """Cancel a job; its executor saves and ends soon.
 
     Raises:
         UnknownJobError, JobStateError: There is no such job, or it has ended otherwise.
@@ -113,10 +165,10 @@ def cancel_job(session: Session, tenant: str, job: str) -> JobRow:
 
 
 def pause_job(session: Session, tenant: str, job: str) -> JobRow:
-    """Have a job wait for :func:`resume_job`; an executor of it saves and ends soon.
+    """Pause a job until :func:`resume_job`; its executor saves and ends soon.
 
     Raises:
-        UnknownJobError, JobStateError: There is no such job, or it neither waits nor runs.
+        UnknownJobError, JobStateError: There is no such job, or it is neither queued, running nor paused.
     """
     row, before = _changed(session, tenant, job, dict.fromkeys(("queued", "running", "paused"), "paused"), "paused")
     if before != "paused":
@@ -126,10 +178,10 @@ def pause_job(session: Session, tenant: str, job: str) -> JobRow:
 
 
 def resume_job(session: Session, tenant: str, job: str) -> JobRow:
-    """Let a paused job continue from its checkpoint, once it is its turn.
+    """Queue a paused job again; it continues from its checkpoint when its turn comes.
 
     Raises:
-        UnknownJobError, JobStateError: There is no such job, or it is not paused.
+        UnknownJobError, JobStateError: There is no such job, or it is neither paused, queued nor running.
     """
     row, before = _changed(
         session, tenant, job, {"paused": "queued", "queued": "queued", "running": "running"}, "resumed"
@@ -140,7 +192,7 @@ def resume_job(session: Session, tenant: str, job: str) -> JobRow:
 
 
 def _changed(session: Session, tenant: str, job: str, to: Mapping[str, str], what: str) -> tuple[JobRow, str]:
-    """The row of a job with its new status, and the one that it had."""
+    """Set a job's status to the value that ``to`` gives for its present one. Return the row and the former status."""
     find_job(session, tenant, job)
     row = lock_job(session, job)
     assert row is not None, "rows of jobs stay"

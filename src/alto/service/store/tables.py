@@ -1,4 +1,4 @@
-"""The tables of the service. Times are unix seconds; whatever has an order of its own is numbered by the database."""
+"""The tables of the service. Times are unix seconds; the database numbers rows that have an order of their own."""
 
 from __future__ import annotations
 
@@ -8,29 +8,13 @@ from sqlalchemy import JSON, BigInteger, Boolean, Float, ForeignKey, Integer, Me
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-__all__ = [
-    "AliasRow",
-    "Base",
-    "Checkpoint",
-    "FileRow",
-    "JobEvent",
-    "JobRow",
-    "KeyRow",
-    "LeaderRow",
-    "ModelRow",
-    "PartRow",
-    "ReplayRow",
-    "Tenant",
-    "UploadRow",
-]
-
 Json = JSON().with_variant(JSONB(), "postgresql")
 Number = BigInteger().with_variant(Integer(), "sqlite")
-"""Of rows; SQLite numbers only columns of this type by itself."""
+"""Type of row numbers; SQLite generates numbers only for columns of type Integer."""
 
 
 class Base(DeclarativeBase):
-    """What all tables share."""
+    """The base of all tables."""
 
     metadata = MetaData(
         naming_convention={
@@ -43,14 +27,14 @@ class Base(DeclarativeBase):
 
 
 class Tenant(Base):
-    """Whoever has keys, files and jobs of its own.
+    """An owner of keys, files and jobs. A limit of None means unlimited.
 
     Attributes:
-        max_gpus: The most GPUs that its tasks have at a time; None sets no limit, as below.
-        max_tasks: The most tasks that wait or run.
-        max_bytes: Of all its files and the folders of its runs.
-        requests_per_s: Requests that are answered, on the average of some seconds.
-        shares_executors: Whether its tasks may be trained in one process with those of other tenants.
+        max_gpus: Maximum number of GPUs that its tasks use at a time.
+        max_tasks: Maximum number of tasks that have not ended.
+        max_bytes: Maximum total size of its files and run folders.
+        requests_per_s: Maximum request rate, averaged over a few seconds.
+        shares_executors: Whether its tasks may be trained in one process with tasks of other tenants.
     """
 
     __tablename__ = "tenants"
@@ -65,11 +49,11 @@ class Tenant(Base):
 
 
 class KeyRow(Base):
-    """A bearer key; only a hash of its secret is kept.
+    """A bearer key; only a hash of its secret is stored.
 
     Attributes:
         secret_hash: SHA-256 of the secret, which has 256 random bits, as hexadecimal digits.
-        scopes: What it allows, see :data:`alto.service.access.SCOPES`.
+        scopes: Permissions of the key, see :data:`alto.service.access.SCOPES`.
     """
 
     __tablename__ = "keys"
@@ -85,11 +69,11 @@ class KeyRow(Base):
 
 
 class FileRow(Base):
-    """A file. Rows of deleted ones stay, without name and content, so that pages can begin after them.
+    """A file. Rows of deleted files stay, without name and content, so that a page can begin after them.
 
     Attributes:
         status: ``processed``, or ``error`` with the reason in ``status_details``.
-        sha256: Of the content, as hexadecimal digits.
+        sha256: SHA-256 of the content, as hexadecimal digits.
     """
 
     __tablename__ = "files"
@@ -109,7 +93,7 @@ class FileRow(Base):
 
 
 class UploadRow(Base):
-    """A file that comes in parts."""
+    """A file that is uploaded in parts."""
 
     __tablename__ = "uploads"
 
@@ -137,19 +121,19 @@ class PartRow(Base):
 
 
 class JobRow(Base):
-    """A fine-tuning job of the API: a task of ALTO.
+    """A fine-tuning job of the API, which is a task of ALTO.
 
     Attributes:
-        request: The body it was created with, as it was sent.
-        task: Keys and values of its task, with the names of uploaded files in place of paths.
+        request: Body of the request that created it.
+        task: Keys and values of its task, without its files.
         pairs: Its metadata.
-        error: Code, message and param, where it failed.
-        result: What the API says about its end; None before.
-        run_dir: Folder of its run below the service's; None before it is made.
-        lease: How often a run of it was given to the control plane. An executor with an older lease is refused by the
-            run's folder.
+        error: Code, message and param of the error if it failed.
+        result: Results that the API reports; None unless it has succeeded.
+        run_dir: Folder of its run; None until it is made.
+        lease: Number of times that its run was given to the control plane. The run's folder refuses an executor with an
+            older lease.
         num_events: Number of its last event.
-        journal_seq: Entries of the run's journal that became events.
+        journal_seq: Number of entries of the run's journal that were turned into events.
     """
 
     __tablename__ = "jobs"
@@ -195,11 +179,11 @@ class JobEvent(Base):
 
 
 class Checkpoint(Base):
-    """A step of a job of a task with a new best validation loss; its adapter replaces that of the checkpoint before.
+    """A training step of a task's job with a new best validation loss; its adapter replaces the previous checkpoint's.
 
     Attributes:
         task_job: Job of the task.
-        model: Name by which it is listed.
+        model: Name under which the API lists it.
     """
 
     __tablename__ = "checkpoints"
@@ -220,7 +204,7 @@ class ModelRow(Base):
     Attributes:
         adapter: Folder of the adapter among the artefacts.
         serving: State of its registration with a vLLM server: ``none``, ``pending``, ``ready`` or ``failed``. A deleted
-            one is ``none`` once the server has it no longer.
+            model becomes ``none`` once the server has unloaded it.
         serving_details: Why it failed, waits, or is not registered.
     """
 
@@ -239,11 +223,11 @@ class ModelRow(Base):
 
 
 class AliasRow(Base):
-    """A name that moves to the newest model of a tenant, base model and suffix that answers.
+    """A name that points to the newest ready model of a tenant, base model and suffix.
 
     Attributes:
         model: Id of that model.
-        moved_at: When it moved there.
+        moved_at: Time at which it began to point to that model.
     """
 
     __tablename__ = "aliases"
@@ -258,12 +242,12 @@ class AliasRow(Base):
 
 
 class ReplayRow(Base):
-    """What a request has created, so that its repetition creates nothing.
+    """The object that a request has created, so that repetitions of the request create nothing.
 
     Attributes:
         digest: SHA-256 of tenant, path, and the idempotency key or the body.
         body_hash: SHA-256 of the body.
-        kind: Table of what was created; ``id`` is its id there.
+        kind: Kind of the object; ``id`` is its id.
     """
 
     __tablename__ = "replays"
@@ -276,12 +260,12 @@ class ReplayRow(Base):
 
 
 class LeaderRow(Base):
-    """The one server that drives the control plane: its lease.
+    """The lease of the server that drives the control plane.
 
     Attributes:
-        epoch: Number of the present leader, larger than that of any before it, whose writes are refused.
-        holder: A random id of the leader, new at each of its starts; empty where none leads.
-        renewed_at: When the holder last renewed its lease, by the clock of the database.
+        epoch: Number of the present leader, larger than the numbers of earlier leaders, whose writes are refused.
+        holder: A random id of the leader, new at each of its starts; empty if no server leads.
+        renewed_at: Time of the lease's last renewal, by the clock of the database.
     """
 
     __tablename__ = "leader"

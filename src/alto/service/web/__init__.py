@@ -1,1 +1,1 @@
-"""HTTP: what every request passes before it is answered."""
+"""HTTP checks and limits that every request passes before it is answered."""

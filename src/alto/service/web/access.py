@@ -1,4 +1,4 @@
-"""Who sends a request, and whether it may."""
+"""Callers of requests, and what they may do."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ from alto.service.context import service_of
 from alto.service.errors import ApiError, TooManyRequestsError
 from alto.service.web.answers import api_error_of
 
-__all__ = ["COOKIE", "Reader", "Talker", "Writer", "caller", "check_origin"]
-
 COOKIE = "alto_key"
-"""Holds the key of a browser, which the dashboard sets."""
+"""Name of the cookie that holds a browser's key; set by the dashboard."""
 
 _SAFE = ("GET", "HEAD", "OPTIONS")
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def caller(request: Request) -> Caller:
-    """Whose request it is.
+    """Return the caller of a request.
 
     Raises:
-        ApiError: It has no key that counts, comes from a page of another site, or there are too many.
+        ApiError: The request has no valid key, comes from a page of another site, or exceeds the rate limit.
     """
     known: Caller | None = getattr(request.state, "caller", None)
-    if known is not None:  # asked before the body was read
+    if known is not None:  # determined before the body was read
         return known
     service = service_of(request)
     secret = _secret_of(request)
@@ -89,8 +87,8 @@ def _unauthorised(secret: str | None) -> ApiError:
 
 
 def _check_local(request: Request) -> None:
-    """Without keys, only names of this machine are answered: a page of another site could give its own name this
-    machine's address."""
+    """Check that a request without a key names this machine as its host: a page of another site could point its own
+    name to this machine's address."""
     host = request.headers.get("host", "")
     try:
         name = urlsplit(f"//{host}").hostname or ""
@@ -99,17 +97,17 @@ def _check_local(request: Request) -> None:
     if name not in _LOCAL:
         raise ApiError(
             403,
-            f"Host: expected localhost while the service needs no key, found {name[:100]!r}; use that, or make "
-            "keys with: alto keys create",
+            f"Host: expected localhost while the service needs no key, found {name[:100]!r}; use localhost, or "
+            "create keys with: alto keys create",
             code="unknown_host",
         )
 
 
 def check_origin(request: Request) -> None:
-    """A page of another site cannot act for the user of this browser."""
+    """Refuse requests from pages of other sites, which must not act for the user of this browser."""
     origin = request.headers.get("origin")
     if origin is None or request.method in _SAFE:
         return
-    # As text: a browser writes an origin in one form only.
+    # Compared as text, because browsers write an origin in only one form.
     if origin.partition("://")[2] != request.headers.get("host", ""):
         raise ApiError(403, f"Origin: expected a page of this service, found {origin[:100]!r}", code="foreign_origin")

@@ -1,11 +1,16 @@
-"""Answers that every handler may give: errors, in one form; and a number for each request."""
+"""Error responses in one form, and an id for each request."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 import logging
 import re
 import secrets
+import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,13 +18,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
-from sqlalchemy.exc import InterfaceError, OperationalError
+from sqlalchemy.exc import InterfaceError, OperationalError, SQLAlchemyError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alto.errors import AltoError, RunWriteError
+from alto.service.context import service_of
 from alto.service.errors import (
     ApiError,
     JobStateError,
@@ -30,10 +36,110 @@ from alto.service.errors import (
     not_found,
     refused,
 )
-from alto.service.web.counts import RequestCounts
-from alto.service.web.repeats import forget_older
+from alto.service.store.store import RequestMark
 
-__all__ = ["ERROR_ANSWERS", "ErrorAnswer", "RequestIds", "add_error_answers", "api_error_of"]
+_BOUNDS_S = (0.01, 0.05, 0.1, 0.5, 1.0, 5.0)
+
+
+class RequestCounts:
+    """Counts of requests since this process started. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str, int]] = Counter()
+        self._within: defaultdict[float, int] = defaultdict(int)
+        self._sum_s = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """Count a request."""
+        with self._lock:
+            self._counts[method, route, status] += 1
+            self._sum_s += duration_s
+            for bound in _BOUNDS_S:
+                self._within[bound] += duration_s <= bound
+
+    def lines(self) -> list[str]:
+        """Return the counts in Prometheus' text format."""
+        with self._lock:
+            counts, within, sum_s = dict(self._counts), dict(self._within), self._sum_s
+        total = sum(counts.values())
+        name = "alto_request_duration_seconds"
+        return [
+            "# HELP alto_requests_total Requests by route and status.",
+            "# TYPE alto_requests_total counter",
+            *(
+                f'alto_requests_total{{method="{method}",route="{route}",status="{status}"}} {count}'
+                for (method, route, status), count in sorted(counts.items())
+            ),
+            f"# HELP {name} Durations of requests; a stream counts until its end, not until its first byte.",
+            f"# TYPE {name} histogram",
+            *(f'{name}_bucket{{le="{bound:g}"}} {within.get(bound, 0)}' for bound in _BOUNDS_S),
+            f'{name}_bucket{{le="+Inf"}} {total}',
+            f"{name}_sum {sum_s:.6f}",
+            f"{name}_count {total}",
+        ]
+
+
+WITHOUT_KEY: dict[str, Any] = {"security": []}
+"""Extra OpenAPI fields of an operation that needs no key."""
+
+_SCHEME = "key"
+
+
+def describe_keys(app: FastAPI) -> None:
+    """Declare in the OpenAPI document of ``app`` that requests have a key in their headers."""
+    openapi = app.openapi
+
+    def described() -> dict[str, Any]:
+        document = openapi()
+        schemes = document.setdefault("components", {}).setdefault("securitySchemes", {})
+        schemes[_SCHEME] = {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "A key of a tenant, created with: alto keys create. While a service has no keys, it needs "
+            "none, and answers only requests from its own machine.",
+        }
+        document["security"] = [{_SCHEME: []}]
+        return document
+
+    app.openapi = described  # type: ignore[method-assign]
+
+
+def mark_of(request: Request, tenant: str, body_hash: str) -> RequestMark:
+    """Return the mark by which repetitions of ``request`` are recognised; also store it for :func:`forget_older`."""
+    count = request.headers.get("x-stainless-retry-count", "")
+    if priority := request.headers.get("alto-priority"):  # the same body with another priority asks for another job
+        body_hash = hashlib.sha256(f"{body_hash} {priority}".encode()).hexdigest()
+    mark = RequestMark(
+        tenant=tenant,
+        path=request.url.path,
+        body_hash=body_hash,
+        key=request.headers.get("idempotency-key", "")[:255],
+        is_retry=count.isdecimal() and count.strip("0") != "",
+        refusals=service_of(request).refusals,
+    )
+    request.state.mark = mark
+    return mark
+
+
+def hash_of_json(body: bytes) -> str:
+    """Return the SHA-256 of the JSON value in ``body``, independent of its formatting; of its bytes if not JSON."""
+    with contextlib.suppress(ValueError, RecursionError):
+        body = json.dumps(json.loads(body), sort_keys=True).encode()
+    return hashlib.sha256(body).hexdigest()
+
+
+def forget_older(request: Request, *, has_database: bool) -> None:
+    """Forget the object of an earlier request equal to ``request``, which is refused: repetitions must not find it."""
+    mark: RequestMark | None = getattr(request.state, "mark", None)
+    if mark is None:
+        return
+    store = service_of(request).store
+    try:
+        mark.forget_older(store, has_database=has_database)
+    except SQLAlchemyError:
+        mark.forget_older(store, has_database=False)
+
 
 _LOG = logging.getLogger("alto.service.requests")
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -54,7 +160,7 @@ class _Error(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """How every error is answered."""
+    """The body of every error response."""
 
     error: _Error
 
@@ -63,24 +169,20 @@ ERROR_ANSWERS: Mapping[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": description}
     for status, description in (
         (400, "The request cannot be carried out as it is."),
-        (401, "There is no key that counts."),
-        (403, "The key does not have the scope, or the page is of another site."),
-        (404, "There is no such object of the tenant."),
+        (401, "The key is missing, unknown, expired or revoked."),
+        (403, "The key does not have the required scope, or the request comes from a page of a different site."),
+        (404, "The tenant has no such object."),
         (413, "The body is too long."),
-        (429, "There are too many requests, tasks or bytes; Retry-After has seconds."),
+        (429, "There are too many requests, tasks or bytes; Retry-After is the number of seconds to wait."),
         ("default", "The service failed, or is not ready."),
     )
 }
-"""What the document of the API says of each operation."""
+"""Error responses of every operation, for the OpenAPI document."""
 
 
 class RequestIds:
-    """Names every request in its answer and in the log, which holds no query, body or key; and counts it.
-
-    Args:
-        app: What answers the request.
-        counts: Of all requests.
-    """
+    """Middleware that gives every request an id, in its response and in the log, and counts it. The log holds no query,
+    body or key."""
 
     def __init__(self, app: ASGIApp, *, counts: RequestCounts) -> None:
         self._app = app
@@ -105,12 +207,12 @@ class RequestIds:
         try:
             await self._app(scope, receive, named_send)
         except Exception:
-            status = status or 500  # it is answered outside of this
+            status = status or 500  # an error handler outside of this middleware answers it
             raise
         finally:
             route = _label_of(scope)
             duration_s = time.monotonic() - began
-            # A method may be any word: one that no route has is not counted by its name.
+            # A client may send any word as the method: unknown methods and unknown routes are counted as "any".
             is_known = route != "unknown" and scope["method"] in _METHODS
             self._counts.add(scope["method"] if is_known else "any", route, status, duration_s)
             _LOG.info(
@@ -127,7 +229,7 @@ class RequestIds:
 
 
 def _label_of(scope: Scope) -> str:
-    """The route of a request, with names in place of ids."""
+    """Return the route of a request, with parameter names instead of ids."""
     path = getattr(scope.get("route"), "path", None)
     if path is None:
         return "unknown"
@@ -137,7 +239,7 @@ def _label_of(scope: Scope) -> str:
 
 
 def add_error_answers(app: FastAPI, error_page: Callable[[Request, ApiError], Response]) -> None:
-    """Have every error of ``app`` answered in OpenAI's form, or with ``error_page`` where a browser asks for a page."""
+    """Answer every error of ``app`` in OpenAI's form, or with ``error_page`` if a browser asks for a page."""
     app.state.error_page = error_page
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(TenantError, _on_tenant_error)
@@ -170,7 +272,7 @@ def _on_tenant_error(request: Request, error: Exception) -> Response:
 
 
 def api_error_of(error: TenantError) -> ApiError:
-    """The answer to a request that failed with ``error``."""
+    """Return the HTTP error for a request that failed with ``error``."""
     match error:
         case UnknownJobError():
             return not_found("fine-tuning job", error.job, error.param)
@@ -219,7 +321,7 @@ def _on_database_error(request: Request, error: Exception) -> Response:
 
 
 def _on_storage_error(request: Request, error: Exception) -> Response:
-    _LOG.error("a disk or the store of artefacts refused", extra={"request_id": _id_of(request)}, exc_info=error)
+    _LOG.error("a disk or the store of artefacts failed", extra={"request_id": _id_of(request)}, exc_info=error)
     return _answer(
         request,
         ApiError(
@@ -234,15 +336,15 @@ def _on_storage_error(request: Request, error: Exception) -> Response:
 
 def _on_error(request: Request, error: Exception) -> Response:
     _LOG.error("a request failed", extra={"request_id": _id_of(request)}, exc_info=error)
-    message = f"the service failed at request {_id_of(request)}; its log has the cause"
-    # Its answer is sent from outside of `RequestIds`.
+    message = f"the service failed to answer request {_id_of(request)}; see its log for the cause"
+    # This response is sent outside of `RequestIds`, which would add these headers.
     headers = {key.decode(): value.decode() for key, value in _headers_of(_id_of(request))}
-    headers["connection"] = "close"  # as the server does after an exception
+    headers["connection"] = "close"  # because the server closes it after an exception
     return _answer(request, ApiError(500, message, code="internal_error", headers=headers))
 
 
 def _headers_of(name: str) -> list[tuple[bytes, bytes]]:
-    """Headers of the answer to the request ``name``."""
+    """Return the headers that are added to the response of the request ``name``."""
     return [(b"x-request-id", name.encode()), *_SECURITY]
 
 

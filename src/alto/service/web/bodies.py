@@ -1,4 +1,4 @@
-"""Bodies of requests: read only from those who may send them, and holding only what can be kept and answered."""
+"""Request bodies: read only from callers with access, and limited to values that can be stored and returned."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from starlette.responses import Response
 
 from alto.service.errors import ApiError, refused
 from alto.service.web.access import caller
-from alto.service.web.repeats import hash_of_json, mark_of
-
-__all__ = ["BodyRoute", "check_values"]
+from alto.service.web.answers import hash_of_json, mark_of
 
 _MOST_FILES = 1
 _MOST_FIELDS = 16
@@ -26,10 +24,10 @@ _LARGEST_INTEGER = 2**63
 
 
 class BodyRoute(APIRoute):
-    """A route whose body is read once its sender is known."""
+    """A route that reads the body only after its caller is known."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with what is checked before it."""
+        """Return the handler, preceded by these checks."""
         handle = super().get_route_handler()
 
         async def checked(request: Request) -> Response:
@@ -40,11 +38,11 @@ class BodyRoute(APIRoute):
             try:
                 await run_in_threadpool(caller, request)
             except ApiError as error:
-                if error.status == 429 and not is_form:  # it comes again, and must be known then
+                if error.status == 429 and not is_form:  # the client repeats it, which must be recognised
                     mark_of(request, request.state.tenant, hash_of_json(await request.body()))
                 raise
-            # Both are kept by the request, and the framework finds them there: it would hide the error of a body that
-            # is too long.
+            # The request caches both, and the framework finds them there. Reading them itself, the framework would hide
+            # the error of a body that is too long.
             if is_form:
                 await request.form(max_files=_MOST_FILES, max_fields=_MOST_FIELDS, max_part_size=_MOST_FIELD_BYTES)
             else:
@@ -58,10 +56,10 @@ class BodyRoute(APIRoute):
 
 
 def check_values(value: object) -> None:
-    """Check that values of JSON can be kept and answered: bounded in depth, finite, 64 bits, text that is text.
+    """Check that JSON values can be stored and returned: limited depth, finite numbers, 64-bit integers, valid text.
 
     Raises:
-        ApiError: Some cannot.
+        ApiError: A value cannot.
     """
     level: list[object] = [value]
     for _ in range(_MOST_DEPTH):
@@ -82,15 +80,15 @@ def check_values(value: object) -> None:
         level = following
         if not level:
             return
-    raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper ones")
+    raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper values")
 
 
 def _parsed(body: bytes) -> Any:
     try:
         found = json.loads(body)
     except RecursionError:
-        raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper ones") from None
-    except ValueError:  # no JSON, no UTF-8, or a number of thousands of digits
+        raise _refused(f"values nested at most {_MOST_DEPTH} deep", "deeper values") from None
+    except ValueError:  # not JSON, not UTF-8, or a number with thousands of digits
         raise _refused("JSON in UTF-8", "something else") from None
     check_values(found)
     return found
@@ -98,7 +96,7 @@ def _parsed(body: bytes) -> Any:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _refused("text without the character NUL", "one with it")
+        raise _refused("text without the character NUL", "text with it")
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Bounds on what a client sends: bytes, and the time between two pieces."""
+"""Limits on request bodies: their size, and the time between two pieces."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from alto.service.errors import ApiError, refused
 
-__all__ = ["BodyLimits"]
-
 _IDLE_S = 30.0
-"""Longest wait for a piece of a body."""
+"""Longest wait for a piece of a body, in seconds."""
 _LEAST_BYTES_PER_S = 1024.0
-"""Of a body, on the average after the first `_IDLE_S` seconds; slower clients hold connections."""
+"""Minimum average rate of a body after the first `_IDLE_S` seconds; slower clients hold connections."""
 _UPLOADS = ("/v1/files", "/v1/uploads/")
 _OVERHEAD_BYTES = 64 * 1024
-"""Of a multipart body, beside the file."""
+"""Allowance for a multipart body besides the file itself."""
 
 
 class BodyLimits:
-    """Ends requests whose bodies are too long or too slow.
+    """Middleware that ends requests whose bodies are too long or too slow.
 
     Args:
-        app: What answers the others.
-        max_upload_bytes: Of a file that is uploaded.
-        max_request_bytes: Of any other body.
+        max_upload_bytes: Largest uploaded file.
+        max_request_bytes: Largest body of any other request.
     """
 
     def __init__(self, app: ASGIApp, *, max_upload_bytes: int, max_request_bytes: int) -> None:
@@ -60,11 +57,11 @@ class BodyLimits:
 
 def _check_address(scope: Scope) -> None:
     if "\0" in scope["path"] or b"%00" in scope["query_string"]:
-        raise refused("url: expected text without the character NUL, found one with it; correct it", "url")
+        raise refused("url: expected text without the character NUL, found text with it; correct it", "url")
 
 
 class _Body:
-    """The body of a request, counted while it comes."""
+    """The body of a request, counted while it is received."""
 
     def __init__(self, receive: Receive, most: int) -> None:
         self._receive = receive

@@ -114,7 +114,7 @@
       byId("connection").hidden = true;
       wait = document.body.dataset.isLive === "false" || document.hidden ? QUIET_MS : LIVE_MS;
     } catch (error) {
-      byId("connection").textContent = "The server does not answer; trying again. What is shown may be old.";
+      byId("connection").textContent = "The server does not answer; trying again. This page may be out of date.";
       byId("connection").hidden = false;
     } finally {
       isAsking = false;
@@ -167,9 +167,9 @@
 
   async function command(cell, action, body) {
     const { job, outcome, address } = cell.dataset;
-    asked.set(job, { text: PAST[action] + " asked for", outcome });
+    asked.set(job, { text: PAST[action] + " requested", outcome });
     showAsked();
-    tell("Asked for: " + action + " " + job + ". The executor answers at its next step.");
+    tell("Requested: " + action + " " + job + ". The executor answers at its next step.");
     try {
       const found = await ask(address + "/" + action, { body: body || {} });
       if (found.done) asked.delete(job);
@@ -299,7 +299,7 @@
     const { num_jobs: jobs, varying, estimate, rows } = found;
     const price = Number(form.dataset.price || NaN);
     byId("preview-jobs").textContent = jobs + (found.is_open_ended ? " or more" : "");
-    byId("preview-varying").textContent = varying.length ? "varying " + varying.join(", ") : "one setting of each";
+    byId("preview-varying").textContent = varying.length ? "varying " + varying.join(", ") : "one value of each setting";
     byId("preview-time").textContent = estimate ? duration(estimate.duration_s) : "unknown";
     byId("preview-hours").textContent = estimate
       ? estimate.device_hours.toPrecision(3) + " device hours" + (price >= 0 ? ", cost " + (estimate.device_hours * price).toFixed(2) : "")
@@ -333,11 +333,11 @@
     if (!texts.training_file) return;
     drafting = new AbortController();
     const { signal } = drafting;
-    byId("preview-state").textContent = "Looking at it …";
+    byId("preview-state").textContent = "Preparing the preview …";
     try {
       const body = await ask("/dashboard/request", { body: texts, signal });
       showPreview(await ask("/api/drafts", { body, signal }));
-      byId("preview-state").textContent = "As it stands in the form:";
+      byId("preview-state").textContent = "With the present values of the form:";
     } catch (error) {
       if (signal.aborted) return;
       byId("preview").hidden = true;

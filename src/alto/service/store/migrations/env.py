@@ -1,4 +1,4 @@
-"""Alembic's entry: migrates the database on the connection that the store has opened."""
+"""Alembic's entry point: migrates the database over the connection that the store has opened."""
 
 from alembic import context
 

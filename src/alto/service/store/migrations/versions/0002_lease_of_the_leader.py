@@ -10,8 +10,8 @@ depends_on = None
 
 
 def upgrade() -> None:
-    # The time of the last renewal is long ago, so that a server of this version leads at once: a leader of an older
-    # version finds its epoch over.
+    # The default renewal time is long ago, so a server of this version can lead at once; a leader of an older version
+    # then finds its epoch outdated.
     with op.batch_alter_table("leader", schema=None) as batch_op:
         batch_op.add_column(sa.Column("renewed_at", sa.Float(), nullable=False, server_default="0"))
         batch_op.drop_column("beat")

@@ -1,0 +1,388 @@
+"""Adapters of the input embeddings and of the language model head."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alto.errors import UnsupportedModelError
+from alto.kernels import (
+    LoraOperands,
+    TokenSchedule,
+    dropped_inputs,
+    grouped_lora_linear,
+    slot_embedding_change,
+    slot_embeddings,
+    upload,
+)
+from alto.lora.bank import AdapterBank
+from alto.lora.heads import whole_name
+from alto.lora.linear import AdaptedWeight, ForwardContext, FrozenWeight, InjectedModule
+
+# Token embeddings with an adapter per slot (``target_modules: [embed_tokens]``), or with a separate table per job
+# (``modules_to_save``).
+
+
+class MultiLoraEmbedding(InjectedModule):
+    """Frozen embeddings with one adapter per slot. Outside of a schedule they act as the base embeddings.
+
+    Args:
+        name: Full name in the model.
+        bank: Adapters of all slots, and the tables that jobs train in full.
+        operands: Adapters of the embeddings; None if no job has one.
+        ops: The kernel backend module.
+    """
+
+    def __init__(
+        self,
+        base: nn.Embedding,
+        name: str,
+        bank: AdapterBank,
+        operands: LoraOperands | None,
+        context: ForwardContext,
+        ops: ModuleType,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self._name = name
+        self._bank = bank
+        self._operands = operands
+        self._tables = bank.tensors(whole_name(name))  # tables trained in full; None if no job trains one
+        self._context = context
+        self._ops = ops
+        # Some models, such as Gemma 3, scale embeddings in their own class.
+        self._factor = float(getattr(base, "embed_scale", 1.0))
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attributes of the base, because models read settings of their embeddings."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight. Under a schedule it cannot be used in computations."""
+        weight: Tensor = self.base.weight
+        return AdaptedWeight.of(weight, self._name) if self._context.schedule is not None else weight
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
+    def forward(self, input_ids: Tensor) -> Tensor:
+        y: Tensor = self.base(input_ids)
+        schedule = self._context.schedule
+        if schedule is None or not any(self._is_trained(slot) for slot in schedule.slots):
+            return y
+        places, ids_T1 = self._context.places(), input_ids.reshape(-1, 1)
+        num_positions = places.num_positions if places is not None else schedule.num_tokens
+        if len(ids_T1) != num_positions:
+            raise UnsupportedModelError(
+                f"target_modules, modules_to_save: expected a model that looks up all {num_positions} tokens of a "
+                f"forward pass at once, found {len(ids_T1)} in {self._name}; leave the embeddings out"
+            )
+        if places is not None:
+            ids_T1 = places.collect(ids_T1)
+        ids_T, settings = ids_T1[:, 0], {"factor": self._factor, "padding_idx": self.base.padding_idx}
+        if self._tables is not None and self._tables.is_in(schedule):
+            y_PH = y.reshape(-1, y.shape[-1])
+            y_TH = y_PH if places is None else places.collect(y_PH)
+            own_TH = slot_embeddings(self._bank.anchor, y_TH, ids_T, self._tables, schedule, **settings)
+            if places is None:
+                y = own_TH.view(y.shape)
+            else:  # padding keeps the base embeddings
+                is_token_P1 = places.spread(torch.ones_like(y_TH[:, :1])) > 0
+                y = torch.where(is_token_P1, places.spread(own_TH), y_PH).view(y.shape)
+        if self._operands is None:
+            return y
+        change = slot_embedding_change(self._bank.anchor, ids_T, self._operands, schedule, self._ops, **settings)
+        if places is not None:
+            change = places.spread(change)
+        return (y + change.view(y.shape)).to(y.dtype)
+
+    def _is_trained(self, slot: int) -> bool:
+        has_matrices = self._operands is not None and slot in self._operands.slots
+        return has_matrices or (self._tables is not None and slot in self._tables)
+
+
+# The output head of a causal LM with an adapter per slot (``target_modules: [lm_head]``), or with a separate head per
+# job (``modules_to_save``).
+#
+# In training and evaluation, the loss head computes logits chunk by chunk, only for tokens with a loss, and asks this
+# module for the adapters' contribution to each chunk. If the model computes its logits itself, the head works like any
+# other layer.
+#
+# Shapes: ``S`` trained tokens, ``C`` tokens of a chunk, ``H`` hidden size, ``V`` vocabulary, ``Q`` ranks of a slot.
+
+
+class _Tokens(Protocol):
+    """The trained tokens of a forward pass, job after job; see :class:`alto.data.TokenBatch`."""
+
+    @property
+    def slots(self) -> Sequence[int]: ...
+
+    @property
+    def job_tokens(self) -> Sequence[int]: ...
+
+    @property
+    def job_targets(self) -> Sequence[int]: ...
+
+    @property
+    def loss_positions_S(self) -> Tensor: ...  # noqa: N802  # a shape
+
+
+class MultiLoraHead(InjectedModule):
+    """A frozen output head with one adapter per slot. Outside of a schedule it acts as the base head.
+
+    Args:
+        name: Full name in the model.
+        bank: Adapters of all slots, and the heads that jobs train in full.
+        operands: Adapters of the head; None if no job has one.
+        ops: The kernel backend module.
+    """
+
+    def __init__(
+        self,
+        base: nn.Linear,
+        name: str,
+        bank: AdapterBank,
+        operands: LoraOperands | None,
+        context: ForwardContext,
+        ops: ModuleType,
+    ) -> None:
+        super().__init__()
+        self.base = base
+        self._name = name
+        self._bank = bank
+        self._operands = operands
+        self._heads = bank.tensors(whole_name(name))  # heads trained in full; None if no job trains one
+        self._context = context
+        self._ops = ops
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
+        weight: Tensor = self.base.weight
+        return AdaptedWeight.of(weight, self._name) if self.is_in_forward else weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The frozen bias."""
+        bias: Tensor | None = self.base.bias
+        return bias
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward pass with adapters is in progress."""
+        return self._context.schedule is not None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
+    def forward(self, x: Tensor) -> Tensor:
+        schedule = self._context.schedule
+        if schedule is None or not schedule.segments:
+            result: Tensor = self.base(x)
+            return result
+        schedule = _of_kept(schedule, x)
+        x_SH = x.reshape(-1, x.shape[-1])
+        frozen = FrozenWeight(self.base)
+        if self._operands is None:
+            y_SV = frozen.forward(x_SH)
+        else:
+            (y_SV,) = grouped_lora_linear(x_SH, self._bank.anchor, [frozen], self._operands, schedule, self._ops)
+        for slot, start, end in schedule.segments:
+            if self._heads is not None and slot in self._heads:
+                assert not torch.is_grad_enabled(), "heads are trained through the loss head"
+                y_SV[start:end] = F.linear(x_SH[start:end], self._heads.of_slot(slot)[0].to(x_SH.dtype))
+        return y_SV.view(*x.shape[:-1], -1)
+
+    def runs(self, tokens: _Tokens) -> list[tuple[int, _HeadAdapters | _OwnHead | None]]:
+        """Return the trained tokens of a forward pass as runs of consecutive tokens: length and adapters of each run,
+        in order.
+
+        The adapters are None if the jobs of a run have none on the head.
+        """
+        schedule = self._context.schedule
+        assert schedule is not None
+        jobs = list(zip(tokens.slots, tokens.job_targets, _starts(tokens.job_tokens), strict=True))
+        found: list[tuple[int, _HeadAdapters | _OwnHead | None]] = []
+        first = 0
+        for (is_adapted, own_slot), of_run in itertools.groupby(jobs, key=lambda job: self._kind(job[0])):
+            slots, counts, starts = zip(*of_run, strict=True)
+            end = first + sum(counts)
+            adapters: _HeadAdapters | _OwnHead | None = None
+            if own_slot is not None and self._heads is not None:
+                adapters = _OwnHead(self._bank.anchor, *self._heads.of_slot(own_slot), self.base.weight.dtype)
+            elif is_adapted and end > first and self._operands is not None:
+                adapters = _HeadAdapters(
+                    self._bank.anchor,
+                    self._operands,
+                    self._ops,
+                    _selected(schedule, slots, counts),
+                    tokens.loss_positions_S[first:end],
+                    dict(zip(slots, starts, strict=True)),
+                )
+            found.append((end - first, adapters))
+            first = end
+        return found
+
+    def _kind(self, slot: int) -> tuple[bool, int | None]:
+        """Return whether ``slot`` has low-rank matrices on the head, and the slot itself if it has its own head, else
+        None."""
+        has_own = self._heads is not None and slot in self._heads
+        return self._operands is not None and slot in self._operands.slots, slot if has_own else None
+
+
+class _HeadAdapters:
+    """The adapters of some trained tokens on the head; implements :class:`alto.backbone.output_head.LogitAdapters`.
+
+    Args:
+        anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
+        operands: Adapters of all slots on the head.
+        ops: The kernel backend module.
+        positions_S: Position of every token in the forward pass.
+        starts: Position of every slot's first token in the forward pass.
+    """
+
+    def __init__(
+        self,
+        anchor: Tensor,
+        operands: LoraOperands,
+        ops: ModuleType,
+        schedule: TokenSchedule,
+        positions_S: Tensor,
+        starts: dict[int, int],
+    ) -> None:
+        self.anchor = anchor
+        self.weight: Tensor | None = None
+        self._operands = operands
+        self._ops = ops
+        self._schedule = schedule
+        self._positions_S = positions_S
+        self._starts = starts
+        self._parts: dict[tuple[int, int], TokenSchedule] = {}
+
+    def inputs(self, hidden_SH: Tensor) -> Tensor:
+        """Return the hidden states, with dropout for the jobs that use it.
+
+        As in every other layer, a token's mask depends on its position among all tokens of its job's batch, trained or
+        not.
+        """
+        schedule = self._schedule
+        slots = {slot for slot, key in zip(schedule.slots, schedule.dropout, strict=True) if key is not None}
+        if not slots:
+            return hidden_SH
+        device = hidden_SH.device
+        starts = upload([self._starts[slot] for slot in schedule.slots], torch.int64, device)
+        starts_S = starts.repeat_interleave(schedule.lengths_of_segments(device), output_size=schedule.num_tokens)
+        return dropped_inputs(hidden_SH, schedule, slots, self._operands.number, self._positions_S - starts_S)
+
+    def shrink(self, x_SH: Tensor) -> Tensor:
+        """Return the products with every slot's own ``A``, ``[S, Q]``; columns past a slot's own ranks are
+        undefined."""
+        s_SQ: Tensor = self._ops.grouped_shrink(x_SH, self._operands, self._part(0, self._schedule.num_tokens))
+        return s_SQ
+
+    def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
+        """Return the output of the adapters for the tokens ``part``, ``[C, V]``."""
+        change_CV = s_CQ.new_empty(len(s_CQ), self._operands.out_features[0], dtype=dtype)
+        self._ops.grouped_expand(s_CQ, self._operands, [change_CV], self._part(part.start, part.stop))
+        return change_CV
+
+    def backward(
+        self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
+    ) -> Tensor | None:
+        """Return the gradient with respect to ``x_CH``, or None if not needed; add the gradients of the adapters to the
+        bank.
+
+        The gradient with respect to a token's loss may be far below the range of 16-bit types, so it is multiplied in
+        last.
+        """
+        schedule, operands = self._part(part.start, part.stop), self._operands
+        dx_CH = torch.empty_like(x_CH) if needs_input else None
+        ds_CQ = self._ops.grouped_backward_input([dlogits_CV], operands, dx_CH, schedule)
+        dloss_C1 = dloss_C[:, None].to(ds_CQ.dtype)
+        self._ops.grouped_backward_weight(x_CH, s_CQ * dloss_C1, [dlogits_CV], ds_CQ * dloss_C1, operands, schedule)
+        return None if dx_CH is None else dx_CH.mul_(dloss_C[:, None].to(dx_CH.dtype))
+
+    def _part(self, first: int, end: int) -> TokenSchedule:
+        """Return the schedule of the tokens ``[first, end)`` only, without dropout, which is already applied to the
+        inputs."""
+        if (first, end) not in self._parts:
+            counts = [max(0, min(segment.end, end) - max(segment.start, first)) for segment in self._schedule.segments]
+            self._parts[first, end] = TokenSchedule.build(self._schedule.slots, counts, self._schedule.scales)
+        return self._parts[first, end]
+
+
+class _OwnHead:
+    """A head that a job trains in full: :class:`alto.backbone.output_head.LogitAdapters` without matrices.
+
+    Args:
+        anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
+        weight_VH: The head's weight in the bank.
+        gradient_VH: Its gradient in the bank.
+        dtype: Dtype of the base model; the weight is rounded to it when used.
+    """
+
+    def __init__(self, anchor: Tensor, weight_VH: Tensor, gradient_VH: Tensor, dtype: torch.dtype) -> None:
+        self.anchor = anchor
+        self.weight: Tensor | None = weight_VH.to(dtype)
+        self._gradient_VH = gradient_VH
+
+    def inputs(self, hidden_SH: Tensor) -> Tensor:
+        """Return the hidden states unchanged."""
+        return hidden_SH
+
+    def shrink(self, x_SH: Tensor) -> Tensor:
+        """Return a tensor without columns."""
+        return x_SH[:, :0]
+
+    def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> None:
+        """Do nothing, since there are no low-rank matrices."""
+
+    def backward(
+        self, x_CH: Tensor, s_CQ: Tensor, dlogits_CV: Tensor, dloss_C: Tensor, part: slice, *, needs_input: bool
+    ) -> Tensor | None:
+        """Add the gradient of the head to the bank, and return zeros if ``needs_input``.
+
+        The loss head computes the gradient with respect to the hidden states.
+        """
+        dtype = self._gradient_VH.dtype
+        self._gradient_VH.addmm_((dlogits_CV * dloss_C[:, None]).to(dtype).T, x_CH.to(dtype))
+        return torch.zeros_like(x_CH) if needs_input else None
+
+
+def _selected(schedule: TokenSchedule, slots: Sequence[int], counts: Sequence[int]) -> TokenSchedule:
+    """Return the schedule of ``counts`` tokens of each of ``slots``, with their scales and dropout from
+    ``schedule``."""
+    known = dict(zip(schedule.slots, zip(schedule.scales, schedule.dropout, strict=True), strict=True))
+    scales, dropout = zip(*(known[slot] for slot in slots), strict=True)
+    return TokenSchedule.build(slots, counts, scales, dropout)
+
+
+def _of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
+    """Return the schedule of the positions ``[rows, kept, H]`` that each row of a forward pass passes to the head.
+
+    Returns ``schedule`` itself if all positions are kept.
+
+    Raises:
+        UnsupportedModelError: The slots of the kept positions are unknown.
+    """
+    num_kept = x.shape[:-1].numel()
+    if num_kept == schedule.num_tokens:
+        return schedule
+    length, rest = divmod(schedule.num_tokens, x.shape[0])
+    if x.ndim != 3 or rest or any(count % length for count in schedule.lengths):
+        raise UnsupportedModelError(
+            f"target_modules: expected a model that runs its output head on all {schedule.num_tokens} tokens of a "
+            f"forward pass, or on equally many of every row, found {num_kept}; leave the output head out"
+        )
+    counts = [count // length * x.shape[1] for count in schedule.lengths]
+    return TokenSchedule.build(schedule.slots, counts, schedule.scales)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(lengths, initial=0))[:-1]

@@ -1,0 +1,99 @@
+"""Checks how docstrings begin: a function's with a verb, no sentence and no entry with a word that makes it a riddle.
+
+    python -m tools.check_docstrings
+
+ruff's rule D401 finds verbs that are not imperatives; this finds what it takes for one.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+__all__ = ["complaints", "main"]
+
+SOURCE = Path(__file__).parents[1] / "src" / "alto"
+
+NOWHERE = frozenset({"As", "Of", "That", "Those", "What", "Which", "Whose"})
+"""Words that begin no docstring and no entry of one."""
+
+NO_VERBS = frozenset(
+    re.findall(
+        r"\w+",
+        """A All An And Any At Both But By Each Either Every Everything For From How If In It Its Many Most Neither No
+        Not Nothing On One Only Other Others Several So Some The Their Them These They This To Two Under When Where
+        Whether Who Why With Without""",
+    )
+)
+"""Words that begin no docstring of a function: it begins with a verb in the imperative."""
+
+ENTRY = re.compile(r"^(?P<indent>\s+)(?P<name>[*\w`., ]+): (?P<word>\w+)")
+SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Raises|Yields):$")
+
+
+def main() -> int:
+    found = [
+        f"{path.relative_to(SOURCE.parents[1])}:{complaint}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for complaint in complaints(path.read_text(encoding="utf-8"))
+    ]
+    print(*found, sep="\n")
+    return 1 if found else 0
+
+
+def complaints(text: str) -> Iterator[str]:
+    """Yield what is wrong with the docstrings of a module, each with its line."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            if node.body and (string := _string(node.body[0])):
+                yield from _complaints_of(string, is_function=_is_function(node))
+            for _, attribute in _attributes(node.body if not _is_function(node) else ()):
+                yield from _complaints_of(attribute, is_function=False)
+
+
+def _complaints_of(string: ast.Constant, *, is_function: bool) -> Iterator[str]:
+    lines = str(string.value).splitlines()
+    word = re.match(r"\W*(\w*)", lines[0] if lines else "")
+    first = word.group(1) if word else ""
+    if first in NOWHERE:
+        yield f'{string.lineno}: expected a docstring that does not begin with "{first}"'
+    elif is_function and first in NO_VERBS:
+        yield f'{string.lineno}: expected a docstring that begins with a verb, found "{first}"'
+    is_entry = False
+    for number, line in enumerate(lines):
+        if SECTION.match(line):
+            is_entry = True
+        elif is_entry and (entry := ENTRY.match(line)) and entry["word"] in NOWHERE:
+            yield f'{string.lineno + number}: expected an entry that does not begin with "{entry["word"]}"'
+
+
+def _is_function(node: ast.AST) -> bool:
+    """Whether ``node`` is a function that is called: a property's docstring begins with a noun."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return False
+    return not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+
+
+def _attributes(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.Constant]]:
+    """Yield assignments and the strings below them, which describe them."""
+    for statement, after in itertools.pairwise(body):
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and (string := _string(after)):
+            yield statement, string
+
+
+def _string(statement: ast.stmt) -> ast.Constant | None:
+    is_string = (
+        isinstance(statement, ast.Expr)
+        and isinstance(statement.value, ast.Constant)
+        and isinstance(statement.value.value, str)
+    )
+    return statement.value if is_string else None  # type: ignore[union-attr,return-value]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
