@@ -60,7 +60,7 @@ class StopOrder:
 
 
 Order = WorkOrder | StopOrder
-_KINDS = {kind.__name__: TypeAdapter(kind) for kind in (WorkOrder, StopOrder)}
+_KINDS: dict[str, TypeAdapter[Order]] = {kind.__name__: TypeAdapter(kind) for kind in (WorkOrder, StopOrder)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

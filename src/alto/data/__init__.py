@@ -11,6 +11,7 @@ from alto.data.batch import (
     share_rows,
     split_into_micro_batches,
 )
+from alto.data.cached_rows import preview_rows, read_task_rows
 from alto.data.dataset import IGNORED, EncodedDataset, HeadStore, Span, Unread, digest_of, running_digests
 from alto.data.encode import EncodedRow, encode_conversation, encode_prompt
 from alto.data.encoders import encode_dataset, encode_pairs
@@ -26,7 +27,7 @@ from alto.data.messages import (
 from alto.data.reading import HeldoutRows, read_heldout_rows
 from alto.data.source import DataOrder, sample_rows, split_rows
 from alto.data.task_data import EvaluationSplit, MixtureOrder, TaskData
-from alto.data.task_rows import ReadRows, TaskRows, encode_rows, preview_rows, read_task_rows
+from alto.data.task_rows import ReadRows, TaskRows, encode_rows
 from alto.data.template import ChatTemplate
 
 __all__ = [

@@ -3,15 +3,9 @@
 from alto.executor.conclusion import Hooks
 from alto.executor.context import TaskContext
 from alto.executor.executor import Executor, run_alone
+from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches
-from alto.executor.planned_job import (
-    JobState,
-    PlannedJob,
-    initial_states,
-    plan_jobs,
-    resolve_early_exit,
-    resolve_rungs,
-)
+from alto.executor.planned_job import PlannedJob, plan_jobs, resolve_early_exit, resolve_rungs
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.session import TaskSession

@@ -15,8 +15,8 @@ from torch import Tensor
 from alto.backbone import Backbone, recorded_routers, router_sums
 from alto.data import EncodedDataset, JobRows, TokenBatch, mismatched_rows
 from alto.executor.forward_plan import JobBatch, RankShare, schedule_of
+from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MicroBatches, watching
-from alto.executor.planned_job import JobState
 from alto.executor.ranks import Ranks
 from alto.executor.start_adapter import StartAdapter
 from alto.kernels import upload

@@ -7,8 +7,8 @@ from typing import Self
 
 from alto.errors import AltoError, JobCommandError, RunBusyError, RunWriteError
 from alto.executor.exploration import clone_job, describe_changes
+from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle, start_like_others
-from alto.executor.planned_job import JobState
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
 from alto.executor.slot_manager import TaskState

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.micro_batches import RowTooLargeError
-from alto.executor.planned_job import JobState
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState
 from alto.executor.start_adapter import beginning_with

@@ -10,8 +10,8 @@ from typing import ParamSpec
 import torch
 
 from alto.errors import DeviceMemoryError
+from alto.executor.job_state import JobState
 from alto.executor.micro_batches import RowTooLargeError
-from alto.executor.planned_job import JobState
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank
 from alto.scheduler import TokenShares, slot_shares
@@ -157,7 +157,8 @@ class Executor:
 
     def _step_and_evaluate(self) -> None:
         """Run one training step of the sessions whose turn it is, then evaluate the jobs that are due."""
-        ready = {name: active for name, session in self.sessions.items() if (active := session.state.active())}
+        active_of = {name: session.state.active() for name, session in self.sessions.items()}
+        ready = {name: active for name, active in active_of.items() if active}
         jobs_of = self._choose(ready)
         jobs = [job for active in jobs_of.values() for job in active]
         if not jobs:

@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MemoryEvent
-from alto.executor.planned_job import JobState
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import note_refusal, refusal_event
 from alto.executor.tally import Evaluated

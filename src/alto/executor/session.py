@@ -15,9 +15,9 @@ from alto.executor.context import TaskContext
 from alto.executor.control import Control
 from alto.executor.evaluations import evaluate_jobs, finish_jobs, measure_best
 from alto.executor.exploration import EXPLORING_SHARE, Exploration
+from alto.executor.job_state import JobState
 from alto.executor.lifecycle import Admission, GpuOffers, JobLifecycle
 from alto.executor.micro_batches import RowTooLargeError
-from alto.executor.planned_job import JobState
 from alto.executor.profiling.refine import StepTimes
 from alto.executor.recorder import JournalRecorder
 from alto.executor.shared_bank import SharedBank

@@ -13,8 +13,9 @@ import torch
 from alto.backbone import Backbone, release_memory
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, NoMemoryError, watching
-from alto.executor.planned_job import JobState, PlannedJob
+from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
 from alto.executor.trainer import Trainer
 from alto.kernels import choose_backend

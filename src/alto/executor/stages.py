@@ -23,9 +23,10 @@ from alto.errors import DeviceMemoryError, TaskInterruptedError
 from alto.executor.conclusion import Hooks
 from alto.executor.context import TaskContext
 from alto.executor.evaluations import evaluate_base
+from alto.executor.job_state import JobState, initial_states
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
-from alto.executor.planned_job import JobState, PlannedJob, initial_states
+from alto.executor.planned_job import PlannedJob
 from alto.executor.profiling.planning import disk_bytes, disk_notes, free_bytes
 from alto.executor.ranks import Ranks
 from alto.executor.recorder import JournalRecorder, describe_job

@@ -20,8 +20,8 @@ from alto.errors import DeviceMemoryError
 from alto.executor.auxiliary import Divergences, RouterBalance
 from alto.executor.context import TaskContext
 from alto.executor.forward_plan import JobBatch, PreparedStep, RankShare, schedule_of, slot_of, training_pass
+from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MicroBatches, NoMemoryError, watching
-from alto.executor.planned_job import JobState
 from alto.executor.ranks import Ranks
 from alto.executor.start_adapter import Within
 from alto.executor.tally import Derivation, Evaluated, Tally

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from alto.base import quoted
 from alto.errors import SpecError
-from alto.spec.data_keys import RowFormName, check_columns
+from alto.spec.data_forms import RowFormName, check_columns
 from alto.spec.keys import canonical_keys
 from alto.spec.validation import SpecModel, check_path, is_finite_number
 

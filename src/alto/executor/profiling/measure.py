@@ -20,8 +20,9 @@ from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
 from alto.executor.context import TaskContext
+from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, RowTooLargeError
-from alto.executor.planned_job import JobState, PlannedJob, plan_jobs
+from alto.executor.planned_job import PlannedJob, plan_jobs
 from alto.executor.profiling.budget import LEAST_TIMED_S, MOST_TIMES, MeasuringBudget
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak, spread_of
 from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, Self
 
 from alto.executor import cache
-from alto.executor.planned_job import JobState
+from alto.executor.job_state import JobState
 from alto.executor.profiling.measure import Measured
 from alto.executor.profiling.meter import spread_of
 from alto.records import TaskPlan, Throughput

@@ -2,10 +2,10 @@
 
 from fastapi import APIRouter
 
-from alto.service.dashboard import assets, cluster, login, new_task, task, task_list
+from alto.service.dashboard import cluster, login, new_task, rendering, task
 
 __all__ = ["router"]
 
 router = APIRouter(include_in_schema=False)
-for part in (assets, login, task_list, task, cluster, new_task):
+for part in (rendering, login, task, cluster, new_task):
     router.include_router(part.router)

@@ -201,9 +201,6 @@ def _outputs(session: Session, row: JobRow) -> dict[str, Any]:
     return {"result_files": list(session.scalars(kept)), "has_model": session.scalar(model) is not None}
 
 
-router.include_router(_pages)
-
-
 _PER_PAGE = 25
 
 
