@@ -88,7 +88,7 @@ def parts(events: Iterable[type]) -> list[type]:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """What the docstring of a class says of each of its fields."""
+    """What the docstring of a class says of its fields; a name that explains itself has no entry."""
     _, _, described = (inspect.getdoc(kind) or "").partition("Attributes:\n")
     found: dict[str, str] = {}
     for entry in re.split(r"\n(?= {4}\S)", described.split("\n\n")[0]):
@@ -113,7 +113,7 @@ def _described(kind: type) -> str:
     hints = get_type_hints(kind)
     rows = [
         f"| `{field.name}`{'*' if _may_be_left_out(field) else ''} | {_type(hints[field.name])} "
-        f"| {_sentence(said[field.name])}{_earlier(field)} |"
+        f"| {_sentence(said.get(field.name, field.name.replace('_', ' ')))}{_earlier(field)} |"
         for field in dataclasses.fields(kind)
     ]
     table = ["", "| field | type | meaning |", "| --- | --- | --- |", *rows] if rows else []
