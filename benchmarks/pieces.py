@@ -281,11 +281,10 @@ def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
         raise ValueError(f"Expected a piece of {study.stem}, one of {', '.join(study.pieces)}; found none.")
     origins = [piece.origin for piece in ordered.values() if piece.origin is not None]
     first = next((origin for origin in origins if origin.commit != UNKNOWN), origins[0])
-    assert not any(study.differences(piece, first) for piece in ordered.values() if piece.origin), (
-        "pieces of one origin"
-    )
+    measured = [piece for piece in ordered.values() if piece.origin is not None]
+    assert not any(study.differences(piece, first) for piece in measured), "pieces of one origin"
     if study.spans_sources:
-        first = max(ordered.values(), key=lambda piece: piece.date).origin or first
+        first = max(reversed(measured), key=lambda piece: piece.date).origin or first
         for piece in ordered.values():
             piece.rows = [{**row, "commit": origin_of(piece).commit} for row in piece.rows]
     # Layers and steps of a model stand behind one gate: what it says is said once.

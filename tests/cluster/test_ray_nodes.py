@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from alto.cluster import GpuCame, GpuGone
-from alto.cluster.ray import RayNodes, slot_resource
+from alto.cluster.ray_nodes import RayNodes, slot_resource
 from alto.records import Gpu
 
 

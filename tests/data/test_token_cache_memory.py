@@ -21,8 +21,8 @@ NUM_ROWS, NUM_TOKENS = 2000, 5000
 MEASURING = """
 import dataclasses, json, pathlib, sys
 from tools import measure_token_cache as tool
-from alto.data import token_files
-token_files._RESIDENT_BYTES = tool.MIB
+from alto.data import token_cache
+token_cache._RESIDENT_BYTES = tool.MIB
 found = tool.measure(pathlib.Path(sys.argv[1]), int(sys.argv[2]) * tool.MIB)
 print(json.dumps([dataclasses.asdict(one) for one in found]))
 """

@@ -10,8 +10,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
+
+pytest.importorskip("openai", reason="the extra dev is not installed")
+
+import httpx2
 from frozen import check_frozen, frozen_json, frozen_run
 from services import ROWS, local_plane, served, wait_for
 from shared_runs import shared_tasks, write_pairs

@@ -36,6 +36,7 @@ OF_MACHINE = frozenset(
 """Keys of values that differ between machines, versions and runs."""
 
 IDS = re.compile(r"\b[0-9a-f]{8,64}\b|\b(?:ftjob|file|ftckpt|ftevent|model|exp|task)-[0-9A-Za-z]{6,}\b")
+FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.+-]+/)+")
 DATES = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d| UTC)?)?")
 NUMBERS = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
@@ -74,6 +75,8 @@ def frozen_json(value: Any, root: Path, key: str = "") -> Any:
         }
     if isinstance(value, list):
         return [frozen_json(inner, root, key) for inner in value]
+    if isinstance(value, int) and value > 10**12:  # nanoseconds
+        return "MASKED"
     return _mask(value, root) if isinstance(value, str) else value
 
 
@@ -97,9 +100,7 @@ def _frozen_text(text: str, root: Path) -> list[str]:
 
 
 def _mask(text: str, root: Path) -> str:
-    for folder in (root, *root.parents[:3]):
-        text = text.replace(str(folder), "FOLDER")
-    return DATES.sub("DATE", IDS.sub("ID", text))
+    return DATES.sub("DATE", IDS.sub("ID", FOLDERS.sub("FOLDER/", text.replace(str(root), "RUN"))))
 
 
 def _differences(place: str, recorded: Any, found: Any) -> Iterator[str]:

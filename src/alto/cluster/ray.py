@@ -10,89 +10,16 @@ import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, check_launch
 from alto.cluster.local_executor import Timeouts
+from alto.cluster.ray_nodes import RayNodes, slot_resource
 from alto.cluster.ray_starter import Starter
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
-from alto.records import Gpu, Node
-
-Table = Sequence[Mapping[str, Any]]
-"""The return type of ``ray.nodes()``."""
-
-
-def slot_resource(table: Table) -> str:
-    """Return the resource that a slot of this cluster is: ``GPU``, or ``CPU`` if no node has a GPU."""
-    return "GPU" if any(_num_slots(row, "GPU") for row in table) else "CPU"
-
-
-class RayNodes:
-    """The nodes of a Ray cluster that are used.
-
-    Ray numbers the GPUs of a node itself when it assigns them; the GPU numbers here only count slots.
-
-    Args:
-        resource: Returned by :func:`slot_resource`.
-        total_gpus: Maximum number of slots to use; None for all.
-    """
-
-    def __init__(self, resource: str, total_gpus: int | None) -> None:
-        self._resource = resource
-        self._total_gpus = total_gpus
-        self._nodes: dict[str, Node] = {}
-        self._num_slots: dict[str, int] = {}
-
-    @property
-    def nodes(self) -> tuple[Node, ...]:
-        return tuple(self._nodes.values())
-
-    @property
-    def num_gpus(self) -> int:
-        return sum(len(node.gpus) for node in self.nodes)
-
-    def id_of(self, name: str) -> str | None:
-        """Return Ray's id of the node ``name``; None if the cluster does not have it."""
-        return next((ray_id for ray_id, node in self._nodes.items() if node.name == name), None)
-
-    def num_slots(self, name: str) -> int:
-        """Return the number of all slots of a node, including those not used here."""
-        return self._num_slots[name]
-
-    def update(self, table: Table) -> list[GpuGone | GpuCame]:
-        """Update the nodes from Ray's node table; return the changes, losses first."""
-        slots = {row["NodeID"]: _num_slots(row, self._resource) for row in table}
-        gone = [ray_id for ray_id in self._nodes if not slots.get(ray_id)]
-        lost = [gpu for ray_id in gone for gpu in _gpus(self._nodes.pop(ray_id))]
-        came: list[Gpu] = []
-        for row in table:
-            if row["NodeID"] in self._nodes:
-                continue
-            num_slots = slots[row["NodeID"]]
-            if self._total_gpus is not None:
-                num_slots = min(num_slots, self._total_gpus - self.num_gpus)
-            if num_slots:
-                node = Node(name=_name(row), gpus=tuple(range(num_slots)))
-                self._nodes[row["NodeID"]] = node
-                self._num_slots[node.name] = slots[row["NodeID"]]
-                came += _gpus(node)
-        return [*(GpuGone(gpu=gpu) for gpu in lost), *(GpuCame(gpu=gpu) for gpu in came)]
-
-
-def _num_slots(row: Mapping[str, Any], resource: str) -> int:
-    return int(row["Resources"].get(resource, 0)) if row["Alive"] else 0
-
-
-def _name(row: Mapping[str, Any]) -> str:
-    # Several nodes may share a host, and Ray gives a node that comes back a new id.
-    return f"{row['NodeManagerHostname']}-{row['NodeID'][:8]}"
-
-
-def _gpus(node: Node) -> list[Gpu]:
-    return [Gpu(node.name, index) for index in node.gpus]
-
+from alto.records import Node
 
 try:
     import ray

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ def find_profile(
     try:
         measured = Measured.from_dict(found)
         _check(measured)
+        measured = replace(measured, capacity_bytes=int(measured.capacity_bytes * memory_share()))
         return _profile(measured, cache.name_of(key), is_cached=True)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         cache.discard("profiles", key, error)
@@ -129,7 +130,9 @@ def profile_task(
     measured = ranks.broadcast(measured, Measured)
     key = _key(task, lengths, device, ranks.size)
     if ranks.is_first:
-        cache.save("profiles", key, measured.to_dict())
+        # Processes on CPU slots, each with its share of the memory, use one measurement.
+        of_machine = replace(measured, capacity_bytes=int(measured.capacity_bytes / memory_share()))
+        cache.save("profiles", key, of_machine.to_dict())
     return _profile(measured, cache.name_of(key), is_cached=False)
 
 
@@ -194,7 +197,6 @@ def _key(task: Task, lengths: Sequence[RowLength], device: torch.device, num_ran
         "lengths": _about(lengths),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else name,
         "threads": torch.get_num_threads(),
-        "memory_share": memory_share(),
         "ranks": num_ranks,
         "versions": cache.versions(),
     }
