@@ -156,7 +156,7 @@ def test_commands_that_no_executor_has_answered_are_shown_as_asked(
     page = open_page(f"{patient.url}/tasks/{task}")
     page.get_by_role("button", name="Stop job-001").click()
     until(page, "document.getElementById('answer').textContent.includes('carries out')")
-    assert page.locator('[data-job="job-001"] .asked').inner_text() == "stop asked for"
+    assert page.locator('[data-job="job-001"] .asked').inner_text() == "stop requested"
 
     page.get_by_role("button", name="Clone job-000").click()
     dialog = page.get_by_role("dialog")
