@@ -106,8 +106,8 @@ def test_the_command_line_takes_it(task: alto.Task, first: Path, tmp_path: Path)
         ({"num_gpus": 2}, r"packing_from: expected a run with num_gpus 2"),
         ({"max_length": 16}, r"packing_from: expected a run with max_length 16"),
         ({"load_in_8bit": True}, r"packing_from: expected a run with load_in_8bit True"),
-        ({"r": 8}, r"packing_from: expected a run with the jobs of this task, found .* with another job-000"),
-        ({"search_space": {"lr": [1e-3, 1e-2]}}, r"with the jobs of this task, found .* with another job-002"),
+        ({"r": 8}, r"packing_from: expected a run with the jobs of this task, found .* with a different job-000"),
+        ({"search_space": {"lr": [1e-3, 1e-2]}}, r"with the jobs of this task, found .* with a different job-002"),
     ],
 )
 def test_a_run_of_another_task_is_refused(

@@ -291,7 +291,7 @@ def test_samples_of_other_prompts_are_not_compared(two_runs, small_run, tmp_path
 
 
 def test_a_page_that_cannot_be_written_is_a_named_error(two_runs, tmp_path):
-    with pytest.raises(RunWriteError, match=r"html: expected a file that can be written"):
+    with pytest.raises(RunWriteError, match=r"html: expected a writable file"):
         write_comparison(
             tmp_path / "absent" / "page.html",
             two_runs,

@@ -28,7 +28,7 @@ CONTRACTS: dict[str, dict[str, Any]] = {options["id"]: options for options in CO
 ALLOWED = {
     "spec": ("errors", "records"),
     "lora": ("kernels",),
-    "data": ("runs",),
+    "data": ("base", "errors", "spec"),
     "objectives": ("backbone", "data"),
     "executor": ("early_exit", "scheduler", "search", "data", "backbone", "lora", "objectives", "kernels"),
     "evaluation": ("data", "backbone", "lora", "objectives", "runs"),
@@ -47,6 +47,7 @@ ALLOWED = {
 """Which packages each package may import, among others."""
 
 BREACHES = [
+    ("ground", "alto.base", "alto.spec"),
     ("pure", "alto.spec", "torch"),
     ("pure", "alto.early_exit", "transformers"),
     ("pure", "alto.scheduler", "peft"),

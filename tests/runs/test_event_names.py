@@ -16,7 +16,6 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "cli/app.py": {"eval"},  # the command
     "cli/export.py": {"train"},  # commands of other tools
     "cli/simulate.py": {"planned"},  # a key of its JSON
-    "cli/tune.py": {"train"},  # a word of its help
     "data/source.py": {"train"},  # splits of datasets
     "data/task_data.py": {"train"},
     "executor/recovery.py": {"train"},  # a split of the data

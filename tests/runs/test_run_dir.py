@@ -103,7 +103,7 @@ def test_threads_of_one_process_do_not_write_into_each_others_file(
 def test_what_a_killed_process_left_of_a_file_is_removed_with_the_next_one(tmp_path: Path) -> None:
     code = f"""
 import os, pathlib, signal
-from alto.runs import replace_file
+from alto.base import replace_file
 os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 replace_file(pathlib.Path({str(tmp_path / "file")!r}), "of the killed one")
 """

@@ -158,7 +158,7 @@ def test_whoever_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: 
     ("change", "message"),
     [
         ({"base": ""}, "expected a base model in its sharing, found none"),
-        ({"step_s": 10.5}, "expected steps that take 0 to 10 seconds (its duration), found 10.5"),
+        ({"step_s": 10.5}, "expected steps that take 0 to 10 seconds \\(its duration\\), found 10.5"),
         ({"step_s": float("nan")}, "expected steps that take 0 to 10 seconds"),
         ({"num_slots": 0}, "expected num_slots of at least 1, found 0"),
         ({"slot_bytes": -1}, "expected slot_bytes of at least 0, found -1"),

@@ -156,7 +156,7 @@ def test_no_rank_is_left_without_a_slot_or_without_tokens():
     [
         (
             {"max_slots": 80 * 4},
-            "80 slots of .* on each of 4 ranks; 77 slots a rank .308 in all. and micro-batches of 300",
+            "80 slots of .* on each of 4 ranks; 77 slots per rank .308 in total. and micro-batches of 300",
         ),
         ({"longest_row": 8000}, "1 slots of .* on each of 4 ranks; .* max_length: 7900"),
     ],

@@ -64,9 +64,9 @@ class Bench:
                 journal,
                 show=self.shown.append,
                 is_interrupted=is_interrupted,
-                retrying=retrying,
                 clock=self.clock,
             ) as controller:
+                controller.retry_by(retrying or Retrying())
                 controller.begin([self.ticket_of(e) for e in self.entries if e.task not in set(done)])
                 yield controller
 

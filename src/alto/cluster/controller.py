@@ -37,7 +37,6 @@ class Controller:
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`; must return at once.
         is_interrupted: Called in every turn; once it returns true, running executors save and end, as after
             :meth:`drain`.
-        retrying: Rules for starting a task again after its executor has ended.
         clock: In seconds; never runs backwards.
     """
 
@@ -49,14 +48,13 @@ class Controller:
         *,
         show: Observer = lambda entry: None,
         is_interrupted: Callable[[], bool] = lambda: False,
-        retrying: Retrying | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._journal = journal
         self._is_interrupted = is_interrupted
         self._clock = clock
-        self._dispatcher = Dispatcher(cluster, queue, journal, show=show, retrying=retrying, clock=clock)
+        self._dispatcher = Dispatcher(cluster, queue, journal, show=show, clock=clock)
         self._hooks: list[Callable[[], None]] = []
         self._calls: deque[_Call] = deque()
         self._changed = threading.Condition()
@@ -81,6 +79,10 @@ class Controller:
             SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
         """
         self._dispatcher.begin(tickets)
+
+    def retry_by(self, rules: Retrying) -> None:
+        """Start tasks again by ``rules`` after their executors have ended; must be called before :meth:`start`."""
+        self._dispatcher.retrying = rules
 
     def on_turn(self, hook: Callable[[], None]) -> None:
         """Call ``hook`` in every turn, on the controller's thread; must be called before :meth:`start`."""

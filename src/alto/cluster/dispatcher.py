@@ -166,8 +166,10 @@ class Dispatcher:
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         journal: Records the events of the tasks.
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`.
-        retrying: Rules for starting a task again; None starts interrupted executors again.
         clock: In seconds; never runs backwards.
+
+    Attributes:
+        retrying: Rules for starting a task again after its executor has ended.
     """
 
     def __init__(
@@ -177,14 +179,13 @@ class Dispatcher:
         journal: Journal,
         *,
         show: Observer,
-        retrying: Retrying | None,
         clock: Callable[[], float],
     ) -> None:
         self._cluster = cluster
         self._queue = queue
         self._journal = journal
         self._show = show
-        self._retrying = retrying or Retrying()
+        self.retrying = Retrying()
         self._clock = clock
         self._began_at = clock()
         self._tickets: dict[str, TaskTicket] = {}
@@ -402,9 +403,9 @@ class Dispatcher:
             attempt=ended.attempt,
             reason=ended.reason,
             is_retryable=ended.outcome is Outcome.LOST
-            or (ended.outcome is Outcome.INTERRUPTED and self._retrying.interrupted),
+            or (ended.outcome is Outcome.INTERRUPTED and self.retrying.interrupted),
             remaining_s=max(attempt.expected_s * (1.0 - share_done(attempt.history)), 1.0),
-            came_further=_is_beyond(self._retrying.progress(ticket), attempt.far),
+            came_further=_is_beyond(self.retrying.progress(ticket), attempt.far),
         )
 
     def _end_drain(self) -> None:
@@ -470,7 +471,7 @@ class Dispatcher:
             launch=launch,
             expected_s=demand.duration_s,
             launched_at=self._clock(),
-            far=self._retrying.progress(ticket),
+            far=self.retrying.progress(ticket),
         )
         self._cluster.start(launch)
 

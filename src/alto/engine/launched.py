@@ -130,13 +130,9 @@ class LaunchedRunner:
         ):
             queue = Queue(cluster.nodes, _SETTINGS, lambda problem, hint: schedule_tasks(problem, method="fifo"))
             with Controller(
-                cluster,
-                queue,
-                journal,
-                show=relay.observe,
-                is_interrupted=self._is_interrupted,
-                retrying=Retrying(interrupted=False, how_far=how_far),
+                cluster, queue, journal, show=relay.observe, is_interrupted=self._is_interrupted
             ) as controller:
+                controller.retry_by(Retrying(interrupted=False, how_far=how_far))
                 controller.begin([ticket])
                 controller.start()
                 with contextlib.suppress(TaskInterruptedError):  # the executor's own end says more
