@@ -297,7 +297,7 @@ def test_a_winner_of_a_population_that_changed_its_settings_is_refused(tuned: al
     winner = history.jobs[tuned.best_job]
     winner.forked_at, winner.origin = 4, "job-000"
     with pytest.raises(UnsupportedError, match="which continued job-000 from step 4 with different settings"):
-        module._check(winner, refit_of="")
+        module._check_refit(winner, refit_of="")
 
 
 def test_a_clone_of_a_refit_is_refused(refit: alto.TaskResult, tmp_path: Path) -> None:

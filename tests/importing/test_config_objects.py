@@ -99,7 +99,7 @@ def test_a_key_of_a_trainer_is_no_other_tools_spelling_of_a_field() -> None:
     """``alpha`` of TRL's CPO is a parameter of its loss, and not ``lora_alpha``."""
     kind = pytest.importorskip("trl.experimental.cpo").CPOConfig
     assert task(lora(), kind(**ON_CPU)).jobs[0].config.lora_alpha == 12
-    with pytest.raises(UnsupportedError, match="alpha: not supported: AlphaPO"):
+    with pytest.raises(UnsupportedError, match="alpha: not supported: ALTO does not have AlphaPO"):
         task(lora(), kind(**ON_CPU, alpha=0.5))
 
 

@@ -41,7 +41,7 @@ def test_a_configuration_has_marks_of_one_tool_alone(
         ("stage: sft\n", ("--from", "unsloth"), "--from: expected one of llamafactory, axolotl, trl, found 'unsloth'"),
         ("", (), "should describe a configuration, found an empty file"),
         ("a: [\n", (), "should be valid YAML"),
-        ("1: 2\n", (), "should have text as keys"),
+        ("1: 2\n", (), "should have text for keys"),
         ("- a\n", (), "should map keys to values, found a list"),
     ],
 )

@@ -110,6 +110,7 @@ def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
         "WORLD_SIZE",
         "ALTO_RENDEZVOUS",
         "ALTO_TRUST_REMOTE_CODE",
+        "ALTO_MEMORY_SHARE",
         "CUDA_VISIBLE_DEVICES",
         "OMP_NUM_THREADS",
     )

@@ -1,6 +1,7 @@
 """Runs and queues of runs on disk: their folders, their journals, and the state derived from the journals. Without
 torch."""
 
+from alto.base import replace_file
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.events import Event, JournalEntry
 from alto.runs.history import RunHistory, history_before, read_history
@@ -84,6 +85,7 @@ __all__ = [
     "read_intact_events",
     "read_queue_history",
     "remove_states",
+    "replace_file",
     "summarise",
     "task_outcome",
 ]
