@@ -13,12 +13,12 @@ def test_the_page_is_generated_from_the_classes_as_they_are() -> None:
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "run python -m tools.make_event_docs"
 
 
-def test_every_field_has_a_meaning_and_nothing_else_has() -> None:
+def test_what_has_a_meaning_is_a_field() -> None:
     events = [*get_args(RunEvent), *get_args(QueueEvent)]
     assert set(events) == set(WIRE_NAMES)
     for kind in [*events, *generator.parts(events)]:
         said = generator.meanings(kind)
-        assert list(said) == [field.name for field in dataclasses.fields(kind)], kind
+        assert set(said) <= {field.name for field in dataclasses.fields(kind)}, kind
         assert all(said.values()), kind
 
 

@@ -143,7 +143,7 @@ def test_methods_that_nothing_calls_are_refused_at_once() -> None:
     class Stepping(Recording):
         def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None: ...
 
-    with pytest.raises(UnsupportedError, match=r"with on_train_begin, .* found on_step_end of Stepping"):
+    with pytest.raises(UnsupportedError, match=r"with only on_train_begin, .* found on_step_end of Stepping"):
         alto.Engine(observers=[Stepping()])
     alto.Engine(observers=[EarlyStoppingCallback()])  # what it asks for is refused when it asks
 

@@ -171,7 +171,7 @@ def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
     ("values", "param", "message"),
     [
         ({"n_epochs": 0}, "n_epochs", "n_epochs (epochs over"),
-        ({"batch_size": 0}, "batch_size", "batch_size (rows of"),
+        ({"batch_size": 0}, "batch_size", "batch_size (number of rows"),
         ({"n_epochs": [1, 0]}, "n_epochs", "In n_epochs[1]: n_epochs (epochs over"),
         ({"n_epochs": {"min": 1}}, "n_epochs", "n_epochs should have 'min' and 'max'"),
         ({"lr": -1}, "lr", "lr (the peak"),

@@ -117,8 +117,8 @@ def test_target_modules_have_one_form(given, stored):
         ([1], r"found 1"),
         (None, r"found None"),
         (["q", "q"], r"once"),
-        (["all-linear", "q"], r"alone"),
-        (["peft-default", "q"], r"alone"),
+        (["all-linear", "q"], r"found both in"),
+        (["peft-default", "q"], r"found both in"),
     ],
 )
 def test_target_modules_refused(given, reason):
