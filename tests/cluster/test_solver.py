@@ -11,7 +11,7 @@ import pytest
 from sharing_problems import demand_of, running_of
 
 from alto.cluster import GuardedSolver, solver
-from alto.cluster.solver import CALLS, Answer, Call, decoded, encoded
+from alto.cluster.solver_messages import CALLS, Answer, Call, decoded, encoded
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule

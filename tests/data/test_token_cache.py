@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from tiny import load_tokenizer
 
 from alto.data import TaskData, dataset, digest_of, read_task_rows, source, token_cache
-from alto.data import files as files_module
 from alto.data import cached_rows as cached_rows_module
+from alto.data import files as files_module
 from alto.data.source import tokenizer_digest
 from alto.errors import BadRowsError, DataError, DiskFullError, RunWriteError
 from alto.executor.profiling.sketch import lengths_of

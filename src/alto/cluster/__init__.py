@@ -18,7 +18,7 @@ from alto.cluster.controller import Controller
 from alto.cluster.dispatcher import ControllerStatus, Retrying, TaskStatus
 from alto.cluster.entry import Host, HostedRun, error_class, run_entry
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
-from alto.cluster.local import num_cores
+from alto.cluster.processes import num_cores
 from alto.cluster.solver import GuardedSolver
 
 __all__ = [

@@ -13,6 +13,7 @@ from alto.cluster.base import ClusterEvent, Launch, check_launch
 from alto.cluster.executor_process import ProcessShape
 from alto.cluster.local_executor import Timeouts
 from alto.cluster.machine import Machine
+from alto.cluster.processes import num_cores
 from alto.errors import DeviceBusyError, SpecError, UnsupportedError
 from alto.records import Node
 
@@ -190,10 +191,3 @@ def _num_gpus(asked: int | None, found: int) -> int:
     if found and asked is not None and asked > found:
         raise SpecError(f"total_gpus: expected at most {found}, as many as this machine has, found {asked}; lower it")
     return asked or found or 1
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use, at most ``OMP_NUM_THREADS`` if the user has set it."""
-    found = len(os.sched_getaffinity(0))
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
-    return min(found, int(asked)) if asked.isdecimal() and int(asked) > 0 else found

@@ -1,4 +1,4 @@
-"""Finds and kills the processes of a session, through Linux's ``/proc``."""
+"""The processes of a session, found and killed through Linux's ``/proc``; the cores that they share."""
 
 from __future__ import annotations
 
@@ -41,3 +41,10 @@ def _is_alive_in(session: int, pid: int) -> bool:
     # The name before the last bracket may hold any text; after it come state, parent, process group, session.
     state, _, _, found, *_ = stat.rpartition(")")[2].split()
     return state not in _DEAD and int(found) == session
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use, at most ``OMP_NUM_THREADS`` if the user has set it."""
+    found = len(os.sched_getaffinity(0))
+    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
+    return min(found, int(asked)) if asked.isdecimal() and int(asked) > 0 else found

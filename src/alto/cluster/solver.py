@@ -7,59 +7,18 @@ as JSON, until stdin ends. Loading the solver takes a second or more, so the pro
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Self, TypeVar
-
-from pydantic import TypeAdapter
+from typing import Self
 
 from alto.cluster.entry import error_class
+from alto.cluster.solver_messages import ANSWERS, CALLS, Answer, Call, decoded, encoded
 from alto.errors import AltoError, UnsupportedError
 from alto.records import Schedule
 from alto.scheduler import LIST_METHODS, SchedulingProblem, schedule_tasks
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """The arguments of :func:`alto.scheduler.schedule_tasks`."""
-
-    problem: SchedulingProblem
-    method: str
-    time_limit_s: float
-    hint: Schedule | None
-    gap: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The schedule; or class and message of the ALTO error that was raised.
-
-    Attributes:
-        schedule: None after an error.
-        error: Class of the error; empty if there is none.
-    """
-
-    schedule: Schedule | None = None
-    error: str = ""
-    message: str = ""
-
-
-CALLS, ANSWERS = TypeAdapter(Call), TypeAdapter(Answer)
-
-
-def encoded(codec: TypeAdapter[T], value: T) -> bytes:
-    return json.dumps(codec.dump_python(value)).encode()
-
-
-def decoded(codec: TypeAdapter[T], text: bytes) -> T:
-    return codec.validate_python(json.loads(text))
-
 
 FALLBACK = "lpt"
 
