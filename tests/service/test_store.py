@@ -200,7 +200,7 @@ def test_every_entry_of_a_journal_is_told_once_whoever_leads(
             with journal.open("a") as file:
                 file.write(part)
             projection = Projection(job, journal)
-            assert projection.has_news()
+            assert projection.has_unwritten()
             with store.writing() as session:
                 row = lock_job(session, job)
                 assert row is not None

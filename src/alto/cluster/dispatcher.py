@@ -308,14 +308,14 @@ class Dispatcher:
         wake_s = None if self._is_draining else self._queue.next_wake_s
         wait_s = most_s if wake_s is None else min(most_s, max(0.0, wake_s - self._now_s()))
         # Apply all events at once, so that nothing is started on a GPU whose loss is reported by a later event.
-        news = [found for event in self._cluster.poll(wait_s) if (found := self._handle(event)) is not None]
+        events = [found for event in self._cluster.poll(wait_s) if (found := self._handle(event)) is not None]
         if self._is_draining:  # not reported to the queue, so that it starts no other executors
             self._end_drain()
             return
         if wake_s is not None and wake_s <= self._now_s():
-            news.append(Woken(time_s=self._now_s()))
-        if news:
-            self._do_all(self._queue.apply(*news))
+            events.append(Woken(time_s=self._now_s()))
+        if events:
+            self._do_all(self._queue.apply(*events))
 
     # -- from the cluster to the queue -----------------------------------------------------------------------------
 

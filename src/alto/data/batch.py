@@ -433,10 +433,10 @@ def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedData
         begin, begin_of_other = _first_target(dataset, row), _first_target(dataset, other)
         prompt, reply = dataset.input_ids[row][: begin + 1], dataset.input_ids[other][begin_of_other + 1 :]
         ids = torch.cat([prompt, reply])[: dataset.max_length]
-        sought = torch.cat([torch.full((begin,), IGNORED), dataset.targets[other][begin_of_other:]])[: len(ids)]
-        sought[-1] = IGNORED  # the last token of a row predicts nothing
+        row_targets = torch.cat([torch.full((begin,), IGNORED), dataset.targets[other][begin_of_other:]])[: len(ids)]
+        row_targets[-1] = IGNORED  # the last token of a row predicts nothing
         input_ids.append(ids)
-        targets.append(sought)
+        targets.append(row_targets)
     return EncodedDataset(
         input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0, labels=(True,) * len(rows)
     )

@@ -64,10 +64,10 @@ def encode_dataset(
             check_token_ids(row.input_ids, limits, tokenizer, where)
             num_truncated += len(row.input_ids) > limit.num_tokens
             num_masked += not any(row.is_trained[1:])
-            ids, sought = ids_and_targets(row, limit.num_tokens)
-            if (sought != IGNORED).any():
+            ids, row_targets = ids_and_targets(row, limit.num_tokens)
+            if (row_targets != IGNORED).any():
                 is_desirable = getattr(conversation, "is_desirable", True)
-                writer.add(ids, sought, (Span(ids.numel()),), is_desirable=is_desirable)
+                writer.add(ids, row_targets, (Span(ids.numel()),), is_desirable=is_desirable)
     refused = faults.settle(len(conversations), on_bad_row)
     if not len(writer):
         raise DataError(
@@ -150,10 +150,10 @@ def encode_labelled_texts(
             num_truncated += 1
             ids = _token_ids(row, tokenizer, limit.num_tokens)
         check_token_ids(ids, limits, tokenizer, where)
-        sought = torch.full((len(ids),), IGNORED)
-        sought[_last_token(ids, padding)] = 0
+        row_targets = torch.full((len(ids),), IGNORED)
+        row_targets[_last_token(ids, padding)] = 0
         input_ids.append(torch.tensor(ids))
-        targets.append(sought)
+        targets.append(row_targets)
         classes.append(row.label)
     refused = faults.settle(len(rows), on_bad_row)
     return EncodedDataset(
@@ -257,7 +257,7 @@ def encode_pairs(
         (chosen, chosen_targets), (rejected, rejected_targets) = (
             ids_and_targets(row, limit.num_tokens) for row in rows
         )
-        is_cut_off = any(not (sought != IGNORED).any() for sought in (chosen_targets, rejected_targets))
+        is_cut_off = any(not (row_targets != IGNORED).any() for row_targets in (chosen_targets, rejected_targets))
         if is_cut_off or torch.equal(chosen, rejected):
             continue
         prefix = _num_shared(*rows) if share_prompts else 0

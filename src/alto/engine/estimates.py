@@ -195,14 +195,14 @@ class Measurement:
         return [known[index] for index in range(len(tasks))]
 
     def _measure(self, tasks: Mapping[str, Task]) -> dict[int, TaskEstimate]:
-        told = deque[JournalEntry]()  # filled on the thread of the controller
+        relayed = deque[JournalEntry]()  # filled on the thread of the controller
         with scratch_folder("alto-plan-") as folder:
             queue = Queue(
                 self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo")
             )
             with (
                 Journal(folder / "journal.jsonl") as journal,
-                Controller(self.cluster, queue, journal, show=told.append) as controller,
+                Controller(self.cluster, queue, journal, show=relayed.append) as controller,
             ):
                 controller.start()
                 at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]
@@ -212,17 +212,17 @@ class Measurement:
                         controller.submit(self._run(index, tasks[index], folder / index))
                     for index in group:
                         while not controller.wait(index, timeout_s=_WAIT_S):
-                            self._relay(tasks, told)
+                            self._relay(tasks, relayed)
                             self._check(controller, tasks)
-                        self._relay(tasks, told)
+                        self._relay(tasks, relayed)
                         self._check(controller, tasks)
                         found[int(index)] = self._estimate(tasks[index], folder / index)
                 return found
 
-    def _relay(self, tasks: Mapping[str, Task], told: deque[JournalEntry]) -> None:
+    def _relay(self, tasks: Mapping[str, Task], relayed: deque[JournalEntry]) -> None:
         """Pass the executors' progress reports to ``on_measuring``."""
-        while told:
-            match told.popleft().event:
+        while relayed:
+            match relayed.popleft().event:
                 case TaskRelayed(task=index, entry=JournalEntry(event=MeasuringBegun() as begun)):
                     self.on_measuring(tasks[index], begun)
 

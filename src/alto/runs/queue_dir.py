@@ -26,7 +26,7 @@ import yaml
 from alto.base import is_number, read_bytes, replace_file, writing
 from alto.errors import RunError, RunNotFoundError
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate
-from alto.runs.run_dir import RunDir, being_born, claim
+from alto.runs.run_dir import RunDir, claim, temporary_folder
 from alto.spec import Task
 
 _SPEC = "queue.yaml"
@@ -96,16 +96,16 @@ class QueueDir:
         """
         stem = f"queue-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{secrets.token_hex(8)}.new"
-        with being_born(unborn, output_dir):
-            unborn.mkdir(parents=True)
-            queue = cls(unborn)
+        partial = folder / f".{stem}.{secrets.token_hex(8)}.new"
+        with temporary_folder(partial, output_dir):
+            partial.mkdir(parents=True)
+            queue = cls(partial)
             for entry, task in zip(entries, tasks, strict=True):
                 queue.run_of(entry.task).begin(task)
             queue._write(entries, settings)
             queue.run.journal_file.touch()
             queue.run.control.mkdir()  # made now, by the user who must later be able to remove commands
-            return cls(claim(unborn, folder, stem))
+            return cls(claim(partial, folder, stem))
 
     @classmethod
     def open(cls, root: str | Path) -> QueueDir:

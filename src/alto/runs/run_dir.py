@@ -62,10 +62,10 @@ class RunDir:
         """
         stem = f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         folder = Path(output_dir)
-        unborn = folder / f".{stem}.{secrets.token_hex(8)}.new"
-        with being_born(unborn, output_dir):
-            cls(unborn).begin(task)
-            return cls(claim(unborn, folder, stem))
+        partial = folder / f".{stem}.{secrets.token_hex(8)}.new"
+        with temporary_folder(partial, output_dir):
+            cls(partial).begin(task)
+            return cls(claim(partial, folder, stem))
 
     def begin(self, task: Task) -> None:
         """Make the folder with the task and an empty journal; the executor adds the rest."""
@@ -170,8 +170,8 @@ class RunDir:
 
 
 @contextlib.contextmanager
-def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
-    """Remove the temporary folder ``unborn`` on exit, unless :func:`claim` has renamed it.
+def temporary_folder(partial: Path, output_dir: str | Path) -> Iterator[None]:
+    """Remove the temporary folder ``partial`` on exit, unless :func:`claim` has renamed it.
 
     Raises:
         RunError: The folder cannot be made.
@@ -186,14 +186,14 @@ def being_born(unborn: Path, output_dir: str | Path) -> Iterator[None]:
             "choose another with --output-dir"
         ) from error
     finally:
-        shutil.rmtree(unborn, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
-def claim(unborn: Path, folder: Path, stem: str) -> Path:
+def claim(partial: Path, folder: Path, stem: str) -> Path:
     """Rename the folder to its final name, atomically, so that two processes never share a run.
 
     Args:
-        unborn: The temporary folder.
+        partial: The temporary folder.
         folder: Parent of the final folder.
         stem: Name of the final folder; a number is added if the name is taken.
 
@@ -205,7 +205,7 @@ def claim(unborn: Path, folder: Path, stem: str) -> Path:
         if root.exists():  # renaming onto an empty folder would succeed
             continue
         try:
-            unborn.rename(root)
+            partial.rename(root)
         except OSError as error:
             if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
                 continue

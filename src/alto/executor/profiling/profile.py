@@ -237,7 +237,7 @@ def _measured_in_child(
         "max_tokens": max_tokens,
         "threads": torch.get_num_threads(),
     }
-    code, answer, told = _ask_child(json.dumps(request), on_progress)
+    code, answer, message = _ask_child(json.dumps(request), on_progress)
     try:
         found: dict[str, Any] = json.loads(answer)
         if "no_memory" in found:
@@ -246,7 +246,7 @@ def _measured_in_child(
     except (IndexError, ValueError, KeyError, TypeError) as error:
         raise ProfileError(
             f"profile: expected measurements from a separate process, found that it ended with code {code} and "
-            f"printed {told!r}; free memory on this machine, or {_UNMEASURED}"
+            f"printed {message!r}; free memory on this machine, or {_UNMEASURED}"
         ) from error
 
 
@@ -283,8 +283,8 @@ def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int,
             for line in child.stdout:
                 answer = line
                 with contextlib.suppress(ValueError, TypeError):  # a library has printed this line
-                    if set(told := json.loads(line)) == {"remaining_s"}:
-                        on_progress(float(told["remaining_s"]))
+                    if set(message := json.loads(line)) == {"remaining_s"}:
+                        on_progress(float(message["remaining_s"]))
             code = child.wait()
         except BaseException:
             child.kill()

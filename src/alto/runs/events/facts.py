@@ -35,14 +35,14 @@ def wire(
         value_aliases: For a text: earlier spellings, each with the current one.
         damaged_is_none: Whether a value of another type is read as None, not refused.
     """
-    told = {
+    metadata = {
         ALWAYS: always,
         ALIASES: aliases,
         KEY_ALIASES: dict(key_aliases or {}),
         VALUE_ALIASES: dict(value_aliases or {}),
         DAMAGED_IS_NONE: damaged_is_none,
     }
-    return told if if_absent is _UNSET else told | {IF_ABSENT: if_absent}
+    return metadata if if_absent is _UNSET else metadata | {IF_ABSENT: if_absent}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,8 +184,10 @@ class World:
         for outlook in executor.outlooks():
             name, attempt, end_s = outlook.work.task.name, outlook.work.attempt, outlook.end_s
             if outlook.told_s is not None:
-                told = Progressed(time_s=outlook.told_s, task=name, attempt=attempt, remaining_s=outlook.remaining_s)
-                self._at(outlook.told_s, told, executor)
+                progress = Progressed(
+                    time_s=outlook.told_s, task=name, attempt=attempt, remaining_s=outlook.remaining_s
+                )
+                self._at(outlook.told_s, progress, executor)
             end: QueueEvent = Finished(time_s=end_s, task=name, attempt=attempt)
             if outlook.is_lost:
                 end = Failed(time_s=end_s, task=name, attempt=attempt, reason="crashed", is_retryable=True)

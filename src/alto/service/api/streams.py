@@ -42,7 +42,7 @@ class Followers:
         self._most = most
         self._following: Counter[str] = Counter()
         self._known: dict[str, tuple[int, str]] = {}
-        self._news: dict[str, asyncio.Event] = {}
+        self._changed: dict[str, asyncio.Event] = {}
         self._poller: asyncio.Task[None] | None = None
 
     def check_room(self) -> None:
@@ -66,7 +66,7 @@ class Followers:
             self._poller = asyncio.create_task(self._poll())
         try:
             while True:
-                news = self._news.setdefault(job, asyncio.Event())
+                changed = self._changed.setdefault(job, asyncio.Event())
                 events, status, is_all = await run_in_threadpool(self._read, job, since)
                 for number, text in events:
                     yield text
@@ -76,7 +76,7 @@ class Followers:
                     return
                 if is_all:
                     try:
-                        await asyncio.wait_for(news.wait(), HEARTBEAT_S)
+                        await asyncio.wait_for(changed.wait(), HEARTBEAT_S)
                     except TimeoutError:
                         yield ": still here\n\n"
         finally:
@@ -84,7 +84,7 @@ class Followers:
             if not self._following[job]:
                 del self._following[job]
                 self._known.pop(job, None)
-                self._news.pop(job, None)
+                self._changed.pop(job, None)
 
     def _read(self, job: str, since: int) -> tuple[list[tuple[int, str]], str, bool]:
         """Return events of a job as text, its status before they were read, and whether there are no more."""
@@ -107,8 +107,8 @@ class Followers:
             for job, state in found.items():
                 if self._known.get(job) != state:
                     self._known[job] = state
-                    if (news := self._news.pop(job, None)) is not None:
-                        news.set()
+                    if (changed := self._changed.pop(job, None)) is not None:
+                        changed.set()
 
     def _states(self, jobs: list[str]) -> dict[str, tuple[int, str]]:
         with self._store.reading() as session:

@@ -332,7 +332,7 @@ class Coordinator:
         run = RunDir(root)
         projection = Projection(job.id, run.journal_file)
         with self._alone(job, "cannot_run"):
-            projection.has_news()  # read what was written under an earlier lease
+            projection.has_unwritten()  # read what was written under an earlier lease
             if has_result(run):  # a server died before it recorded the result
                 self._finish(job, projection)
                 return
@@ -400,8 +400,8 @@ class Coordinator:
 
     def _note_progress(self, job: str, live: _Live, state: OrderState) -> None:
         is_due = state.is_running and time.monotonic() - live.forecast_at > _FORECAST_S
-        has_news = live.projection.has_news()
-        if not (has_news or is_due):
+        has_unwritten = live.projection.has_unwritten()
+        if not (has_unwritten or is_due):
             return
         with self._changing(job) as (session, row):
             live.projection.write(session, row)
@@ -417,7 +417,7 @@ class Coordinator:
                 row.estimated_finish = None if remaining_s is None else now() + int(remaining_s)
 
     def _note_end(self, job: JobRow, live: _Live, state: OrderState) -> None:
-        while live.projection.has_news():
+        while live.projection.has_unwritten():
             with self._changing(job.id) as (session, row):
                 live.projection.write(session, row)
         if state.outcome == "finished":
@@ -429,7 +429,7 @@ class Coordinator:
 
     def _finish(self, job: JobRow, projection: Projection) -> None:
         with self._changing(job.id) as (session, row):
-            while projection.has_news():
+            while projection.has_unwritten():
                 projection.write(session, row)
             if row.status not in ("queued", "running", "paused"):
                 return

@@ -51,7 +51,7 @@ class Projection:
     def __post_init__(self) -> None:
         self._tail = JournalTail(self.path)
 
-    def has_news(self) -> bool:
+    def has_unwritten(self) -> bool:
         """Return whether entries wait to be written."""
         if not self._left:
             self._left = self._tail.read()

@@ -39,7 +39,7 @@ def make_run(service: Service, job: JobRow) -> None:
     root = service.run_of(job)
     if (root / "task.yaml").exists():
         return
-    unborn = root.with_name(f".{root.name}.{new_id('new')}")
+    partial = root.with_name(f".{root.name}.{new_id('new')}")
     try:
         values: dict[str, Any] = dict(job.task)
         for file, name, key, param in (
@@ -47,18 +47,18 @@ def make_run(service: Service, job: JobRow) -> None:
             (job.validation_file, _VALIDATION, "validation_dataset", "validation_file"),
         ):
             if file is not None:
-                _fetch_rows(service, job.tenant, file, param, unborn / _ROWS / name)
-                values[key] = str(unborn / _ROWS / name)
+                _fetch_rows(service, job.tenant, file, param, partial / _ROWS / name)
+                values[key] = str(partial / _ROWS / name)
         # All checkpoints are kept, because users may resume any job while the task runs; they are removed when it ends.
         task = checked_task(Task(**values, name=job.id, tenant=job.tenant, report_to="none", keep="all"))
-        folder = RunDir(unborn)
+        folder = RunDir(partial)
         folder.journal_file.touch()
         # Written last: a folder with this file is complete.
         folder.task_file.write_text(_with_rows_in(root, task).to_yaml(), encoding="utf-8")
         root.parent.mkdir(parents=True, exist_ok=True)
-        unborn.rename(root)
+        partial.rename(root)
     finally:
-        shutil.rmtree(unborn, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _fetch_rows(service: Service, tenant: str, file: str, param: str, to: Path) -> None:
