@@ -54,11 +54,6 @@ def merged_folder(model: ModelRow) -> str:
     return f"merged/{model.tenant}/{model.job}"
 
 
-def checkpoint_name(model: str, step: int) -> str:
-    """Return the name of a model's checkpoint."""
-    return f"{model}:ckpt-step-{step}"
-
-
 def find_model(session: Session, tenant: str, name: str) -> ModelRow:
     """Return a fine-tuned model of a tenant.
 
