@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alto.cluster.local import DeviceLocks, LocalCluster
+from alto.cluster.device_locks import DeviceLocks
+from alto.cluster.local import LocalCluster
 from alto.errors import DeviceBusyError, RunWriteError
 
 HOLDER = """

@@ -12,7 +12,7 @@ import pytest
 from alto.cluster.attempt import AttemptDir
 from alto.cluster.base import Outcome, TaskTicket
 from alto.cluster.orders import Orders
-from alto.cluster.worker import RankProcesses
+from alto.cluster.rank_processes import RankProcesses
 
 
 @pytest.fixture

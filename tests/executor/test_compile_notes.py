@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from alto.executor.stages import compile_notes
+from alto.executor.beginning import compile_notes
 
 
 def _state(*, is_compiled: bool = True, is_padded: bool = False, groups: tuple[int, int] = (8, 8)) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tiny import make_task, read_journal, run_task
 
-from alto.executor import stages
+from alto.executor import beginning
 from alto.executor.trainer import Trainer
 from alto.runs import RunDir
 from alto.spec import JobConfig
@@ -36,7 +36,7 @@ def test_it_says_how_far_they_are_before_the_base_is_evaluated(
         return iter([(done, 4) for done in range(5)])
 
     monkeypatch.setattr(Trainer, "compile_kernels", compile_kernels)
-    monkeypatch.setattr(stages, "_REPORT_EVERY_S", every_s)
+    monkeypatch.setattr(beginning, "_REPORT_EVERY_S", every_s)
     events = events_of(tmp_path)
     assert asked == [[(0.0, "sgd"), (0.1, "sgd")]]
     found = [event for event in events if event["event"] == "kernels_compiled"]

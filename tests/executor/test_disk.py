@@ -75,7 +75,7 @@ def test_only_too_little_space_is_worth_a_note(tmp_path: Path) -> None:
 
 
 def test_a_run_notes_in_its_journal_that_space_may_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alto.executor.stages.free_bytes", lambda folder: 1000)
+    monkeypatch.setattr("alto.executor.beginning.free_bytes", lambda folder: 1000)
     task = make_task(tmp_path, search_space={"r": [8]})
     run_dir = RunDir.create(tmp_path / "runs", task)
     run_task(task, run_dir)

@@ -15,7 +15,7 @@ from tiny import read_journal, run_task
 
 from alto.backbone import Backbone
 from alto.backbone.fused_layers import Fusion
-from alto.executor.stages import _fusion_notes
+from alto.executor.beginning import _fusion_notes
 from alto.kernels import layer_triton, torch_backend
 from alto.runs import RunDir
 

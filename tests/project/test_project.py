@@ -54,8 +54,8 @@ def test_versions_are_known_where_alto_is_not_installed() -> None:
             "    return found(name)",
             "metadata.version = version",
             "import alto",
-            "from alto.executor import cache, stages",
-            "print(alto.__version__, cache.versions()['alto-lora'], stages._versions()['alto-lora'])",
+            "from alto.executor import beginning, cache",
+            "print(alto.__version__, cache.versions()['alto-lora'], beginning._versions()['alto-lora'])",
         ]
     )
     assert run_python(code).split() == [alto.__version__] * 3

@@ -225,8 +225,8 @@ class Sequences:
 
 
 class _WithPrefixes(torch.autograd.Function):
-    """:meth:`Sequences.with_prefixes` with a gradient that has the same bits in every run; on a GPU, PyTorch's
-    ``index_select`` sums it in any order."""
+    """:meth:`Sequences.with_prefixes` with a gradient that is bitwise equal in every run. On a GPU, the
+    backward pass of PyTorch's own ``index_select`` adds the parts of the gradient in an undefined order."""
 
     @staticmethod
     def forward(ctx: Any, x_TGD: Tensor, sequences: Sequences) -> Tensor:

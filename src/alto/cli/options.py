@@ -18,8 +18,8 @@ RUNS = Path("runs")
 
 
 def complete_run(incomplete: str) -> list[str]:
-    """Return folders of runs and queues that begin with ``incomplete``, newest first, from the folder that it names or
-    else from ``runs``."""
+    """Return the folders of runs and queues whose paths begin with ``incomplete``, newest first: in the folder that
+    ``incomplete`` names, or in ``runs`` if it names none."""
     return [path for path, _ in _found(incomplete)]
 
 

@@ -134,7 +134,8 @@ def catching_signals(what: str = "run") -> Iterator[Interrupt]:
 
 @contextlib.contextmanager
 def _announcing(interrupt: Interrupt, numbers: Collection[int]) -> Iterator[None]:
-    """Start a thread that calls :meth:`Interrupt.on_signal` as soon as one of these signals comes inside the block.
+    """Start a thread that calls :meth:`Interrupt.on_signal` as soon as one of the signals ``numbers`` arrives
+    inside the block.
 
     The signal handler itself runs only between two Python instructions of the main thread, which may be inside one long
     call of torch. The interpreter writes to its wake-up file descriptor before that.

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import NoReturn
 
-from alto.base import writing
-from alto.cluster.attempt import AttemptDir, Ending, exit_code_of, unwritten_ending
+from alto.cluster.attempt import Ending, exit_code_of
 from alto.cluster.base import Outcome
-from alto.cluster.entry import TRUST_VARIABLE, ending_of, error_class, run_entry
+from alto.cluster.entry import TRUST_VARIABLE, ending_of, run_entry
 from alto.cluster.orders import EndReport, Orders, WorkOrder
-from alto.cluster.processes import HELD_SIGNALS, kill_session
+from alto.cluster.processes import kill_session
+from alto.cluster.rank_processes import WATCH_INTERVAL_S, RankProcesses
 from alto.cluster.rendezvous import remove_rendezvous
 from alto.cluster.serving import (
     IDLE_INTERVAL_S,
@@ -45,130 +42,6 @@ from alto.runs import RunDir
 # The first rank is ``alto.cluster.worker``. It forks the others, in its own session, before it has touched a GPU. A
 # rank that dies leaves the others waiting for it in the middle of a micro-batch, so the executor ends within `GRACE_S`
 # of the death. A rank that hangs stops the heartbeat of the first rank, which the cluster sees.
-
-GRACE_S = 5.0
-"""Time for other ranks to report the cause of one rank's end; usually they fail with the same error."""
-
-WATCH_INTERVAL_S = 0.2
-
-_FORK = multiprocessing.get_context("fork")
-
-
-class RankProcesses:
-    """Ranks 1 to ``size - 1``.
-
-    Args:
-        attempt: Folder of the attempt, for logs and end reports.
-        entry: Entry that each rank calls; see :class:`alto.cluster.TaskTicket`.
-        on_death: Called on a thread `GRACE_S` after a rank has died before its work was done.
-    """
-
-    def __init__(self, attempt: AttemptDir, entry: str, size: int, on_death: Callable[[Ending], None]) -> None:
-        self._attempt = attempt
-        self._entry = entry
-        self._size = size
-        self._on_death = on_death
-        self._processes: dict[int, ForkProcess] = {}
-
-    def start(self) -> None:
-        """Start the ranks, and watch them from then on.
-
-        Raises:
-            RunWriteError: A rank's log cannot be written.
-            OSError: The machine cannot start another process.
-        """
-        for rank in range(1, self._size):
-            self._processes[rank] = self._start(rank)
-        if self._processes:
-            threading.Thread(target=self._watch, daemon=True).start()
-
-    def verdict(self, own: Ending) -> Ending:
-        """Return how the executor ended if its first rank reports ``own``: the end of another rank if it is the cause.
-
-        An error that ALTO did not raise may be only a consequence of another rank's death, which can take a moment to
-        show.
-        """
-        if not self._processes or own.outcome is not Outcome.LOST or error_class(own.error) is not None:
-            return own
-        gives_up_at = time.monotonic() + GRACE_S
-        while not any(map(_is_cause, deaths := self._deaths())) and time.monotonic() < gives_up_at:
-            time.sleep(WATCH_INTERVAL_S)
-        return _best_explained(deaths) if deaths else own
-
-    def _start(self, rank: int) -> ForkProcess:
-        path = self._attempt.rank_log(rank)
-        with writing(self._attempt.run_dir, path):
-            log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        try:
-            process = _FORK.Process(target=_work_as, args=(rank, self._attempt, self._entry, os.getpid(), log))
-            process.start()
-        finally:
-            os.close(log)
-        return process
-
-    def _watch(self) -> None:
-        while not self._deaths():
-            time.sleep(WATCH_INTERVAL_S)
-        time.sleep(GRACE_S)
-        self._on_death(_best_explained(self._deaths()))
-
-    def _deaths(self) -> list[Ending]:
-        """Return the ends of the ranks that failed, in order of rank."""
-        codes = {rank: process.exitcode for rank, process in self._processes.items()}
-        return [self._ending(rank, code) for rank, code in codes.items() if code]
-
-    def _ending(self, rank: int, code: int) -> Ending:
-        said = self._attempt.ending(rank)
-        said = said or unwritten_ending(code, self._attempt, rank)
-        if said is not None:
-            return said
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        reason = f"rank {rank} {how} and reported no reason; see {self._attempt.rank_log(rank)}"
-        return Ending(outcome=Outcome.LOST, reason=reason)
-
-
-def _is_cause(death: Ending) -> bool:
-    """Return whether a death is a cause, not a consequence: an error of ALTO, or a death without an end report."""
-    return not death.error or error_class(death.error) is not None
-
-
-def _best_explained(deaths: list[Ending]) -> Ending:
-    """Return the end that most likely caused the others."""
-    return min(deaths, key=lambda death: (not _is_cause(death), not death.error))
-
-
-def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -> NoReturn:
-    """Work as one rank, then end this process.
-
-    Args:
-        first: Process id of the first rank.
-        log: File descriptor of the rank's log.
-    """
-    Path("/proc/self/comm").write_text(f"alto-rank-{rank}")
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-    for number in HELD_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # only the first rank gets stop signals; it stops the others
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    threading.Thread(target=_die_with, args=(first,), daemon=True).start()
-    ending = run_entry(entry, str(attempt.run_dir), lambda: False)
-    is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)
-    is_written = is_well
-    if not is_well:
-        with contextlib.suppress(RunWriteError):
-            attempt.write_ending(ending, rank)
-            is_written = True
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(exit_code_of(ending, is_written=is_written))
-
-
-def _die_with(first: int) -> None:
-    while os.getppid() == first:
-        time.sleep(WATCH_INTERVAL_S)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:

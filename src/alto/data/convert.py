@@ -235,7 +235,7 @@ def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
     Raises:
         DataFormatError: See :func:`to_conversation`; or the label is neither true nor false.
     """
-    fields = _Fields(row, layout)
+    fields = _Fields(_checked(row, layout), layout)
     label = fields.get("label")
     if not isinstance(label, bool | int) or label not in (0, 1):
         raise fields.wrong(f"{fields.column('label')} to be true (a desirable reply) or false", label)

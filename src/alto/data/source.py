@@ -194,8 +194,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
             tokenizer.save_pretrained(folder)
         except Exception as error:  # a tokenizer's own code may raise anything
             raise UnsupportedError(
-                f"token_cache: expected a tokenizer that can be saved, so that its cached tokens can be found again, "
-                f"found {type(tokenizer).__name__} ({error!s:.200}); write token_cache: memory"
+                "token_cache: expected a tokenizer that can be saved (else its cached tokens cannot be found again), "
+                f"found {type(tokenizer).__name__} ({error!s:.200}); set token_cache: memory"
             ) from error
         for file in sorted(Path(folder).rglob("*")):
             if file.is_file():

@@ -263,7 +263,7 @@ class Engine:
             targets: One or several run directories (their best adapters are measured) or folders of LoRA adapters.
             jobs, all_jobs: Measure the best adapters of these jobs, or of all jobs, of one run instead.
             dataset: Location of the rows; None takes the rows that the run's task holds out.
-            base: The base model, if the name in the adapters does not find it.
+            base: The base model, if it cannot be found under the name that is written in the adapters.
             metric, batch_size, max_new_tokens, limit, baseline, predictions, backend: See :class:`EvaluationSettings`.
             trust_remote_code: Allow the base model's own Python code: for a run, if its task asks for it; for adapters
                 alone, if transformers does not implement the model.

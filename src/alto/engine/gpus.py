@@ -54,8 +54,8 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
         )
     if task.num_gpus > most:
         raise UnsupportedError(
-            f"num_gpus: expected at most {most}, the GPUs of one machine, found {task.num_gpus} for {task.name!r}: "
-            "this version cannot spread the ranks of a task over several machines; lower it"
+            f"num_gpus: expected at most {most}, the GPUs of one machine, found {task.num_gpus} for {task.name!r}; all "
+            "ranks of a task run on one machine in this version: lower num_gpus"
         )
     if task.scoring is not None:
         found = task.select_by if isinstance(task.select_by, str) else task.scoring.scorer

@@ -237,9 +237,9 @@ def complete(
             release_memory()
             if len(batch) == 1:
                 raise DeviceMemoryError(
-                    f"expected memory for one answer of up to {batch[0].budget} tokens to a prompt of "
-                    f"{len(batch[0].prompt)}, found less on {backbone.device}; free memory, name fewer adapters at a "
-                    "time, or lower max_new_tokens"
+                    f"expected memory for one answer of up to {batch[0].budget} tokens after a prompt of "
+                    f"{len(batch[0].prompt)} tokens, found too little on {backbone.device}; free memory, evaluate "
+                    "fewer adapters at a time, or lower max_new_tokens"
                 )
             on_done(-sum(text.start_again() for text in batch))
             batch_size = len(batch) // 2

@@ -1,5 +1,6 @@
 """Runs tasks on a device: trains, evaluates and saves their jobs."""
 
+from alto.executor.beginning import RunStart, model_notes
 from alto.executor.conclusion import Hooks
 from alto.executor.context import TaskContext
 from alto.executor.executor import Executor, run_alone
@@ -10,7 +11,7 @@ from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import BankSize, SharedBank, build_trainer
-from alto.executor.stages import RunStart, load_base, model_notes, with_references
+from alto.executor.stages import load_base, with_references
 from alto.executor.start_adapter import StartAdapter
 from alto.executor.trainer import Trainer
 

@@ -10,6 +10,7 @@ from typing import Self
 from alto.backbone import is_out_of_memory
 from alto.base import resume_command
 from alto.errors import DeviceMemoryError, TaskInterruptedError
+from alto.executor.beginning import RunStart, begin_task
 from alto.executor.conclusion import Hooks, conclude, hold_rung
 from alto.executor.context import TaskContext
 from alto.executor.control import Control
@@ -22,7 +23,7 @@ from alto.executor.profiling.refine import StepTimes
 from alto.executor.recorder import JournalRecorder
 from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import TaskState
-from alto.executor.stages import RunStart, begin_task, state_before_training
+from alto.executor.stages import state_before_training
 from alto.runs import Command, Journal, Mailbox
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent

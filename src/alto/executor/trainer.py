@@ -17,12 +17,13 @@ from torch import Tensor
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import EvaluationSplit, JobRows, share_rows
 from alto.errors import DeviceMemoryError
-from alto.executor.auxiliary import Divergences, RouterBalance
 from alto.executor.context import TaskContext
+from alto.executor.divergence import Divergences
 from alto.executor.forward_plan import JobBatch, PreparedStep, RankShare, schedule_of, slot_of, training_pass
 from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MicroBatches, NoMemoryError, watching
 from alto.executor.ranks import Ranks
+from alto.executor.router_balance import RouterBalance
 from alto.executor.start_adapter import Within
 from alto.executor.tally import Derivation, Evaluated, Tally
 from alto.kernels import upload

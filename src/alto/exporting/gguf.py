@@ -394,7 +394,7 @@ class GgufModel:
             mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if mapped is None or (leaf == "bias" and module.rpartition(".")[2] not in _BIASED[self._architecture]):
                 raise UnsupportedError(
-                    f"gguf: expected tensors that llama.cpp reads in {self._architecture}, found {name}; "
+                    f"gguf: expected tensors that llama.cpp knows for {self._architecture}, found {name}; "
                     f"{USE_CONVERTER}"
                 )
             found[mapped] = self._in_order(module.rpartition(".")[2], weight.detach().float())

@@ -119,7 +119,7 @@ class AdapterShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """Offsets of one group's part of an adapter in its row.
+    """The places where the parameters for one group of modules begin in an adapter's row of the bank.
 
     Attributes:
         ranks: Rank of every member; 0 if it is not targeted.

@@ -142,6 +142,6 @@ def check_targets(config: _Config) -> None:
         )
     if config.target_parameters and config.optim != "adamw_torch":
         raise ValueError(
-            f"optim should be 'adamw_torch' with target_parameters, found {quoted(config.optim)}, whose state would "
-            "have other shapes than that of PEFT's matrices. Remove one of the two."
+            f"optim should be 'adamw_torch' with target_parameters, found {quoted(config.optim)}: the shapes of its "
+            "state would not match those of PEFT's matrices. Remove optim or target_parameters."
         )

@@ -1,4 +1,4 @@
-"""Limits on request bodies: their size, and the time between two pieces."""
+"""Limits on request bodies: the size, the longest wait for the next part, and the lowest average speed."""
 
 from __future__ import annotations
 
