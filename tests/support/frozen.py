@@ -36,7 +36,7 @@ OF_MACHINE = frozenset(
 """Keys of values that differ between machines, versions and runs."""
 
 IDS = re.compile(r"\b[0-9a-f]{8,64}\b|\b(?:ftjob|file|ftckpt|ftevent|model|exp|task)-[0-9A-Za-z]{6,}\b")
-FOLDERS = re.compile(r"(?<![\w/])/(?:[\w.+-]+/)+")
+FOLDERS = re.compile(r"/(?:[\w.+-]+/)+")
 DATES = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d| UTC)?)?")
 NUMBERS = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 

@@ -33,7 +33,11 @@ class Listening:
         family = socket.AF_INET6 if self.kind.endswith("6") else socket.AF_INET
         connection = socket.socket(family, kind)
         connection.settimeout(1.0)
-        connection.connect((self.host, self.port))
+        try:
+            connection.connect((self.host, self.port))
+        except OSError:
+            connection.close()
+            raise
         return connection
 
 
