@@ -205,7 +205,7 @@ def test_what_cannot_be_exported_is_named(base: Path, tmp_path: Path, monkeypatc
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("alto.exporting.export.write_per_expert", full)
+    monkeypatch.setattr("alto.artifacts.export.write_per_expert", full)
     kind, said = refused(adapter, "--to", tmp_path / "vllm", *options)
     assert kind is DiskFullError
     assert said.endswith("No space left on device; free disk space, or name another folder")

@@ -12,10 +12,10 @@ from tiny import write_rows
 from typer.testing import CliRunner
 
 from alto.cli import app
-from alto.export.wording import format_duration
 from alto.runs import RunDir, RunHistory, read_entries
 from alto.runs.events import ProfileMeasured
 from alto.runs.progress import outlook
+from alto.views.wording import format_duration
 
 
 @pytest.fixture

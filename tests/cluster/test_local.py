@@ -18,7 +18,7 @@ import pytest
 import torch
 from clusters import Started, is_alive, wait_for
 
-from alto.cluster import Outcome, TaskTicket, serving, worker
+from alto.cluster import Outcome, TaskTicket, hosting, worker
 from alto.cluster.attempt import AttemptDir, Ending
 from alto.cluster.local import LocalCluster
 from alto.cluster.orders import Orders, WorkOrder
@@ -179,7 +179,7 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
 
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither as the first of several ranks, nor as the one process of an executor."""
-    for module in (worker, serving):
+    for module in (worker, hosting):
         monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     orders = Orders(tmp_path)
     ticket = TaskTicket(task="a", run_dir=str(tmp_path), entry="cluster_entries:works")
@@ -188,14 +188,14 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (order,) = orders.new()
         assert isinstance(order, WorkOrder)
         with pytest.raises(RunBusyError, match="found that one still works"):
-            worker._wait_until_free(order, serving.StopRequest())
+            worker._wait_until_free(order, hosting.StopRequest())
         orders.work(ticket, attempt)
         code = textwrap.dedent(
             f"""
             from pathlib import Path
-            from alto.cluster import serving
-            serving.LOCK_TIMEOUT_S = 0.1
-            raise SystemExit(serving.Server(serving.Orders(Path({str(tmp_path)!r})), serving.StopRequest()).serve())
+            from alto.cluster import hosting
+            hosting.LOCK_TIMEOUT_S = 0.1
+            raise SystemExit(hosting.OrderLoop(hosting.Orders(Path({str(tmp_path)!r})), hosting.StopRequest()).run())
             """
         )
         ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)

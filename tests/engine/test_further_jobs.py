@@ -13,10 +13,10 @@ from tiny import curves_of, make_task, read_journal, save_model
 from typer.testing import CliRunner
 
 import alto
+from alto.artifacts import is_outdated
 from alto.cli import app
 from alto.early_exit import audit, selection_of
 from alto.errors import JobCommandError, RunError, TaskInterruptedError
-from alto.export import is_outdated
 from alto.lora import read_adapter
 from alto.runs import Action, Mailbox, RunDir, read_history
 

@@ -24,11 +24,11 @@ from alto.data import LabelledText, Message, Pair
 from alto.engine import runner
 from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.evaluation import Sampler, samples
-from alto.export import final_summary
-from alto.export.plain import PlainView
 from alto.records import Judgement, Samples
 from alto.runs import JournalEntry, read_entries, read_history
 from alto.runs.events import JobCompleted, SamplesGenerated
+from alto.views import final_summary
+from alto.views.plain import PlainView
 
 # PEFT asks transformers for a property under its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -20,10 +20,10 @@ from alto.engine import runner
 from alto.errors import SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.evaluation import finalists
 from alto.evaluation.scorers import Answer, OnTurn, ScorerFailedError
-from alto.export import final_summary
 from alto.records import Judgement
 from alto.runs import JournalEntry, read_history
 from alto.runs.events import FinalistsJudged, JobCompleted
+from alto.views import final_summary
 
 SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 LENGTH = {"scorer": "python", "function": "scoring_functions:length", "max_new_tokens": 8}

@@ -23,10 +23,10 @@ from transformers import PreTrainedModel
 from alto.backbone import Backbone
 from alto.data import TaskData
 from alto.executor.checkpoint import read_state
-from alto.export.tables import job_table
 from alto.lora import saved_settings
 from alto.runs import RunDir, read_history
 from alto.spec import Task
+from alto.views.tables import job_table
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

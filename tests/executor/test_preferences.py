@@ -21,12 +21,12 @@ from alto.early_exit import audit, selection_of
 from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone
 from alto.executor.recovery import check_jobs
-from alto.export import choice_notes
 from alto.records import ExitReason, TaskOutcome
 from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_outcome
 from alto.runs.events import JobEvaluated, TaskStarted, decode
 from alto.spec import EarlyExit, Task, load_task
 from alto.spec.metric import score_of
+from alto.views import choice_notes
 
 METRICS = {"reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "kl"}
 SPACE = {"lr": [1e-3, 1e-2], "beta": [0.05, 0.5]}

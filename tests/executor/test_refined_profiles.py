@@ -21,9 +21,9 @@ from alto.executor.profiling import profile
 from alto.executor.profiling.measure import Measured
 from alto.executor.profiling.meter import spread_of
 from alto.executor.profiling.refine import StepTimes
-from alto.export import plan_text
 from alto.records import UNSTEADY, TaskPlan, Throughput
 from alto.spec import Task
+from alto.views import plan_text
 
 KEY = {"measured": "by hand"}
 

@@ -20,11 +20,11 @@ from alto.early_exit import audit, selection_of
 from alto.engine import runner
 from alto.errors import TaskInterruptedError
 from alto.executor import Executor, Hooks
-from alto.export import choice_notes
 from alto.lora import AdapterWeights, read_adapter
 from alto.records import ExitDecision, ExitReason, Judgement
 from alto.runs import read_entries, read_history
 from alto.runs.events import JobCompleted, JobExited, JournalEntry, RungScored, TrainSteps, WarmupEnded
+from alto.views import choice_notes
 
 NUM_ROWS = 12
 SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}

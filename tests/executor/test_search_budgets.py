@@ -14,9 +14,9 @@ from searches import PBT, TPE, Run, make
 
 from alto.backbone import Backbone
 from alto.executor import Ranks
-from alto.export.wording import describe_savings
 from alto.runs import RunDir, read_history, task_outcome
 from alto.search import TimeSpent
+from alto.views.wording import describe_savings
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

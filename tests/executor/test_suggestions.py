@@ -14,11 +14,11 @@ from searches import PBT, SPACE, TPE, Run, make
 from alto.backbone import Backbone
 from alto.errors import TargetModuleError
 from alto.executor import TaskSession, shared_bank
-from alto.export.tables import job_table
 from alto.lora import AdapterBank
 from alto.runs import Action, Mailbox, RunDir, read_history
 from alto.runs.progress import rung_costs
 from alto.search import Trial
+from alto.views.tables import job_table
 
 pytest.importorskip("optuna", reason="needs the search extra: pip install -e '.[search]'")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

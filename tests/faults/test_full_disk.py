@@ -23,7 +23,7 @@ from alto.cli import app
 from alto.cluster import Outcome
 from alto.cluster.entry import ending_of
 from alto.errors import DiskFullError, RunBusyError, RunWriteError
-from alto.export.pages import write_page
+from alto.report.pages import write_page
 from alto.runs import read_events
 
 LIMIT_BYTES = 2_000_000
@@ -117,7 +117,7 @@ def test_an_export_that_cannot_be_written_leaves_nothing(
         Path(target).mkdir()
         raise shutil.Error([(str(source), str(target), "[Errno 28] No space left on device")])
 
-    monkeypatch.setattr("alto.export.adapter.shutil.copytree", full)
+    monkeypatch.setattr("alto.artifacts.adapter.shutil.copytree", full)
     (task,) = tiny_tasks(tmp_path, model, ["one"])
     with pytest.raises(DiskFullError, match="alto resume"):
         alto.Engine(output_dir=tmp_path / "runs").tune(task)

@@ -24,8 +24,8 @@ from alto.cli import app
 from alto.data import EncodedDataset, JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, UnsupportedError
 from alto.executor import RunStart, TaskContext, TaskSession, run_alone
-from alto.export.importance import importance_of_settings
 from alto.objectives import Learners, find_objective, job_losses, micro_batch_terms
+from alto.report.importance import importance_of_settings
 from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
 from alto.spec import Task, load_task
 

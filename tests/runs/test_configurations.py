@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from alto.export import choice_notes
 from alto.records import ExitReason
 from alto.runs import RunHistory
 from alto.runs.events import (
@@ -22,6 +21,7 @@ from alto.runs.events import (
     TaskStarted,
 )
 from alto.runs.lead import lead_of_winner, repeated_configurations
+from alto.views import choice_notes
 
 LOSSES = {"a1": 1.0, "a2": 3.0, "b1": 1.6, "b2": 1.5, "c1": 4.0, "c2": 2.2}
 

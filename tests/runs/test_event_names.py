@@ -22,15 +22,15 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "data/task_rows.py": {"train"},
     "executor/cache.py": {"measured"},  # a key of the cache
     "cli/show.py": {"measuring"},  # what the time of a run went into
-    "export/wording.py": {"measuring"},
+    "views/wording.py": {"measuring"},
     "runs/result.py": {"measuring"},
-    "export/gantt.py": {"planned"},  # names of figures and columns
-    "export/terminal.py": {"train"},
-    "export/plan.py": {"train"},
-    "export/report.py": {"train"},
-    "export/run_drawings.py": {"train"},
-    "exporting/tool_data.py": {"train"},
-    "exporting/tool_config.py": {"train"},
+    "report/gantt.py": {"planned"},  # names of figures and columns
+    "views/terminal.py": {"train"},
+    "views/plan.py": {"train"},
+    "report/report.py": {"train"},
+    "report/run_drawings.py": {"train"},
+    "artifacts/tool_data.py": {"train"},
+    "artifacts/tool_config.py": {"train"},
     "importing/sources.py": {"train"},
     "service/api/cluster.py": {"planned"},  # keys of answers, and words of OpenAI's API
     "service/api/tasks.py": {"command_refused"},

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from alto.export import choice_notes
 from alto.records import FinalistScore
 from alto.records.evaluation import student_quantile
 from alto.runs import RunHistory
 from alto.runs.events import FinalistsJudged, JobDescription, JobEvaluated, JournalEntry, TaskCompleted, TaskStarted
 from alto.runs.lead import lead_of_winner
+from alto.views import choice_notes
 
 
 def started(jobs: Sequence[str], **facts: Any) -> TaskStarted:

@@ -23,13 +23,13 @@ from served_models import add_model, key_of
 from services import wait_for
 from transformers import AutoModelForCausalLM
 
-from alto.exporting import winner
+from alto.artifacts import winner
 from alto.service.api import models
 from alto.service.context import Service
 from alto.service.serve import create_app, opened_service
-from alto.service.serving import Registrar
 from alto.service.settings import ServiceSettings, VllmSettings
 from alto.service.store.jobs import events_of
+from alto.service.vllm import Registrar
 
 # What PEFT reads of a model that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

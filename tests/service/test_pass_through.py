@@ -19,8 +19,8 @@ from fake_vllm import BASE, KEY, PIECES, FakeVllm, fake_vllm
 from served_models import add_model, key_of, row_of
 from services import Served, served, wait_for
 
-from alto.service.serving import Registrar
 from alto.service.settings import VllmSettings
+from alto.service.vllm import Registrar
 
 _MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 

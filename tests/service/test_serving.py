@@ -19,9 +19,9 @@ from alto.errors import SpecError
 from alto.service.context import Service
 from alto.service.files import Artefacts
 from alto.service.serve import create_app, opened_service
-from alto.service.serving import Registrar, registering
 from alto.service.settings import ServiceSettings, VllmSettings
 from alto.service.store.jobs import events_of
+from alto.service.vllm import Registrar, registering
 
 _INTERVAL_S = 10.0
 

@@ -84,7 +84,7 @@ def _list_runs(folder: Path | None, *, as_json: bool) -> None:
         text = f"no runs in {root.resolve()}; begin one with: alto tune FILE"
         console.print(text, soft_wrap=True, highlight=False, markup=False)
         return
-    from alto.export import run_list
+    from alto.views import run_list
 
     console.print(run_list(runs, now), crop=False)
 
@@ -127,7 +127,7 @@ def _list_tasks(queue: Path, *, as_json: bool) -> None:
         facts = [_task_facts(progress, task) for task in tasks]
         print_json({"state": status.value, "commands": num_commands, "tasks": facts})
         return
-    from alto.export import task_list
+    from alto.views import task_list
 
     console = Console()
     console.print(task_list(progress))

@@ -171,7 +171,7 @@ def progress(console: Console, interrupt: Interrupt, *, silent: bool) -> Iterato
     if silent:
         yield []
         return
-    from alto.export import open_view
+    from alto.views import open_view
 
     with open_view(console) as view, _announced_in(view, interrupt):
         yield [_until_pipe_closes(view.observe)]
@@ -188,7 +188,7 @@ def queue_progress(
         known: The progress before the first observed entry; it is updated.
         silent: Whether nothing is shown.
     """
-    from alto.export import open_queue_view
+    from alto.views import open_queue_view
 
     if silent:
         yield [known.apply]
@@ -200,7 +200,7 @@ def queue_progress(
 @contextlib.contextmanager
 def _announced_in(view: object, interrupt: Interrupt) -> Iterator[None]:
     """Show messages about signals in the live table inside the block: a line on stderr could scroll away above it."""
-    from alto.export import LiveQueueView, LiveView
+    from alto.views import LiveQueueView, LiveView
 
     if not isinstance(view, LiveView | LiveQueueView):
         yield
@@ -227,7 +227,7 @@ def _until_pipe_closes(observe: Observer) -> Observer:
 
 def print_error(error: AltoError) -> None:
     """Print an error on stderr; terminal escapes in names of files and columns are removed."""
-    from alto.export.plan import visible
+    from alto.views.plan import visible
 
     # Text, not markup: rich would read rows.jsonl:100: as an emoji.
     Console(stderr=True).print(Text(visible(f"{type(error).__name__}: {error}")), soft_wrap=True)
@@ -235,14 +235,14 @@ def print_error(error: AltoError) -> None:
 
 def print_stop(how_to_continue: str) -> None:
     """Print on stderr that the work was stopped at once, and how to continue it; a command is not wrapped."""
-    from alto.export.plan import visible
+    from alto.views.plan import visible
 
     Console(stderr=True).print(Text(visible(f"Stopped at once; {how_to_continue}")), soft_wrap=True)
 
 
 def print_interrupted(console: Console, root: Path) -> None:
     """Print that no process works on the run or queue in ``root``, and the command that resumes it, unwrapped."""
-    from alto.export.plan import visible
+    from alto.views.plan import visible
 
     text = f"no process works on it; continue with: {resume_command(root)}"
     console.print(Text(visible(text)), soft_wrap=True)

@@ -54,7 +54,7 @@ def plan(
     """Measure memory and time of the tasks in FILES, and show how they would be packed and scheduled."""
     tasks = [load_task(file, overrides or ()) for file in files]
     from alto.engine import Engine
-    from alto.export import PlainView, plan_text, schedule_text
+    from alto.views import PlainView, plan_text, schedule_text
 
     # On stderr, because a program may read the plan from stdout.
     view = PlainView(sys.stderr)
@@ -109,7 +109,7 @@ def preview(
     """
     task = _task(file, model, form, overrides or [])
     from alto.engine import Engine
-    from alto.export import preview_text
+    from alto.views import preview_text
 
     shown = Engine().preview(task, num_rows=num_rows)
     console = Console()

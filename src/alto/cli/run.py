@@ -123,7 +123,7 @@ def work_on_queue(
         settings: Settings of the engine.
     """
     from alto.engine import Engine
-    from alto.export import queue_summary
+    from alto.views import queue_summary
 
     console = Console()
     with catching_signals("queue") as interrupt:

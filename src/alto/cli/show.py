@@ -26,7 +26,7 @@ def show(
     ] = 1.0,
 ) -> None:
     """Show the jobs of RUN, or the tasks of a queue, and their progress; only reads the run's files."""
-    from alto.export import watch_run
+    from alto.views import watch_run
 
     console = Console()
     root = run_to_show(run, "show")
@@ -45,7 +45,7 @@ def show(
 
 def _show_run(console: Console, run_dir: RunDir, *, as_json: bool) -> bool:
     """Show a run once; return whether a process works on it."""
-    from alto.export import final_summary
+    from alto.views import final_summary
 
     is_live, now = run_dir.is_locked(), time.time()
     history = read_history(run_dir.root)
@@ -59,7 +59,7 @@ def _show_run(console: Console, run_dir: RunDir, *, as_json: bool) -> bool:
 
 
 def _show_queue(console: Console, queue: Path, *, as_json: bool, watch: bool, every_s: float) -> None:
-    from alto.export import queue_summary
+    from alto.views import queue_summary
 
     while True:
         is_live, now = RunDir(queue).is_locked(), time.time()
@@ -214,8 +214,9 @@ def report(
     ] = None,
 ) -> None:
     """Show the jobs of RUN, or the tasks of a queue, and write its report.html again."""
-    from alto.export import final_summary, queue_summary, write_queue_report, write_report
+    from alto.report import write_queue_report, write_report
     from alto.runs import QueueDir, QueueProgress, RunDir, read_history
+    from alto.views import final_summary, queue_summary
 
     console = Console()
     root = run_to_show(run, "report")

@@ -102,7 +102,7 @@ def simulate(
         for note in _notes(outcomes):
             typer.echo(note)
     if html is not None:
-        from alto.export.gantt import write_gantt
+        from alto.report.gantt import write_gantt
 
         best = min(outcomes, key=lambda outcome: outcome.makespan_s)
         write_gantt(html, best.planned, best.actual, nodes_of(simulation), title=f"{best.method}, {best.label}")
@@ -153,7 +153,7 @@ def _facts(outcome: SimulationOutcome) -> dict[str, object]:
 
 def _table(outcomes: list[SimulationOutcome]) -> Table:
     """Return a table of the outcomes that fits a terminal of 80 columns; times in hours."""
-    from alto.export.wording import format_share
+    from alto.views.wording import format_share
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("method", "", "makespan h", "mean h", "p99 h", "GPUs used", "starts", "failed"):

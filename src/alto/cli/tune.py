@@ -75,8 +75,8 @@ def train(
         run: The run that is resumed; None for a new one.
     """
     from alto.engine import Engine
-    from alto.export import final_summary
     from alto.runs import read_history
+    from alto.views import final_summary
 
     console = Console()
     with catching_signals() as interrupt:

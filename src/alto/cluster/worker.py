@@ -1,6 +1,6 @@
 """The first process of an executor on this machine, and its first rank; forked by a zygote.
 
-It carries out the orders of its cluster (:mod:`alto.cluster.serving`), writes how each run ended, and leaves no process
+It carries out the orders of its cluster (:mod:`alto.cluster.hosting`), writes how each run ended, and leaves no process
 behind. SIGTERM makes it save and end. If the controller that started it dies, it saves and ends within a grace period.
 An executor of several ranks works on one run.
 """
@@ -21,19 +21,19 @@ from typing import NoReturn
 from alto.cluster.attempt import Ending, exit_code_of
 from alto.cluster.base import Outcome
 from alto.cluster.entry import TRUST_VARIABLE, ending_of, run_entry
-from alto.cluster.orders import EndReport, Orders, WorkOrder
-from alto.cluster.processes import kill_session
-from alto.cluster.rank_processes import WATCH_INTERVAL_S, RankProcesses
-from alto.cluster.rendezvous import remove_rendezvous
-from alto.cluster.serving import (
+from alto.cluster.hosting import (
     IDLE_INTERVAL_S,
     LOCK_TIMEOUT_S,
     Heartbeat,
-    Server,
+    OrderLoop,
     StopRequest,
     redirect_output,
     run_is_busy,
 )
+from alto.cluster.orders import EndReport, Orders, WorkOrder
+from alto.cluster.processes import kill_session
+from alto.cluster.rank_processes import WATCH_INTERVAL_S, RankProcesses
+from alto.cluster.rendezvous import remove_rendezvous
 from alto.errors import RunWriteError
 from alto.runs import RunDir
 
@@ -61,7 +61,7 @@ def main() -> None:
         _work_as_first_rank(orders, request, size, outlive)
     outlive.start()
     with request.listening():
-        code = Server(orders, request).serve()
+        code = OrderLoop(orders, request).run()
     _exit(code)
 
 

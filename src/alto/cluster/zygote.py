@@ -319,10 +319,10 @@ def main() -> None:
     Path("/proc/self/comm").write_text("alto-zygote")  # for ps and top
     for number in HELD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _Server(requests, parent).serve()
+    _ForkLoop(requests, parent).run()
 
 
-class _Server:
+class _ForkLoop:
     """The zygote itself: one thread, which waits for requests and for the ends of its children."""
 
     def __init__(self, requests: _Channel, parent: int) -> None:
@@ -332,7 +332,7 @@ class _Server:
         self._exited: dict[int, int] = {}
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def serve(self) -> None:
+    def run(self) -> None:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakeup_write)
         with selectors.DefaultSelector() as selector:

@@ -39,11 +39,11 @@ class Selection:
     A job that waits at a rung and is certain to be kept may continue to the rung after that one. The rung at which it
     waited still ranks it by its value at that rung: verdicts after a rung do not change that rung.
 
-    A job ends by a verdict, or it finishes: at its last evaluation no training time can be saved any
-    more, so only a loss that is not finite can end it there. At a rung, a job that trains competes with its latest evaluation, a job that overfit or
-    finished with its best one. A job that diverged, was stopped, failed or was not kept at a rung does not compete any
-    more. If the policy compares equal shares, a job's value at a rung is interpolated to exactly the rung's share of
-    its steps.
+    A job ends by a verdict, or it finishes: at its last evaluation no training time can be saved any more, so only a
+    loss that is not finite can end it there. At a rung, a job that trains competes with its latest evaluation, a job
+    that overfit or finished with its best one. A job that diverged, was stopped, failed or was not kept at a rung does
+    not compete any more. If the policy compares equal shares, a job's value at a rung is interpolated to exactly the
+    rung's share of its steps.
 
     Verdicts on one job use its losses; evaluations and jobs are ordered by their scores.
 

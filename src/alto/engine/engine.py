@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from alto.artifacts import ExportSettings, check_before, write_export
 from alto.backbone import device_name
 from alto.engine.existing_runs import evaluate_adapters, is_finished, packed_as, refit_folder, refit_task
 from alto.engine.exports import find_winner
@@ -26,7 +27,6 @@ from alto.engine.trainer_callbacks import observers_of
 from alto.errors import SpecError
 from alto.evaluation import EvaluationSettings, OnProgress
 from alto.executor.profiling.planning import with_free_space
-from alto.exporting import ExportSettings, check_before, write_export
 from alto.records import (
     DataPreview,
     EvaluationResult,
@@ -320,14 +320,14 @@ class Engine:
         Args:
             target: A run directory (its best adapter is exported) or the folder of an adapter.
             to: The folder: absent, or empty.
-            merged, gguf, per_expert, config, push_to_hub: See :class:`alto.exporting.ExportSettings`.
+            merged, gguf, per_expert, config, push_to_hub: See :class:`alto.artifacts.ExportSettings`.
             job: Export the best adapter of this job of the run instead.
             base: The base model, if the name in the run or adapter does not find it; the exported files then use this
                 name.
             trust_remote_code: Allow the base model's own Python code if the run's task asks for it.
 
         Raises:
-            AltoError: See :func:`alto.exporting.write_export` and :func:`alto.engine.exports.find_winner`.
+            AltoError: See :func:`alto.artifacts.write_export` and :func:`alto.engine.exports.find_winner`.
         """
         settings = ExportSettings(
             merged=merged, gguf=gguf, per_expert=per_expert, config=config, push_to_hub=push_to_hub

@@ -15,8 +15,8 @@ from alto.errors import ModelNotFoundError, RunError, RunNotFoundError, SpecErro
 from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
 from alto.executor import ResumeState, check_base
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
-from alto.export import write_report
 from alto.records import EvaluationResult
+from alto.report import write_report
 from alto.runs import (
     JobHistory,
     Mailbox,

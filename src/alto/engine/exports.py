@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from alto.artifacts import Rows, Winner
 from alto.base import read_json
 from alto.data import read_task_rows
 from alto.engine.existing_runs import check_trained_on
 from alto.errors import RunNotFoundError, SpecError
 from alto.evaluation import adapter_folder, best_of_jobs, chat_template_beside
-from alto.export.adapter import METRICS_NAME
-from alto.exporting import Rows, Winner
 from alto.lora import SavedAdapter, read_saved_adapter
-from alto.runs import RunDir, load_run_task, read_history
+from alto.runs import METRICS_NAME, RunDir, load_run_task, read_history
 from alto.spec import BaseModelSpec, Task, default_name, labels_beside
 
 

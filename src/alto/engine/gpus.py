@@ -9,10 +9,10 @@ import torch
 from rich.console import Console
 
 from alto.errors import UnsupportedError
-from alto.export import open_view
 from alto.results import TaskResult
 from alto.runs import Observer
 from alto.spec import Task
+from alto.views import open_view
 
 STRATEGIES = ("adapter_parallel", "single")
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from alto.artifacts import ModelUse, export_best, is_outdated
 from alto.backbone import (
     SHIPPED_MODELS,
     Backbone,
@@ -50,10 +51,10 @@ from alto.executor import (
     run_alone,
 )
 from alto.executor.profiling import pack, plan
-from alto.export import ModelUse, export_best, is_outdated, write_report
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
 from alto.records import TaskOutcome, TaskPlan
+from alto.report import write_report
 from alto.runs import (
     Journal,
     JournalEntry,

@@ -14,7 +14,7 @@ from alto.data import read_task_rows
 from alto.engine.objects import IN_A_QUEUE, check_has_id
 from alto.engine.runner import portable
 from alto.errors import AltoError, RunBusyError, RunError, TasksFailedError
-from alto.export import write_queue_report
+from alto.report import write_queue_report
 from alto.results import TaskResult
 from alto.runs import (
     Action,

@@ -10,6 +10,7 @@ from typing import Any
 from alto.base import read_json, replace_file
 from alto.errors import RunError, RunWriteError
 from alto.records import Evaluation
+from alto.runs import METRICS_NAME
 
 _KEY = "evaluations"
 
@@ -23,7 +24,7 @@ def add_evaluation(folder: Path, evaluation: Evaluation) -> None:
         RunError: The file exists, but is not a JSON object with such a list.
         RunWriteError: The file cannot be written; it is unchanged.
     """
-    path = folder / "metrics.json"
+    path = folder / METRICS_NAME
     metrics = _read(path)
     entry = json.loads(json.dumps(dataclasses.asdict(evaluation), allow_nan=False))
     others = [other for other in metrics.get(_KEY, []) if _subject(other) != _subject(entry)]
@@ -42,7 +43,7 @@ def check_metrics(folder: Path) -> None:
     Raises:
         RunError: The file exists, but is not a JSON object with a list ``evaluations``.
     """
-    _read(folder / "metrics.json")
+    _read(folder / METRICS_NAME)
 
 
 def _read(path: Path) -> dict[str, Any]:

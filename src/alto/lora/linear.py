@@ -216,8 +216,8 @@ class ForwardContext:
     collector.
 
     Args:
-        places: Returns the token positions of the current forward pass; None if the model runs on the tokens alone, without
-            padding.
+        places: Returns the token positions of the current forward pass; None if the model runs on the tokens alone,
+            without padding.
     """
 
     def __init__(self, places: Callable[[], RowPlaces | None] | None = None) -> None:

@@ -136,7 +136,7 @@ class _Tokens(Protocol):
 
 
 class MultiLoraHead(InjectedModule):
-    """A frozen output head with one adapter per slot. When no token schedule is set, it computes the output of the base head.
+    """A frozen output head with one adapter per slot; without a token schedule it computes the base head's output.
 
     Args:
         name: Full name in the model.

@@ -168,7 +168,7 @@ class RunComparison:
             RunNotFoundError, RunError: The journal of a run is gone, or damaged.
             RunWriteError: The file cannot be written.
         """
-        from alto.export import write_comparison
+        from alto.report import write_comparison
 
         return write_comparison(
             Path(path),
@@ -181,7 +181,7 @@ class RunComparison:
         )
 
     def __rich__(self) -> RenderableType:
-        from alto.export import comparison_table
+        from alto.report import comparison_table
 
         return comparison_table(
             self.run_dirs,

@@ -184,7 +184,7 @@ class TaskResult:
     @property
     def notes(self) -> tuple[str, ...]:
         """Notices about how the best adapter was chosen, as sentences."""
-        from alto.export import choice_notes
+        from alto.views import choice_notes
 
         return choice_notes(self.history)
 
@@ -317,12 +317,12 @@ class TaskResult:
         return text.get().rstrip()
 
     def __rich__(self) -> RenderableType:
-        from alto.export import final_summary
+        from alto.views import final_summary
 
         return final_summary(self.history, self.run_dir)
 
     def _repr_html_(self) -> str:
-        from alto.export import result_html
+        from alto.report import result_html
 
         return result_html(self.history, self.run_dir)
 

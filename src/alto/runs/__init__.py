@@ -32,10 +32,11 @@ from alto.runs.queue_history import (
     read_queue_history,
 )
 from alto.runs.result import has_result, task_outcome
-from alto.runs.run_dir import RunDir, load_run_task
+from alto.runs.run_dir import METRICS_NAME, RunDir, load_run_task
 
 __all__ = [
     "FLUSH_TIMEOUT_S",
+    "METRICS_NAME",
     "NOT_FOLDABLE",
     "Action",
     "Answer",

@@ -34,6 +34,9 @@ from alto.base import LockFile, replace_file, resume_command, sync_folder, writi
 from alto.errors import RunBusyError, RunError, RunExistsError, RunNotFoundError, UntrustedCodeError
 from alto.spec import Task, read_run_task
 
+METRICS_NAME = "metrics.json"
+"""File of an adapter's folder that holds how it was trained and its evaluations."""
+
 # Long enough to outlast a process that takes the lock for an instant, only to test it.
 LOCK_TIMEOUT_S = 1.0
 

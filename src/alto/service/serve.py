@@ -33,8 +33,8 @@ from alto.service.dashboard.rendering import error_page
 from alto.service.database import opened_store
 from alto.service.files import Artefacts
 from alto.service.openai import files, jobs, models, unsupported, uploads
-from alto.service.serving import chat
 from alto.service.settings import ServiceSettings
+from alto.service.vllm import chat
 from alto.service.web.answers import ERROR_ANSWERS, RequestCounts, RequestIds, add_error_answers, describe_keys
 from alto.service.web.limits import BodyLimits
 from alto.version import __version__

@@ -29,9 +29,9 @@ from alto.service.errors import ApiError, not_found, refused
 from alto.service.files.artefacts import zip_chunks
 from alto.service.models import aliases_of, find_alias, find_model, merged_folder
 from alto.service.openai.objects import After, Limit, list_object
-from alto.service.serving.chat import serve_command
 from alto.service.store.jobs import add_event, lock_job, page_of
 from alto.service.store.tables import JobRow, ModelRow
+from alto.service.vllm.chat import serve_command
 from alto.service.web.access import Reader, Writer
 
 _CONFIG = "adapter_config.json"

@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
 from alto.errors import MailboxFullError
-from alto.export import METRICS_NAME, report_page
-from alto.runs import Action, Mailbox, RunDir, RunHistory
+from alto.report import report_page
+from alto.runs import METRICS_NAME, Action, Mailbox, RunDir, RunHistory
 from alto.runs.job_history import JobHistory
 from alto.runs.progress import device_hours
 from alto.service.context import Service, ServiceOf

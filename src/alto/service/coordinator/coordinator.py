@@ -39,10 +39,10 @@ from alto.service.coordinator.run_folders import clear_ended_runs, make_run, set
 from alto.service.errors import ApiError
 from alto.service.ids import now
 from alto.service.openai.files import artefact_of
-from alto.service.serving import registering
 from alto.service.store.jobs import ENDED, OPEN, add_event, in_turns, levels_of, lock_job, wanted_jobs
 from alto.service.store.store import forget_old_replays
 from alto.service.store.tables import FileRow, JobRow, PartRow, Tenant, UploadRow
+from alto.service.vllm import registering
 from alto.spec import Task
 
 _LOG = logging.getLogger("alto.service.coordinator")

@@ -10,8 +10,8 @@ from fastapi.responses import HTMLResponse
 from sqlalchemy import select
 from starlette.responses import Response
 
-from alto.export import gantt_figure
 from alto.records import Placement
+from alto.report import gantt_figure
 from alto.runs.queue_history import TaskHistory, TaskStage
 from alto.service.access import Caller
 from alto.service.api.cluster import ClusterView, is_measured, job_of

@@ -20,7 +20,7 @@ from jinja2 import Environment
 from starlette.responses import Response
 
 from alto.errors import AltoError
-from alto.export import page_environment, plotly_bundle
+from alto.report import page_environment, plotly_bundle
 from alto.service.access import Caller
 from alto.service.errors import ApiError, TenantError, not_found
 from alto.service.web.access import COOKIE

@@ -14,8 +14,8 @@ from sqlalchemy.orm import Session
 from starlette.responses import Response
 
 from alto.errors import RunError
-from alto.export import JobTable, RunFigures, describe_task, job_table, loss_unit, run_figures, run_notes
 from alto.records import ExitReason
+from alto.report import RunFigures, run_figures
 from alto.runs import RunHistory
 from alto.runs.job_history import Stage
 from alto.runs.progress import DeviceHours, device_hours, price_of_hour
@@ -28,6 +28,7 @@ from alto.service.savings import Savings, savings_of
 from alto.service.store.jobs import OPEN, find_job, page_of
 from alto.service.store.tables import FileRow, JobEvent, JobRow, ModelRow
 from alto.service.web.access import Reader
+from alto.views import JobTable, describe_task, job_table, loss_unit, run_notes
 
 _ENDS = {"failed": ExitReason.FAILED, "cancelled": ExitReason.STOPPED}
 

@@ -1,0 +1,223 @@
+"""Exports the task's best adapter as one folder: PEFT's files, metrics and a model card."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from alto.artifacts.card import ModelUse, adapter_tags, card_header
+from alto.base import read_json, replace_file, sync_folder, writing
+from alto.errors import RunNotFoundError
+from alto.records import JobResult, TaskOutcome
+from alto.runs import METRICS_NAME
+from alto.spec import LABELS_NAME, LOSS, TEMPLATE_NAME, is_object_name
+from alto.views.metrics import format_metric, loss_unit, metric_name
+from alto.views.wording import describe_adapter_check
+
+
+def export_best(
+    result: TaskOutcome,
+    best_of_job: Path,
+    base_model_of: Callable[[Path], str],
+    *,
+    model: str,
+    dataset: str,
+    method: str,
+    use: ModelUse,
+    chat_template: str | None = None,
+) -> Path:
+    """Copy the winner's best adapter into the run's ``best/`` and describe it there.
+
+    Args:
+        result: Result of the task.
+        best_of_job: The winner's own ``best/`` folder, in PEFT's format.
+        base_model_of: Reads the name of the base model from an adapter's folder.
+        model, dataset, method: Names from the task, for the card.
+        use: How the winner is loaded and prompted, for the card; its labels are written to ``labels.json``.
+        chat_template: Text of the template that the task sets, written beside the adapter; None without one.
+
+    Raises:
+        RunNotFoundError: The winner's folder is gone.
+        RunWriteError: The disk is full or cannot be written.
+
+    Returns:
+        The folder; ``peft.PeftModel.from_pretrained(base, folder)`` loads it.
+    """
+    card = _Card(model=model, dataset=dataset, method=method, use=use, chat_template=chat_template)
+    folder = Path(result.adapter_dir)
+    fresh = folder.with_name(f"{folder.name}.new")
+    metrics = _metrics(result) | _rows(use)
+    if not best_of_job.is_dir():
+        raise RunNotFoundError(
+            f"expected the best adapter of {result.best_job} in {best_of_job}, found no such folder; "
+            "the run has no result without it: put the folder back, or start a new run"
+        )
+    try:
+        with writing(Path(result.run_dir), folder):
+            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.copytree(best_of_job, fresh, ignore=shutil.ignore_patterns("state.json"))
+            base_model = base_model_of(fresh)
+            replace_file(fresh / METRICS_NAME, json.dumps(metrics, indent=2) + "\n")
+            replace_file(fresh / "README.md", card.text(result, base_model))
+            if use.labels is not None:
+                replace_file(fresh / LABELS_NAME, json.dumps(use.labels.to_config(), indent=2) + "\n")
+            if chat_template is not None:
+                replace_file(fresh / TEMPLATE_NAME, chat_template)
+            shutil.rmtree(folder, ignore_errors=True)
+            fresh.rename(folder)
+            sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def is_outdated(result: TaskOutcome) -> bool:
+    """Return whether the run's ``best/`` belongs to an earlier result than ``result``: a finished run may have trained
+    further jobs. False if its ``metrics.json`` cannot be read."""
+    try:
+        facts = read_json(Path(result.adapter_dir) / METRICS_NAME)
+    except (OSError, ValueError):
+        return False
+    found, best = facts if isinstance(facts, dict) else {}, _best(result)
+    present = {"job": best.job, "step": best.best_step, "num_jobs": len(result.jobs)}
+    return any(found.get(key, value) != value for key, value in present.items())
+
+
+def _metrics(result: TaskOutcome) -> dict[str, Any]:
+    best = _best(result)
+    return {
+        "task": result.task,
+        "job": best.job,
+        "config": dict(best.config),
+        "metric": result.metric,
+        **_worth(result),
+        **({} if best.test_loss is None else {"test_loss": _strict(best.test_loss)}),
+        **({"test_metrics": _strict_values(best.test_metrics)} if best.test_metrics else {}),
+        "metrics": _strict_values(best.best_metrics),
+        "step": best.best_step,
+        "total_steps": best.total_steps,
+        "num_jobs": len(result.jobs),
+        "samples_trained": result.samples_trained,
+        "samples_budgeted": result.samples_budgeted,
+        "samples_saved": round(result.samples_saved, 6),
+        "samples_cut_off": round(result.samples_cut_off, 6),
+        "duration_s": round(result.duration_s, 3),
+        **_finalists(result),
+        **({} if result.adapter_check is None else {"peft_check": asdict(result.adapter_check)}),
+    }
+
+
+def _rows(use: ModelUse) -> dict[str, Any]:
+    """Return the form of the rows; from it, an export of only this folder knows how the model is prompted."""
+    found = {key: use.rows[key] for key in ("form", "of_messages") if key in use.rows}
+    return {"rows": found} if found else {}
+
+
+def _worth(result: TaskOutcome) -> dict[str, Any]:
+    """Return the validation loss; for a refit, which has none, the run whose winner was trained again."""
+    if result.refit_of:
+        return {"refit_of": result.refit_of}
+    return {"validation_loss": _best(result).best_validation_loss}
+
+
+def _strict_values(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    return {name: _strict(value) for name, value in metrics.items()}
+
+
+def _strict(value: float) -> float | str:
+    """Convert NaN and infinity to text, because strict JSON has neither."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _finalists(result: TaskOutcome) -> dict[str, Any]:
+    """Return the scores of the finalists and of the winner if answers chose it, or why they did not; else empty."""
+    if result.scorer_failure:
+        return {"scorer": result.scorer, "scorer_failure": result.scorer_failure}
+    if not result.finalists:
+        return {}
+    of_winner = next(score for score in result.finalists if score.job == result.best_job)
+    accuracy = {} if of_winner.num_correct is None else {"eval_accuracy": of_winner.exact_match}
+    return {
+        "scorer": result.scorer,
+        "score": of_winner.score,
+        **accuracy,
+        "finalists": [score.summary() for score in result.finalists],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Card:
+    """Facts about a task for its model card; see :func:`export_best`."""
+
+    model: str
+    dataset: str
+    method: str
+    use: ModelUse
+    chat_template: str | None
+
+    def text(self, result: TaskOutcome, base_model: str) -> str:
+        """Return the card of the best adapter of ``result``."""
+        best = _best(result)
+        tables = {
+            "measured on the validation rows": _written(best.best_metrics),
+            "measured on the test rows": _written(best.test_metrics),
+            "setting": best.config,
+        }
+        shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
+        origin = self._origin(result)
+        named = "" if is_object_name(base_model) else base_model
+        header = card_header(named, library="peft", pipeline=self.use.pipeline, tags=adapter_tags(named))
+        return f"""{header}
+# {result.task}
+{_warning(result)}
+LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): {origin}.
+
+{self.use.adapter_code(base_model, "base" if self.chat_template is None else "base_with_template")}{self._template}
+{shown}"""
+
+    def _origin(self, result: TaskOutcome) -> str:
+        """Describe how the adapter was chosen, and its losses."""
+        best = _best(result)
+        chosen_by = "" if result.metric == LOSS else f" by {metric_name(result.metric)}"
+        tested = "" if best.test_loss is None else f"; {best.test_loss:.4f} on test rows, which were not used to choose"
+        if result.refit_of:
+            return (
+                f"the refit of\n`{Path(result.refit_of).name}`, whose winner was trained on all rows for "
+                f"{best.best_step} steps, without validation{tested}"
+            )
+        return f"""the best of
+{len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(self.method)})
+at step {best.best_step} of {best.total_steps}{tested}"""
+
+    @property
+    def _template(self) -> str:
+        if self.chat_template is None:
+            return ""
+        return f"""
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the template of the tokenizer.
+"""
+
+
+def _warning(result: TaskOutcome) -> str:
+    check = result.adapter_check
+    if check is None or check.status != "different":
+        return ""
+    return f"\n> **Warning.** {describe_adapter_check(check)}.\n"
+
+
+def _best(result: TaskOutcome) -> JobResult:
+    return next(job for job in result.jobs if job.job == result.best_job)
+
+
+def _written(metrics: Mapping[str, float]) -> dict[str, str]:
+    return {metric_name(name): format_metric(name, value) for name, value in metrics.items()}
+
+
+def _table(heading: str, rows: Mapping[str, Any]) -> str:
+    lines = "".join(f"| {key} | {value} |\n" for key, value in rows.items())
+    return f"| {heading} | value |\n|---|---|\n{lines}"

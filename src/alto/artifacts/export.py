@@ -1,0 +1,395 @@
+"""Writes an export folder: an adapter, a merged model, a GGUF file, or the configuration of another trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import shutil
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, get_args
+
+from safetensors import SafetensorError
+
+from alto.artifacts.card import ModelUse, adapter_tags, card_header, with_code, without_header
+from alto.artifacts.gguf import GgufModel, check_writable
+from alto.artifacts.merge import check_mergeable, dtype_on_disk, merged_model
+from alto.artifacts.tool_config import write_tool_config
+from alto.artifacts.winner import Winner, check_pushable, is_hub_id, push
+from alto.backbone import load_config, load_tokenizer, loading_class
+from alto.base import read_json, sync_folder, write_error
+from alto.errors import AltoError, RunExistsError, SpecError
+from alto.lora import is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
+from alto.records import ExportForm, ExportResult, ForeignTool, GgufType
+from alto.runs import METRICS_NAME
+from alto.spec import LABELS_NAME, TEMPLATE_NAME, TOOLS_TEMPLATE, chat_template_text
+
+
+def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[str, tuple[str, ...]]:
+    """Return the command that serves an adapter on its base model with vLLM.
+
+    Args:
+        folder: The export folder.
+        is_stacked: Whether the adapter has stacked experts that vLLM can read only as separate matrices.
+
+    Returns:
+        The command, and notices as sentences. If vLLM cannot serve the adapter, the command is empty and a notice has
+        the reason.
+    """
+    obstacle = vllm_obstacle(winner.adapter)
+    if obstacle is not None:
+        expected, found = obstacle
+        return "", (
+            f"vLLM cannot serve the adapter: expected {expected}, found {found}; --merged writes a model that vLLM "
+            "serves.",
+        )
+    if is_stacked:
+        return "", (
+            "vLLM cannot serve the adapter in this form: for this base model, it reads every expert separately; "
+            "--per-expert writes the adapter in that form.",
+        )
+    notes = []
+    if winner.base.quantisation != "none":
+        notes.append(
+            f"The adapter was trained on the base model in {winner.base.quantisation.removesuffix('bit')} bits; the "
+            "command serves it on the base model as stored on disk."
+        )
+    options = ["--enable-lora", "--max-lora-rank", str(vllm_rank(winner.adapter.rank))]
+    if winner.base.chat_template is not None:
+        options += ["--chat-template", str(folder / TEMPLATE_NAME)]
+    options += [*_calls(winner), *_trust(winner)]
+    command = ["vllm", "serve", winner.base_model, *options, "--lora-modules", f"{winner.name}={folder}"]
+    return shlex.join(command), tuple(notes)
+
+
+def model_command(winner: Winner, folder: Path) -> str:
+    """Return the command that serves the merged model in ``folder`` with vLLM."""
+    return shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
+
+
+def gguf_command(file: Path) -> str:
+    """Return the command that serves a GGUF file with llama.cpp."""
+    return shlex.join(["llama-server", "--jinja", "-m", str(file)])
+
+
+def _calls(winner: Winner) -> list[str]:
+    """Return vLLM's options for tool calls if the chat template is ALTO's own; other templates may use any form."""
+    if winner.base.chat_template != chat_template_text(TOOLS_TEMPLATE):
+        return []
+    return ["--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+
+
+def _trust(winner: Winner) -> list[str]:
+    return ["--trust-remote-code"] if winner.base.trust_remote_code else []
+
+
+def check_free(folder: Path) -> None:
+    """Check that ``folder`` does not exist or is an empty folder.
+
+    Raises:
+        RunExistsError: It is a file, or a folder with files.
+    """
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise RunExistsError(
+            f"{folder}: expected a folder that does not exist yet, or an empty one, found a file; name a folder; "
+            "ALTO names the files in it"
+        )
+    count = sum(1 for _ in folder.iterdir())
+    if count:
+        raise RunExistsError(
+            f"{folder}: expected a folder that does not exist yet, or an empty one, found a folder with {count} "
+            f"file{'' if count == 1 else 's'}; name another folder, or remove this one"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to ``folder`` when the block ends, or remove it on an error.
+
+    Raises:
+        RunExistsError: ``folder`` has files.
+        RunWriteError: The disk is full or cannot be written.
+    """
+    check_free(folder)
+    fresh = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}.new")
+    try:
+        fresh.mkdir(parents=True)
+        yield fresh
+        check_free(folder)
+        if folder.is_dir():
+            folder.rmdir()
+        fresh.rename(folder)
+        sync_folder(folder.parent)
+    except AltoError:
+        raise
+    except (OSError, SafetensorError) as error:  # safetensors wraps OS errors in its own class
+        failure = error if isinstance(error, OSError) else OSError(str(error))
+        raise write_error(folder, failure, "free disk space, or name another folder") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
+# Model cards of exported folders.
+#
+# The hub rejects a card whose base model is not on the hub, so a local base model is named in the text only.
+
+_BY = "[ALTO](https://pypi.org/project/alto-lora/)"
+
+
+def adapter_card(winner: Winner, form: ExportForm, use: ModelUse) -> str:
+    """Return the card of an adapter: a copy of the existing card, which a run's best adapter has, or a new card.
+
+    Args:
+        form: ``adapter`` or ``per_expert``.
+    """
+    base = winner.base_model if is_hub_id(winner.base_model) else ""
+    header = card_header(base, library="peft", pipeline=use.pipeline, tags=adapter_tags(base))
+    code = use.adapter_code(winner.base_model, "folder")
+    file = winner.adapter.folder / "README.md"
+    if form == "adapter" and file.is_file():
+        text = without_header(file.read_text(encoding="utf-8"))
+        text = text.replace(winner.adapter.base_model or winner.base_model, winner.base_model)
+        return f"{header}\n{with_code(text, code)}"
+    how = f"\n\n{code}"
+    if form == "per_expert":
+        command, _ = adapter_command(winner, Path("path/to/this/folder"), is_stacked=False)
+        how = " The matrices of every expert are stored separately, as vLLM reads them; PEFT does not load this form.\n"
+        how += f"\n{_shell(command)}" if command else ""
+    return f"""{header}
+# {winner.name}
+
+LoRA adapter for `{winner.base_model}`, rank {winner.adapter.rank}, exported by {_BY}.{how}"""
+
+
+def merged_card(winner: Winner, difference: float, what: str, use: ModelUse) -> str:
+    """Return the card of a merged model for transformers.
+
+    Args:
+        winner: The adapter that was merged.
+        difference: Relative difference between the merged model's logits in float32 and those of the adapter on its
+            base model.
+        what: A description of the files.
+    """
+    text = _merged_text(winner, difference, what)
+    return f"{_model_header(winner, 'transformers', use.pipeline)}{text}\n{use.merged_code()}"
+
+
+def gguf_card(winner: Winner, difference: float, file_name: str) -> str:
+    """Return the card of a merged model in a GGUF file; ``difference`` is the same as in :func:`merged_card`."""
+    text = _merged_text(winner, difference, f"`{file_name}`, for llama.cpp")
+    return f"{_model_header(winner, 'gguf', 'text-generation')}{text}\n{_shell(gguf_command(Path(file_name)))}"
+
+
+def _model_header(winner: Winner, library: str, pipeline: str) -> str:
+    base = winner.base_model if is_hub_id(winner.base_model) else ""
+    return card_header(base, library=library, pipeline=pipeline, tags=["alto", "lora"])
+
+
+def _merged_text(winner: Winner, difference: float, what: str) -> str:
+    return f"""
+# {winner.name}
+
+`{winner.base_model}` with a LoRA adapter of rank {winner.adapter.rank} merged into its weights by {_BY}: {what}.
+Merged in float32; the logits differ from those of the base model with the adapter by {difference:.1e} (relative).
+"""
+
+
+def _shell(command: str) -> str:
+    return f"```bash\n{command}\n```\n"
+
+
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_KEPT = (METRICS_NAME, LABELS_NAME)
+_CONFIG, _BASE = "adapter_config.json", "base_model_name_or_path"
+
+
+def write_adapter_folder(winner: Winner, form: ExportForm, folder: Path) -> None:
+    """Write the adapter of ``winner`` into ``folder``.
+
+    Args:
+        form: ``adapter``: a copy that names the base model as ``winner`` does; or ``per_expert``.
+        folder: An existing folder.
+
+    Raises:
+        UnsupportedError: ``form`` is ``per_expert``, and the adapter cannot be, or need not be, written in this form.
+        ModelError: The base model's configuration or tokenizer cannot be read.
+    """
+    source = winner.adapter.folder
+    for name in _KEPT if form == "per_expert" else (*_FILES, *_KEPT):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if form == "per_expert":
+        write_per_expert(winner.adapter, _model_type(winner), folder)
+    config = read_json(folder / _CONFIG)
+    if config.get(_BASE) != winner.base_model:
+        text = json.dumps(config | {_BASE: winner.base_model}, indent=2)
+        (folder / _CONFIG).write_text(f"{text}\n", encoding="utf-8")
+    use = save_tokenizer(winner, folder)
+    (folder / "README.md").write_text(adapter_card(winner, form, use), encoding="utf-8")
+
+
+def save_tokenizer(winner: Winner, folder: Path) -> ModelUse:
+    """Write the base model's tokenizer with the chat template that the adapter was trained with.
+
+    Returns:
+        Facts that decide how the adapter, or the merged model, is loaded and prompted.
+    """
+    tokenizer = load_tokenizer(winner.base)
+    tokenizer.save_pretrained(folder)
+    return ModelUse(
+        model_class=loading_class(winner.base),
+        has_template=bool(tokenizer.chat_template),
+        labels=winner.labels,
+        rows=winner.data,
+        trust_remote_code=winner.base.trust_remote_code,
+    )
+
+
+def is_stacked(winner: Winner) -> bool:
+    """Return whether the adapter has stacked experts that vLLM can read only as separate matrices."""
+    return winner.adapter.has_experts and is_read_per_expert(winner.adapter, _model_type(winner))
+
+
+def _model_type(winner: Winner) -> str:
+    model_type: str = load_config(winner.base).get_text_config().model_type
+    return model_type
+
+
+_CHOICES: Mapping[str, Any] = {"gguf": GgufType, "config": ForeignTool}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportSettings:
+    """Settings of an export; without any of the first four, the adapter is copied as it is.
+
+    Attributes:
+        merged: Write a model with the adapter merged, in safetensors.
+        gguf: Write a model with the adapter merged, in one GGUF file with matrices of this type.
+        per_expert: Write the adapter with separate matrices for every expert.
+        config: Write a configuration of this trainer.
+        push_to_hub: Repository on the hub to which the folder is uploaded.
+
+    Raises:
+        SpecError: More than one of the first four is set, or a value is unknown.
+    """
+
+    merged: bool = False
+    gguf: GgufType | None = None
+    per_expert: bool = False
+    config: ForeignTool | None = None
+    push_to_hub: str | None = None
+
+    def __post_init__(self) -> None:
+        for key, choice in _CHOICES.items():
+            value, allowed = getattr(self, key), get_args(choice)
+            if value is not None and value not in allowed:
+                raise SpecError(f"{key}: expected one of {', '.join(allowed)}, found {value!r}; write one of these")
+        chosen = [name for name in ("merged", "gguf", "per_expert", "config") if getattr(self, name)]
+        if len(chosen) > 1:
+            raise SpecError(
+                f"export: expected one of merged, gguf, per_expert and config, found {' and '.join(chosen)}; write "
+                "each into a separate folder"
+            )
+
+    @property
+    def form(self) -> ExportForm:
+        """The form of the exported files."""
+        if self.merged:
+            return "merged"
+        if self.gguf is not None:
+            return "gguf"
+        if self.config is not None:
+            return "config"
+        return "per_expert" if self.per_expert else "adapter"
+
+
+def check_before(folder: Path, settings: ExportSettings) -> None:
+    """Check the folder, access to the hub, and the needed packages before an adapter is read.
+
+    Raises:
+        RunExistsError: ``folder`` has files.
+        SpecError: ``push_to_hub`` is not a valid repository name.
+        HubError: There is no token for the hub, or the hub does not accept it.
+        UnsupportedError: A needed package is not installed.
+    """
+    check_free(folder)
+    if settings.push_to_hub is not None:
+        check_pushable(settings.push_to_hub)
+    if settings.form in ("merged", "gguf"):
+        check_mergeable()
+    if settings.form == "gguf":
+        check_writable()
+
+
+def write_export(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+    """Write ``folder``, completely or not at all, and upload it if requested.
+
+    Args:
+        folder: An absolute path that :func:`check_before` accepts.
+
+    Raises:
+        RunExistsError: ``folder`` has files; nothing was done.
+        RunWriteError: The disk is full or cannot be written; the incomplete folder was removed.
+        HubError: The hub rejects the finished folder.
+        UnsupportedError: The adapter or its base model cannot be exported in this form.
+        ModelError: The base model cannot be used, or the logits of the merged model differ from those of the adapter.
+        SpecError: A configuration of another trainer is requested, and the adapter does not come from a run.
+    """
+    write = {"merged": _write_merged, "gguf": _write_gguf, "config": _write_config}.get(settings.form, _write_adapter)
+    result = write(winner, folder, settings)
+    result = replace(result, files=tuple(sorted(path.name for path in folder.iterdir())))
+    if settings.push_to_hub is None:
+        return result
+    return replace(result, url=push(folder, settings.push_to_hub))
+
+
+def _write_adapter(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+    with new_folder(folder) as fresh:
+        write_adapter_folder(winner, settings.form, fresh)
+    stacked = settings.form == "adapter" and is_stacked(winner)
+    command, notes = adapter_command(winner, folder, is_stacked=stacked)
+    return ExportResult(form=settings.form, folder=str(folder), files=(), command=command, notes=notes)
+
+
+def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+    dtype = dtype_on_disk(winner)
+    model, difference = merged_model(winner)
+    what = f"`model.safetensors` in {str(dtype).removeprefix('torch.')}, for transformers and vLLM"
+    with new_folder(folder) as fresh:
+        cast: Any = model
+        cast.to(dtype).save_pretrained(fresh)
+        card = merged_card(winner, difference, what, save_tokenizer(winner, fresh))
+        (fresh / "README.md").write_text(card, encoding="utf-8")
+    return ExportResult(
+        form="merged", folder=str(folder), files=(), command=model_command(winner, folder), difference=difference
+    )
+
+
+def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+    assert settings.gguf is not None
+    described = GgufModel.of(winner, settings.gguf)
+    model, difference = merged_model(winner)
+    tensors = described.tensors(model)
+    with new_folder(folder) as fresh:
+        described.write(fresh / described.file_name, tensors)
+        (fresh / "README.md").write_text(gguf_card(winner, difference, described.file_name), encoding="utf-8")
+    return ExportResult(
+        form="gguf",
+        folder=str(folder),
+        files=(),
+        command=gguf_command(folder / described.file_name),
+        difference=difference,
+        notes=described.notes,
+    )
+
+
+def _write_config(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+    assert settings.config is not None
+    with new_folder(folder) as fresh:
+        command, notes = write_tool_config(winner, settings.config, fresh, folder)
+    return ExportResult(form="config", folder=str(folder), files=(), command=command, notes=notes)

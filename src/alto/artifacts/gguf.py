@@ -1,0 +1,473 @@
+"""A merged model as a GGUF file: parameters, vocabulary, metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from tokenizers import Regex
+from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from alto.artifacts.winner import Winner
+from alto.backbone import load_config, load_tokenizer
+from alto.errors import ModelError, UnsupportedError
+from alto.records import GgufType
+
+# Hyperparameters of a model in a GGUF file, under the keys of llama.cpp.
+#
+# Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and ``gguf-
+# py/gguf/constants.py``.
+
+USE_CONVERTER = "write the merged model with --merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+
+_ARCHITECTURES: Mapping[str, str] = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+"""Architectures of llama.cpp by the model types of transformers."""
+
+_HEADS_DIFFER = "attention_factor", "mscale", "mscale_all_dim", "truncate"
+"""Settings of YaRN that llama.cpp does not read, or interprets differently."""
+
+_YARN_SPEEDS = ("beta_fast", "beta_slow")
+
+
+def architecture_of(config: PreTrainedConfig) -> str:
+    """Return llama.cpp's name of the architecture that ``config`` describes.
+
+    Raises:
+        UnsupportedError: ALTO cannot write this architecture, or llama.cpp computes one of its features differently.
+    """
+    kind = config.model_type
+    if kind not in _ARCHITECTURES or not type(config).__module__.startswith("transformers."):
+        raise _unsupported(f"a base model of the kinds {', '.join(_ARCHITECTURES)}", repr(kind))
+    architecture, facts = _ARCHITECTURES[kind], config.to_dict()
+    if facts.get("hidden_act") != "silu":
+        raise _unsupported("hidden_act silu", repr(facts.get("hidden_act")))
+    if architecture == "qwen3" and facts.get("attention_bias"):
+        raise _unsupported("a Qwen3 model without biases", "attention_bias")
+    rope = _rope(config)
+    name = rope.get("rope_type", "default")
+    known = ("default", "linear", "yarn", *(("llama3",) if architecture == "llama" else ()))
+    if name not in known:
+        raise _unsupported(f"rope_type {', '.join(known)}", repr(name))
+    strange = [key for key in _HEADS_DIFFER if rope.get(key) is not None]
+    if strange or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise _unsupported(f"rope_type {name} with its usual factors", ", ".join(strange) or "partial_rotary_factor")
+    return architecture
+
+
+def add_parameters(writer: Any, config: PreTrainedConfig, architecture: str) -> tuple[str, ...]:
+    """Add the hyperparameters of the model to the metadata of a file.
+
+    Args:
+        writer: A ``gguf.GGUFWriter``.
+        architecture: See :func:`architecture_of`.
+
+    Returns:
+        Notices for the user, as sentences.
+    """
+    import gguf
+
+    facts, rope = config.to_dict(), _rope(config)
+    num_heads, head_dim = int(facts["num_attention_heads"]), _head_dim(config)
+    length, notes = _context_length(config)
+    writer.add_block_count(int(facts["num_hidden_layers"]))
+    writer.add_context_length(length)
+    writer.add_embedding_length(int(facts["hidden_size"]))
+    writer.add_feed_forward_length(int(facts["intermediate_size"]))
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(int(facts.get("num_key_value_heads") or num_heads))
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(float(facts["rms_norm_eps"]))
+    writer.add_rope_freq_base(float(rope["rope_theta"]))
+    if architecture == "llama":
+        writer.add_vocab_size(int(facts["vocab_size"]))
+        writer.add_rope_dimension_count(head_dim)
+    if rope.get("rope_type") == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+    elif rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(float(rope["factor"]))
+        original = rope.get("original_max_position_embeddings") or facts["max_position_embeddings"]
+        writer.add_rope_scaling_orig_ctx_len(int(original))
+        for key in _YARN_SPEEDS:
+            if rope.get(key) is not None:
+                getattr(writer, f"add_rope_scaling_yarn_{key}")(float(rope[key]))
+    return notes
+
+
+def rope_factors(config: PreTrainedConfig, inverse_frequencies: Tensor) -> Tensor | None:
+    """Return the factors by which llama.cpp divides the rotary frequencies (``rope_freqs.weight``).
+
+    Args:
+        inverse_frequencies: Inverse frequencies that the model computes, float32, ``[head_dim / 2]``.
+
+    Returns:
+        Factors, float32, ``[head_dim / 2]``; None if llama.cpp needs none.
+    """
+    rope, head_dim = _rope(config), _head_dim(config)
+    if rope.get("rope_type") != "llama3":
+        return None
+    steps = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    return 1.0 / (float(rope["rope_theta"]) ** steps) / inverse_frequencies.float().cpu()
+
+
+def _rope(config: PreTrainedConfig) -> dict[str, Any]:
+    found: Any = getattr(config, "rope_parameters", None)
+    return dict(found or {})
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _context_length(config: Any) -> tuple[int, tuple[str, ...]]:
+    """Return the context length and a notice.
+
+    The length is limited to a sliding window of the model, because llama.cpp has no sliding windows in these
+    architectures.
+    """
+    length, window = int(config.max_position_embeddings), getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if not window or window >= length or "sliding_attention" not in kinds:
+        return length, ()
+    return int(window), (
+        f"The file's context length is {window} tokens, the base model's sliding window, because llama.cpp attends to "
+        "the whole text.",
+    )
+
+
+def _unsupported(expected: str, found: str) -> UnsupportedError:
+    return UnsupportedError(f"gguf: expected {expected}, found {found}; {USE_CONVERTER}")
+
+
+# The tokenizer of a model in a GGUF file: byte-level BPE, as llama.cpp reads it.
+#
+# llama.cpp splits texts with its own regular expressions; a file names one of them (``tokenizer.ggml.pre``). ALTO finds
+# the name by comparing how a text is split, not by the tokenizer's name: this module has each of llama.cpp's
+# expressions for the package ``tokenizers``. Conventions are those of llama.cpp, ``convert_hf_to_gguf.py``
+# (``get_vocab_base``), ``gguf-py/gguf/vocab.py``, ``src/llama-vocab.cpp``.
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _split_by(expression: str, *, then_as_gpt2: bool = False) -> PreTokenizer:
+    pieces = Split(Regex(expression), "isolated")
+    return Sequence([pieces, ByteLevel(add_prefix_space=False, use_regex=then_as_gpt2)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Splitter:
+    """One of llama.cpp's methods to split a text.
+
+    Attributes:
+        build: Returns the equivalent for the package ``tokenizers``.
+        ignores_merges: Whether a piece that is a token is used without applying merges; None matches both settings.
+    """
+
+    build: Callable[[], PreTokenizer]
+    ignores_merges: bool | None = False
+
+
+_SPLITTERS: Mapping[str, _Splitter] = {
+    "gpt-2": _Splitter(lambda: ByteLevel(add_prefix_space=False, use_regex=True)),
+    "smollm": _Splitter(lambda: _split_by(r"\p{N}", then_as_gpt2=True)),
+    "llama-bpe": _Splitter(
+        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), True
+    ),
+    "dbrx": _Splitter(
+        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), False
+    ),
+    "qwen2": _Splitter(lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}")),
+    "tekken": _Splitter(lambda: _split_by(_TEKKEN), None),
+}
+"""Splitters by llama.cpp's names."""
+
+_TEXT = (
+    "Hello, World!  It's 7, 42, 365, 2024 and 1234567 (3.14) - we've DON'T, you'LL, camelCase HTTPServer.\n\n\t  tabs\n"
+    "   spaces   \r\n...!!! ??--==/* x_y */ a/b//c\n"
+    "привет МИР Ελλάδα 你好世界 こんにちは กำลัง ភាសាខ្មែរ naïve café 🚀🙂 «»"
+    " \n \n\nend"
+)
+"""The text by which splitters are compared."""
+
+_NAMED = ("bos", "eos", "unk", "pad")
+
+
+def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
+    """Add the tokens, merges, special tokens and chat template of ``tokenizer`` to the metadata of a file.
+
+    Args:
+        writer: A ``gguf.GGUFWriter``.
+        tokenizer: A tokenizer of transformers.
+        vocab_size: Number of rows of the model's embeddings; rows without a token become unused tokens ``[PAD…]``.
+
+    Raises:
+        UnsupportedError: The tokenizer is not a byte-level BPE, or splits texts or adds special tokens in a way that
+            llama.cpp cannot.
+    """
+    import gguf
+
+    state = _state_of(tokenizer)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(_splitter_of(tokenizer, bool(state["model"].get("ignore_merges"))))
+    texts: list[str] = [f"[PAD{index}]" for index in range(vocab_size)]
+    kinds = [gguf.TokenType.UNUSED] * vocab_size
+    for text, index in tokenizer.get_vocab().items():
+        if index >= vocab_size:
+            expected = f"at most {vocab_size} tokens, as many as the base model has embeddings"
+            raise _unsupported(expected, f"token {index}")
+        texts[index], kinds[index] = text, gguf.TokenType.NORMAL
+    for index, added in tokenizer.added_tokens_decoder.items():
+        is_control = added.special or (added.content.startswith("<|") and added.content.endswith("|>"))
+        kinds[index] = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
+    writer.add_token_list(texts)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([_as_text(merge) for merge in state["model"]["merges"]])
+    for name in _NAMED:
+        index = getattr(tokenizer, f"{name}_token_id", None)
+        if index is not None:
+            getattr(writer, f"add_{name}_token_id")(int(index))
+    begins, ends = _marks(tokenizer)
+    writer.add_add_bos_token(begins)
+    writer.add_add_eos_token(ends)
+    template = getattr(tokenizer, "chat_template", None)
+    if isinstance(template, Mapping):
+        template = template.get("default")
+    if template:
+        writer.add_chat_template(template)
+
+
+def _state_of(tokenizer: Any) -> dict[str, Any]:
+    """Return the ``tokenizer.json`` contents of a byte-level BPE tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _unsupported("a tokenizer of the package tokenizers (tokenizer.json)", type(tokenizer).__name__)
+    state: dict[str, Any] = json.loads(backend.to_str())
+    model, decoder, normalizer = (state.get(part) or {} for part in ("model", "decoder", "normalizer"))
+    kinds = {step.get("type") for step in decoder.get("decoders", [decoder])}
+    if model.get("type") != "BPE" or kinds != {"ByteLevel"} or model.get("byte_fallback"):
+        raise _unsupported("a byte-level BPE tokenizer", f"{model.get('type')} with the decoder {decoder.get('type')}")
+    if normalizer.get("type") not in (None, "NFC"):
+        raise _unsupported("a tokenizer that does not change texts", f"the normalizer {normalizer.get('type')}")
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
+        raise _unsupported("a BPE tokenizer that does not mark parts of words", "continuing_subword_prefix or a suffix")
+    return state
+
+
+def _splitter_of(tokenizer: Any, ignores_merges: bool) -> str:
+    own = tokenizer.backend_tokenizer.pre_tokenizer
+    wanted = [] if own is None else _pieces(own)
+    for name, splitter in _SPLITTERS.items():
+        if splitter.ignores_merges in (None, ignores_merges) and _pieces(splitter.build()) == wanted:
+            return name
+    raise _unsupported(f"a tokenizer that splits texts like one of {', '.join(_SPLITTERS)}", "a different splitter")
+
+
+def _pieces(splitter: PreTokenizer) -> list[str]:
+    return [piece for piece, _ in splitter.pre_tokenize_str(_TEXT)]
+
+
+def _as_text(merge: Any) -> str:
+    """Return both parts of a merge joined with a space; older files already store merges in this form."""
+    return merge if isinstance(merge, str) else " ".join(merge)
+
+
+def _marks(tokenizer: Any) -> tuple[bool, bool]:
+    """Return whether the tokenizer adds the BOS token to every text, and whether it adds the EOS token."""
+    bare, marked = (tokenizer("a", add_special_tokens=is_marked)["input_ids"] for is_marked in (False, True))
+    for begins in (False, True):
+        for ends in (False, True):
+            before = [tokenizer.bos_token_id] if begins else []
+            after = [tokenizer.eos_token_id] if ends else []
+            if marked == [*before, *bare, *after]:
+                return begins, ends
+    raise _unsupported("a tokenizer that adds only the BOS and EOS tokens", f"{marked} for a text of {bare}")
+
+
+# Writing of a model to one GGUF file for llama.cpp.
+#
+# Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``ModelBase.prepare_tensors``, ``LlamaModel.permute``).
+
+_FILE_TYPES: Mapping[GgufType, str] = {"f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
+_LARGEST_F16 = 65504.0
+_BIASED: Mapping[str, tuple[str, ...]] = {
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "qwen2": ("q_proj", "k_proj", "v_proj"),
+    "qwen3": (),
+}
+"""Layers whose biases llama.cpp reads, by architecture."""
+
+
+def check_writable() -> None:
+    """Check that GGUF files can be written here.
+
+    Raises:
+        UnsupportedError: The package gguf is not installed.
+    """
+    try:
+        import gguf  # noqa: F401
+    except ImportError:
+        raise UnsupportedError(
+            "gguf: expected the package gguf, found that it is not installed; pip install 'alto-lora[gguf]', or "
+            f"{USE_CONVERTER}"
+        ) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufModel:
+    """The contents of a GGUF file except its tensors.
+
+    Attributes:
+        type: Type of the matrices. Vectors are float32; matrices whose row length is not a multiple of 32 are float16.
+        notes: Notices for the user, as sentences.
+    """
+
+    file_name: str
+    type: GgufType
+    notes: tuple[str, ...]
+    _writer: Any
+    _config: PreTrainedConfig
+    _architecture: str
+
+    @classmethod
+    def of(cls, winner: Winner, type: GgufType) -> Self:
+        """Return the description of the merged model of ``winner``; no weights are read.
+
+        Raises:
+            UnsupportedError: The base model, its tokenizer or the adapter has a feature that ALTO cannot write.
+        """
+        import gguf
+
+        if winner.adapter.has_head:
+            raise UnsupportedError(
+                "gguf: expected a causal language model, found a classification head; write the model with --merged"
+            )
+        config = load_config(winner.base)
+        architecture = architecture_of(config)
+        writer = gguf.GGUFWriter(None, architecture)
+        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_name(winner.name)
+        notes = add_parameters(writer, config, architecture)
+        writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[type]])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        add_vocabulary(writer, load_tokenizer(winner.base), int(config.vocab_size))
+        return cls(
+            file_name=f"{winner.name}-{type.upper()}.gguf",
+            type=type,
+            notes=notes,
+            _writer=writer,
+            _config=config,
+            _architecture=architecture,
+        )
+
+    def tensors(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """Return the tensors of ``model`` by their names in the file, float32; query and key rows are in llama.cpp's
+        order.
+
+        Raises:
+            UnsupportedError: llama.cpp has no name for a tensor.
+            ModelError: A number is not finite, or too large for float16.
+        """
+        import gguf
+
+        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
+        names = gguf.get_tensor_name_map(arch, int(self._config.num_hidden_layers))
+        found: dict[str, Tensor] = {}
+        for name, weight in model.state_dict().items():
+            if name == "lm_head.weight" and model.config.tie_word_embeddings:
+                continue
+            module, _, leaf = name.rpartition(".")
+            mapped = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if mapped is None or (leaf == "bias" and module.rpartition(".")[2] not in _BIASED[self._architecture]):
+                raise UnsupportedError(
+                    f"gguf: expected tensors that llama.cpp knows for {self._architecture}, found {name}; "
+                    f"{USE_CONVERTER}"
+                )
+            found[mapped] = self._in_order(module.rpartition(".")[2], weight.detach().float())
+        rotary: Any = model.get_submodule("model.rotary_emb")
+        factors = rope_factors(self._config, rotary.inv_freq)
+        if factors is not None:
+            found = {"rope_freqs.weight": factors, **found}
+        for name, weight in found.items():
+            largest = weight.abs().max().item()
+            if not largest <= _LARGEST_F16:
+                raise ModelError(
+                    f"gguf: expected finite weights of at most {_LARGEST_F16:g}, which float16 holds, found "
+                    f"{largest:g} in {name}; write the model with --merged"
+                )
+        return found
+
+    def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        """Write the file; tensors are converted one at a time.
+
+        Args:
+            tensors: See :meth:`tensors`.
+
+        Raises:
+            OSError: The disk is full or cannot be written.
+        """
+        from gguf.quants import quantize
+
+        writer = self._writer
+        kinds = {name: self._kind(name, weight) for name, weight in tensors.items()}
+        for name, weight in tensors.items():
+            shape, dtype = _layout(tuple(weight.shape), kinds[name])
+            writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kinds[name])
+        try:
+            writer.write_header_to_file(path)
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, data in _arrays(tensors):
+                writer.write_tensor_data(quantize(data, kinds[name]))
+            writer.flush()
+        finally:
+            writer.close()
+
+    def _in_order(self, layer: str, weight: Tensor) -> Tensor:
+        """Return ``weight`` with rows in llama.cpp's order.
+
+        In llama.cpp, rows of a query or key head alternate between the two halves that are rotated together; in
+        transformers, one half follows the other.
+        """
+        if self._architecture != "llama" or layer not in ("q_proj", "k_proj"):
+            return weight
+        config: Any = self._config
+        num_heads = config.num_attention_heads if layer == "q_proj" else config.num_key_value_heads
+        halves = weight.unflatten(0, (num_heads, 2, -1))
+        return halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+    def _kind(self, name: str, weight: Tensor) -> Any:
+        from gguf import GGMLQuantizationType as Kind
+
+        if weight.ndim == 1 or name.endswith("_norm.weight"):
+            return Kind.F32
+        return Kind.Q8_0 if self.type == "q8_0" and weight.shape[-1] % 32 == 0 else Kind.F16
+
+
+def _arrays(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
+    for name, weight in tensors.items():
+        yield name, weight.to(torch.float32).cpu().numpy()
+
+
+def _layout(shape: tuple[int, ...], kind: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the array shape and dtype of a tensor in a GGUF file."""
+    from gguf import GGMLQuantizationType as Kind
+    from gguf.quants import quant_shape_to_byte_shape
+
+    if kind == Kind.Q8_0:
+        return tuple(quant_shape_to_byte_shape(shape, kind)), np.dtype(np.uint8)
+    return shape, np.dtype(np.float16 if kind == Kind.F16 else np.float32)

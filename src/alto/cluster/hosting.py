@@ -1,0 +1,285 @@
+"""Works on the runs that the cluster orders this process to work on: one after the other, or several at once."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from alto.base import writing
+from alto.cluster.attempt import AttemptDir, Ending, exit_code_of
+from alto.cluster.base import Outcome
+from alto.cluster.entry import TRUST_VARIABLE, Entry, Host, HostedRun, ending_of, load_entry, notices_of
+from alto.cluster.orders import EndReport, Orders, WorkOrder
+from alto.cluster.processes import HELD_SIGNALS
+from alto.errors import RunBusyError, RunWriteError
+from alto.runs import RunDir
+
+LOCK_TIMEOUT_S = 60.0
+"""Longest wait for a run's lock: an executor whose controller was killed may still hold it for a while."""
+
+BEAT_INTERVAL_S = 0.5
+IDLE_INTERVAL_S = 0.02
+
+
+class StopRequest:
+    """Records whether a signal has asked this process to stop."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._interrupts = False
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the stop signals that were blocked until now; a repeated signal changes nothing."""
+        try:
+            for number in HELD_SIGNALS:
+                signal.signal(number, self._on_signal)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
+            yield
+        finally:
+            for number in HELD_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+
+    @contextlib.contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a signal raise `KeyboardInterrupt` inside until :meth:`check` is first called: no work can be lost."""
+        self._interrupts = True
+        try:
+            if self.is_set:
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._interrupts = False
+
+    def check(self) -> bool:
+        """Return whether a signal has come; from now on signals raise nothing."""
+        self._interrupts = False
+        return self.is_set
+
+    def _on_signal(self, _: int, __: FrameType | None) -> None:
+        self.is_set = True
+        if self._interrupts:
+            self._interrupts = False
+            raise KeyboardInterrupt
+
+
+class Heartbeat:
+    """Checks whether one attempt must stop. Each check is also its sign of life."""
+
+    def __init__(self, attempt: AttemptDir, request: StopRequest) -> None:
+        self.is_stopping = False
+        self._attempt = attempt
+        self._request = request
+        self._beats_at = 0.0
+
+    def is_interrupted(self) -> bool:
+        """Touch the heartbeat, and return whether the attempt must stop."""
+        self.beat()
+        return self._request.check() or self.is_stopping
+
+    def beat(self) -> None:
+        """Touch the heartbeat, at most once per interval.
+
+        Raises:
+            RunWriteError: The run's disk cannot be written.
+        """
+        now = time.monotonic()
+        if now >= self._beats_at:
+            with writing(self._attempt.run_dir, self._attempt.heartbeat):
+                self._attempt.heartbeat.touch()
+            self._beats_at = now + BEAT_INTERVAL_S
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """An attempt at a run that this process works on.
+
+    Attributes:
+        entry: The function or class that the order names.
+        host: Works on the run; None while the attempt waits for the run's lock.
+        waits_until: Time at which waiting for the lock is given up.
+    """
+
+    order: WorkOrder
+    entry: Entry | type[Host]
+    heartbeat: Heartbeat
+    waits_until: float
+    host: Host | None = None
+
+    @property
+    def dir(self) -> AttemptDir:
+        return self.order.attempt
+
+
+class OrderLoop:
+    """Carries out orders until this process is asked to stop, or an unknown error makes it unsafe to reuse. It then
+    starts no other runs, and ends after its current runs.
+
+    Args:
+        orders: The folder of this process.
+        request: Records whether this process was asked to stop.
+    """
+
+    def __init__(self, orders: Orders, request: StopRequest) -> None:
+        self._orders = orders
+        self._request = request
+        self._attempts: dict[int, _Attempt] = {}
+        self._hosts: dict[str, Host] = {}
+        self._is_reusable = True
+        self._exit_code = 0
+
+    def run(self) -> int:
+        """Carry out orders; return the exit code of this process."""
+        self._direct_output()
+        while True:
+            if self._is_reusable or self._request.is_set:
+                self._take_orders()
+                self._begin_waiting()
+            for host in self._hosts.values():
+                self._turn(host)
+            if not any(attempt.host for attempt in self._attempts.values()):
+                if self._request.is_set or not self._is_reusable:
+                    return self._exit_code
+                time.sleep(IDLE_INTERVAL_S)
+
+    # -- orders ----------------------------------------------------------------------------------------------------
+
+    def _take_orders(self) -> None:
+        for order in self._orders.new():
+            if isinstance(order, WorkOrder):
+                self._take(order)
+            elif order.stopped in self._attempts:
+                self._attempts[order.stopped].heartbeat.is_stopping = True
+
+    def _take(self, order: WorkOrder) -> None:
+        loaded: list[Entry | type[Host]] = []
+        with _output_to(order.attempt):
+            ending = ending_of(lambda: loaded.append(load_entry(order.ticket.entry)))
+        if not loaded:
+            self._report(order, ending)
+            return
+        self._attempts[order.number] = _Attempt(
+            order=order,
+            entry=loaded[0],
+            heartbeat=Heartbeat(order.attempt, self._request),
+            waits_until=time.monotonic() + LOCK_TIMEOUT_S,
+        )
+        self._direct_output()
+
+    def _begin_waiting(self) -> None:
+        """Start the attempts whose runs no other process works on."""
+        for attempt in [attempt for attempt in self._attempts.values() if attempt.host is None]:
+            if self._request.is_set or attempt.heartbeat.is_stopping:
+                self._end(attempt, KeyboardInterrupt())
+            elif not RunDir(attempt.dir.run_dir).is_locked():
+                self._begin(attempt)
+            elif time.monotonic() > attempt.waits_until:
+                self._end(attempt, run_is_busy(attempt.dir))
+
+    def _begin(self, attempt: _Attempt) -> None:
+        """Hand a run to its host, or do all the work if its entry is a function."""
+        # While other runs are trained, a signal must not interrupt a change that concerns them too.
+        is_alone = len(self._attempts) == 1
+        notices: str | None = None
+        try:
+            with self._request.interrupting() if is_alone else contextlib.nullcontext(), _output_to(attempt.dir):
+                attempt.heartbeat.beat()
+                if isinstance(attempt.entry, type):
+                    name = attempt.order.ticket.entry
+                    attempt.host = self._hosts.setdefault(name, self._hosts.get(name) or attempt.entry())
+                    attempt.host.attach(_hosted(attempt))
+                    return
+                self._is_reusable = False  # a function may leave anything behind
+                notices = _call(attempt.entry, attempt)
+        except BaseException as error:
+            self._end(attempt, error)
+        else:
+            self._end(attempt, notices or "")
+
+    # -- work ------------------------------------------------------------------------------------------------------
+
+    def _turn(self, host: Host) -> None:
+        if any(attempt.host is host for attempt in self._attempts.values()):
+            for number, ended in host.turn().items():
+                self._end(self._attempts[number], ended)
+            self._is_reusable = self._is_reusable and host.is_usable
+
+    def _end(self, attempt: _Attempt, ended: str | BaseException) -> None:
+        """Report the end of an attempt; ``ended`` is its notices, or the error that ended it."""
+        del self._attempts[attempt.order.number]
+        with _output_to(attempt.dir):
+            ending = ending_of(lambda: notices_of(ended))
+        self._report(attempt.order, ending)
+
+    def _report(self, order: WorkOrder, ending: Ending) -> None:
+        # An unknown error may have left anything behind.
+        is_clean = ending.outcome is not Outcome.LOST and not order.ticket.trust_remote_code
+        self._is_reusable = self._is_reusable and is_clean and not self._request.is_set
+        with contextlib.suppress(RunWriteError):
+            order.attempt.write_ending(ending)
+        is_reported = self._orders.report(order.number, EndReport(ending=ending, is_reusable=self._is_reusable))
+        if not self._attempts:
+            self._exit_code = exit_code_of(ending, is_written=is_reported)
+            self._is_reusable = self._is_reusable and is_reported
+        self._direct_output()
+
+    def _direct_output(self) -> None:
+        """Print to the log of the attempt if there is only one, so that no run's log has the output of another."""
+        alone = next(iter(self._attempts.values())).dir if len(self._attempts) == 1 else None
+        with contextlib.suppress(RunWriteError, OSError):  # output then stays where it was
+            if alone is not None:
+                redirect_output(alone)
+            else:
+                _redirect(self._orders.output, self._orders.output)
+
+
+def redirect_output(attempt: AttemptDir) -> None:
+    """Print to the logs of an attempt from now on, also from processes started by this one.
+
+    Raises:
+        RunWriteError: The run's disk cannot be written.
+    """
+    with writing(attempt.run_dir, attempt.root):
+        _redirect(attempt.stdout, attempt.stderr)
+
+
+@contextlib.contextmanager
+def _output_to(attempt: AttemptDir) -> Iterator[None]:
+    """Print to the logs of an attempt from now on."""
+    with contextlib.suppress(RunWriteError):
+        redirect_output(attempt)
+    yield
+
+
+def _redirect(stdout: Path, stderr: Path) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    for descriptor, path in enumerate((Path(os.devnull), stdout, stderr)):
+        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+
+
+def _hosted(attempt: _Attempt) -> HostedRun:
+    order = attempt.order
+    return HostedRun(number=order.number, ticket=order.ticket, is_interrupted=attempt.heartbeat.is_interrupted)
+
+
+def _call(entry: Entry, attempt: _Attempt) -> str | None:
+    os.environ[TRUST_VARIABLE] = str(int(attempt.order.ticket.trust_remote_code))
+    return entry(str(attempt.dir.run_dir), attempt.heartbeat.is_interrupted)
+
+
+def run_is_busy(attempt: AttemptDir) -> RunBusyError:
+    """Return the error for an attempt whose run another process does not release."""
+    return RunBusyError(
+        f"expected a run that no other process works on, found that one still works on {attempt.run_dir} after "
+        f"{LOCK_TIMEOUT_S:.0f} s; end that process, then resume the run"
+    )

@@ -1,0 +1,245 @@
+"""``report.html``: one page that shows a run."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+from alto.base import read_json
+from alto.errors import RunError
+from alto.report.importance import MIN_JOBS, importance_of_settings
+from alto.report.pages import render_page, timestamp, write_page
+from alto.report.run_drawings import run_figures
+from alto.runs import METRICS_NAME, JobHistory, RunHistory, Stage, read_history
+from alto.runs.lead import lead_of_winner
+from alto.runs.progress import device_hours, exit_totals, price_of_hour, rung_costs, time_saved_s
+from alto.spec import LABELS_NAME, write_yaml
+from alto.views.choice import choice_notes
+from alto.views.metrics import describe_metrics, describe_test, loss_unit
+from alto.views.tables import job_table, run_notes
+from alto.views.wording import (
+    clean,
+    describe_refit,
+    describe_rungs,
+    describe_scoring,
+    describe_task,
+    describe_time,
+    tidy_config,
+    varying_keys,
+)
+
+_LEAST_VLLM_RANK = 8
+
+
+def winner_yaml(history: RunHistory, winner: JobHistory) -> str:
+    """Return the winner's configuration as keys of a task file, without the rows to train on."""
+    keys = {"method": history.method, **winner.config}
+    if history.started is not None and history.started.model:
+        keys = {"model": history.started.model, **keys}
+    return write_yaml(keys)
+
+
+def winner_commands(
+    history: RunHistory, winner: JobHistory, run_dir: Path, *, has_labels: bool
+) -> list[tuple[str, str]]:
+    """Return what each command does, and the command.
+
+    Args:
+        history: A finished run.
+        winner: The best job of the run.
+        run_dir: Folder of the run.
+        has_labels: Whether the adapter has a classification head, so that it cannot generate text.
+    """
+    run = shlex.quote(str(run_dir))
+    alone = (
+        "Train its configuration alone, after you put the keys below and your rows into a task file",
+        "alto tune winner.yaml",
+    )
+    if has_labels:
+        return [alone]
+    return [
+        ("Compare it with the base model", f"alto eval {run} --baseline"),
+        (
+            "Write its answers and the base model's answers to a file",
+            f"alto eval {run} --save-predictions answers.jsonl",
+        ),
+        ("Serve it with vLLM", _vllm_command(history, winner, run_dir)),
+        alone,
+    ]
+
+
+def _vllm_command(history: RunHistory, winner: JobHistory, run_dir: Path) -> str:
+    base = "BASE" if history.started is None else history.started.base_model or history.started.model or "BASE"
+    rank = winner.config.get("r")
+    # vLLM allocates memory for certain ranks from 8 on, among them powers of two.
+    needed = max(_LEAST_VLLM_RANK, rank if isinstance(rank, int) else _LEAST_VLLM_RANK)
+    adapter = shlex.quote(f"{history.name}={run_dir / 'best'}")
+    return (
+        f"vllm serve {shlex.quote(base)} --enable-lora --max-lora-rank {1 << (needed - 1).bit_length()} "
+        f"--lora-modules {adapter}"
+    )
+
+
+REPORT_NAME = "report.html"
+RUNGS = ("early_exit", "rungs")
+FILES = ("base", "files")
+UNSHOWN = (
+    RUNGS,  # shown in words
+    FILES,
+    ("data", "train_validation_fingerprint"),
+    ("data", "validation_fingerprint"),
+)
+"""Nested settings that are not listed."""
+_OF_LABELS = {"accuracy": "Accuracy", "macro_f1": "Macro F1", "mse": "MSE", "spearman": "Spearman's rho"}
+"""Titles of the metrics of classifiers and regressors."""
+
+
+def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
+    """Write ``report.html`` into ``run_dir`` from its journal and return its path; the run may be unfinished.
+
+    Args:
+        run_dir: Folder of the run.
+        price: Price of an hour of one GPU; None takes that of :func:`alto.runs.progress.price_of_hour`.
+
+    Raises:
+        RunNotFoundError: ``run_dir`` holds no journal.
+        RunError: The journal is damaged before its last line, or the metrics of an adapter are damaged.
+        SpecError: The price in the environment is not a valid price.
+        RunWriteError: The disk is full or cannot be written.
+    """
+    run_dir = Path(run_dir)
+    return write_page(run_dir / REPORT_NAME, report_page(run_dir, read_history(run_dir), price=price))
+
+
+def report_page(run_dir: Path, history: RunHistory, *, price: float | None = None, shown_as: Path | None = None) -> str:
+    """Return the report of a run as HTML.
+
+    Args:
+        run_dir: Folder of the run.
+        history: The run.
+        price: See :func:`write_report`.
+        shown_as: Path of the folder that the page shows; None shows ``run_dir``.
+
+    Raises:
+        RunError, SpecError: See :func:`write_report`.
+    """
+    evaluations = _evaluations(run_dir)
+    numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)
+    measured = [name for name in numbers if any(found.get(name) is not None for found in evaluations)]
+    of_task = None if history.started is None else history.started.gpu_hour_price
+    hours = device_hours(history, price_of_hour(price, of_task))
+    context = _context(history, shown_as or run_dir, _num_labels(run_dir / "best" / LABELS_NAME))
+    titles = {name: title for name, title in _OF_LABELS.items() if name in measured}
+    return render_page(
+        "report.html.jinja", **context, evaluations=evaluations, measured=measured, of_labels=titles, hours=hours
+    )
+
+
+def _num_labels(path: Path) -> int | None:
+    """Return the number of labels of the best adapter's classification head; None without one, or if the file is
+    damaged."""
+    try:
+        return len(read_json(path)["id2label"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict[str, Any]:
+    table = job_table(history)
+    figures = run_figures(history, table)
+    winner = history.best if history.result is not None else None
+    return {
+        "history": history,
+        "table": table,
+        "best": next((row for row in table.rows if row.is_best), None),
+        "finalists": describe_scoring(history.finalists, history.scorer, history.scorer_failure),
+        "is_finished": history.result is not None,
+        "refit": "" if history.refit is None else describe_refit(history.refit),
+        "num_open": sum(not job.has_ended for job in history.jobs.values()),
+        "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
+        "num_completed": sum(job.stage is Stage.COMPLETED for job in history.jobs.values()),
+        "subtitle": describe_task(history.started),
+        "notes": [*run_notes(history), *map(clean, choice_notes(history))],
+        "totals": exit_totals(history),
+        "time_saved_s": time_saved_s(history),
+        "time_spent": "; ".join(describe_time(history)).removeprefix("time: "),
+        "rung_costs": rung_costs(history),
+        "importance": importance_of_settings(history),
+        "min_jobs": MIN_JOBS,
+        "settings": _settings(history),
+        "shared": _shared_settings(history),
+        "adapter_dir": str(run_dir / "best"),
+        "num_labels": num_labels,
+        "winner_yaml": "" if winner is None else winner_yaml(history, winner),
+        "commands": (
+            [] if winner is None else winner_commands(history, winner, run_dir, has_labels=num_labels is not None)
+        ),
+        "jobs_dir": str(run_dir / "jobs"),
+        "written_at": timestamp(history.last_seen_at),
+        "loss_unit": loss_unit(history.method),
+        "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
+        "tested": describe_test(history, history.best) if history.best else "",
+        "lead": lead_of_winner(history),
+        "validation": figures.validation,
+        "train": figures.train,
+        "metric_sections": figures.metric_sections,
+        "parallel": figures.parallel,
+        "rates": figures.rates,
+        "figures": figures.data,
+        "opens_logarithmic": figures.opens_logarithmic,
+    }
+
+
+def _evaluations(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the evaluations of the best adapter, of every job's adapter, and of the base model.
+
+    If an adapter has several evaluations with the same dataset and settings, only the newest is returned. Evaluations
+    of the base model are stored with each adapter.
+    """
+    folders = {"best": run_dir / "best"} | {path.parent.name: path for path in sorted(run_dir.glob("jobs/*/best"))}
+    found: dict[str, dict[str, Any]] = {}
+    for name, folder in folders.items():
+        for entry in _read_evaluations(folder / METRICS_NAME):
+            settings = entry.get("settings")
+            settings = settings if isinstance(settings, dict) else {}
+            # The report shows the adapter in its own column, and needs no base model.
+            shown = {k: v for k, v in settings.items() if v is not None and k not in ("weights", "base_model")}
+            line = {**entry, "settings": shown, "adapter": "base" if settings.get("weights") == "base" else name}
+            key = json.dumps([line["adapter"], entry.get("dataset"), settings], sort_keys=True)
+            if key not in found or str(found[key].get("date")) < str(entry.get("date")):
+                found[key] = line
+    return list(found.values())
+
+
+def _read_evaluations(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    try:
+        return [dict(entry) for entry in read_json(path).get("evaluations") or ()]
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RunError(
+            f"{path}: expected a JSON object of metrics, found invalid content ({error}). Remove the file and evaluate "
+            "the run again to have its evaluations in the report."
+        ) from None
+
+
+def _settings(history: RunHistory) -> list[tuple[str, Any]]:
+    """Return name and value of every setting of the task in the journal; names of nested settings are dotted."""
+    flat: list[tuple[str, Any]] = []
+    for key, value in history.settings().items():
+        if isinstance(value, dict):
+            flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in UNSHOWN]
+            if key == RUNGS[0]:
+                flat.append((".".join(RUNGS), describe_rungs(history.rung_settings) or None))
+        elif key != "validation_weights":  # too long: a number for every validation row
+            flat.append((key, value))
+    return flat
+
+
+def _shared_settings(history: RunHistory) -> list[tuple[str, Any]]:
+    """Return the settings that all jobs have in common."""
+    configs = [tidy_config(job.config) for job in history.jobs.values()]
+    varying = set(varying_keys(configs))
+    return [(key, value) for key, value in configs[0].items() if key not in varying] if configs else []

@@ -1,5 +1,0 @@
-"""Serving of finished adapters by a vLLM server: registration, model names, and forwarded requests."""
-
-from alto.service.serving.registrar import Registrar, registering
-
-__all__ = ["Registrar", "registering"]

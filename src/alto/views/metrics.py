@@ -1,0 +1,115 @@
+"""Names, units and formats of a method's metrics and loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from alto.runs import JobHistory, RunHistory
+from alto.spec import source_of
+from alto.views.wording import clean, format_loss, format_share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Words:
+    """The name of a metric in a narrow column, and its meaning with the unit."""
+
+    short: str
+    meaning: str
+
+
+# The metrics that have columns and curves.
+_WORDS: Mapping[str, _Words] = {
+    "reward_accuracy": _Words(
+        short="accuracy",
+        meaning="Share of the validation pairs whose chosen reply earns a higher reward than the rejected reply.",
+    ),
+    "reward_margin": _Words(
+        short="margin",
+        meaning="Reward of the chosen reply minus the reward of the rejected reply, in nats times beta; mean over the "
+        "validation pairs.",
+    ),
+    "accuracy": _Words(
+        short="accuracy",
+        meaning="Share of the validation rows for which the label, or every label, is predicted correctly.",
+    ),
+    "macro_f1": _Words(
+        short="macro F1",
+        meaning="Mean over the labels of F1, the harmonic mean of precision and recall.",
+    ),
+    "pearson": _Words(short="Pearson", meaning="Correlation of predicted numbers and labels, from -1 to 1."),
+}
+
+_LOSS_UNITS: Mapping[str, str] = {
+    "sft": "nats per token",
+    "dpo": "mean over pairs",
+    "orpo": "mean over pairs",
+    "classification": "nats per row",
+    "regression": "mean squared error",
+}
+
+
+def shown_metrics(history: RunHistory) -> tuple[str, ...]:
+    """Return the measured metrics that have a column and a curve; the metric that the task selects by comes first,
+    unless that is the loss."""
+    measured = {name for job in history.jobs.values() for name in job.best_metrics}
+    of_sources = [
+        name
+        for name in dict.fromkeys(name for job in history.jobs.values() for name in job.best_metrics)
+        if source_of(name) is not None
+    ]
+    return tuple(name for name in dict.fromkeys((history.metric, *_WORDS, *of_sources)) if name in measured)
+
+
+def metric_name(metric: str) -> str:
+    """Return the name in words: ``reward accuracy`` for ``reward_accuracy``."""
+    return clean(metric.replace("_", " "))
+
+
+def short_metric(metric: str) -> str:
+    """Return the name for a narrow column."""
+    source = source_of(metric)
+    if source is not None:
+        return clean(f"on {source}")
+    return _WORDS[metric].short if metric in _WORDS else metric_name(metric)
+
+
+def metric_meaning(metric: str) -> str:
+    """Return a sentence about the metric; empty for a metric of another package."""
+    source = source_of(metric)
+    if source is not None:
+        return f"Validation loss on the rows of the source {source} of the mixture."
+    return _WORDS[metric].meaning if metric in _WORDS else ""
+
+
+def is_share(metric: str) -> bool:
+    """Return whether the values of the metric are fractions, judged by its name."""
+    return metric.endswith("accuracy") and source_of(metric) is None
+
+
+def format_metric(metric: str, value: float | None) -> str:
+    """Format a value: a fraction in percent, any other value like a loss, a missing value as a dash."""
+    if value is not None and is_share(metric) and math.isfinite(value):
+        return format_share(value)
+    return format_loss(value)
+
+
+def describe_metrics(metrics: Mapping[str, float], names: tuple[str, ...]) -> str:
+    """Return text such as ``reward accuracy 71 %, reward margin 0.2100``; empty if none of ``names`` was measured."""
+    return ", ".join(f"{metric_name(name)} {format_metric(name, metrics[name])}" for name in names if name in metrics)
+
+
+def describe_test(history: RunHistory, job: JobHistory) -> str:
+    """Return loss and metrics on the test rows, such as ``0.3969, accuracy 83 %, macro f1 0.8301``; empty without test
+    rows."""
+    if job.best_test_loss is None:
+        return ""
+    names = tuple(dict.fromkeys((history.metric, *_WORDS)))
+    metrics = describe_metrics(job.best_test_metrics, names)
+    return format_loss(job.best_test_loss) + (f", {metrics}" if metrics else "")
+
+
+def loss_unit(method: str) -> str:
+    """Return the unit of a method's loss."""
+    return _LOSS_UNITS.get(method, f"in the unit of {clean(method)}")

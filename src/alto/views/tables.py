@@ -1,0 +1,246 @@
+"""Rows of the job table, and sentences that explain why a job ended early.
+
+The table shows only the configuration keys that vary between jobs; the values that all jobs share belong in the
+settings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from alto.records import ExitReason, FinalistScore
+from alto.runs import JobHistory, RunHistory, Stage
+from alto.views.metrics import shown_metrics
+from alto.views.wording import (
+    clean,
+    describe_adapter_check,
+    describe_config,
+    describe_memory_event,
+    describe_origin,
+    format_count,
+    format_loss,
+    format_score,
+    format_setting,
+    format_share,
+    short_name,
+    tidy_config,
+    varying_keys,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """One line of the job table.
+
+    Attributes:
+        job: Job id, safe to print.
+        job_id: Job id in the run.
+        origin: Origin of the job, such as ``clone of job-001``, safe to print; empty if it came with the task.
+        settings: Value of every configuration column of the table, as text, in the order of the columns.
+        raw_settings: The same values unformatted, for sorting.
+        label: The varying configuration in one line; empty if nothing varies.
+        outcome: Reason of the exit, else the stage.
+        explanation: Why the job ended early, as a sentence; empty if it did not.
+        metrics: Values of the table's metrics at the job's best evaluation, in their order; None for a missing value.
+        score: Score of the job's answers with its interval, as text: as a finalist, or at the last rung that scored it.
+        raw_score: The score as a number; None if the job was not scored.
+    """
+
+    job: str
+    job_id: str
+    origin: str
+    settings: tuple[str, ...]
+    raw_settings: tuple[Any, ...]
+    label: str
+    outcome: str
+    explanation: str
+    is_best: bool
+    progress: float
+    step: int
+    total_steps: int
+    train_loss: float | None
+    validation_loss: float | None
+    best_validation_loss: float
+    best_step: int
+    metrics: tuple[float | None, ...]
+    score: str
+    raw_score: float | None
+    samples_trained: int
+    samples_budgeted: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobTable:
+    """The job table.
+
+    Attributes:
+        columns: Short names of the configuration columns.
+        metrics: Names of the metrics that have columns.
+        rows: Jobs, best first.
+    """
+
+    columns: tuple[str, ...]
+    metrics: tuple[str, ...]
+    rows: tuple[JobRow, ...]
+
+    @property
+    def has_scores(self) -> bool:
+        """Whether the answers of any job were scored."""
+        return any(row.raw_score is not None for row in self.rows)
+
+
+def job_table(history: RunHistory) -> JobTable:
+    """Return the job table of a run, finished or not: the chosen job first, the others by their best evaluation."""
+    configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
+    keys = varying_keys(list(configs.values()))
+    metrics = shown_metrics(history)
+    best = history.best
+    dropped_at = {name: outcome.progress for outcome in history.rungs for name in outcome.dropped}
+    has_repetitions = any(job.configuration is not None for job in history.jobs.values())
+    scores = {score.job: score for scored in history.rung_scores for score in scored.scores}
+    scores |= {score.job: score for score in history.finalists}
+    rows = tuple(
+        _row(
+            job,
+            scores.get(job.job),
+            configs[job.job],
+            keys,
+            metrics,
+            explain_exit(job, rung_progress=dropped_at.get(job.job), has_repetitions=has_repetitions),
+            is_best=job is best,
+        )
+        for job in history.ranked()
+    )
+    return JobTable(columns=tuple(clean(short_name(key)) for key in keys), metrics=metrics, rows=rows)
+
+
+def run_notes(history: RunHistory) -> list[str]:
+    """Return notices about the task's data and model (rows cut, skipped, …), the last out-of-memory event, and a
+    difference when PEFT loads the best adapter; safe to print."""
+    notes = [clean(note) for note in history.notes]
+    if events := history.memory_events:
+        times = "" if len(events) == 1 else f" ({len(events)} times so far)"
+        notes.append(describe_memory_event(events[-1]) + times)
+    if history.adapter_check is not None and history.adapter_check.status == "different":
+        notes.append(describe_adapter_check(history.adapter_check))
+    return notes
+
+
+def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_repetitions: bool = False) -> str:
+    """Explain in one phrase why ``job`` ended early, with the numbers of its evidence; empty if it did not.
+
+    Evidence without the numbers of a known rule is listed as ``key value`` pairs.
+
+    Args:
+        job: The job after the events so far.
+        rung_progress: Share of its steps at which a rung ranked it; None takes its own progress.
+        has_repetitions: Whether jobs of its run repeat configurations; then configurations were ranked.
+    """
+    if job.exit_reason is None:
+        return ""
+    numbers = {key: value for key, value in job.exit_evidence.items() if isinstance(value, int | float)}
+    sentence: str | None = None
+    if job.exit_reason == ExitReason.DIVERGING:
+        sentence = _explain_diverging(numbers)
+    elif job.exit_reason == ExitReason.OVERFITTING:
+        sentence = _explain_overfitting(numbers)
+    elif job.exit_reason == ExitReason.UNDERPERFORMING:
+        progress = numbers.get("progress", job.progress if rung_progress is None else rung_progress)
+        sentence = _explain_underperforming(numbers, progress, has_repetitions=has_repetitions)
+    elif job.exit_reason == ExitReason.FAILED and "adapter_bytes" in numbers:
+        size = f"{numbers['adapter_bytes'] / 2**20:,.1f} MiB"
+        sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
+    elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
+        sentence = f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
+    return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
+
+
+def _row(
+    job: JobHistory,
+    score: FinalistScore | None,
+    config: Mapping[str, Any],
+    keys: tuple[str, ...],
+    metrics: tuple[str, ...],
+    explanation: str,
+    *,
+    is_best: bool,
+) -> JobRow:
+    return JobRow(
+        job=clean(job.job),
+        job_id=job.job,
+        origin=describe_origin(job),
+        settings=tuple(format_setting(config.get(key)) for key in keys),
+        raw_settings=tuple(config.get(key) for key in keys),
+        label=describe_config(config, keys),
+        outcome=clean(job.outcome),
+        explanation=explanation,
+        is_best=is_best,
+        progress=1.0 if job.stage is Stage.COMPLETED else job.progress,
+        step=job.step,
+        total_steps=job.total_steps,
+        train_loss=job.train_loss,
+        validation_loss=job.validation_loss,
+        best_validation_loss=job.best_validation_loss,
+        best_step=job.best_step,
+        metrics=tuple(job.best_metrics.get(name) for name in metrics),
+        score=format_score(score),
+        raw_score=None if score is None else score.score,
+        samples_trained=job.samples_trained,
+        samples_budgeted=job.samples_budgeted,
+    )
+
+
+def _times(evidence: Mapping[str, float]) -> str:
+    count = int(evidence.get("in_a_row", 1))
+    return {1: "", 2: " twice in a row"}.get(count, f" {count} times in a row")
+
+
+def _explain_diverging(evidence: Mapping[str, float]) -> str | None:
+    named = {"train_loss": "training loss", "train_ema": "smoothed training loss", "validation_loss": "validation loss"}
+    for key, name in named.items():
+        if key in evidence and not math.isfinite(evidence[key]):
+            return f"{name} became {format_loss(evidence[key])}"
+    if {"train_slope", "validation_slope", "tau_slope"} <= evidence.keys():
+        return (
+            f"training loss rose by {evidence['train_slope']:.3g} and validation loss by "
+            f"{evidence['validation_slope']:.3g} per evaluation{_times(evidence)} (allowed: {evidence['tau_slope']:g})"
+        )
+    return None
+
+
+def _explain_overfitting(evidence: Mapping[str, float]) -> str | None:
+    if {"rise", "margin", "validation_loss", "best_validation_loss"} <= evidence.keys():
+        return (
+            f"validation {format_loss(evidence['validation_loss'])} was {evidence['rise']:.2g} above its best "
+            f"{format_loss(evidence['best_validation_loss'])}{_times(evidence)} (allowed: {evidence['margin']:.2g})"
+        )
+    if {"gap", "tau_gap", "validation_loss", "train_ema"} <= evidence.keys():
+        return (
+            f"validation {format_loss(evidence['validation_loss'])} was {format_share(evidence['gap'])} above train "
+            f"{format_loss(evidence['train_ema'])}{_times(evidence)} (allowed: {format_share(evidence['tau_gap'])})"
+        )
+    return None
+
+
+def _explain_underperforming(evidence: Mapping[str, float], progress: float, *, has_repetitions: bool) -> str | None:
+    if not {"rank", "num_competing", "num_kept"} <= evidence.keys():
+        return None
+    what = " configurations" if has_repetitions else ""
+    return (
+        f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}{what} at {format_share(progress)}: "
+        f"{evidence['num_kept']:.0f} kept"
+    )
+
+
+def _list_evidence(evidence: Mapping[str, float | str]) -> str:
+    return ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in evidence.items())
+
+
+_BARE_REASONS: Mapping[str, str] = {
+    ExitReason.STOPPED: "stopped by the user",
+    ExitReason.FAILED: "failed",
+    ExitReason.BUDGET: "the task's budget was spent",
+}

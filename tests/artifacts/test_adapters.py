@@ -1,0 +1,159 @@
+"""Adapters as they were trained: files, tokenizer, card, and the command that serves them."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from exported import adapter_logits, apart, save_adapter, save_base
+from moe_models import build_mixture, random_adapter
+from tiny import load_tokenizer
+from transformers import AutoTokenizer
+
+import alto
+from alto.errors import RunNotFoundError, SpecError
+from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_obstacle, vllm_rank
+from alto.spec.data_keys import TOOLS_TEMPLATE, chat_template_text
+
+pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
+
+TEMPLATE = "{% for message in messages %}<{{ message['content'] }}>{% endfor %}"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_base(tmp_path / "base")
+
+
+def header_of(folder: Path) -> dict[str, Any]:
+    header: dict[str, Any] = yaml.safe_load((folder / "README.md").read_text(encoding="utf-8").split("---\n")[1])
+    return header
+
+
+def test_an_adapter_is_copied_with_the_tokenizer_and_template_it_was_trained_with(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "mine", r=12, lora_alpha=6, use_rslora=True)
+    (adapter / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (adapter / "optimizer.pt").touch()
+    result = alto.Engine().export(adapter, tmp_path / "out" / "served")
+    folder = tmp_path / "out" / "served"
+    assert result.files == (
+        *("README.md", "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"),
+        *("tokenizer.json", "tokenizer_config.json"),
+    )
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (folder / name).read_bytes() == (adapter / name).read_bytes()
+    assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
+    assert apart(adapter_logits(base, folder), adapter_logits(base, adapter)) == 0
+    assert shlex.split(result.command) == [
+        *("vllm", "serve", str(base), "--enable-lora", "--max-lora-rank", "16"),
+        *("--chat-template", str(folder / "chat_template.jinja"), "--lora-modules", f"mine={folder}"),
+    ]
+    assert result.notes == ()
+
+
+def test_an_adapter_of_the_shipped_tool_template_is_served_with_the_parser_of_its_calls(
+    base: Path, tmp_path: Path
+) -> None:
+    adapter = save_adapter(base, tmp_path / "mine")
+    (adapter / "chat_template.jinja").write_text(chat_template_text(TOOLS_TEMPLATE), encoding="utf-8")
+    parser = "--enable-auto-tool-choice --tool-call-parser hermes"
+    served = alto.Engine().export(adapter, tmp_path / "served").command
+    assert f" --chat-template {tmp_path}/served/chat_template.jinja {parser} --lora-modules " in served
+    merged = alto.Engine().export(adapter, tmp_path / "merged", merged=True).command
+    assert merged == f"vllm serve {tmp_path}/merged {parser}"
+
+
+def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
+    assert [vllm_rank(rank) for rank in (1, 8, 9, 64, 65, 257, 321, 512)] == [8, 8, 16, 64, 128, 320, 512, 512]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"use_dora": True},
+            "an adapter of low-rank matrices alone, which is what vLLM reads, found magnitudes (use_dora) in ",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "found whole modules (modules_to_save) in "),
+        ({"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2}}, "one rank and one scale"),
+    ],
+)
+def test_what_vllm_cannot_serve_is_said_instead_of_a_command(
+    settings: dict[str, Any], said: str, base: Path, tmp_path: Path
+) -> None:
+    result = alto.Engine().export(save_adapter(base, tmp_path / "mine", **settings), tmp_path / "out")
+    assert result.command == ""
+    (note,) = result.notes
+    assert said in note
+    assert note.endswith("--merged writes a model that vLLM serves.")
+
+
+def test_every_kind_of_tensor_is_named_as_what_vllm_cannot_serve(base: Path, tmp_path: Path) -> None:
+    adapter = read_saved_adapter(save_adapter(base, tmp_path / "mine"))
+    extras = {HEAD: torch.zeros(2, 8), "model.layers.0.self_attn.q_proj.bias": torch.zeros(8)}
+    with_head = replace(adapter, weights=AdapterWeights(adapter.weights, extras))
+    assert vllm_obstacle(with_head) == (
+        "an adapter of low-rank matrices alone, which is what vLLM reads",
+        f"a classification head and biases (bias) in {adapter.folder}",
+    )
+
+
+def test_experts_that_vllm_reads_one_by_one_are_said(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "mixtral")
+    adapter = random_adapter(build_mixture("mixtral", vocab_size=len(load_tokenizer())), tmp_path / "mine")
+    engine = alto.Engine()
+    result = engine.export(adapter, tmp_path / "out", base=str(base))
+    assert result.command == ""
+    assert "--per-expert writes the adapter in that form" in result.notes[0]
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
+
+
+def test_the_card_of_a_folder_says_what_it_is_and_names_a_hub_model_alone(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "mine")
+    (adapter / "README.md").unlink()  # PEFT's
+    alto.Engine().export(adapter, tmp_path / "out")
+    assert header_of(tmp_path / "out") == {
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["alto", "lora", "transformers"],
+    }
+    assert f"LoRA adapter for `{base}`, rank 4" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_header_for_a_hub_model_is_that_of_peft(base: Path, tmp_path: Path) -> None:
+    """PEFT's own card of the same adapter has these keys and tags, in another order."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    from alto.artifacts.card import adapter_tags, card_header, without_header
+
+    adapter = save_adapter(base, tmp_path / "mine")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), adapter)
+    model.save_pretrained(tmp_path / "by-peft")
+    theirs = header_of(tmp_path / "by-peft")
+    (tmp_path / "by-alto").mkdir()
+    header = card_header(str(base), library="peft", pipeline="text-generation", tags=adapter_tags(str(base)))
+    (tmp_path / "by-alto" / "README.md").write_text(f"{header}\ntext\n", encoding="utf-8")
+    ours = header_of(tmp_path / "by-alto")
+    assert {*ours.pop("tags")} == {*theirs.pop("tags"), "alto"}
+    assert ours == theirs
+    assert without_header(f"{header}\ntext\n") == "text\n"
+    assert without_header("text\n") == "text\n"
+
+
+def test_a_job_is_of_a_run_and_an_adapter_names_a_base(base: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(base, tmp_path / "mine")
+    with pytest.raises(RunNotFoundError, match=r"to look for the job job-001 in, found no task\.yaml"):
+        alto.Engine().export(adapter, tmp_path / "out", job="job-001")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    with pytest.raises(SpecError, match="to name the base model, found that it does not; name it with --base"):
+        alto.Engine().export(adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from journals import entry
+
+from alto.records import Rung
+from alto.runs.events import KernelsCompiled, TaskStarted
+from alto.views.wording import (
+    clean,
+    describe_compiling,
+    describe_config,
+    describe_rungs,
+    describe_task,
+    describe_time,
+    format_duration,
+    format_loss,
+    format_setting,
+    format_share,
+    tidy_config,
+    varying_keys,
+)
+
+
+@given(st.text())
+def test_clean_text_is_one_printable_line(text):
+    assert clean(text).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain name", "plain name"),
+        ("red \x1b[31mname", "red [31mname"),
+        ("two\nlines\tand tabs", "two lines and tabs"),
+        ("right\u202eto left", "rightto left"),
+        ("clear\x9b2J", "clear2J"),
+        ("Grüße 数学", "Grüße 数学"),
+    ],
+)
+def test_clean(text, expected):
+    assert clean(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (2e-4, "2e-4"),
+        (1e-5, "1e-5"),
+        (1.25e-3, "1.25e-3"),
+        (0.05, "0.05"),
+        (0.0, "0"),
+        (1e6, "1e6"),
+        (math.inf, "inf"),
+        (16, "16"),
+        (True, "yes"),
+        (None, "–"),
+        (["q", "v"], "q, v"),
+        ({"a": 1}, "a 1"),
+    ],
+)
+def test_format_setting(value, expected):
+    assert format_setting(value) == expected
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (1.23456, "1.2346"),
+        (0.0, "0.0000"),
+        (-0.25, "-0.2500"),
+        (0.001, "0.0010"),
+        (4.2391e-5, "4.24e-5"),
+        (-4.2391e-5, "-4.24e-5"),
+        (32_219.0, "32200"),
+        (1e6, "1e6"),
+        (math.nan, "not a number"),
+        (math.inf, "infinite"),
+        (None, "–"),
+    ],
+)
+def test_format_loss(loss, expected):
+    assert format_loss(loss) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"), [(0.4, "0 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (7800, "2 h 10 min")]
+)
+def test_format_duration(seconds, expected):
+    assert format_duration(seconds) == expected
+
+
+def test_format_share_keeps_half_percents():
+    assert (format_share(0.025), format_share(0.5), format_share(1.0)) == ("2.5 %", "50 %", "100 %")
+
+
+def test_describe_rungs():
+    assert describe_rungs([Rung(progress=0.025, keep=0.5), Rung(progress=0.05, keep=0.2)]) == (
+        "at 2.5 % keep 50 %, at 5 % keep 20 %"
+    )
+
+
+def test_only_varying_keys_best_known_first():
+    configs = [
+        {"zeta": 1, "r": 8, "learning_rate": 1e-4, "seed": 3},
+        {"zeta": 2, "r": 16, "learning_rate": 1e-3, "seed": 3},
+    ]
+    assert varying_keys(configs) == ("learning_rate", "r", "zeta")
+
+
+def test_a_missing_key_and_unhashable_values_vary():
+    assert varying_keys([{"target_modules": ["q"]}, {"target_modules": ["q", "v"]}, {}]) == ("target_modules",)
+
+
+def test_alpha_tied_to_the_rank_is_no_second_key():
+    tied = [tidy_config({"r": rank, "lora_alpha": 2 * rank}) for rank in (8, 16)]
+    assert varying_keys(tied) == ("r",)
+    free = [tidy_config({"r": 8, "lora_alpha": alpha}) for alpha in (8, 16)]
+    assert varying_keys(free) == ("alpha/r",)
+    assert describe_config(free[1], varying_keys(free)) == "alpha/r 2"
+
+
+def started(num_ranks: int) -> TaskStarted:
+    event = entry({"event": "task_started", "method": "sft", "num_ranks": num_ranks, "jobs": []}).event
+    assert isinstance(event, TaskStarted)
+    return event
+
+
+def test_ranks_are_told_where_there_are_several():
+    assert describe_task(started(num_ranks=4)) == ["sft", "4 ranks"]
+    assert describe_task(started(num_ranks=1)) == ["sft"]
+
+
+def test_compiling_says_how_far_it_is_and_then_how_long_it_took():
+    texts = [describe_compiling(KernelsCompiled(done=done, total=24, duration_s=62.4)) for done in (0, 3, 24)]
+    assert texts == [
+        "compiling kernels for the first step: 0 of 24",
+        "compiling kernels for the first step: 3 of 24",
+        "24 kernels compiled in 1 min 02 s",
+    ]
+
+
+def test_the_time_of_a_run_is_told_by_what_it_was_spent_on():
+    history = SimpleNamespace(
+        duration_s=90.0,
+        measuring_s=10.0,
+        time_s={"training": 60.0, "evaluation": 15.0, "saving": 1.0},
+        training_all_s=1800.0,
+        samples_trained=10,
+        samples_budgeted=300,
+    )
+    assert describe_time(history) == [
+        "time: training 60 %, evaluating 15 %, measuring 10 %, saving 1 %",
+        "training all jobs to their ends would take about 30 min 00 s",
+    ]
+    history.samples_trained = 300
+    assert len(describe_time(history)) == 1
+    history.time_s = {}
+    assert describe_time(history) == [], "journals of earlier versions do not tell"
