@@ -166,7 +166,7 @@ def dataset(*rows: tuple[list[int], list[int]], **settings: Any) -> EncodedDatas
     """Of prompts and replies."""
     input_ids = tuple(torch.tensor(prompt + reply) for prompt, reply in rows)
     targets = tuple(torch.tensor([-100] * (len(prompt) - 1) + reply + [-100]) for prompt, reply in rows)
-    return EncodedDataset(input_ids=input_ids, targets=targets, num_truncated=0, num_skipped=0, **settings)
+    return EncodedDataset(input_ids=input_ids, targets=targets, **settings)
 
 
 def test_every_prompt_gets_the_reply_of_the_row_before() -> None:

@@ -310,9 +310,7 @@ def test_a_reply_that_is_certain_has_finite_odds_and_gradients() -> None:
 
 @pytest.mark.parametrize("method", ["dpo", "orpo"])
 def test_rows_with_one_reply_are_refused(method: str) -> None:
-    conversation = EncodedDataset(
-        input_ids=(torch.tensor([1, 2, 3]),), targets=(torch.tensor([2, 3, -100]),), num_truncated=0, num_skipped=0
-    )
+    conversation = EncodedDataset(input_ids=(torch.tensor([1, 2, 3]),), targets=(torch.tensor([2, 3, -100]),))
     with pytest.raises(DataError, match=f"method {method}: expected preference pairs"):
         find_objective(method).check(conversation, [])
     with pytest.raises(DataError, match="method sft: expected rows that are conversations"):

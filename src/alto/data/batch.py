@@ -437,9 +437,7 @@ def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedData
         row_targets[-1] = IGNORED  # the last token of a row predicts nothing
         input_ids.append(ids)
         targets.append(row_targets)
-    return EncodedDataset(
-        input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0, labels=(True,) * len(rows)
-    )
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), labels=(True,) * len(rows))
 
 
 def _first_target(dataset: EncodedDataset, row: int) -> int:

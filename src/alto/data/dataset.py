@@ -302,8 +302,8 @@ class EncodedDataset:
 
     input_ids: Sequence[Tensor]
     targets: Sequence[Tensor]
-    num_truncated: int
-    num_skipped: int
+    num_truncated: int = 0
+    num_skipped: int = 0
     num_masked: int = 0
     num_unrolled: int = 0
     num_alike: int = 0
@@ -378,8 +378,6 @@ class EncodedDataset:
         return EncodedDataset(
             input_ids=self.input_ids[start:stop],
             targets=self.targets[start:stop],
-            num_truncated=0,
-            num_skipped=0,
             spans=self.spans[start:stop],
             labels=None if self.labels is None else self.labels[start:stop],
             classes=None if self.classes is None else self.classes[start:stop],

@@ -366,7 +366,7 @@ class TaskData:
         return replace(
             self,
             train=_together(self.train, self.validation),
-            validation=EncodedDataset(input_ids=(), targets=(), num_truncated=0, num_skipped=0),
+            validation=EncodedDataset(input_ids=(), targets=()),
             num_shared=0,
             notes=tuple(note for note in self.notes if note not in notes),
         )
