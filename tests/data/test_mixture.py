@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny import load_tokenizer, write_rows
 
 from alto.data import LabelledConversation, MixtureOrder, digest_of, read_task_rows
-from alto.data.task_data import mixture_counts
+from alto.data.batch import mixture_counts
 from alto.errors import BadRowsError
 from alto.spec import Task
 

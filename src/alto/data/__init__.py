@@ -2,7 +2,9 @@
 
 from alto.data.batch import (
     BatchTotals,
+    DataOrder,
     JobRows,
+    MixtureOrder,
     PassSize,
     TokenBatch,
     collate,
@@ -25,8 +27,8 @@ from alto.data.messages import (
     Row,
 )
 from alto.data.reading import HeldoutRows, read_heldout_rows
-from alto.data.source import DataOrder, sample_rows, split_rows
-from alto.data.task_data import EvaluationSplit, MixtureOrder, TaskData
+from alto.data.source import sample_rows, split_rows
+from alto.data.task_data import EvaluationSplit, TaskData
 from alto.data.task_rows import ReadRows, TaskRows, encode_rows
 from alto.data.template import ChatTemplate
 
