@@ -13,7 +13,7 @@ from merging import BLANK, MARKED, merging_tokenizer
 from tiny import load_tokenizer
 from tokenizers import AddedToken
 
-from alto.data import Conversation, ConversationWithTools, EncodedRow, Message
+from alto.data import Conversation, EncodedRow, Message
 from alto.data.encode import Encoder, TextTokenizer
 from alto.data.template import ChatTemplate
 from alto.errors import DataError
@@ -111,7 +111,7 @@ def conversation(chance: random.Random) -> Conversation:
             Message("assistant", chance.choice([text(), *said]), is_context, json.dumps(extras) if extras else "")
         )
     arguments = {"tools": [{"type": "function", "function": {"name": "f"}}]} if chance.random() < 0.2 else {}
-    return ConversationWithTools(turns, json.dumps(arguments)) if arguments else tuple(turns)
+    return Conversation(turns, json.dumps(arguments) if arguments else "")
 
 
 def outcome(encoder: Encoder, turns: Conversation) -> tuple[list[EncodedRow] | str, int]:

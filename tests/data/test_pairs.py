@@ -15,6 +15,7 @@ from tiny import load_tokenizer
 from alto.data import (
     Conversation,
     EncodedDataset,
+    Encoding,
     JobRows,
     Message,
     Pair,
@@ -22,7 +23,7 @@ from alto.data import (
     collate,
     digest_of,
     encode_conversation,
-    encode_pairs,
+    tokenize,
 )
 from alto.errors import DataError
 
@@ -49,7 +50,7 @@ def pair(prompt: str, chosen: str, rejected: str) -> Pair:
 
 
 def encode(*pairs: Pair, max_length: int = 100, tokenizer: Any = None, **how: Any) -> EncodedDataset:
-    return encode_pairs(pairs, tokenizer or Letters(), max_length, "training", **how)
+    return tokenize(pairs, Encoding(tokenizer=tokenizer or Letters(), max_length=max_length, **how), "training")
 
 
 def letters(text: str) -> list[int]:
@@ -82,7 +83,7 @@ def test_a_prompt_stands_once_but_for_its_last_token_which_predicts_both_replies
 
 
 def test_laid_out_whole_nothing_is_shared() -> None:
-    dataset = encode(pair("q", "xy", "z"), share_prompts=False)
+    dataset = encode(pair("q", "xy", "z"), shares_prompts=False)
     assert dataset.spans == ((Span(6), Span(5)),)
     assert dataset.input_ids[0].tolist() == [0, *letters("q\nxy"), EOS, 0, *letters("q\nz"), EOS]
 
@@ -99,7 +100,7 @@ def test_both_talks_are_those_of_a_conversation_cut_as_one(
     one = pair(prompt, *replies)
     try:
         shared, apart = (
-            encode(one, max_length=max_length, tokenizer=tokenizer, share_prompts=share) for share in (True, False)
+            encode(one, max_length=max_length, tokenizer=tokenizer, shares_prompts=share) for share in (True, False)
         )
     except DataError:
         return
@@ -203,6 +204,6 @@ def test_replies_of_the_prompt_may_be_rewritten(rewriting: Any) -> None:
 
 def test_the_digest_tells_how_pairs_are_laid_out() -> None:
     one, other = pair("q", "xy", "z"), pair("q", "z", "xy")
-    digests = {digest_of(encode(one)), digest_of(encode(one, share_prompts=False)), digest_of(encode(other))}
+    digests = {digest_of(encode(one)), digest_of(encode(one, shares_prompts=False)), digest_of(encode(other))}
     assert len(digests) == 3
     assert digest_of(encode(one)) in digests

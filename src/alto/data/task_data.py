@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from alto.data.dataset import VIEWS, EncodedDataset, Unread, joined
 from alto.data.encode import closing_text, tools_remedy
+from alto.data.formats import Layout
 from alto.data.messages import Conversation
 from alto.data.rows import RowLimit, listed, quoted
 from alto.data.template import PARALLEL_CALLS
@@ -228,8 +229,7 @@ class TaskData:
         num_shared: Number of validation rows that are also training rows.
         num_bad: Number of rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
-        form: Form of the training rows; for a mixture, that of the first source; empty if unknown.
-        of_messages: Whether replies are lists of messages rather than texts.
+        layout: Form and columns of the training rows; for a mixture, those of the first source. None if unknown.
         max_length: Number of tokens at which a row is cut; None if unknown.
     """
 
@@ -239,8 +239,7 @@ class TaskData:
     num_shared: int = 0
     num_bad: int = 0
     notes: tuple[str, ...] = ()
-    form: str = ""
-    of_messages: bool = False
+    layout: Layout | None = None
     max_length: int | None = None
 
     @property
