@@ -26,28 +26,8 @@ solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOrder:
-    """A run to be trained.
-
-    Attributes:
-        name: Unique among all orders that the control plane ever had.
-        run_dir: Folder of the run; exists already.
-        tenant: Tenant whose GPU quota the run counts against.
-        priority: Higher goes first, across all tenants; may be negative.
-        shares_with: Runs with the same text may share a process if they have the same base model.
-    """
-
-    name: str
-    run_dir: Path
-    task: Task
-    tenant: str = ""
-    priority: int = 0
-    shares_with: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OrderState:
-    """The current state of an order.
+class RunState:
+    """The current state of a submitted run.
 
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
@@ -107,28 +87,34 @@ class ControlPlane:
         """Store how long ``task`` took on this cluster, for :meth:`estimate`."""
         self._setup.remember_duration(task, self._cluster, duration_s)
 
-    def submit(self, order: RunOrder) -> None:
+    def submit(self, name: str, run_dir: Path, task: Task, *, priority: int = 0, shares_with: str = "") -> None:
         """Put a run into the queue; an earlier attempt in its folder is resumed.
+
+        Args:
+            name: Unique among all runs that the control plane ever had.
+            run_dir: Folder of the run; exists already.
+            task: Its task; its own priority is not used.
+            priority: Higher goes first, across all tenants; may be negative.
+            shares_with: Runs with the same text may share a process if they have the same base model.
 
         Raises:
             SpecError: The name is taken, or the cluster can never provide the GPUs.
             QueueCommandError: The control plane is drained.
         """
-        estimate = self.estimate(order.task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
-        if estimate.sharing is not None:
-            sharing = replace(estimate.sharing, base=f"{estimate.sharing.base} {order.shares_with}")
-            estimate = replace(estimate, sharing=sharing)
+        estimate = self.estimate(task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
+        sharing = estimate.sharing
         ticket = TaskTicket(
-            task=order.name,
-            run_dir=str(order.run_dir),
+            task=name,
+            run_dir=str(run_dir),
             entry=TRAIN,
-            num_gpus=order.task.num_gpus,
-            estimate=estimate,
+            num_gpus=task.num_gpus,
+            duration_s=estimate.duration_s,
+            sharing=sharing and replace(sharing, base=f"{sharing.base} {shares_with}"),
             is_parallel=self._setup.is_parallel,
-            trust_remote_code=order.task.needs_trust,
-            base=f"{base_key(order.task)} {order.shares_with}",
-            tenant=order.tenant,
-            priority=order.priority,
+            trust_remote_code=task.needs_trust,
+            base=f"{base_key(task)} {shares_with}",
+            tenant=task.tenant,
+            priority=priority,
         )
         self._controller.submit(ticket)
 
@@ -176,8 +162,8 @@ class ControlPlane:
 
         self._controller.call(change)
 
-    def states(self) -> dict[str, OrderState]:
-        """Return the current state of all orders, by name."""
+    def states(self) -> dict[str, RunState]:
+        """Return the current state of all runs, by name."""
         return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
 
     def num_gpus(self) -> tuple[int, int]:
@@ -224,13 +210,13 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
             yield ControlPlane(setup, cluster, controller, quotas)
 
 
-def _state_of(task: TaskStatus) -> OrderState:
+def _state_of(task: TaskStatus) -> RunState:
     outcomes: dict[TaskState, Literal["finished", "failed", "stopped"]] = {
         TaskState.FINISHED: "finished",
         TaskState.FAILED: "failed",
         TaskState.STOPPED: "stopped",
     }
-    return OrderState(
+    return RunState(
         outcome=outcomes.get(task.state),
         is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
         is_new=task.state is TaskState.WAITING and task.attempt == 0,

@@ -269,16 +269,7 @@ class QueueRunner:
         estimate = TaskEstimate(duration_s=UNKNOWN_DURATION_S if placement is None else placement.duration_s)
         if placement is None or placement.executor:
             estimate = self._setup.known_estimate(task, cluster) or estimate
-        return QueueEntry(
-            task=name,
-            num_gpus=task.num_gpus,
-            duration_s=estimate.duration_s,
-            priority=task.priority,
-            tenant=task.tenant,
-            base=base_key(task),
-            sharing=estimate.sharing,
-            is_unmeasured=placement is None,
-        )
+        return QueueEntry.new(name, task, estimate, base=base_key(task), is_unmeasured=placement is None)
 
     @contextlib.contextmanager
     def _working(
@@ -383,17 +374,7 @@ def _journal_begin(
                 method=method,
                 devices="gpus" if cluster.has_gpus else "cpu slots",
                 nodes=tuple(cluster.nodes),
-                tasks=tuple(
-                    QueuedTask(
-                        task=entry.task,
-                        num_gpus=entry.num_gpus,
-                        duration_s=entry.duration_s,
-                        priority=entry.priority,
-                        tenant=entry.tenant,
-                        is_unmeasured=entry.is_unmeasured,
-                    )
-                    for entry in entries
-                ),
+                tasks=tuple(QueuedTask.of(entry, is_unmeasured=entry.is_unmeasured) for entry in entries),
             )
         )
     if journal.past or done or notes:

@@ -96,13 +96,13 @@ class _Executor:
 
     Attributes:
         gpus: Its GPUs, held from the start of its first task to the end of its last.
-        tenant: Tenant of the first task; the GPUs count against this tenant's quota.
+        first: The first task, even after its end; the GPUs count against its tenant's quota.
         tasks: Its tasks by name, in the order of their starts.
         is_lost: Whether one of its tasks was lost. The executor probably was lost too, so no task may join it.
     """
 
     gpus: tuple[Gpu, ...]
-    tenant: str
+    first: QueuedTask
     tasks: dict[str, QueuedTask] = field(default_factory=dict)
     is_lost: bool = False
 
@@ -178,7 +178,7 @@ class Executors:
         if key not in self._executors:
             self._pool.take(placement.gpus)
             self.in_use[task.demand.tenant] += len(placement.gpus)
-            self._executors[key] = _Executor(gpus=placement.gpus, tenant=task.demand.tenant)
+            self._executors[key] = _Executor(gpus=placement.gpus, first=task)
         executor = self._executors[key]
         others = list(executor.tasks.values())
         self._tasks[task.name] = executor.tasks[task.name] = task
@@ -210,7 +210,7 @@ class Executors:
         else:
             del self._executors[key]
             self._pool.give_back(executor.gpus)
-            self.in_use[executor.tenant] -= len(executor.gpus)
+            self.in_use[executor.first.demand.tenant] -= len(executor.gpus)
         return shared
 
     def running(self, now_s: float) -> tuple[RunningTask, ...]:

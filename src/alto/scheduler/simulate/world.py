@@ -8,8 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from alto.records import Gpu, Node, Placement, Schedule, Sharing
-from alto.scheduler.inter_task import TaskDemand
+from alto.records import Gpu, Node, Placement, Schedule
 from alto.scheduler.queue import (
     Failed,
     Finished,
@@ -28,7 +27,7 @@ from alto.scheduler.queue import (
 )
 from alto.scheduler.simulate.executors import Executor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
-from alto.spec import MIN_S, Simulation
+from alto.spec import Simulation
 
 _MIN_GPU_CHANGES = 1000
 _CHANGES_PER_GPU = 20
@@ -89,16 +88,7 @@ class World:
             true_s = task.task.duration_s * (task.exit_share if self._early_exit else 1.0)
             luck = random.Random(f"{task.name} {self._simulation.seed}")
             self._works[task.name] = Work(task=task, left_s=true_s, luck=luck)
-            demand = TaskDemand(
-                task=task.name,
-                num_gpus=task.task.gpus,
-                duration_s=max(task.task.duration_s * expected_share * task.estimate_factor, MIN_S),
-                release_s=task.task.arrival_s,
-                priority=task.task.priority,
-                tenant=task.task.tenant,
-            )
-            if task.task.base and task.task.gpus == 1:
-                demand = replace(demand, sharing=_sharing(task, demand.duration_s))
+            demand = task.demand(expected_share)
             self._at(task.task.arrival_s, Submitted(time_s=task.task.arrival_s, demand=demand))
         for gpu in self._gpu_luck:
             self._lose_later(gpu, 0.0)
@@ -255,15 +245,3 @@ class World:
             self._foresee(executor)
         work.gpus = ()
         self._num_running -= 1
-
-
-def _sharing(task: SimulatedTask, duration_s: float) -> Sharing:
-    """Return the task's sharing facts; memory is not simulated, so any tasks fit together."""
-    return Sharing(
-        base=task.task.base,
-        step_s=task.step_share * duration_s,
-        num_slots=1,
-        slot_bytes=0,
-        pass_bytes=0,
-        capacity_bytes=0,
-    )
