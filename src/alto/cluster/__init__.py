@@ -1,9 +1,9 @@
 """Runs tasks: a controller owns the GPUs and drives the queue; a cluster launches executors here or on Ray."""
 
-from alto.cluster.attempt import Ending
 from alto.cluster.base import (
     Cluster,
     ClusterEvent,
+    Ending,
     EntryWritten,
     ExecutorEnded,
     GpuCame,

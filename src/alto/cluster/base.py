@@ -101,6 +101,20 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an executor ended.
+
+    Attributes:
+        reason: A sentence for the user; if it finished, warnings beside the result.
+        error: Class of the error that ended it; empty if there was none, or it is unknown.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryWritten:
     """A journal entry of a run, written by the task's executor."""
 
@@ -110,22 +124,26 @@ class EntryWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorEnded:
+class ExecutorEnded(Ending):
     """The end of an attempt: none of its processes runs any more.
 
     One exception: its watcher died alone. The executor then saves and ends by itself, and until then it holds the lock
     of its run, so that the next attempt waits.
-
-    Attributes:
-        reason: A sentence for the user; if it finished, warnings beside the result.
-        error: Class of the error that ended it; empty if there was none, or it is unknown.
     """
 
     task: str
     attempt: int
-    outcome: Outcome
-    reason: str = ""
-    error: str = ""
+
+    @classmethod
+    def of(cls, launch: Launch, ending: Ending) -> ExecutorEnded:
+        """Return the event of a launch that ended so."""
+        return cls(
+            task=launch.task,
+            attempt=launch.attempt,
+            outcome=ending.outcome,
+            reason=ending.reason,
+            error=ending.error,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

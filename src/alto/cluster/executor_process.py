@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from alto.cluster.attempt import AttemptDir, Ending, unwritten_ending
-from alto.cluster.base import Launch, Outcome
-from alto.cluster.orders import EndReport, Orders
+from alto.cluster.attempt import AttemptDir, ending_of_exit
+from alto.cluster.base import Ending, Launch, Outcome
+from alto.cluster.orders import Orders
 from alto.cluster.processes import kill_session
 from alto.cluster.rendezvous import FOLDER, Rendezvous
 from alto.cluster.zygote import Zygote
@@ -192,12 +192,24 @@ class ExecutorProcess:
         self.base = launch.base or self.base
         return self._orders.work(launch.ticket, attempt)
 
-    def ended(self, number: int) -> EndReport | None:
+    def ending(self, number: int, attempt: AttemptDir) -> Ending | None:
+        """Return how the attempt of an order ended; None while it works.
+
+        What the process reports counts, or else why it was killed, or else its exit code. If it takes no further
+        orders, its last attempt has ended only once none of its processes is left.
+        """
+        reported = self.reported(number)
+        if reported is not None and (self._orders.takes_more or len(self.executors) > 1):
+            return reported
+        if not self.has_ended():
+            return None
+        return reported or self.reported(number) or self._unreported(attempt)
+
+    def reported(self, number: int) -> Ending | None:
         """Return its report on the end of an order's attempt; None if there is none yet."""
-        report = self._orders.ended(number)
-        if report is not None and not report.is_reusable:
-            self.is_reusable = False
-        return report
+        reported = self._orders.ended(number)
+        self.is_reusable = self.is_reusable and self._orders.takes_more
+        return reported
 
     def ask_to_stop(self, number: int) -> None:
         """Let the attempt of an order save and end; the whole process if it works on nothing else."""
@@ -232,23 +244,16 @@ class ExecutorProcess:
         """Whether all its runs have written into their journals, so that no model or data is being loaded."""
         return all(executor.has_begun for executor in self.executors)
 
-    def unreported_ending(self, attempt: AttemptDir) -> Ending:
-        """Return how an attempt ended that left no report, after the process has ended."""
+    def _unreported(self, attempt: AttemptDir) -> Ending:
         code = self._group.exit_code
-        said = unwritten_ending(code, attempt) if code is not None and not self._was_shared else None
-        return said or Ending(outcome=Outcome.LOST, reason=self._killed_because or self._why_it_is_gone(attempt))
+        if code is None:
+            why = self._group.why_not_started or "its process ended, together with the process that had started it"
+            return Ending(outcome=Outcome.LOST, reason=self._killed_because or why)
+        return ending_of_exit(code, None if self._was_shared else attempt, killed_because=self._killed_because)
 
     def close(self) -> None:
         """Remove its folder of orders after it has ended."""
         self._orders.remove()
-
-    def _why_it_is_gone(self, attempt: AttemptDir) -> str:
-        code = self._group.exit_code
-        if code is None:
-            return self._group.why_not_started or "its process ended, together with the process that had started it"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        where = "" if self._was_shared else f"; see {attempt.stderr}"
-        return f"its process {how} and reported no reason{where}"
 
 
 def _allocator() -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster.attempt import AttemptDir
 from alto.cluster.base import ClusterEvent, EntryWritten, ExecutorEnded, Launch
 from alto.cluster.executor_process import ExecutorProcess
 from alto.errors import RunError
@@ -86,7 +86,7 @@ class LocalExecutor:
             self._can_move
             and self._number > 1
             and self.process.has_ended()
-            and self.process.ended(self._number) is None
+            and self.process.reported(self._number) is None
             and self._read_heartbeat() is None
             and not self.process.is_being_killed
             and self._drains_until == float("inf")
@@ -94,7 +94,8 @@ class LocalExecutor:
 
     def watch(self) -> list[ClusterEvent]:
         """Return the new events; the last event of an executor is :class:`ExecutorEnded`."""
-        ending = self._find_ending()  # first: everything written before the end is read below
+        # First: everything written before the end is read below.
+        ending = None if self.was_ignored else self.process.ending(self._number, self._attempt)
         entries = self._read_journal()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
@@ -110,14 +111,7 @@ class LocalExecutor:
         if ending is None:
             return events
         self.process.executors.remove(self)
-        ended = ExecutorEnded(
-            task=self.launch.task,
-            attempt=self.launch.attempt,
-            outcome=ending.outcome,
-            reason=ending.reason,
-            error=ending.error,
-        )
-        return [*events, ended]
+        return [*events, ExecutorEnded.of(self.launch, ending)]
 
     def ask_to_stop(self) -> None:
         """Let it save and end; kill it if it does not end in time."""
@@ -126,19 +120,6 @@ class LocalExecutor:
             self.process.ask_to_stop(self._number)
         except OSError as error:
             self.process.kill(f"could not be asked to stop: {error}")
-
-    def _find_ending(self) -> Ending | None:
-        """Return how it ended: from its report if its process continues; otherwise only once none of its processes is
-        left."""
-        report = self.process.ended(self._number)
-        if report is not None and report.is_reusable:
-            return report.ending
-        if report is not None and len(self.process.executors) > 1:
-            return report.ending
-        if not self.process.has_ended() or self.was_ignored:
-            return None
-        report = report or self.process.ended(self._number)
-        return report.ending if report is not None else self.process.unreported_ending(self._attempt)
 
     def _skip_past(self) -> None:
         """Skip the entries of earlier attempts; the executor itself checks whether they are damaged."""

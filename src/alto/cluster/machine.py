@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from functools import partial
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
@@ -125,16 +126,7 @@ class Machine:
         try:
             self._executors[launch.task] = LocalExecutor(launch, self._pool.find(launch, shape), self._timeouts), shape
         except OSError as error:
-            ending = ending_by(error)
-            self._events.append(
-                ExecutorEnded(
-                    task=launch.task,
-                    attempt=launch.attempt,
-                    outcome=ending.outcome,
-                    reason=str(error),
-                    error=ending.error,
-                )
-            )
+            self._events.append(ExecutorEnded.of(launch, replace(ending_by(error), reason=str(error))))
 
     def stop(self, task: str) -> None:
         """Let a run save and end; kill its process if that takes too long."""
