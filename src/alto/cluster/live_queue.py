@@ -51,34 +51,29 @@ class QueueIntake:
 
 
 class LiveQueue:
-    """Runs the tasks of ``queue_dir`` with ``controller``, and waits for further tasks until :meth:`finish`.
+    """Runs the tasks of ``queue_dir`` with a controller, and waits for further tasks until :meth:`finish`.
 
     Args:
         queue_dir: Locked by this process.
-        controller: Not started yet, and nothing was submitted to it.
         journal: Journal of the queue and the controller.
         intake: Turns a task into a run.
     """
 
-    def __init__(
-        self,
-        queue_dir: QueueDir,
-        controller: Controller,
-        journal: Journal,
-        intake: QueueIntake,
-    ) -> None:
+    _controller: Controller
+
+    def __init__(self, queue_dir: QueueDir, journal: Journal, intake: QueueIntake) -> None:
         self._queue_dir = queue_dir
-        self._controller = controller
         self._journal = journal
         self._intake = intake
         self._keeps_open = True
         self._takes_tasks = True
         self._has_completed = False
         self._mailbox = QueueMailbox(queue_dir.run)
-        controller.on_turn(self._carry_out_commands)
 
-    def begin(self, done: Iterable[str]) -> None:
-        """Submit the folder's tasks that are not ``done`` or cancelled; must be called before the controller starts."""
+    def begin(self, controller: Controller, done: Iterable[str]) -> None:
+        """Submit the folder's tasks that are not ``done`` or cancelled to a controller that was not started yet."""
+        self._controller = controller
+        controller.on_turn(self._carry_out_commands)
         finished = set(done)
         self._cancel_what_waits(finished)
         entries, _ = self._queue_dir.read()

@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket
+from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket, running_controller
 from alto.data import read_task_rows
 from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
-from alto.engine.queue_setup import QueueSetup, replanning
+from alto.engine.queue_setup import QueueSetup, journal_begin, replanning
 from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
 from alto.runs import Action, Answer, Journal, RunDir
-from alto.runs.events import QueueResumed, QueueStarted
-from alto.scheduler.queue import Queue, QueueSettings, TaskState
+from alto.scheduler.queue import QueueSettings, TaskState
 from alto.spec import Task
 
 MAX_PLANNED = 32
@@ -198,15 +197,9 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
         replanning(method) as solve,
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
+        journal_begin(journal, cluster, method)
         settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)
-        scheduling = Queue(nodes=tuple(cluster.nodes), settings=settings, solve=solve)
-        if journal.past:
-            journal.append(QueueResumed(done=(), notes=()))
-        else:
-            devices = "gpus" if cluster.has_gpus else "cpu slots"
-            journal.append(QueueStarted(method=method, devices=devices, nodes=tuple(cluster.nodes), tasks=()))
-        with Controller(cluster, scheduling, journal) as controller:
-            controller.start()
+        with running_controller(cluster, journal, settings, solve) as controller:
             yield ControlPlane(setup, cluster, controller, quotas)
 
 
