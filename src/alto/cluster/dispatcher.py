@@ -40,8 +40,8 @@ from alto.scheduler.queue import (
     Prioritised,
     Progressed,
     Queue,
-    QueuedTask,
     QueueEvent,
+    ScheduledTask,
     Started,
     StartTask,
     Stopped,
@@ -107,12 +107,10 @@ class ControllerStatus:
     Attributes:
         nodes: The machines and their GPUs.
         tasks: All submitted tasks by name, in order of submission.
-        is_draining: Whether running executors were asked to save and end, and no others are started.
     """
 
     nodes: tuple[Node, ...]
     tasks: Mapping[str, TaskStatus]
-    is_draining: bool = False
 
     @property
     def open_tasks(self) -> tuple[str, ...]:
@@ -275,7 +273,6 @@ class Dispatcher:
         return ControllerStatus(
             nodes=tuple(self._cluster.nodes),
             tasks=MappingProxyType({name: self._status_of(task) for name, task in self._queue.tasks.items()}),
-            is_draining=self._is_draining,
         )
 
     def turn(self, most_s: float) -> None:
@@ -469,7 +466,7 @@ class Dispatcher:
                 "expected a queue that runs, found one that is being drained; continue with: alto resume"
             )
 
-    def _status_of(self, task: QueuedTask) -> TaskStatus:
+    def _status_of(self, task: ScheduledTask) -> TaskStatus:
         attempt, ended = self._running.get(task.name), self._ended.get(task.name)
         state = task.state
         if self._is_draining and attempt is None and task.has_gpus:  # the queue does not know that it ended

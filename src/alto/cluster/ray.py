@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alto.cluster.base import ClusterEvent, Ending, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, check_launch
-from alto.cluster.local_executor import Timeouts
+from alto.cluster.executor_process import Timeouts
 from alto.cluster.ray_nodes import RayNodes, slot_resource
 from alto.cluster.ray_starter import Starter
 from alto.errors import ClusterLostError, SpecError, UnsupportedError

@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 from alto.cluster.base import ClusterEvent, Ending, ExecutorEnded, Launch, Outcome
-from alto.cluster.executor_process import ProcessShape
-from alto.cluster.local_executor import Timeouts
+from alto.cluster.executor_process import ProcessShape, Timeouts
 from alto.cluster.machine import Machine
 
 

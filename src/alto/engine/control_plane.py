@@ -25,7 +25,7 @@ solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunState:
+class OrderState:
     """The current state of a submitted run.
 
     Attributes:
@@ -161,7 +161,7 @@ class ControlPlane:
 
         self._controller.call(change)
 
-    def states(self) -> dict[str, RunState]:
+    def states(self) -> dict[str, OrderState]:
         """Return the current state of all runs, by name."""
         return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
 
@@ -203,13 +203,13 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
             yield ControlPlane(setup, cluster, controller, quotas)
 
 
-def _state_of(task: TaskStatus) -> RunState:
+def _state_of(task: TaskStatus) -> OrderState:
     outcomes: dict[TaskState, Literal["finished", "failed", "stopped"]] = {
         TaskState.FINISHED: "finished",
         TaskState.FAILED: "failed",
         TaskState.STOPPED: "stopped",
     }
-    return RunState(
+    return OrderState(
         outcome=outcomes.get(task.state),
         is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
         is_new=task.state is TaskState.WAITING and task.attempt == 0,

@@ -25,7 +25,7 @@ from alto.scheduler.queue import (
     Submitted,
     Woken,
 )
-from alto.scheduler.simulate.executors import Executor, Work
+from alto.scheduler.simulate.executors import SimulatedExecutor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
 from alto.spec import Simulation
 
@@ -61,12 +61,12 @@ class World:
         self._queue = queue
         self._early_exit = early_exit
         self._works: dict[str, Work] = {}
-        self._executors: dict[str, Executor] = {}  # by task
+        self._executors: dict[str, SimulatedExecutor] = {}  # by task
         self._open: set[str] = set()
         self._num_running = 0
         self._num_gpu_changes = 0
         self._order = itertools.count()
-        self._to_come: list[tuple[float, int, QueueEvent, Executor | None, int]] = []
+        self._to_come: list[tuple[float, int, QueueEvent, SimulatedExecutor | None, int]] = []
         self._gpu_luck = {
             gpu: random.Random(f"{gpu.node} {gpu.index} {simulation.seed}")
             for node in nodes
@@ -140,7 +140,7 @@ class World:
     def _is_only_gpus(events: Sequence[QueueEvent]) -> bool:
         return all(isinstance(event, GpuLost | GpuAdded) for event in events)
 
-    def _at(self, time_s: float, event: QueueEvent, executor: Executor | None = None) -> None:
+    def _at(self, time_s: float, event: QueueEvent, executor: SimulatedExecutor | None = None) -> None:
         """Schedule ``event`` for ``time_s``; if ``executor`` is given, only if no task joins or leaves it before."""
         version = executor.version if executor is not None else 0
         heapq.heappush(self._to_come, (time_s, next(self._order), event, executor, version))
@@ -158,28 +158,28 @@ class World:
         if executor is None:
             rate = self._simulation.crashes_per_hour / 3600
             crash_s = self.now_s + work.luck.expovariate(rate) if rate else float("inf")
-            executor = Executor(name=start.executor, crash_s=crash_s)
+            executor = SimulatedExecutor(name=start.executor, crash_s=crash_s)
         executor.join(work, self.now_s)
         self._executors[start.task] = executor
         self._at(self.now_s, Started(time_s=self.now_s, task=start.task, attempt=start.attempt))
         self._foresee(executor)
 
-    def _running(self, name: str) -> Executor | None:
+    def _running(self, name: str) -> SimulatedExecutor | None:
         if not name:
             return None
         return next((found for found in self._executors.values() if found.name == name), None)
 
-    def _foresee(self, executor: Executor) -> None:
+    def _foresee(self, executor: SimulatedExecutor) -> None:
         """Schedule the events of the tasks of ``executor``, valid while it does not change."""
-        for outlook in executor.outlooks():
-            name, attempt, end_s = outlook.work.task.name, outlook.work.attempt, outlook.end_s
-            if outlook.told_s is not None:
+        for forecast in executor.forecasts():
+            name, attempt, end_s = forecast.work.task.name, forecast.work.attempt, forecast.end_s
+            if forecast.told_s is not None:
                 progress = Progressed(
-                    time_s=outlook.told_s, task=name, attempt=attempt, remaining_s=outlook.remaining_s
+                    time_s=forecast.told_s, task=name, attempt=attempt, remaining_s=forecast.remaining_s
                 )
-                self._at(outlook.told_s, progress, executor)
+                self._at(forecast.told_s, progress, executor)
             end: QueueEvent = Finished(time_s=end_s, task=name, attempt=attempt)
-            if outlook.is_lost:
+            if forecast.is_lost:
                 end = Failed(time_s=end_s, task=name, attempt=attempt, reason="crashed", is_retryable=True)
             self._at(end_s, end, executor)
 

@@ -17,7 +17,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from alto.engine.control_plane import ControlPlane, RunState
+from alto.engine.control_plane import ControlPlane, OrderState
 from alto.engine.runner import portable
 from alto.errors import AltoError, QueueCommandError
 from alto.records import ExitReason
@@ -389,7 +389,7 @@ class Coordinator:
                 if job not in self._put_off:
                     del self._live[job]
 
-    def _note_progress(self, job: str, live: _Live, state: RunState) -> None:
+    def _note_progress(self, job: str, live: _Live, state: OrderState) -> None:
         is_due = state.is_running and time.monotonic() - live.forecast_at > _FORECAST_S
         has_unwritten = live.projection.has_unwritten()
         if not (has_unwritten or is_due):
@@ -407,7 +407,7 @@ class Coordinator:
             if row.status == "running":
                 row.estimated_finish = None if remaining_s is None else now() + int(remaining_s)
 
-    def _note_end(self, job: JobRow, live: _Live, state: RunState) -> None:
+    def _note_end(self, job: JobRow, live: _Live, state: OrderState) -> None:
         while live.projection.has_unwritten():
             with self._changing(job.id) as (session, row):
                 live.projection.write(session, row)
