@@ -311,7 +311,7 @@ def evaluate(task: Task, job_id: str, folder: Path) -> float:
     job = next(job for job in initial_states(context) if job.id == job_id)
     size = BankSize.of([job.planned], context.backbone, num_slots=1)
     trainer = build_trainer(context.backbone, size, MicroBatches(64, lambda event: None))
-    trainer.admit_warm(job, 0, read_adapter(folder))
+    trainer.admit(job, 0, read_adapter(folder))
     job.slot = 0
     return trainer.evaluate([job])[0].loss
 

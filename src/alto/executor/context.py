@@ -19,7 +19,6 @@ from alto.executor.planned_job import (
 )
 from alto.executor.ranks import Ranks
 from alto.executor.start_adapter import StartAdapter
-from alto.executor.tally import Evaluated
 from alto.lora import adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
@@ -165,13 +164,6 @@ class TaskContext:
         """Weights of the validation rows in ``evaluation_order``."""
         weights = self.data.validation.weights
         return tuple(weights[row] for row in self.evaluation_order)
-
-    def kept_rows(self, found: Evaluated) -> tuple[float, ...]:
-        """Return the losses of rows that decisions are based on, with six significant digits as in the journal; empty
-        if every evaluation is on all rows."""
-        if not self.evaluation_order:
-            return ()
-        return tuple(float(f"{value:.6g}") for value in found.rows_of(LOSS))
 
     @property
     def row_values(self) -> tuple[str, ...]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from alto.errors import DeviceMemoryError
+from alto.executor.evaluator import Evaluated
 from alto.executor.job_state import JobState
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState
-from alto.executor.tally import Evaluated
 from alto.records import ExitDecision, ExitReason, Throughput
 from alto.runs import RunDir
 from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, dummy_batch, share_rows
+from alto.data import EncodedDataset, JobRows, TaskData, collate, digest_of, dummy_batch
 from alto.errors import DeviceMemoryError, ModelError
 from alto.executor import cache
 from alto.executor.context import TaskContext
+from alto.executor.forward_plan import divided
 from alto.executor.micro_batches import MicroBatches, RowTooLargeError, watching
 from alto.executor.start_adapter import Within, beginning_with
 from alto.objectives import reference_sums
@@ -117,9 +118,7 @@ def _computed(
 ) -> Tensor:
     backbone, ranks = context.backbone, context.ranks
     everything = JobRows(dataset, 0, tuple(range(len(dataset))))
-    shares = share_rows(everything, ranks.size)
-    work = [[] if share is None else [share] for share in shares]
-    num_micro_batches = max(micro_batches.count(rows, split_jobs=True) for rows in work)
+    work, num_micro_batches = divided(everything, micro_batches, ranks)
     found: dict[int, Sequence[float]] = {}
 
     def compute(parts: Sequence[JobRows], within: Within) -> None:
@@ -133,7 +132,7 @@ def _computed(
     try:
         with beginning_with(context.start, backbone, restore) as within:
             micro_batches.run(
-                work[ranks.rank],
+                work,
                 lambda parts: compute(parts, within),
                 forget=found.clear,
                 split_jobs=True,

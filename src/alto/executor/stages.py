@@ -26,8 +26,7 @@ from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
 from alto.executor.references import find_references
 from alto.executor.shared_bank import SharedBank
-from alto.executor.slot_manager import SlotManager, TaskState
-from alto.executor.tally import Stopwatch
+from alto.executor.slot_manager import SlotManager, Stopwatch, TaskState
 from alto.runs import RunDir
 from alto.runs.events import (
     JobAdded,

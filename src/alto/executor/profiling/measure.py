@@ -182,7 +182,7 @@ def measure(
     planned = [jobs[index * len(jobs) // num_jobs] for index in range(num_jobs)]
     chosen = [JobState(planned=job, context=context) for job in planned]
     for slot, job in enumerate(chosen):
-        trainer.admit_fresh(job, slot)
+        trainer.admit(job, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
     budget = measuring_budget(
