@@ -112,9 +112,9 @@ def test_waves_reach_each_rung_before_it_is_held(narrow: Run) -> None:
                 job, step = event["job"], event["step"]
                 reached[job].add(step)
                 selection = selection_of(entries(narrow.events[: event["seq"]]))
-                if step > selection.next_stop(job):
-                    assert job in selection.certain_to_be_kept(), "trained past a rung"
-                    assert step <= selection.furthest_stop(job)
+                if step > selection.rungs.next_stop(job):
+                    assert job in selection.rungs.certain_to_be_kept(), "trained past a rung"
+                    assert step <= selection.rungs.furthest_stop(job)
                     ran_ahead.add(job)
             case "job_exited" | "job_completed":
                 ended.add(event["job"])

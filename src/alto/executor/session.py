@@ -159,8 +159,8 @@ class TaskSession:
         state, selection = self.state, self.state.selection
         self._inputs = self._ranks.broadcast(self._control_inputs(), ControlInputs)
         self._control.apply(self._inputs.commands)
-        while selection.rung_ready():
-            index = selection.rungs_held
+        while selection.rungs.is_ready():
+            index = selection.rungs.held
             result = hold_rung(state, self._recorder, self._lifecycle, self._hooks.judge, self._stop_if_asked)
             self._exploration.exchange(index, result)
         self._exploration.keep_to_budget(self._inputs.time)

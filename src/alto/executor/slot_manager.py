@@ -384,4 +384,4 @@ class TaskState:
         return (self.jobs[job] for job in self.selection.training)
 
     def _trains(self, job: JobState) -> bool:
-        return job.id in self.ahead or not self.selection.is_waiting(job.id)
+        return job.id in self.ahead or not self.selection.rungs.is_waiting(job.id)
