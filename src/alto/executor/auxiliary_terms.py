@@ -18,8 +18,8 @@ from torch import Tensor
 
 from alto.backbone import recorded_routers, router_sums
 from alto.data import EncodedDataset, JobRows, TokenBatch, mismatched_rows
+from alto.executor.context import JobState
 from alto.executor.forward_plan import JobBatch, Passes
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import watching
 from alto.executor.start_adapter import StartAdapter
 from alto.kernels import upload

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from alto.executor.context import JobState
 from alto.executor.evaluator import Evaluated
-from alto.executor.job_state import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder

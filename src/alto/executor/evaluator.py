@@ -11,9 +11,8 @@ import torch
 
 from alto.data import EvaluationSplit, JobRows
 from alto.executor.auxiliary_terms import AuxiliaryTerms
-from alto.executor.context import TaskContext
+from alto.executor.context import JobState, TaskContext
 from alto.executor.forward_plan import JobBatch, Passes, divided
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import watching
 from alto.executor.start_adapter import Within
 from alto.kernels import upload

@@ -10,7 +10,7 @@ from typing import ParamSpec
 import torch
 
 from alto.errors import DeviceMemoryError
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from alto.errors import JobCommandError, SpecError
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throughput

@@ -12,7 +12,7 @@ import torch
 
 from alto.backbone import Backbone, changed_embeddings
 from alto.data import EncodedDataset, JobRows, TokenBatch, collate, dummy_batch, share_rows
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from alto.errors import DeviceMemoryError
+from alto.executor.context import JobState
 from alto.executor.evaluator import Evaluated
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState

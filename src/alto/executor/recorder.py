@@ -6,9 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from alto.executor.context import TaskContext
+from alto.executor.context import JobState, TaskContext
 from alto.executor.evaluator import Evaluated
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import note_refusal, refusal_event

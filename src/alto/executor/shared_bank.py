@@ -12,9 +12,8 @@ import torch
 
 from alto.backbone import Backbone, release_memory
 from alto.errors import DeviceMemoryError
-from alto.executor.context import TaskContext
+from alto.executor.context import JobState, TaskContext
 from alto.executor.forward_plan import Passes
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, NoMemoryError, watching
 from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks

@@ -14,8 +14,7 @@ import torch
 from alto.early_exit import Selection
 from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
-from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState, TaskContext
 from alto.executor.micro_batches import OnMemoryEvent
 from alto.executor.shared_bank import SharedBank
 from alto.executor.trainer import Trainer

@@ -15,9 +15,9 @@ from torch import Tensor
 from alto.backbone import is_out_of_memory, release_memory
 from alto.data import JobRows
 from alto.errors import DeviceMemoryError
+from alto.executor.context import JobState
 from alto.executor.evaluator import Evaluator
 from alto.executor.forward_plan import JobBatch, Passes, schedule_of
-from alto.executor.job_state import JobState
 from alto.executor.micro_batches import NoMemoryError, watching
 from alto.kernels import upload
 from alto.lora import AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
