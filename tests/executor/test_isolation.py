@@ -268,7 +268,7 @@ def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(
 
         store.save(before.id, "last", before.step, fill)
         after.step = before.step
-        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
+        back.trainer.admit(after, after.slot, *read_state(store.folder(after.id, "last")))
     for _ in range(3):
         expected, found = stays.step(), back.step()
         for job in stays.jobs:
