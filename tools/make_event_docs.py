@@ -88,13 +88,14 @@ def parts(events: Iterable[type]) -> list[type]:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """What the docstring of a class says of its fields; a name that explains itself has no entry."""
-    _, _, described = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    """What the docstrings of a class and its bases say of its fields; a name that explains itself has no entry."""
     found: dict[str, str] = {}
-    for entry in re.split(r"\n(?= {4}\S)", described.split("\n\n")[0]):
-        names, _, meaning = entry.strip().partition(": ")
-        text = " ".join(meaning.split())
-        found.update({name.strip(): text for name in names.split(",") if name.strip()})
+    for documented in reversed(kind.__mro__):
+        _, _, described = inspect.cleandoc(documented.__doc__ or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?= {4}\S)", described.split("\n\n")[0]):
+            names, _, meaning = entry.strip().partition(": ")
+            text = " ".join(meaning.split())
+            found.update({name.strip(): text for name in names.split(",") if name.strip()})
     return found
 
 
