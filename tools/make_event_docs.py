@@ -88,10 +88,10 @@ def parts(events: Iterable[type]) -> list[type]:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """What the docstring of a class says of its fields; a name that explains itself has no entry."""
+    """Return the meaning of each field from the docstrings of a class and its bases; a plain name has no entry."""
     found: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
-        _, _, described = (inspect.getdoc(base) or "").partition("Attributes:\n")
+    for documented in reversed(kind.__mro__):
+        _, _, described = inspect.cleandoc(documented.__doc__ or "").partition("Attributes:\n")
         for entry in re.split(r"\n(?= {4}\S)", described.split("\n\n")[0]):
             names, _, meaning = entry.strip().partition(": ")
             text = " ".join(meaning.split())

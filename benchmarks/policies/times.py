@@ -29,7 +29,7 @@ from alto.early_exit import (
 )
 from alto.records import LossPoint
 from alto.spec.early_exit import ceil_share
-from alto.spec.metric import loss_scale
+from alto.spec.scoring import loss_scale
 from benchmarks.common import option_parser, publish_figures
 from benchmarks.paper import curves
 from benchmarks.paper.recordings import is_preference, read_recordings

@@ -25,7 +25,7 @@ from alto.early_exit import (
 from alto.errors import RunError
 from alto.records import ExitReason, Rung, RungResult, Standing
 from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import score_of
+from alto.spec.scoring import score_of
 
 HALF = Rung(progress=0.1, keep=0.5)
 LEAST = score_of("x", {"x": math.nan})

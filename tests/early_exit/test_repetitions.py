@@ -15,7 +15,7 @@ from alto.early_exit.noise import ranked_configurations
 from alto.early_exit.policy import select
 from alto.records import ExitDecision, ExitReason, Standing
 from alto.spec import EarlyExit
-from alto.spec.metric import LEAST_SCORE
+from alto.spec.scoring import LEAST_SCORE
 
 PAIRS = {"a1": "a1", "a2": "a1", "b1": "b1", "b2": "b1"}
 

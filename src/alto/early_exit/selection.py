@@ -42,7 +42,7 @@ class Selection:
         policy: The policy that judges and ranks.
         ema_alpha: Weight of the newest training loss in its running average, in (0, 1].
         total_steps: Steps of every job, by job id.
-        loss_scales: Scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; jobs without an entry have
+        loss_scales: Scale of a job's loss (:func:`alto.spec.scoring.loss_scale`), by job id; jobs without an entry have
             equal scales.
         configuration_of: Id of the configuration, by job that repeats one with another seed; it is the id of one of the
             jobs. Rungs rank configurations by the means of their jobs.
@@ -126,7 +126,7 @@ class Selection:
 
         Args:
             step: Number of steps done.
-            score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 if only the loss decides.
+            score: Result of :func:`alto.spec.scoring.score_of`, a finite number; 0 if only the loss decides.
             score_rows: The metric on every validation row, if known.
             loss_rows: Loss of every row of the evaluation, in the order of evaluation; empty if evaluations are on all
                 rows.
