@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -37,13 +38,15 @@ def cpu_s() -> float:
     return 0.0
 
 
-def run_code(code: str, *, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run_code(
+    code: str, *, cwd: Path | None = None, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Like ``subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)``, with imports done.
 
     What is registered with ``atexit`` is not called.
     """
     with tempfile.TemporaryDirectory() as folder:
-        process = forks().Process(target=_run, args=(code, folder, str(cwd or Path.cwd()), dict(os.environ)))
+        process = forks().Process(target=_run, args=(code, folder, str(cwd or Path.cwd()), dict(env or os.environ)))
         process.start()
         process.join()
         printed = [Path(folder, name).read_text(encoding="utf-8") for name in ("stdout", "stderr")]
