@@ -434,6 +434,17 @@ def portable(task: Task) -> Task:
     return task.replace(**found)
 
 
+def checked_task(task: Task) -> Task:
+    """Return the :func:`portable` task after reading and checking its rows.
+
+    Raises:
+        AltoError: The rows have an error.
+    """
+    found = portable(task)
+    read_task_rows(found)
+    return found
+
+
 def _portable_source(source: MixtureSource) -> MixtureSource:
     found = {}
     for key in ("path", "validation_dataset"):
