@@ -39,7 +39,7 @@ def tokenizer(shipped: Any) -> Any:
 
 def conversation(*turns: str) -> Conversation:
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    return tuple(Message(roles[turn[0]], turn[2:]) for turn in turns)
+    return Conversation(Message(roles[turn[0]], turn[2:]) for turn in turns)
 
 
 def encode(rows: list[Conversation], tokenizer: Any, max_length: int, what: str = "training") -> EncodedDataset:
@@ -172,18 +172,15 @@ def test_a_template_that_rewrites_what_stands_before_the_reply_is_refused(tokeni
 
 
 def test_a_reply_that_is_context_is_shown_and_not_trained(tokenizer: Any) -> None:
-    turns = (
-        *conversation("u:one"),
-        Message("assistant", "first", is_context=True),
-        *conversation("u:two", "a:second"),
-    )
+    shown = Message("assistant", "first", is_context=True)
+    turns = Conversation((*conversation("u:one"), shown, *conversation("u:two", "a:second")))
     assert trained_runs(turns, tokenizer) == ["second<|end|>"]
     assert "first<|end|>" in tokenizer.decode(encode_one(turns, tokenizer).input_ids)
     assert encode_conversation(turns[:3], tokenizer) == []
 
 
 def test_plain_text_is_trained_whole_and_ends(tokenizer: Any) -> None:
-    assert trained_runs((Message("text", "Once upon a time"),), tokenizer) == ["Once upon a time<|end|>"]
+    assert trained_runs(Conversation([Message("text", "Once upon a time")]), tokenizer) == ["Once upon a time<|end|>"]
 
 
 def test_a_template_that_refuses_the_turns(tokenizer: Any) -> None:
@@ -234,7 +231,7 @@ def test_a_row_of_exactly_max_length_is_not_cut() -> None:
 
 
 def test_rows_in_which_nothing_is_to_be_trained_are_left_out_and_counted_apart() -> None:
-    shown_only = (*conversation("u:q"), Message("assistant", "r", is_context=True))
+    shown_only = Conversation((*conversation("u:q"), Message("assistant", "r", is_context=True)))
     dataset = encode([conversation("u:q", "a:rs"), shown_only, conversation("u:" + "q" * 20, "a:r")], Letters(), 8)
     assert (len(dataset), dataset.num_skipped, dataset.num_masked) == (1, 2, 1)
 
@@ -242,7 +239,7 @@ def test_rows_in_which_nothing_is_to_be_trained_are_left_out_and_counted_apart()
 def test_no_whole_row_is_an_error_unless_rows_are_plain_text() -> None:
     with pytest.raises(DataError, match=r"fit into max_length 5, found all 2 longer.*raise max_length"):
         encode([conversation("u:q", "a:rs"), conversation("u:q", "a:rst")], Letters(), 5)
-    books = encode([(Message("text", "a long book"),)], Letters(), 5)
+    books = encode([Conversation([Message("text", "a long book")])], Letters(), 5)
     assert (books.num_truncated, books.targets[0].tolist()) == (1, [*map(ord, "a lo"), -100])
 
 

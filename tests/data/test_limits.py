@@ -21,7 +21,7 @@ POSITIONS = 128
 
 
 def conversation(question: str, reply: str) -> Conversation:
-    return (Message("user", question), Message("assistant", reply))
+    return Conversation([Message("user", question), Message("assistant", reply)])
 
 
 def write_long_rows(path: Path, *, is_paired: bool = False) -> str:

@@ -77,7 +77,7 @@ def tokenizer(shipped: Any) -> Iterator[Any]:
 
 def conversation(*turns: str) -> Conversation:
     roles = {"s": "system", "u": "user", "a": "assistant", "c": "assistant"}
-    return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
+    return Conversation(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
 
 def plain(conversation: Sequence[Message]) -> list[dict[str, Any]]:
@@ -185,7 +185,7 @@ def test_an_eos_behind_the_last_turn_makes_no_row_for_every_reply() -> None:
 
 
 def marked(*turns: str) -> Conversation:
-    return tuple(
+    return Conversation(
         Message(turn.role, turn.content, turn.is_context, '{"mood": "glad"}' if turn.role == "assistant" else "")
         for turn in conversation(*turns)
     )

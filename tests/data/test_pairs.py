@@ -45,8 +45,7 @@ TOKENIZER = load_tokenizer()
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> Pair:
-    asked = Message("user", prompt)
-    return Pair(chosen=(asked, Message("assistant", chosen)), rejected=(asked, Message("assistant", rejected)))
+    return Pair(*(Conversation([Message("user", prompt), Message("assistant", reply)]) for reply in (chosen, rejected)))
 
 
 def encode(*pairs: Pair, max_length: int = 100, tokenizer: Any = None, **how: Any) -> EncodedDataset:
@@ -142,7 +141,7 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted() -> None:
         pair("q", "same", "same"),
         pair("q", "", "bad"),
         pair("q", "good", " \n"),
-        Pair(chosen=(Message("user", "q"), shown), rejected=pair("q", "x", "bad").rejected),
+        Pair(chosen=Conversation([Message("user", "q"), shown]), rejected=pair("q", "x", "bad").rejected),
         pair("q" * 40, "good", "bad"),
         pair("q", "the same until the very end: x", "the same until the very end: y"),
         pair("q", "good", "long " * 10),
@@ -162,7 +161,7 @@ def test_no_pair_left_is_an_error() -> None:
 
 def conversation(*turns: str) -> Conversation:
     roles = {"u": "user", "a": "assistant", "c": "assistant"}
-    return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
+    return Conversation(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
 
 REWRITING = (
@@ -193,10 +192,8 @@ def test_several_replies_that_the_template_rewrites_are_refused(rewriting: Any) 
 
 
 def test_replies_of_the_prompt_may_be_rewritten(rewriting: Any) -> None:
-    before = conversation("u:one", "c:x", "u:two")
-    dataset = encode(
-        Pair(chosen=(*before, *conversation("a:y")), rejected=(*before, *conversation("a:z"))), tokenizer=rewriting
-    )
+    before = ("u:one", "c:x", "u:two")
+    dataset = encode(Pair(conversation(*before, "a:y"), conversation(*before, "a:z")), tokenizer=rewriting)
     assert [rewriting.decode(ids) for ids, _ in whole(dataset)] == [
         f"<|user|>one<|end|><|assistant|>x<|end|><|user|>two<|end|><|assistant|>(hm){reply}<|end|>" for reply in "yz"
     ]

@@ -13,7 +13,7 @@ from tiny import load_tokenizer, make_task, random_llama, read_journal, save_mod
 
 import alto
 from alto.backbone import Backbone
-from alto.data import Message
+from alto.data import Conversation, Message
 from alto.engine import runner
 from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.evaluation import FinalistJudge
@@ -162,15 +162,15 @@ def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: 
 def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
     backbone = Backbone(random_llama(len(load_tokenizer())), load_tokenizer(), "tiny")
     rows = [
-        (Message("user", "1 plus 1?"), Message("assistant", "#### 2")),
-        (Message("user", "Who?"), Message("assistant", "Nobody.")),
-        (Message("text", "#### 3"),),
+        Conversation([Message("user", "1 plus 1?"), Message("assistant", "#### 2")]),
+        Conversation([Message("user", "Who?"), Message("assistant", "Nobody.")]),
+        Conversation([Message("text", "#### 3")]),
     ]
     assert len(FinalistJudge(rows, backbone, "tiny")._answers.prompts) == 1
     turned = [rows[1], rows[0], rows[0]]
     first = FinalistJudge(turned, backbone, "tiny", Scoring(scorer="exact_match", num_rows=1))
     assert len(first._answers.prompts) == 1, "the first of those that can be scored"
-    long = (Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2"))
+    long = Conversation([Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2")])
     said = r"select_by eval_accuracy: among the validation rows .* expected prompts shorter .* in row 2; .*select_by"
     with pytest.raises(DataError, match=said):
         FinalistJudge([*rows, long], backbone, "tiny")
@@ -180,7 +180,8 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
 
 def test_an_error_of_the_device_is_no_failure_of_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = Backbone(random_llama(len(load_tokenizer())), load_tokenizer(), "tiny")
-    judge = FinalistJudge([(Message("user", "1 plus 1?"), Message("assistant", "#### 2"))], backbone, "tiny")
+    row = Conversation([Message("user", "1 plus 1?"), Message("assistant", "#### 2")])
+    judge = FinalistJudge([row], backbone, "tiny")
 
     def fails(error: Exception) -> None:
         def rows(*_: object) -> None:

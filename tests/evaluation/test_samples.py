@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import alto
 from alto.backbone import Backbone
 from alto.cli import app
-from alto.data import LabelledText, Message, Pair
+from alto.data import Conversation, LabelledText, Message, Pair
 from alto.engine import runner
 from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.evaluation import Sampler, samples
@@ -35,18 +35,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 LENGTH = 6
 ROWS = [
-    (Message("user", "1 plus 1?"), Message("assistant", "It is 2.")),
-    (Message("text", "plain text alone"),),
-    (Message("user", "Who? " * 200), Message("assistant", "The prompt is longer than the model's positions.")),
-    (Message("user", "Say nothing."), Message("assistant", "  ")),
-    (Message("assistant", "A reply alone."),),
+    Conversation([Message("user", "1 plus 1?"), Message("assistant", "It is 2.")]),
+    Conversation([Message("text", "plain text alone")]),
+    Conversation(
+        [Message("user", "Who? " * 200), Message("assistant", "The prompt is longer than the model's positions.")]
+    ),
+    Conversation([Message("user", "Say nothing."), Message("assistant", "  ")]),
+    Conversation([Message("assistant", "A reply alone.")]),
     LabelledText("a text", None, 1),
     Pair(
-        chosen=(Message("user", "2 plus 2?"), Message("assistant", "It is 4.")),
-        rejected=(Message("user", "2 plus 2?"), Message("assistant", "Five.")),
+        chosen=Conversation([Message("user", "2 plus 2?"), Message("assistant", "It is 4.")]),
+        rejected=Conversation([Message("user", "2 plus 2?"), Message("assistant", "Five.")]),
     ),
-    (Message("text", "3 plus 3", is_context=True), Message("text", " is 6.")),
-    (Message("user", "never used"), Message("assistant", "as the first three are enough")),
+    Conversation([Message("text", "3 plus 3", is_context=True), Message("text", " is 6.")]),
+    Conversation([Message("user", "never used"), Message("assistant", "as the first three are enough")]),
 ]
 
 

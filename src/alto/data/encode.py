@@ -487,7 +487,7 @@ def with_last_reply(conversation: Conversation) -> Conversation:
         replace(turn, is_context=True) if position in trained[:-1] else turn
         for position, turn in enumerate(conversation)
     ]
-    return Conversation(turns, getattr(conversation, "template_arguments", ""))
+    return Conversation(turns, conversation.template_arguments, conversation.where)
 
 
 def _raw(conversation: Conversation, tokenizer: Any) -> _Steps[EncodedRow]:

@@ -446,7 +446,7 @@ def without_key(conversation: Conversation, name: str) -> Conversation:
 
 def _beside(conversation: Conversation) -> dict[str, Any]:
     """Return the arguments of the template beside the turns."""
-    text = getattr(conversation, "template_arguments", "")
+    text = conversation.template_arguments
     arguments: dict[str, Any] = json.loads(text) if text else {}
     return arguments
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alto.data.convert import LabelReader
 from alto.data.dataset import IGNORED, MEMORY, EncodedDataset, RowStore, RowWriter, Span, joined
-from alto.data.encode import EncodedRow, Encoder
+from alto.data.encode import EncodedRow, Encoder, num_shared
 from alto.data.formats import Layout
 from alto.data.messages import Conversation, LabelledText, Pair, Row, place_of
 from alto.data.rows import (
@@ -119,7 +119,7 @@ class _Split(ABC):
         self.what = what
         self.writer = writer
         self.faults = FaultList(f"the {what} data")
-        self.is_labelled = bool(rows) and getattr(rows[0], "is_desirable", None) is not None
+        self.is_labelled = bool(rows) and isinstance(rows[0], Conversation) and rows[0].is_desirable is not None
         self.encoder = self.make_encoder()
         self.num_rows = self.num_truncated = self.num_masked = self.num_unrolled = self.num_alike = 0
 
@@ -189,8 +189,7 @@ class _Conversations(_Split):
                 self.num_masked += not any(row.is_trained[1:])
                 ids, targets = self.cut(row)
                 if (targets != IGNORED).any():
-                    label = getattr(conversation, "is_desirable", None)
-                    self.writer.add(ids, targets, (Span(ids.numel()),), label=label)
+                    self.writer.add(ids, targets, (Span(ids.numel()),), label=conversation.is_desirable)
 
     def check_rows(self) -> None:
         limit, what = self.limit, self.what
@@ -237,7 +236,7 @@ class _Pairs(_Split):
             is_cut_off = any(not (targets != IGNORED).any() for targets in (chosen_targets, rejected_targets))
             if is_cut_off or torch.equal(chosen, rejected):
                 continue
-            prefix = _num_shared(*rows) if self.encoding.shares_prompts else 0
+            prefix = _num_untrained(*rows) if self.encoding.shares_prompts else 0
             self.writer.add(
                 torch.cat([chosen, rejected[prefix:]]),
                 torch.cat([chosen_targets, rejected_targets[prefix:]]),
@@ -279,11 +278,10 @@ def _begun_together(rows: list[EncodedRow]) -> list[EncodedRow]:
     ]
 
 
-def _num_shared(chosen: EncodedRow, rejected: EncodedRow) -> int:
+def _num_untrained(chosen: EncodedRow, rejected: EncodedRow) -> int:
     """Return the number of untrained tokens that both begin with, without the last: it predicts a reply's first."""
-    tokens = (zip(row.input_ids, row.is_trained, strict=True) for row in (chosen, rejected))
-    shared = itertools.takewhile(lambda pair: pair[0] == pair[1] and not pair[0][1], zip(*tokens, strict=False))
-    return max(0, sum(1 for _ in shared) - 1)
+    first_trained = min(row.is_trained.index(True) for row in (chosen, rejected))
+    return max(0, min(first_trained, num_shared(chosen.input_ids, rejected.input_ids)) - 1)
 
 
 class _Texts(_Split):
@@ -422,21 +420,21 @@ class TaskRows:
         validation = encoded(self.validation, "validation", "validation", self.validation_sources)
         test = encoded(self.test, "test", "test") if self.test else None
         splits = {"training": train, "validation": validation, **({"test": test} if test else {})}
-        num_shared = num_known(self.validation, self.train)
+        num_known_validation = num_known(self.validation, self.train)
         num_known_test = num_known(self.test or (), itertools.chain(self.train, self.validation))
         bad_rows = (*self.bad_rows, *(bad for split in splits.values() for bad in split.refused))
         return TaskData(
             train=train,
             validation=validation,
             test=test,
-            num_shared=num_shared,
+            num_shared=num_known_validation,
             num_bad=sum(bad.num_bad for bad in bad_rows),
             notes=(
                 *mixture_notes(train, validation),
                 *label_notes(train, validation),
                 *(bad.note for bad in self.bad_rows),
                 *unread_notes(self.unread_columns, train.unread, tokenizer, self.layout.form),
-                *reading_notes(len(self.validation), num_shared),
+                *reading_notes(len(self.validation), num_known_validation),
                 *test_notes(len(self.test or ()), num_known_test),
                 *about_tokenizer,
                 *(note for what, split in splits.items() for note in encoding_notes(split, what, encoding.limit)),

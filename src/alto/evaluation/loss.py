@@ -335,4 +335,4 @@ def _with_reply(row: Conversation, option: str) -> Conversation:
     position = reply_position(row)
     assert position is not None, "the row has a reply"
     before = (replace(turn, is_context=True) if turn.role == "assistant" else turn for turn in row[:position])
-    return Conversation((*before, Message("assistant", option)), getattr(row, "template_arguments", ""))
+    return Conversation((*before, Message("assistant", option)), row.template_arguments)
