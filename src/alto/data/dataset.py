@@ -204,14 +204,13 @@ class RowWriter:
             is_labelled: Whether the labels of rows say that a reply is desirable.
             facts: Other attributes of the split.
         """
-        input_ids, targets, spans, labels = (tuple(row[column] for row in self._rows) for column in range(4))
-        classes = None if facts.get("label_set") is None else labels
+        labels: Any = tuple(label for _, _, _, label in self._rows)
         return EncodedDataset(
-            input_ids=input_ids,
-            targets=targets,
-            spans=spans,
+            input_ids=tuple(input_ids for input_ids, _, _, _ in self._rows),
+            targets=tuple(targets for _, targets, _, _ in self._rows),
+            spans=tuple(spans for _, _, spans, _ in self._rows),
             labels=labels if is_labelled else None,
-            classes=classes,
+            classes=None if facts.get("label_set") is None else labels,
             **facts,
         )
 
