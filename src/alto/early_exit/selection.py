@@ -51,7 +51,7 @@ class Selection:
 
     Attributes:
         policy: The policy that judges and ranks.
-        rungs: Which jobs compete at rungs.
+        rungs: Decides which jobs compete at each rung.
 
     Raises:
         RunError: Raised by every observing method, if the event is not possible in the present state.

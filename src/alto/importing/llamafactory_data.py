@@ -306,6 +306,6 @@ def written_dataset(job: ExportedJob) -> dict[str, Any]:
         source = {"hf_hub_url": str(task.dataset), "subset": task.dataset_config, "split": task.dataset_train_split}
     named = tool_columns("LLaMA-Factory", rows, _COLUMNS_OF_FORMS)
     named |= {role: rows.columns[role] for role in _EXTRA_COLUMNS if role in rows.columns}
-    found = source | _LAYOUTS[rows.form]
+    found: dict[str, Any] = {**source, **_LAYOUTS[rows.form]}
     found["columns"] = {**found.get("columns", {}), **named}
     return {key: value for key, value in found.items() if value is not None}
