@@ -63,13 +63,14 @@ format: $(VENV)/.dev ## Put the code into the house style
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,paper,chat-templates,models}.md
+docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,paper,chat-templates,models}.md and the picture in architecture.md
 	$(BIN)/python -m tools.make_reference
 	$(BIN)/python -m tools.make_event_docs
 	$(BIN)/python -m tools.make_benchmark_docs
 	$(BIN)/python -m tools.make_kernel_docs
 	$(BIN)/python -m tools.make_template_docs
 	$(BIN)/python -m tools.make_model_docs
+	$(BIN)/python -m tools.make_package_graph
 
 .PHONY: bench-smoke
 bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest scale

@@ -95,7 +95,7 @@ def assert_continues_to_the_last_bit(
 
         store.save(before.id, "last", before.step, fill)
         after.step = before.step
-        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
+        back.trainer.admit(after, after.slot, *read_state(store.folder(after.id, "last")))
     for _ in range(2):
         expected, found = stays.step(), back.step()
         for job in stays.jobs:
