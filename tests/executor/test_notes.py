@@ -1,20 +1,28 @@
-"""What jobs do not train of a base, and leave out of its training, is said wherever notes are: before training."""
+"""Notes of a run: what jobs do not train of a base, and which kernels and layers are compiled."""
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from moe_models import build_mixture
 from profiles import measured_at_once
-from tiny import load_tokenizer, make_task, read_journal
+from tiny import load_tokenizer, make_task, read_journal, run_task
 from typer.testing import CliRunner
 
 import alto
 from alto.backbone import build_skeleton
 from alto.cli.app import app
 from alto.errors import ModelError
-from alto.executor import model_notes
+from alto.executor import beginning, model_notes
+from alto.executor.beginning import compile_notes
+from alto.executor.trainer import Trainer
+from alto.runs import RunDir
 from alto.spec import BaseModelSpec, JobConfig
 
 
@@ -69,3 +77,63 @@ def test_a_configuration_without_a_causal_model_is_refused(tmp_path: Path) -> No
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ModelError, match=r"expected config\.json of a causal language model"):
         build_skeleton(BaseModelSpec(id=str(tmp_path)))
+
+
+def _state(*, is_compiled: bool = True, is_padded: bool = False, groups: tuple[int, int] = (8, 8)) -> Any:
+    backbone = SimpleNamespace(is_compiled=is_compiled, is_padded=is_padded)
+    return SimpleNamespace(context=SimpleNamespace(backbone=backbone), trainer=SimpleNamespace(graph_groups=groups))
+
+
+def test_without_torch_compile_nothing_is_said() -> None:
+    assert compile_notes(_state(is_compiled=False)) == ()
+
+
+@pytest.mark.parametrize(
+    ("state", "expected"),
+    [
+        ({}, r"for 8 of 8 inputs of linear modules\.$"),
+        (
+            {"groups": (6, 8)},
+            r"for 6 of 8 inputs .* outside the .* as .* biases \(bias\) or magnitudes \(use_dora\)\.$",
+        ),
+        ({"groups": (0, 8), "is_padded": True}, r"for 0 of 8 inputs .* outside the compiled .* as rows are padded\.$"),
+    ],
+)
+def test_what_is_inside_and_why_others_are_not(state: dict[str, Any], expected: str) -> None:
+    [note] = compile_notes(_state(**state))
+    assert re.search(expected, note), note
+
+
+SPACE = {"lr": [1e-3], "lora_dropout": [0.0, 0.1], "optim": ["sgd"], "batch_size": [8]}
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    task = make_task(folder, search_space=SPACE, num_train_epochs=1)
+    run_dir = RunDir.create(folder / "run", task)
+    run_task(task, run_dir)
+    return read_journal(run_dir.root)
+
+
+@pytest.mark.parametrize(("every_s", "expected"), [(0.0, [0, 1, 2, 3, 4]), (math.inf, [0, 4])])
+def test_it_says_how_far_they_are_before_the_base_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, expected: list[int]
+) -> None:
+    asked: list[list[tuple[float, str]]] = []
+
+    def compile_kernels(trainer: Trainer, configs: Sequence[JobConfig]) -> Iterator[tuple[int, int]]:
+        asked.append([(config.lora_dropout, config.optim) for config in configs])
+        return iter([(done, 4) for done in range(5)])
+
+    monkeypatch.setattr(Trainer, "compile_kernels", compile_kernels)
+    monkeypatch.setattr(beginning, "_REPORT_EVERY_S", every_s)
+    events = events_of(tmp_path)
+    assert asked == [[(0.0, "sgd"), (0.1, "sgd")]]
+    found = [event for event in events if event["event"] == "kernels_compiled"]
+    assert events[1 : 1 + len(found)] == found, "after task_started, before base_evaluated"
+    assert [(event["done"], event["total"]) for event in found] == [(done, 4) for done in expected]
+    durations = [event["duration_s"] for event in found]
+    assert durations == sorted(durations)
+
+
+def test_where_nothing_is_compiled_it_says_nothing(tmp_path: Path) -> None:
+    assert not any(event["event"] == "kernels_compiled" for event in events_of(tmp_path))
