@@ -15,7 +15,7 @@ import torch
 from observers import pass_time_for
 from oracle import padded_batch
 from peft import PeftModel
-from tiny import load_tokenizer, make_task, read_journal, save_model
+from tiny import load_tokenizer, make_task, read_journal
 from transformers import AutoModelForCausalLM
 
 import alto
@@ -37,11 +37,6 @@ from alto.runs import FLUSH_TIMEOUT_S, Event, Journal, JournalEntry, read_events
 from alto.runs.events import JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from journals import entries
 from queues import one_by_one, tiny_tasks
-from tiny import make_task, save_model
+from tiny import make_task
 from typer.testing import CliRunner
 
 import alto
@@ -41,11 +41,6 @@ from alto.errors import (
 from alto.records import Gpu, MemoryProfile, Node, Sharing, TaskEstimate, TaskPlan, Throughput
 from alto.runs import JournalEntry, QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
 from alto.runs.events import MeasuringBegun, TaskRelayed
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

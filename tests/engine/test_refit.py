@@ -15,7 +15,7 @@ from journals import entries
 from oracle import SoloJob, SoloPairs, flat, make_dpo_trainer, reference_model, relative_distance
 from peft import PeftModel
 from peft_adapters import save_with_peft
-from tiny import curves_of, load_tokenizer, make_task, read_journal, save_model, write_rows
+from tiny import curves_of, load_tokenizer, make_task, read_journal, write_rows
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -36,11 +36,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 QUIET: dict[str, Any] = {"report_to": "none", "early_exit": False, "eval_steps": 0.2, "seed": 3}
 SPACE: dict[str, Any] = {"lr": [1e-4, 3e-2], "batch_size": [8]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import load_tokenizer, make_task, random_llama, read_journal, save_model, write_rows
+from tiny import load_tokenizer, make_task, random_llama, read_journal, write_rows
 
 import alto
 from alto.backbone import Backbone
@@ -23,11 +23,6 @@ from alto.runs.events import JobCompleted
 from alto.spec import Scoring
 
 SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

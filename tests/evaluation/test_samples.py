@@ -14,7 +14,7 @@ import torch
 from peft import PeftModel
 from peft_adapters import save_with_peft
 from rich.console import Console
-from tiny import load_tokenizer, make_task, random_llama, read_journal, save_model
+from tiny import load_tokenizer, make_task, random_llama, read_journal
 from typer.testing import CliRunner
 
 import alto
@@ -126,11 +126,6 @@ def test_a_generation_that_fails_is_a_reason_and_what_the_caller_raises_is_raise
 
 
 # -- whole runs ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

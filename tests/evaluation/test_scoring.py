@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import scoring_functions
 from rich.console import Console
-from tiny import make_task, read_journal, save_model
+from tiny import make_task, read_journal
 from typer.testing import CliRunner
 
 import alto
@@ -27,11 +27,6 @@ from alto.views import final_summary
 
 SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 LENGTH = {"scorer": "python", "function": "scoring_functions:length", "max_new_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

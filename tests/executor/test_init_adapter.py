@@ -27,7 +27,7 @@ from alto.executor import MicroBatches, StartAdapter, TaskContext, with_referenc
 from alto.lora import adapter_shape, saved_settings
 from alto.spec import JobConfig, Task
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("empty_cache")]
 
 SEVERAL: list[dict[str, object]] = [
     {"lr": 1e-3, "batch_size": 2, "seed": 1},
@@ -40,11 +40,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "patterns": {"rank_pattern": {"q_proj": 2, "up_proj": 6}, "alpha_pattern": {"v_proj": 5}},
     "embeddings": {"target_modules": ["q_proj", "embed_tokens"], "modules_to_save": ["lm_head"]},
 }
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
 
 
 def task_from(folder: Path, configs: list[dict[str, object]], **settings: object) -> Task:

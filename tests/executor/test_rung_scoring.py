@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import resident_jobs
 from company import built
-from tiny import make_task, save_model
+from tiny import make_task
 
 import alto
 from alto.backbone import Backbone
@@ -30,11 +30,6 @@ NUM_ROWS = 12
 SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 SPACE_JOBS = ("job-000", "job-001", "job-002", "job-003")
 EARLY_EXIT = {"rungs": [[0.5, 0.5]], "detect_overfitting": False, "detect_divergence": False, "min_kept": 2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -5,17 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from foreign_configs import AXOLOTL_DPO, AXOLOTL_LORA, write_configs
+from foreign_configs import AXOLOTL_DPO, AXOLOTL_LORA
 
 from alto.errors import SpecError
 from alto.importing import ImportedTask, import_file, imported_task
 from alto.spec import load_task
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 def together(folder: Path, *changes: dict[str, str], overrides: tuple[str, ...] = ()) -> ImportedTask:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from foreign_configs import CONFIGS, write_configs
+from foreign_configs import CONFIGS
 from typer.testing import CliRunner, Result
 
 import alto
@@ -247,13 +247,6 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
 }
 """The keys of the task that each configuration becomes."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where their user stands."""
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 def invoke(*arguments: object) -> Result:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import yaml
-from foreign_configs import write_configs
 from typer.testing import CliRunner
 
 from alto.cli import app
@@ -289,12 +288,6 @@ EXPECTED: dict[str, tuple[str, dict[str, tuple[str, str]]]] = {
     ),
 }
 """By name: a configuration, and by key what the report says of it."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 @pytest.mark.parametrize("name", EXPECTED)
