@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from judging import by_loss, stopped_once_all_are_trained, tune
 from peft import PeftModel
 from peft_adapters import save_with_peft
 from rich.console import Console
@@ -26,7 +27,7 @@ from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedE
 from alto.evaluation import Sampler, samples
 from alto.records import Judgement, Samples
 from alto.runs import JournalEntry, read_entries, read_history
-from alto.runs.events import JobCompleted, SamplesGenerated
+from alto.runs.events import SamplesGenerated
 from alto.views import final_summary
 from alto.views.plain import PlainView
 
@@ -139,14 +140,6 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
     )
 
 
-def tune(task: alto.Task, **settings: Any) -> alto.TaskResult:
-    return alto.Engine(output_dir=Path(task.dataset).parent / "runs", **settings).tune(task)
-
-
-def by_loss(result: alto.TaskResult) -> list[str]:
-    return [job.job for job in sorted(result.job_results, key=lambda job: job.best_validation_loss)]
-
-
 def test_a_run_records_and_shows_them(task: alto.Task) -> None:
     pytest.importorskip("pandas", reason="tables need the extra 'data'")
     result = tune(task)
@@ -256,17 +249,7 @@ def test_the_terminal_shows_them_within_its_width(task: alto.Task, width: int) -
 
 
 def test_a_run_that_is_stopped_while_they_are_generated_generates_them_when_it_is_resumed(task: alto.Task) -> None:
-    ended: list[str] = []
-
-    def observe(entry: JournalEntry) -> None:
-        if isinstance(entry.event, JobCompleted):
-            ended.append(entry.event.job)
-
-    folder = Path(task.dataset).parent / "runs"
-    runs = runner.TaskRunner(observers=[observe], is_interrupted=lambda: len(ended) == 3)
-    with pytest.raises(TaskInterruptedError, match="with 0 of 3 jobs still to train"):
-        runs.begin(task, folder)
-    (run,) = folder.iterdir()
+    run = stopped_once_all_are_trained(task, 3)
     assert not read_history(run).samples
     result = alto.Engine().resume(run)
     events = [entry.event for entry in entries_of(result) if isinstance(entry.event, SamplesGenerated)]

@@ -1,4 +1,4 @@
-"""Answers scored by a server on this machine."""
+"""Scores of answers by a server on this machine or by a Python function, and waiting for work that may hang."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import scoring_functions
 
 from alto.errors import SpecError
 from alto.evaluation import scoring
-from alto.evaluation.scorers import Answer, ScorerFailedError
-from alto.evaluation.scoring import HttpScorer
+from alto.evaluation.scorers import Answer, ScorerFailedError, pause, within
+from alto.evaluation.scoring import HttpScorer, PythonScorer
 from alto.spec import Scoring
 
 SECRET = "Bearer top-secret"
@@ -127,7 +128,7 @@ def test_it_waits_before_it_asks_again(server: Server, monkeypatch: pytest.Monke
         ([(200, b'{"scores": [1, 2, 3, 4, 1e999]}')], "found no such number at position 4", 1),
     ],
 )
-def test_what_is_no_score_is_a_failure_with_its_reason(
+def test_what_is_no_score_of_a_server_is_a_failure_with_its_reason(
     server: Server, replies: list[tuple[int, bytes | None]], said: str, num_requests: int
 ) -> None:
     server.replies = replies
@@ -154,19 +155,6 @@ def test_a_server_that_is_not_there(server: Server) -> None:
     assert "top-secret" not in str(failure.value)
 
 
-def test_a_user_who_wants_to_stop_does_not_wait_for_it(server: Server) -> None:
-    server.delay_s = 2.0
-    began = time.monotonic()
-
-    def stop() -> None:
-        if time.monotonic() - began > 0.2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        HttpScorer(Scoring(scorer="http", url=server.url))(ANSWERS, stop)
-    assert time.monotonic() - began < 1.5
-
-
 @pytest.mark.parametrize(
     "value", [None, SECRET, json.dumps([SECRET]), json.dumps({"A": f"{SECRET}\nB: 1"}), '{"A": 1}']
 )
@@ -179,3 +167,96 @@ def test_headers_that_cannot_be_sent_are_refused_at_once_and_not_shown(
     with pytest.raises(SpecError, match=r"select_by.headers_env: expected .* environment variable JUDGE") as refusal:
         HttpScorer(Scoring(scorer="http", url="http://127.0.0.1:9/", headers_env="JUDGE"))
     assert "top-secret" not in str(refusal.value)
+
+
+ROWS = [Answer(prompt=f"p{n}", reference=f"r{n}", answer="x" * n) for n in range(3)]
+
+
+def scorer(function: str, timeout_s: float = 30.0) -> PythonScorer:
+    return PythonScorer(f"scoring_functions:{function}", timeout_s)
+
+
+@pytest.mark.parametrize("name", ["scoring_functions:length", "scoring_functions.length"])
+def test_the_function_gets_every_row_by_keyword(name: str) -> None:
+    scoring_functions.CALLS.clear()
+    turns: list[None] = []
+    found = PythonScorer(name, 30.0)(ROWS, lambda: turns.append(None))
+    assert found == [0.0, 0.01, 0.02]
+    assert scoring_functions.CALLS[1] == {"prompt": "p1", "reference": "r1", "answer": "x"}
+    assert len(turns) >= len(ROWS)
+
+
+def test_a_truth_value_is_one_or_zero() -> None:
+    rows = [Answer(prompt="", reference="2", answer="It is 2."), Answer(prompt="", reference="2", answer="3")]
+    assert scorer("is_right")(rows, lambda: None) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("raising", r"row 1: it raised LookupError: the judge is asleep \(scoring_functions.py, line \d+\)"),
+        ("exiting", "row 1: it raised SystemExit: 3"),
+        ("text", r"row 1: expected a finite number, found '0.5' \(str\)"),
+        ("nothing", r"row 1: expected a finite number, found None \(NoneType\)"),
+        ("infinite", "row 1: expected a finite number, found inf"),
+    ],
+)
+def test_what_is_no_score_of_a_function_is_a_failure_with_its_reason(function: str, said: str) -> None:
+    with pytest.raises(ScorerFailedError, match=said):
+        scorer(function)(ROWS, lambda: None)
+
+
+def test_a_function_that_hangs_is_given_up() -> None:
+    began = time.monotonic()
+    with pytest.raises(ScorerFailedError, match=r"row 1: no result within 0.2 s; increase timeout_s"):
+        scorer("hanging", 0.2)(ROWS, lambda: None)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("kind", ["http", "python"])
+def test_a_user_who_wants_to_stop_does_not_wait_for_it(server: Server, kind: str) -> None:
+    server.delay_s = 2.0
+    began = time.monotonic()
+
+    def stop() -> None:
+        if time.monotonic() - began > 0.2:
+            raise KeyboardInterrupt
+
+    hanging = HttpScorer(Scoring(scorer="http", url=server.url)) if kind == "http" else scorer("hanging")
+    with pytest.raises(KeyboardInterrupt):
+        hanging(ANSWERS, stop)
+    assert time.monotonic() - began < {"http": 1.5, "python": 10}[kind]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no_such_module:score", "expected a module 'no_such_module' that can be imported, found ModuleNotFoundError"),
+        ("scoring_functions:absent", "expected a function 'absent' in the module 'scoring_functions', found none"),
+        ("scoring_functions.NOT_A_FUNCTION", "expected a function 'NOT_A_FUNCTION' .* found int"),
+    ],
+)
+def test_a_function_that_is_not_there_is_refused_at_once(name: str, said: str) -> None:
+    with pytest.raises(SpecError, match=f"select_by.function: {said}"):
+        PythonScorer(name, 30.0)
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_user_who_wants_to_stop_does_not_wait_for_a_pause() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        pause(0.2, interrupt)
+
+
+def test_a_pause_lasts_as_long_as_it_says() -> None:
+    began = time.monotonic()
+    pause(0.12, lambda: None)
+    assert time.monotonic() - began >= 0.12
+
+
+def test_what_work_returns_or_raises_is_passed_on() -> None:
+    assert within(10.0, lambda: 3, lambda: None) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(10.0, lambda: 1 // 0, lambda: None)
