@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from isolation import assert_step_is_that_of, evaluations_beside
 from moe_models import build_mixture, random_adapter
 from oracle import SoloJob, SoloPairs, _quietly, flat, padded_batch, reference_model, relative_distance
 from oracle_classification import ONE_LABEL, data_of
@@ -70,10 +71,7 @@ def test_the_first_steps_equal_those_of_pefts_trainable_adapter(kind: str, tmp_p
     found = bank.step()
     for job, solo in zip(bank.jobs, solos, strict=True):
         assert_same_step(found[job.id], solo.train_step())
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
+    assert_step_is_that_of(solos, bank)
 
 
 def test_the_comparison_fails_for_another_adapter(tmp_path: Path) -> None:
@@ -162,16 +160,10 @@ def test_the_reference_of_dpo_is_the_adapter_as_trl_has_it(tmp_path: Path) -> No
     assert first[0].loss == pytest.approx(0.693147, abs=1e-5), "an adapter does not differ from itself"
     for _ in range(2):
         bank.step()
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
+    assert_step_is_that_of(solos, bank)
     bank.trainer.bank.params_ZP.mul_(1.5)
-    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
-        solo.load(*state_of(bank, job))
-        expected = solo.evaluate(PAIRS.validation)
-        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
-        assert worth.metrics["reward_margin"] == pytest.approx(expected["rewards/margins"], rel=1e-3, abs=1e-5)
+    for _, metrics, expected in evaluations_beside(solos, bank, PAIRS.validation):
+        assert metrics["reward_margin"] == pytest.approx(expected["rewards/margins"], rel=1e-3, abs=1e-5)
 
 
 def test_the_base_as_reference_is_another_step(tmp_path: Path) -> None:
@@ -227,17 +219,11 @@ def test_the_divergence_of_kto_is_that_from_the_adapter_as_trl_has_it(saved_for_
     bank.trainer.bank.params_ZP.mul_(0.5)  # replies to other prompts are more probable than at the start
     for solo in solos:
         solo._trl._metrics["eval"].clear()
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
-    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
-        solo.load(*state_of(bank, job))
-        expected = solo.evaluate(LABELLED.validation)
-        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+    assert_step_is_that_of(solos, bank)
+    for job, metrics, expected in evaluations_beside(solos, bank, LABELLED.validation):
         if job.config.objective.needs_kl:
-            assert worth.metrics["kl"] == pytest.approx(expected["kl"], rel=1e-4, abs=1e-5)
-            assert worth.metrics["kl"] > 1e-3, "no divergence was compared"
+            assert metrics["kl"] == pytest.approx(expected["kl"], rel=1e-4, abs=1e-5)
+            assert metrics["kl"] > 1e-3, "no divergence was compared"
 
 
 def test_jobs_with_and_without_a_start_have_the_divergences_that_they_have_alone(saved_for_kto: Path) -> None:

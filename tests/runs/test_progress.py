@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from journals import entries, event
+from journals import PROFILE, entries, event
 from tiny import make_task
 
 from alto.records import Rung
@@ -63,29 +63,9 @@ def test_nothing_is_left_when_all_have_ended(small_run):
     assert expected_samples_left(RunHistory.of(entries(small_run))) == 0
 
 
-PROFILE = {
-    "event": "profile",
-    "is_cached": True,
-    "profile_s": 1.0,
-    "memory": {
-        "fixed_bytes": 1.0, "bytes_per_token": 1.0, "capacity_bytes": 1, "margin": 0.9, "error_median": 0.0,
-        "error_worst": 0.0, "points": [],
-    },
-    "throughput": {"step_s": 0.1, "job_s": 0.1, "token_s": 0.1, "eval_token_s": 0.1, "points": []},
-    "slot_bytes": 1,
-    "max_slots": 2,
-    "max_tokens_per_step": 64,
-    "max_tokens_per_pass": 64,
-    "gradient_checkpointing": False,
-    "peak_bytes": 1,
-    "duration_s": 900.0,
-    "expected_duration_s": 100.0,
-}  # fmt: skip
-
-
 def planned(events) -> list:
     """The same run, which was measured beforehand: 100 seconds with the rungs of its early exit."""
-    return [events[0], {**PROFILE, "time": events[0]["time"]}, *events[1:]]
+    return [events[0], {"event": "profile", "time": events[0]["time"], **PROFILE}, *events[1:]]
 
 
 def test_before_anything_is_trained_the_estimate_is_the_plan(small_run):
