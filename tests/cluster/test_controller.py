@@ -16,7 +16,7 @@ from journals import event
 from alto.cluster import ClusterEvent, Controller, EntryWritten, GpuCame, GpuGone, Launch, Outcome, Retrying, TaskTicket
 from alto.errors import QueueCommandError, SpecError, TaskInterruptedError
 from alto.records import Gpu
-from alto.runs import Action, Answer, Journal, Mailbox, TaskStage, read_events, read_queue_history
+from alto.runs import Action, Answer, Journal, JournalEntry, Mailbox, TaskStage, read_events, read_queue_history
 from alto.runs.events import TaskRelayed, decode
 
 
