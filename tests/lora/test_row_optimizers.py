@@ -122,7 +122,9 @@ def same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> boo
 
 def same_state(found: OptimizerState, expected: OptimizerState) -> bool:
     assert found.tensors.keys() == expected.tensors.keys()
-    return found.step == expected.step and same(list(found.tensors.values()), list(expected.tensors.values()))
+    return found.step == expected.step and all(
+        torch.equal(found.tensors[part], tensor) for part, tensor in expected.tensors.items()
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
