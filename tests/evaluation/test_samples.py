@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from judging import by_loss, stopped_once_all_are_trained, tune
 from peft import PeftModel
 from peft_adapters import save_with_peft
 from rich.console import Console
-from tiny import load_tokenizer, make_task, random_llama, read_journal, save_model
+from tiny import load_tokenizer, make_task, random_llama, read_journal
 from typer.testing import CliRunner
 
 import alto
@@ -26,7 +27,7 @@ from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedE
 from alto.evaluation import Sampler, samples
 from alto.records import Judgement, Samples
 from alto.runs import JournalEntry, read_entries, read_history
-from alto.runs.events import JobCompleted, SamplesGenerated
+from alto.runs.events import SamplesGenerated
 from alto.views import final_summary
 from alto.views.plain import PlainView
 
@@ -130,11 +131,6 @@ def test_a_generation_that_fails_is_a_reason_and_what_the_caller_raises_is_raise
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def task(tmp_path: Path, model: Path) -> alto.Task:
     return make_task(
@@ -144,14 +140,6 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
         num_samples=2,
         sample_max_new_tokens=4,
     )
-
-
-def tune(task: alto.Task, **settings: Any) -> alto.TaskResult:
-    return alto.Engine(output_dir=Path(task.dataset).parent / "runs", **settings).tune(task)
-
-
-def by_loss(result: alto.TaskResult) -> list[str]:
-    return [job.job for job in sorted(result.job_results, key=lambda job: job.best_validation_loss)]
 
 
 def test_a_run_records_and_shows_them(task: alto.Task) -> None:
@@ -263,17 +251,7 @@ def test_the_terminal_shows_them_within_its_width(task: alto.Task, width: int) -
 
 
 def test_a_run_that_is_stopped_while_they_are_generated_generates_them_when_it_is_resumed(task: alto.Task) -> None:
-    ended: list[str] = []
-
-    def observe(entry: JournalEntry) -> None:
-        if isinstance(entry.event, JobCompleted):
-            ended.append(entry.event.job)
-
-    folder = Path(task.dataset).parent / "runs"
-    runs = runner.TaskRunner(observers=[observe], is_interrupted=lambda: len(ended) == 3)
-    with pytest.raises(TaskInterruptedError, match="with 0 of 3 jobs still to train"):
-        runs.begin(task, folder)
-    (run,) = folder.iterdir()
+    run = stopped_once_all_are_trained(task, 3)
     assert not read_history(run).samples
     result = alto.Engine().resume(run)
     events = [entry.event for entry in entries_of(result) if isinstance(entry.event, SamplesGenerated)]
