@@ -6,7 +6,6 @@ A dataset is one, or a mixture of several sources, from which each job draws row
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
@@ -19,7 +18,7 @@ from alto.base import quoted
 from alto.errors import SpecError
 from alto.records import ProblemType
 from alto.spec.keys import canonical_keys
-from alto.spec.validation import MAX_CHARS, SpecModel, check_path, is_finite_number
+from alto.spec.validation import MAX_CHARS, SpecModel, check_path, is_finite_number, path_text
 
 RowFormName = Literal[
     "auto",
@@ -137,17 +136,9 @@ class MixtureSource(SpecModel):
     columns: Mapping[str, str] = Field(default={}, description="names of the columns by role")
     validation_dataset: str | None = Field(default=None, min_length=1, description="validation rows")
 
-    @field_validator("path", "validation_dataset", mode="before")
-    @classmethod
-    def _accept_paths(cls, value: object) -> object:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-    @field_validator("path", "validation_dataset")
-    @classmethod
-    def _check_path(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_path(value)
-        return value
+    _accept_paths = field_validator("path", "validation_dataset", mode="before")(path_text)
+    _check_paths = field_validator("path", "validation_dataset")(check_path)
+    _check_columns = field_validator("columns", mode="before")(check_columns)
 
     @field_validator("name")
     @classmethod
@@ -158,11 +149,6 @@ class MixtureSource(SpecModel):
                 "Choose another name."
             )
         return value
-
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _check_columns(cls, columns: object) -> object:
-        return check_columns(columns)
 
 
 def parse_sources(given: object) -> tuple[MixtureSource, ...]:
@@ -207,8 +193,8 @@ def _parsed(item: object, index: int) -> MixtureSource:
         raise SpecError(f"In {where}: {error}") from None
 
 
-def normalised(value: object) -> Weights:
-    """Return weights by name, scaled so that they add up to 1.
+def normalised(value: object) -> Weights | None:
+    """Return weights by name, scaled so that they add up to 1; None stays.
 
     Args:
         value: A mapping of names to weights, or a list of such pairs.
@@ -216,6 +202,8 @@ def normalised(value: object) -> Weights:
     Raises:
         ValueError: ``value`` is neither, a weight is negative or not finite, or all are 0.
     """
+    if value is None:
+        return None
     pairs: Sequence[Any] = tuple(value.items()) if isinstance(value, Mapping) else ()
     if isinstance(value, list | tuple):
         pairs = value
@@ -406,6 +394,12 @@ class DataKeys(SpecModel):
     on_bad_row: OnBadRow = Field(default="error", description="how rows that cannot be used are treated")
     token_cache: TokenCacheName = Field(default="auto", description="where the tokens of the rows are kept")
 
+    _accept_paths = field_validator("model", "validation_dataset", "test_dataset", "chat_template", mode="before")(
+        path_text
+    )
+    _check_paths = field_validator("model", "dataset", "validation_dataset", "test_dataset")(check_path)
+    _check_columns = field_validator("columns", mode="before")(check_columns)
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
@@ -423,15 +417,10 @@ class DataKeys(SpecModel):
             chat_template_text(value)
         return value
 
-    @field_validator("model", "validation_dataset", "test_dataset", "chat_template", mode="before")
-    @classmethod
-    def _accept_paths(cls, value: object) -> object:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
     @field_validator("dataset", mode="before")
     @classmethod
     def _check_dataset(cls, value: object) -> object:
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        value = path_text(value)
         if isinstance(value, tuple) and value and all(isinstance(item, MixtureSource) for item in value):
             return value
         if not isinstance(value, str) or not value:
@@ -443,22 +432,10 @@ class DataKeys(SpecModel):
             raise ValueError(f"should be text of at most {MAX_CHARS} characters, found {quoted(value)}. Shorten it.")
         return value
 
-    @field_validator("model", "dataset", "validation_dataset", "test_dataset")
-    @classmethod
-    def _check_can_be_a_path(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            check_path(value)
-        return value
-
     @field_validator("id2label", mode="before")
     @classmethod
     def _list_names(cls, value: object) -> object:
         return None if value is None else label_names(value)
-
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _check_columns(cls, columns: object) -> object:
-        return check_columns(columns)
 
     @property
     def sources(self) -> tuple[MixtureSource, ...]:

@@ -23,7 +23,7 @@ from alto.errors import ConflictingKeysError, SpecError
 from alto.records import Rung
 from alto.spec.keys import canonical_keys
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
-from alto.spec.validation import plain
+from alto.spec.validation import parsed, plain
 
 # A product this close to a whole number, relative to it, counts as that number: 0.07 * 100 is 7.000000000000001 in
 # float64.
@@ -350,21 +350,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             return value
         if isinstance(value, bool):
             return cls(enabled=value)
-        if not isinstance(value, Mapping):
-            raise SpecError(
-                f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
-                f"Write for example {{policy: paper}}, or remove the key for the defaults."
-            )
-        if not all(isinstance(key, str) for key in value):
-            raise SpecError(
-                f"early_exit should have text as keys, found {quoted(list(value))}. Put the keys in quotes."
-            )
-        try:
-            return cls(**value)
-        except SpecError as error:
-            if type(error) is SpecError:  # about a value; messages about keys already name the place
-                raise SpecError(f"early_exit.{error}") from None
-            raise
+        expected = "true, false or a mapping of settings"
+        return parsed(cls, value, "early_exit", example="{policy: paper}", expected=expected)
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:

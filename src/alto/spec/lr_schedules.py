@@ -327,7 +327,7 @@ def optimizer_args(value: object) -> _Args:
     Raises:
         ValueError: ``value`` is neither, or has a name or a value that no optimizer takes.
     """
-    pairs = _pairs_of_text(value) if isinstance(value, str) else pairs_of({} if value is None else value)
+    pairs = _pairs_of_text(value) if isinstance(value, str) else pairs_of(value)
     if pairs is None:
         raise ValueError(
             f"should map settings of the optimizer to values, found {quoted(value)}. Write for example "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.objective_settings import (
     CPO_LOSS_TYPES,
     KTO_LOSS_TYPES,
@@ -70,9 +71,23 @@ class Method:
         return {**SETTING_ALIASES, **self.entry.settings.aliases}
 
     @property
+    def spellings(self) -> Mapping[str, str]:
+        """Other spellings of all keys of a task: its own, those of its jobs, and :attr:`known_keys`."""
+        return {**JOB_ALIASES, **TASK_ALIASES, **self.aliases}
+
+    @property
     def compares_replies(self) -> bool:
         """Whether the method learns which replies are better, from pairs or from labelled replies."""
         return bool(self.entry.is_paired) or self.entry.is_labelled
+
+    def canonical(self, given: Mapping[Any, Any], fields: Iterable[str], where: str) -> dict[str, Any]:
+        """Return ``given``, which may have ``fields`` and settings, under canonical names without those of others.
+
+        Raises:
+            UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
+        """
+        known = (*fields, *self.known_keys)
+        return self.without_others(canonical_keys(given, fields=known, aliases=self.spellings, where=where))
 
     def without_others(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``given`` without settings of other methods, which must be null or have no effect.

@@ -105,6 +105,27 @@ def layer_parents(value: object) -> tuple[str, ...] | None:
     return patterns
 
 
+def parameter_names(value: object) -> tuple[str, ...] | None:
+    """Return ``target_parameters`` as sorted names of parameters; None stays.
+
+    Raises:
+        ValueError: ``value`` is not a name or a list of different names.
+    """
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(
+        isinstance(name, str) and re.fullmatch(_MODULE_NAME, name) for name in names
+    ):
+        raise ValueError(
+            f"should be a list of names of parameters, found {quoted(value)}. Write for example "
+            "[experts.gate_up_proj, experts.down_proj]."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"should name each parameter once, found {quoted(value)}. Remove the repeated name.")
+    return tuple(sorted(names))
+
+
 def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> Pairs:
     """Return ``rank_pattern`` or ``alpha_pattern``, a mapping of names to numbers, as pairs in the same order.
 

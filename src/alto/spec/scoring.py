@@ -16,9 +16,8 @@ from alto.base import quoted
 from alto.errors import SpecError
 from alto.records import Metric, ScorerName
 from alto.spec.job_config import JOB_FIELDS, JobConfig
-from alto.spec.keys import canonical_keys
 from alto.spec.method import OWN_METHODS, find_method
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, parsed, plain
 
 
 def is_function(value: object) -> TypeGuard[Callable[..., Any]]:
@@ -344,9 +343,7 @@ def parse_select_by(value: object) -> str | Scoring:
     """
     if isinstance(value, str) and value in _WORDS:
         return value
-    return _parsed(
-        value, "select_by", "select_by (what chooses the winner)", "'metric', 'eval_accuracy' or a mapping of settings"
-    )
+    return _parsed(value, "select_by", "'metric', 'eval_accuracy' or a mapping of settings")
 
 
 def parse_metric(value: object) -> str | Scoring:
@@ -361,28 +358,19 @@ def parse_metric(value: object) -> str | Scoring:
             itself; or see :class:`Scoring`.
     """
     if isinstance(value, str) and value in get_args(Metric):
-        return _parsed({"scorer": value}, "metric", "", "") if value in get_args(ScorerName) else value
-    found = _parsed(value, "metric", "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
+        return Scoring(scorer=value) if value in get_args(ScorerName) else value
+    found = _parsed(value, "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
     for key, option in _OF_EVALUATIONS.items():
         if key in found.model_fields_set:
             raise SpecError(f"metric.{key}: expected only settings of the scorer, found {key}; {option}")
     return found
 
 
-def _parsed(value: object, key: str, what: str, expected: str) -> Scoring:
+def _parsed(value: object, key: str, expected: str) -> Scoring:
     if is_function(value):
         value = {"scorer": "python", "function": value}
-    if isinstance(value, Scoring):
-        return value
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise SpecError(
-            f"{what} should be {expected}, found {quoted(value)}. Write for example {{scorer: exact}}, or remove the "
-            "key."
-        )
-    given: dict[str, Any] = canonical_keys(value, fields=Scoring.model_fields, aliases={}, where=key)
-    try:
-        return Scoring(**given)
-    except SpecError as error:
-        if type(error) is SpecError:
-            raise SpecError("\n".join(f"{key}.{line}" for line in str(error).splitlines())) from None
-        raise
+    return (
+        value
+        if isinstance(value, Scoring)
+        else parsed(Scoring, value, key, example="{scorer: exact}", expected=expected)
+    )

@@ -10,14 +10,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.data_keys import MIXTURE_WEIGHTS, MixtureSource, ordered
 from alto.spec.job_config import JobConfig
-from alto.spec.keys import canonical_keys
 from alto.spec.method import Method
 from alto.spec.search_space import Axis, Sampled, SearchSpace, written
-from alto.spec.validation import SpecModel
+from alto.spec.validation import SpecModel, parsed
 
 _NUM_STARTUP = 10
 _POPULATION = 12
@@ -131,12 +129,9 @@ class Search(SpecModel):
             return value
         if isinstance(value, str):
             value = {"algorithm": value}
-        settings = _mapping(value, "search", cls.model_fields, "{algorithm: tpe}")
-        if "budget" in settings and not isinstance(settings["budget"], Budget):
-            given = _mapping(settings["budget"], "search.budget", Budget.model_fields, "{duration_s: 3600}")
-            settings["budget"] = _built(Budget, given, "search.budget")
-        found: Search = _built(cls, settings, "search")
-        return found
+        if isinstance(value, Mapping) and not isinstance(value.get("budget", Budget()), Budget):
+            value = {**value, "budget": parsed(Budget, value["budget"], "search.budget", example="{duration_s: 3600}")}
+        return parsed(cls, value, "search", example="{algorithm: tpe}")
 
     @property
     def learns(self) -> bool:
@@ -164,21 +159,6 @@ class Search(SpecModel):
         if self.algorithm == "tpe" and is_limited:
             return space.num_distinct
         return min(max(2, -(-len(space) // 2)), space.num_distinct)
-
-
-def _mapping(value: object, where: str, fields: Mapping[str, Any], example: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise SpecError(f"{where} should be a mapping of settings, found {quoted(value)}. Write for example {example}.")
-    return canonical_keys(value, fields=fields, aliases={}, where=where)
-
-
-def _built(kind: type[Any], settings: Mapping[str, Any], where: str) -> Any:
-    try:
-        return kind(**settings)
-    except SpecError as error:
-        if type(error) is SpecError:
-            raise SpecError(f"{where}.{error}") from None
-        raise
 
 
 # Usual learning rates: published good values, the search space ``auto`` around them, and samples near them.

@@ -15,7 +15,7 @@ from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError
 from alto.spec.data_keys import MIXTURE_WEIGHTS
 from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, JobConfig
-from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.keys import canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.validation import plain
 
@@ -282,7 +282,7 @@ class SearchSpace:
             UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
         """
         method = find_method("sft") if method is None else method
-        fields = _canonical(_mapping(given, "search_space"), method, "search_space", extra=(_PAIRED,))
+        fields = method.canonical(_mapping(given, "search_space"), (*JOB_FIELDS, _PAIRED), "search_space")
         groups: list[tuple[Axis, ...]] = []
         paired: set[int] = set()
         for key, value in fields.items():
@@ -428,18 +428,13 @@ def _mapping(value: object, path: str) -> Mapping[Any, Any]:
     return value
 
 
-def _canonical(given: Mapping[Any, Any], method: Method, path: str, *, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    fields, aliases = (*JOB_FIELDS, *method.known_keys, *extra), {**JOB_ALIASES, **method.aliases}
-    return method.without_others(canonical_keys(given, fields=fields, aliases=aliases, where=path))
-
-
 def _pairings(value: object, method: Method) -> list[tuple[Axis, ...]]:
     mappings = value if isinstance(value, list | tuple) else [value]
     return [_pairing(mapping, f"search_space.{_PAIRED}[{index}]", method) for index, mapping in enumerate(mappings)]
 
 
 def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
-    given = _canonical(_mapping(value, path), method, path)
+    given = method.canonical(_mapping(value, path), JOB_FIELDS, path)
     fields = {key: _values(key, values, f"{path}.{key}", method) for key, values in given.items()}
     if not fields:
         raise SpecError(f"{path} should tie two or more fields together, found none. Name them, or remove 'paired'.")

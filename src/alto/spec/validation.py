@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, Union, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from alto.base import quoted
 from alto.errors import SpecError
+from alto.spec.keys import canonical_keys
 
 MAX_CHARS = 4095
 """Maximum number of characters of a text; no path is longer."""
@@ -58,6 +60,34 @@ class SpecModel(BaseModel):
     def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:
         """Copy the model as pydantic does, but validate the changes."""
         return self.replace(**update) if update else super().model_copy(deep=deep)
+
+
+Part = TypeVar("Part", bound=SpecModel)
+
+
+def parsed(
+    kind: type[Part], value: object, where: str, *, example: str, expected: str = "a mapping of settings"
+) -> Part:
+    """Build a part of a task from the mapping that the user wrote under the key ``where``.
+
+    Args:
+        expected, example: Other allowed values, and a valid one, for messages.
+
+    Raises:
+        SpecError: ``value`` is not a mapping with text for keys, or a value in it is not allowed.
+        UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
+    """
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{where} should be {expected}, found {quoted(value)}. Write for example {example}.")
+    if not all(isinstance(key, str) for key in value):
+        raise SpecError(f"{where} should have text as keys, found {quoted(list(value))}. Put the keys in quotes.")
+    given = canonical_keys(value, fields=kind.model_fields, aliases={}, where=where)
+    try:
+        return kind(**given)
+    except SpecError as error:
+        if type(error) is not SpecError:  # messages about keys already name the place
+            raise
+        raise SpecError("\n".join(f"{where}.{line}" for line in str(error).splitlines())) from None
 
 
 def check_defaults(model: type[SpecModel]) -> None:
@@ -188,12 +218,19 @@ def _remedy(value: object, field: FieldInfo) -> str:
     return "Write one of these values." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
 
 
-def check_path(text: str) -> None:
-    """Check that the operating system can look up ``text`` as a path; otherwise it would be reported as missing.
+def path_text(value: object) -> object:
+    """Return a ``Path`` as text, and any other value unchanged."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def check_path(text: Any) -> Any:
+    """Return ``text`` unless the operating system cannot look it up as a path: it would be reported as missing.
 
     Raises:
         ValueError: It cannot be looked up.
     """
+    if not isinstance(text, str):
+        return text
     reason = "a NUL character" if "\0" in text else None
     try:
         Path(text).expanduser().exists()
@@ -205,3 +242,4 @@ def check_path(text: str) -> None:
         raise ValueError(
             f"should be a name or a path that can be looked up, found {quoted(text)}: {reason}. Correct it."
         )
+    return text
