@@ -35,7 +35,7 @@ from alto.data.task_rows import ReadRows, TaskRows
 from alto.data.token_cache import TokenCache
 from alto.errors import RunWriteError, UnsupportedError
 from alto.records import DataPreview, ModelLimits, PreviewExample, Segments
-from alto.spec import DataKeys, Task, find_method, learns_from_pairs
+from alto.spec import DataKeys, Task, find_method
 
 _Tokens = Sequence[tuple[int, bool]]
 """Token ids, each with whether it is trained."""
@@ -280,4 +280,4 @@ def _settings(task: Task) -> dict[str, Any]:
     entry = find_method(task.method).entry
     keys = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _WITHOUT_EFFECT)
     # A tenant could tell from the time saved that another tenant has the same data, so tenants share no tokens.
-    return {**keys, "tenant": task.tenant, "method": [task.method, learns_from_pairs(task.method), entry.is_labelled]}
+    return {**keys, "tenant": task.tenant, "method": [task.method, entry.is_paired, entry.is_labelled]}

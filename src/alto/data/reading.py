@@ -26,7 +26,7 @@ from alto.data.source import Source, open_source, sample_rows, split_rows
 from alto.data.task_rows import TaskRows
 from alto.errors import DataError, DataFormatError
 from alto.records import LabelSet
-from alto.spec import DataKeys, Task, TrainOn, find_method, learns_from_pairs
+from alto.spec import DataKeys, Task, TrainOn, find_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ def convert_rows(
             faults.add(row.where, row.fault)
         faults.settle(len(rows), keys.on_bad_row)
     entry = find_method(method).entry
-    meant = learns_from_pairs(method) if is_paired is None else is_paired
+    meant = entry.is_paired if is_paired is None else is_paired
     layout = find_layout(
         rows,
         form,
@@ -310,7 +310,7 @@ class _Reader:
             keys,
             self.method,
             key=key,
-            is_paired=learns_from_pairs(self.method),
+            is_paired=find_method(self.method).entry.is_paired,
             store=self.store,
         )
         train, layout, bad = converted.rows, converted.layout, [converted.bad]

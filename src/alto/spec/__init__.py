@@ -37,7 +37,7 @@ from alto.spec.keys import (
 from alto.spec.labels import LABELS_NAME, labels_beside
 from alto.spec.load import build_task, load_task, overridden, parse_override, read_mapping, read_run_task
 from alto.spec.lr_schedules import EIGHT_BIT_OPTIMIZERS, OptimizerName
-from alto.spec.method import OWN_METHODS, SETTING_ALIASES, Method, find_method, learns_from_pairs
+from alto.spec.method import OWN_METHODS, SETTING_ALIASES, Method, find_method
 from alto.spec.module_names import ALL_LINEAR, PEFT_DEFAULT, module_matches, of_module, per_module, targeted_modules
 from alto.spec.objective_settings import (
     CPO_LOSS_TYPES,
@@ -166,7 +166,6 @@ __all__ = [
     "is_object_name",
     "is_template_text",
     "labels_beside",
-    "learns_from_pairs",
     "load_simulation",
     "load_task",
     "loss_scale",

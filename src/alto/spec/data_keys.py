@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
@@ -18,6 +18,7 @@ from alto.base import quoted
 from alto.errors import SpecError
 from alto.records import ProblemType
 from alto.spec.keys import canonical_keys
+from alto.spec.module_names import pairs_of
 from alto.spec.validation import MAX_CHARS, SpecModel, check_path, is_finite_number, path_text
 
 RowFormName = Literal[
@@ -204,14 +205,12 @@ def normalised(value: object) -> Weights | None:
     """
     if value is None:
         return None
-    pairs: Sequence[Any] = tuple(value.items()) if isinstance(value, Mapping) else ()
-    if isinstance(value, list | tuple):
-        pairs = value
-    for pair in pairs:
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
-        if not is_pair or isinstance(pair[1], bool) or not isinstance(pair[1], int | float):
-            pairs = ()
-    if not pairs or len({name for name, _ in pairs}) < len(pairs):
+    pairs = pairs_of(value) or ()
+    are_numbers = all(
+        isinstance(name, str) and isinstance(weight, int | float) and not isinstance(weight, bool)
+        for name, weight in pairs
+    )
+    if not pairs or not are_numbers or len(dict(pairs)) < len(pairs):
         raise ValueError(
             f"should map names of sources to weights, found {quoted(value)}. Write for example "
             "{maths: 0.7, chat: 0.3}."

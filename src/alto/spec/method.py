@@ -159,12 +159,3 @@ def find_method(name: str) -> Method:
             f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}, {_OTHER_NAMES[name]}"
         )
     return Method(name=name, entry=OBJECTIVES.find(name))
-
-
-def learns_from_pairs(method: str) -> bool | None:
-    """Return whether the rows of ``method`` are preference pairs; None if it takes either kind.
-
-    Raises:
-        SpecError, UnsupportedError: See :func:`find_method`.
-    """
-    return find_method(method).entry.is_paired

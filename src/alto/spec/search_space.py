@@ -293,8 +293,17 @@ class SearchSpace:
             else:
                 groups.append((_axis(key, value, f"search_space.{key}", method),))
         space = cls(groups=tuple(groups), paired=frozenset(paired))
-        space._check_keys_are_unique()
-        space._check_size()
+        repeated = next((key for key in space.keys if space.keys.count(key) > 1), None)
+        if repeated is not None:
+            raise ConflictingKeysError(
+                f"search_space sets {repeated!r} in two places, inside and outside of 'paired' or in two pairings; "
+                f"expected one. Remove one of them."
+            )
+        if len(space) > MAX_JOBS:
+            raise SpecError(
+                f"search_space should expand to at most {MAX_JOBS} jobs, found {len(space)}. "
+                f"Shorten some lists, or sample with {{min, max, num}}."
+            )
         return space
 
     @property
@@ -394,21 +403,6 @@ class SearchSpace:
             else:
                 result.update(fields)
         return result
-
-    def _check_keys_are_unique(self) -> None:
-        repeated = next((key for key in self.keys if self.keys.count(key) > 1), None)
-        if repeated is not None:
-            raise ConflictingKeysError(
-                f"search_space sets {repeated!r} in two places, inside and outside of 'paired' or in two pairings; "
-                f"expected one. Remove one of them."
-            )
-
-    def _check_size(self) -> None:
-        if len(self) > MAX_JOBS:
-            raise SpecError(
-                f"search_space should expand to at most {MAX_JOBS} jobs, found {len(self)}. "
-                f"Shorten some lists, or sample with {{min, max, num}}."
-            )
 
 
 def _num_distinct(group: tuple[Axis, ...]) -> int:
