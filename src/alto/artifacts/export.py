@@ -32,7 +32,6 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
     """Return the command that serves an adapter on its base model with vLLM.
 
     Args:
-        folder: The export folder.
         is_stacked: Whether the adapter has stacked experts that vLLM can read only as separate matrices.
 
     Returns:
@@ -87,11 +86,7 @@ def _trust(winner: Winner) -> list[str]:
 
 
 def check_free(folder: Path) -> None:
-    """Check that ``folder`` does not exist or is an empty folder.
-
-    Raises:
-        RunExistsError: It is a file, or a folder with files.
-    """
+    """Check that ``folder`` does not exist or is an empty folder."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -170,10 +165,8 @@ def merged_card(winner: Winner, difference: float, what: str, use: ModelUse) -> 
     """Return the card of a merged model for transformers.
 
     Args:
-        winner: The adapter that was merged.
         difference: Relative difference between the merged model's logits in float32 and those of the adapter on its
             base model.
-        what: A description of the files.
     """
     text = _merged_text(winner, difference, what)
     return f"{_model_header(winner, 'transformers', use.pipeline)}{text}\n{use.merged_code()}"
@@ -213,7 +206,6 @@ def write_adapter_folder(winner: Winner, form: ExportForm, folder: Path) -> None
 
     Args:
         form: ``adapter``: a copy that names the base model as ``winner`` does; or ``per_expert``.
-        folder: An existing folder.
 
     Raises:
         UnsupportedError: ``form`` is ``per_expert``, and the adapter cannot be, or need not be, written in this form.

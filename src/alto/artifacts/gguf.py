@@ -313,11 +313,7 @@ _BIASED: Mapping[str, tuple[str, ...]] = {
 
 
 def check_writable() -> None:
-    """Check that GGUF files can be written here.
-
-    Raises:
-        UnsupportedError: The package gguf is not installed.
-    """
+    """Check that GGUF files can be written here."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -412,14 +408,7 @@ class GgufModel:
         return found
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the file; tensors are converted one at a time.
-
-        Args:
-            tensors: See :meth:`tensors`.
-
-        Raises:
-            OSError: The disk is full or cannot be written.
-        """
+        """Write the file; tensors are converted one at a time."""
         from gguf.quants import quantize
 
         writer = self._writer

@@ -32,7 +32,6 @@ def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Pa
     """Write the configuration of ``tool`` that trains the job of ``winner``.
 
     Args:
-        winner: An adapter of a run.
         fresh: The folder in which files are written.
         folder: The final path of ``fresh``.
 

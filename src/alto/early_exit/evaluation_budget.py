@@ -52,7 +52,6 @@ def budgeted(
         steps: Steps of every job that reaches the first rung.
         row_cost: Time to evaluate one row, divided by the time to train one job to its end.
         every: Smallest share of a job's steps between two evaluations after the last rung.
-        are_pairs: Whether rows are preference pairs.
         drops_rungs: Whether to keep only the rungs with which training and evaluations take the least time.
     """
     total_share = settings.evaluation_share

@@ -205,7 +205,6 @@ def ranked_configurations(
     other jobs is not what the user can expect.
 
     Args:
-        items: Values with which the jobs compete.
         configuration_of: Id of the configuration of every job that repeats one; it is the id of one of the jobs.
         failed: Ids of configurations of which a job has diverged or failed.
 

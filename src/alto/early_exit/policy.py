@@ -44,9 +44,6 @@ def select(
     scores differ, it also has ``score`` and ``cutoff_score``; if a configuration is repeated, ``mean_loss``.
 
     Args:
-        places: Number of configurations that continue.
-        is_finish: Whether the rung ends all but one.
-        ends_clear_losers: Whether jobs clearly behind the best one end.
         configuration_of, failed: See ``ranked_configurations``.
     """
     ranked = ranked_configurations(standings, configuration_of or {}, failed)

@@ -29,8 +29,6 @@ class RecordedJob:
     """The complete curves of one job.
 
     Attributes:
-        config: The job's configuration, canonical keys.
-        rows_per_step: Training rows of one full optimizer step.
         evaluations: ``(step, validation_loss)``, steps rising.
         scores: Value of the task's metric at each evaluation; empty if the task selects by the loss.
         score_rows: Value of the task's metric on every validation row, for each evaluation; empty if unknown.
@@ -104,7 +102,6 @@ class Recording:
 
     Attributes:
         task: Description of the task for the reader (model, dataset, commit, …), in any form.
-        num_train: Number of rows of the training set.
     """
 
     task: Mapping[str, Any]

@@ -18,7 +18,6 @@ class ReplayResult:
     """The outcome of a policy on a recording.
 
     Attributes:
-        jobs: The result of every job, in the order of the recording.
         winner: Job with the best evaluation seen before it ended; None if no evaluation was finite.
         winner_step: Step of that evaluation; 0 if there is none.
         best_kept: Validation loss of that evaluation; infinity if there is none.
@@ -77,9 +76,6 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     A rung is decided at the first recorded evaluation at or after its step, so a recording whose evaluations miss a
     rung makes the policy later, not better. If a job has no recorded evaluation before its first step, a rung before
     its first evaluation ranks it by that evaluation.
-
-    Args:
-        ema_alpha: Weight of the newest training loss in its average.
     """
     selection = Selection(
         policy,

@@ -27,8 +27,6 @@ class Rungs:
     waited still ranks it by its value at that rung: verdicts after a rung do not change that rung.
 
     Args:
-        policy: The policy that ranks.
-        tracks: The state of every job, by job id.
         configuration_of: Id of the configuration, by job that repeats one with another seed.
         row_weights: Weight of every validation row; see :class:`alto.early_exit.Selection`.
 

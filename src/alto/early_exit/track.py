@@ -17,9 +17,7 @@ class Ema:
     """A running average ``ema = alpha * loss + (1 - alpha) * ema``, started by the first loss.
 
     Attributes:
-        alpha: Weight of the newest loss, in (0, 1].
         value: The average so far; None before the first loss.
-        count: Number of losses.
     """
 
     alpha: float
@@ -62,15 +60,11 @@ class JobTrack:
     """The evaluations of one job, and its state.
 
     Attributes:
-        ema: Running average of the training losses.
         start: Evaluation before the first step; None if unknown.
-        was_ranked: Whether a rung has ranked the job.
         late_rung: For a job that was added while others trained: the first rung that it has not reached yet, or that
             was decided without it. None for all other jobs, and once it waits at a rung with them.
         history: Evaluations, oldest first.
         best, peak: The evaluation that the job competes with in the end, and the one with the best score.
-        decision: The verdict that ended the job.
-        finished: Whether the job did all its steps.
         competes: Whether the job may still take a place at a rung.
         judged_from: Number of evaluations that no rule judges again.
     """
@@ -163,7 +157,6 @@ class JobTrack:
         """Return whether the job waits at the rung of ``point``, or trained past it and a verdict ended it there.
 
         Args:
-            point: Value of the job at the rung.
             is_equal_share: Whether jobs are compared at exactly equal shares. A job that finished at the rung must not
                 have an advantage over the others.
         """
@@ -172,11 +165,7 @@ class JobTrack:
         return self.trains or self.ended_after(point)
 
     def keep_best(self, point: LossPoint, row_weights: Sequence[float]) -> None:
-        """Replace the best evaluation by ``point``, the latest one, if that is better.
-
-        Args:
-            row_weights: Weight of every validation row, in the order of evaluation.
-        """
+        """Replace the best evaluation by ``point``, the latest one, if that is better."""
         if self.peak is None or point.score > self.peak.score:
             self.peak = point
         # A series of steps, each within noise of the step before, must not lead away from the best score.

@@ -382,11 +382,7 @@ def _written_by(draft: Draft, template: str, where: str) -> None:
 
 
 def written_dataset(job: ExportedJob) -> dict[str, Any]:
-    """Return the entry of ``datasets`` for the rows of ``job``.
-
-    Raises:
-        UnsupportedError: Axolotl cannot read the rows.
-    """
+    """Return the entry of ``datasets`` for the rows of ``job``."""
     task, form = job.task, job.rows.form
     builder = builder_of(task)
     source = {

@@ -16,9 +16,7 @@ class Rows:
     """The layout of a task's rows.
 
     Attributes:
-        name: A name for the dataset.
         form: Form of the rows (a task's ``dataset_format``).
-        columns: Column names by role.
         of_messages: Whether replies are lists of messages instead of texts; None if unknown.
     """
 
@@ -38,7 +36,6 @@ class ExportedJob:
 
     Attributes:
         model: The base model, as an argument of ``from_pretrained``.
-        folder: The folder of the files.
         trained: Settings that decide the training, with the names and meanings of TRL and transformers.
     """
 
@@ -173,7 +170,6 @@ class ToolFiles:
     """The files of another tool's configuration.
 
     Attributes:
-        keys: The configuration itself.
         command: Words of the training command, before the name of the configuration file.
         others: Texts of additional files, by file name.
     """

@@ -294,11 +294,7 @@ def _known(columns: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def written_dataset(job: ExportedJob) -> dict[str, Any]:
-    """Return the entry of ``dataset_info.json``.
-
-    Raises:
-        UnsupportedError: LLaMA-Factory cannot read the rows.
-    """
+    """Return the entry of ``dataset_info.json``."""
     task, rows = job.task, job.rows
     if builder_of(task):
         source: dict[str, Any] = {"file_name": str(task.dataset)}

@@ -144,10 +144,6 @@ KEYS = KeyTable(
 def read_trl(draft: Draft, method_name: str | None) -> None:
     """Convert a configuration of TRL, or of transformers' ``TrainingArguments``, to a task.
 
-    Args:
-        draft: The configuration; task values and notes are added to it.
-        method_name: The method, if the user named one; the file does not contain TRL's command.
-
     Raises:
         SpecError: A key has a value that TRL does not accept.
         UnsupportedError: The configuration trains all weights, or has a dataset that ALTO cannot read.

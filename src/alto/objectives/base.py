@@ -100,11 +100,7 @@ class DerivedMetrics(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """An objective: its description, which needs no torch, and its computation.
-
-    Attributes:
-        method: Name and entry of the objective.
-    """
+    """An objective: its description, which needs no torch, and its computation."""
 
     method: Method
     implementation: ObjectiveImplementation
@@ -185,8 +181,6 @@ class Objective:
 
         Args:
             losses_S: Cross-entropy of every trained token, nats, float32; or the logits of every row.
-            batch: Rows and jobs of the tokens.
-            configs: One per job.
 
         Raises:
             UnsupportedError: A package's implementation raises an error, or does not return :class:`Terms`.
@@ -225,7 +219,6 @@ class AuxiliaryTerm:
         """Return a micro-batch with the values that its objective reads.
 
         Args:
-            batch: The micro-batch.
             indices_J: Index in the step of every job of ``batch``, on the device.
         """
         return batch
@@ -239,9 +232,6 @@ class AuxiliaryTerm:
         pass was recorded last: ``[J]`` float32; None if this term has no loss.
 
         If a job's rows are in several micro-batches, its losses add up over them.
-
-        Args:
-            parts: The rows of the micro-batch.
         """
         return None
 
@@ -270,9 +260,5 @@ def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of ``numbers``, copied to ``device`` without synchronisation.
-
-    Args:
-        numbers: The numbers, or rows of numbers.
-    """
+    """Return a tensor of ``numbers``, copied to ``device`` without synchronisation."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

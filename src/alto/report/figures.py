@@ -75,10 +75,7 @@ class View:
     """The range of values that a figure shows at first, and what it leaves out at the end of the worse values.
 
     Attributes:
-        low, high: Ends of the range.
-        more_is_better: Whether higher values are better.
         num_outside: Number of jobs whose curve leaves the view at the end of the worse values.
-        worst: The worst finite value of any job.
         num_not_finite: Number of jobs with a value that is infinite or not a number.
     """
 
@@ -117,7 +114,6 @@ class CurveFigure:
     """Curves of one figure.
 
     Attributes:
-        traces: Plotly traces of the curves.
         rungs: The rungs: places on the axis, labels, and labels for narrow figures.
         view: The initial view; None if there is nothing to show.
     """
@@ -140,9 +136,6 @@ def choose_view(
     (``FAR``). If higher is better, the rule is mirrored; if values are bounded, everything is in view.
 
     Args:
-        curves: Values of the curve by job id.
-        more_is_better: Whether higher values are better.
-        is_bounded: Whether values have a fixed range.
         best: Id of the best job; empty without one.
     """
     sign = -1.0 if more_is_better else 1.0
@@ -179,7 +172,6 @@ def point_view(values: Sequence[float], *, more_is_better: bool = False, is_boun
     upper quartile of the jobs that have not diverged (``FAR``).
 
     Args:
-        values: A value of each job.
         more_is_better: Whether higher values are better; then the rule is mirrored.
         is_bounded: Whether values have a fixed range; then everything is in view.
     """
@@ -210,13 +202,7 @@ def _outer_fence(values: Sequence[float]) -> float:
 
 
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
-    """Draw one curve per job over the share of its own steps, with a line at every rung; the best job is drawn last.
-
-    Args:
-        history: The run.
-        rows: Jobs of the table, best first.
-        quantity: The quantity that is drawn.
-    """
+    """Draw one curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
     evaluated = [job for job in history.jobs.values() if job.evaluations]
     best = history.best
     curves = {job.job: quantity.values_of(job) for job in evaluated}
@@ -246,8 +232,6 @@ def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[s
     """Return ``figure`` as data for ``templates/report.js``.
 
     Args:
-        figure: The figure.
-        title: Title of the vertical axis.
         tick_format: Format of its ticks, in d3's syntax; empty for plotly's default.
     """
     return {
@@ -264,9 +248,7 @@ class OccupancyFigure:
     """Bars for the stays of jobs in slots, over the time in which the run was worked on.
 
     Attributes:
-        traces: Plotly traces of the bars.
         lanes: Name of every slot, from top to bottom.
-        unit: Unit of the time axis.
         gaps: Interruptions: places on the axis, and labels with their durations.
     """
 

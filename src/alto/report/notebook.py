@@ -26,12 +26,7 @@ _NUM_TICKS = 5
 
 
 def result_html(history: RunHistory, run_dir: str) -> str:
-    """Return a finished run as a fragment of a page.
-
-    Args:
-        history: The run.
-        run_dir: Folder of the run, to show where the best adapter is.
-    """
+    """Return a finished run as a fragment of a page."""
     table = job_table(history)
     figure = curve_figure(history, table.rows, VALIDATION_LOSS)
     return render_fragment(

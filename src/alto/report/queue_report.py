@@ -23,7 +23,6 @@ def write_queue_report(queue_dir: str | Path, *, price: float | None = None) -> 
     """Write ``report.html`` into ``queue_dir`` from its journals and return its path; the queue may be unfinished.
 
     Args:
-        queue_dir: Folder of the queue.
         price: Price of an hour of one GPU; None takes the price in the environment, else that in each task's budget.
 
     Raises:
@@ -66,8 +65,6 @@ class _Savings:
     """The savings of early exit in all tasks whose runs can be read.
 
     Attributes:
-        share: Saved share of the samples of all jobs.
-        samples_trained, samples_budgeted: Samples of all jobs.
         saved_h: Saved device hours, at the pace of each run; None if no task has saved any.
         cost: Cost of these hours; None if the price of one run is unknown.
     """

@@ -47,9 +47,6 @@ def winner_commands(
     """Return what each command does, and the command.
 
     Args:
-        history: A finished run.
-        winner: The best job of the run.
-        run_dir: Folder of the run.
         has_labels: Whether the adapter has a classification head, so that it cannot generate text.
     """
     run = shlex.quote(str(run_dir))
@@ -100,7 +97,6 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
     """Write ``report.html`` into ``run_dir`` from its journal and return its path; the run may be unfinished.
 
     Args:
-        run_dir: Folder of the run.
         price: Price of an hour of one GPU; None takes that of :func:`alto.runs.progress.price_of_hour`.
 
     Raises:
@@ -117,13 +113,8 @@ def report_page(run_dir: Path, history: RunHistory, *, price: float | None = Non
     """Return the report of a run as HTML.
 
     Args:
-        run_dir: Folder of the run.
-        history: The run.
         price: See :func:`write_report`.
         shown_as: Path of the folder that the page shows; None shows ``run_dir``.
-
-    Raises:
-        RunError, SpecError: See :func:`write_report`.
     """
     evaluations = _evaluations(run_dir)
     numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)

@@ -58,10 +58,6 @@ MAX_TICKS = 8
 def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] | None:
     """Return the points of all jobs; None if fewer than two rates above 0 were tried, or a mode has no finite value.
 
-    Args:
-        history: The run.
-        rows: Jobs of the table, best first.
-
     Returns:
         ``modes``: at an equal share of training, where all jobs can be compared, and at the best of each job; each has
         a name, a view and a note on what the view leaves out. ``traces``: one per role, with ``y`` for every mode.
@@ -175,7 +171,6 @@ class Axis:
     """One vertical axis.
 
     Attributes:
-        name: Heading of the axis.
         positions: Position at which every job crosses the axis; in [0, 1], or above if a value is not finite.
         ticks: Positions and labels beside the axis.
     """
@@ -325,8 +320,6 @@ class MetricSection:
 
     Attributes:
         id: Id of the figure in a page.
-        name: Name of the metric, in words.
-        meaning: A sentence about the metric.
         view: The initial view of the figure; None if there is nothing to show.
     """
 
@@ -341,7 +334,6 @@ class RunFigures:
     """The figures of a run.
 
     Attributes:
-        validation, train: Curves of the losses.
         metric_sections: One section per metric, in the order of the table's columns.
         parallel, rates: Figures of settings against the best value; None if there is too little data.
         data: All figures by id, as data for ``templates/report.js``.

@@ -50,11 +50,7 @@ ROW_COLUMNS = frozenset({*_COLUMN_ROLES, "conversations", "question", "answer", 
 
 
 def check_columns(columns: object) -> dict[str, str]:
-    """Check ``columns`` of a task or a source and return it as a dictionary.
-
-    Raises:
-        ValueError: It does not map roles to different columns.
-    """
+    """Check ``columns`` of a task or a source and return it as a dictionary."""
     if not isinstance(columns, Mapping) or not all(
         isinstance(item, str) and item for pair in columns.items() for item in pair
     ):

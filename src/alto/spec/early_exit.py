@@ -329,11 +329,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @classmethod
     def parse(cls, value: object) -> EarlyExit:
-        """Parse ``early_exit`` of a task: a mapping of settings; true for the defaults, false for no early exit.
-
-        Raises:
-            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See the constructor.
-        """
+        """Parse ``early_exit`` of a task: a mapping of settings; true for the defaults, false for no early exit."""
         if isinstance(value, EarlyExit):
             return value
         if isinstance(value, bool):
@@ -343,11 +339,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:
-        """Read the settings in the files of a run; settings written by version 0.1 select as that version did.
-
-        Raises:
-            SpecError: See the constructor.
-        """
+        """Read the settings in the files of a run; settings written by version 0.1 select as that version did."""
         if "equal_shares" in settings:
             return cls(**settings)
         old = {**settings, "equal_shares": False}

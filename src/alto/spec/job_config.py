@@ -208,9 +208,6 @@ class JobConfig(SpecModel):
         Args:
             values: Fields of every job and settings of the method, in any spelling; settings of ALTO's other methods
                 are allowed if they are null.
-
-        Raises:
-            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See the constructor.
         """
         given = method.canonical(values, JOB_FIELDS, "the job")
         common = {key: value for key, value in given.items() if key not in method.fields}
@@ -236,11 +233,7 @@ class JobConfig(SpecModel):
         return config
 
     def replace(self, **changes: Any) -> Self:
-        """Return a new, fully checked object with some fields or settings of the method changed (canonical names).
-
-        Raises:
-            SpecError: See the constructor.
-        """
+        """Return a new, fully checked object with some fields or settings of the method changed (canonical names)."""
         settings = type(self.objective)
         values = {"objective": None, **self.to_dict(), **changes}
         given = {key: values.pop(key) for key in settings.model_fields}

@@ -81,20 +81,12 @@ class Method:
         return bool(self.entry.is_paired) or self.entry.is_labelled
 
     def canonical(self, given: Mapping[Any, Any], fields: Iterable[str], where: str) -> dict[str, Any]:
-        """Return ``given``, which may have ``fields`` and settings, under canonical names without those of others.
-
-        Raises:
-            UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
-        """
+        """Return ``given``, which may have ``fields`` and settings, under canonical names without those of others."""
         known = (*fields, *self.known_keys)
         return self.without_others(canonical_keys(given, fields=known, aliases=self.spellings, where=where))
 
     def without_others(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` without settings of other methods, which must be null or have no effect.
-
-        Raises:
-            UnknownKeyError: A setting of another method has a value.
-        """
+        """Return ``given`` without settings of other methods, which must be null or have no effect."""
         kept: dict[str, Any] = {}
         refused = []
         for key, value in given.items():
@@ -112,19 +104,11 @@ class Method:
         return kept
 
     def settings(self, values: Mapping[str, Any]) -> ObjectiveSettings:
-        """Return the method's settings among ``values`` (canonical names), with defaults filled in.
-
-        Raises:
-            SpecError: A value is out of its domain, or values contradict each other.
-        """
+        """Return the method's settings among ``values`` (canonical names), with defaults filled in."""
         return self.entry.settings(**{key: values[key] for key in self.fields if key in values})
 
     def check_setting(self, key: str, value: object) -> None:
-        """Check that the setting ``key`` may have ``value``, independent of other settings.
-
-        Raises:
-            SpecError: The value is not allowed.
-        """
+        """Check that the setting ``key`` may have ``value``, independent of other settings."""
         error = None if value is None else self.entry.settings.error_of(key, value)
         if error is not None:
             raise error

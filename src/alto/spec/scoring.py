@@ -54,11 +54,7 @@ LEAST_SCORE = -sys.float_info.max
 
 
 def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
-    """Check that a task of ``method``, which measures ``scores``, can select by ``metric``.
-
-    Raises:
-        SpecError: The method does not measure ``metric``.
-    """
+    """Check that a task of ``method``, which measures ``scores``, can select by ``metric``."""
     if metric in (LOSS, *scores):
         return
     having = [name for name in OWN_METHODS if metric in find_method(name).entry.scores]
@@ -70,11 +66,7 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
 
 
 def check_metric_name(value: object) -> object:
-    """Return ``value`` unchanged unless it is a function.
-
-    Raises:
-        ValueError: ``value`` is a function.
-    """
+    """Return ``value`` unchanged unless it is a function."""
     if is_function(value):
         raise ValueError(
             f"should be the name of what is measured at every evaluation, found a function ({quoted(value)}). Give it "

@@ -120,11 +120,7 @@ class Search(SpecModel):
 
     @classmethod
     def parse(cls, value: object) -> Search:
-        """Parse ``search`` of a task: a mapping of settings, or the name of an algorithm.
-
-        Raises:
-            SpecError, UnknownKeyError: See the constructor.
-        """
+        """Parse ``search`` of a task: a mapping of settings, or the name of an algorithm."""
         if isinstance(value, Search):
             return value
         if isinstance(value, str):
@@ -191,11 +187,7 @@ _LEAST_SHARE = 1e-9
 
 
 def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> float:
-    """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank.
-
-    Args:
-        compares_replies: Whether the method learns which replies are better.
-    """
+    """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank."""
     rate = max(_LEAST_RATE, _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT))
     return _SHARE_OF_PREFERENCES * rate if compares_replies else rate
 
@@ -208,7 +200,6 @@ def auto_space(
     Args:
         hidden_size: Hidden size of the base model. None means that it is not known yet; the ranges for 2,000 are used.
         fixed: Fields that the task sets for all jobs; they do not vary.
-        compares_replies: Whether the method learns which replies are better.
     """
     usual = usual_learning_rate(hidden_size or _REFERENCE_SIZE, compares_replies=compares_replies)
     # Rounded, because it is written into files.
@@ -229,11 +220,6 @@ def near_usual_rate(drawn: Sequence[dict[str, Any]], space: SearchSpace, rate: f
 
     The uniform samples are mapped to a log-normal distribution around ``rate``, truncated to the range. All other
     values stay. Nothing changes unless the learning rate has a logarithmic range of its own that contains ``rate``.
-
-    Args:
-        drawn: Configurations drawn by :meth:`SearchSpace.sample`.
-        space: The search space they were drawn from.
-        rate: The usual learning rate for the base model.
     """
     given = next((group[0].values for group in space.groups if [axis.key for axis in group] == ["learning_rate"]), None)
     if not isinstance(given, Sampled) or not given.log or not given.min <= rate <= given.max:
@@ -270,14 +256,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
-    """The parts of a task that decide its jobs.
-
-    Attributes:
-        search: How configurations are chosen in the search space.
-        data_seed: Seed of the values sampled from the search space.
-        fixed: Fields that are the same for every job, by canonical names.
-        sources: Sources of a mixture; empty if there is only one dataset.
-    """
+    """The parts of a task that decide its jobs."""
 
     space: SearchSpace
     search: Search
@@ -331,11 +310,7 @@ class Expansion:
         return {job: name for job, name in found.items() if name in repeated}
 
     def check_suggestions(self) -> None:
-        """Check configurations that the search may choose later: those of listed values and of both ends of ranges.
-
-        Raises:
-            SpecError: A configuration is not valid.
-        """
+        """Check configurations that the search may choose later: those of listed values and of both ends of ranges."""
         if self.search.algorithm != "tpe":
             return
         for varied in self.space.extremes(self.data_seed):
@@ -348,11 +323,7 @@ class Expansion:
                 ) from None
 
     def config(self, values: Mapping[str, Any]) -> JobConfig:
-        """Return the configuration of a job from one flat mapping. In a mixture, the sources' weights are the default.
-
-        Raises:
-            SpecError: The configuration is not valid.
-        """
+        """Return the configuration of a job from one flat mapping; the weights of the sources are its default."""
         if self.sources and values.get(MIXTURE_WEIGHTS) is None:
             values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in self.sources}}
         config = JobConfig.of(self.method, values)

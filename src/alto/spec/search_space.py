@@ -42,7 +42,6 @@ def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
             ``uniform``, ``loguniform``, ``randint``, ``lograndint`` (both exclude their upper end) or ``grid_search``
             of Ray Tune; a parameter of a W&B sweep: ``{values: […]}``, ``{value: …}``,
             ``{distribution: …, min: …, max: …}``.
-        path: Place of the value in the task, for error messages.
         is_integer: Whether ranges of the field contain only whole numbers.
 
     Raises:
@@ -163,7 +162,6 @@ class Sampled:
 
     Attributes:
         num: Number of values in a grid; None if the search is not a grid.
-        is_integer: Whether values are whole numbers.
     """
 
     min: float
@@ -273,7 +271,6 @@ class SearchSpace:
         long lists (or sampled ranges), or a list of such mappings.
 
         Args:
-            given: The user's value.
             method: Method whose settings may vary as well as the fields of every job; None is ``sft``, which has none.
 
         Raises:

@@ -368,9 +368,6 @@ class Task(DataKeys):
     def replace(self, **changes: Any) -> Self:
         """Return a new, fully checked task with some keys changed. The two keys to validate (or test) replace each
         other. A model that is an object stays unless another model is given.
-
-        Raises:
-            SpecError: See the constructor.
         """
         changes, objects = with_base_objects(changes)
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))

@@ -188,9 +188,6 @@ def check_refit(
 ) -> None:
     """Check that a refit, which has no validation, has one job and no setting that needs validation.
 
-    Args:
-        max_steps: ``max_steps`` of each job of the task.
-
     Raises:
         SpecError: The task has several jobs, too small a ``max_steps``, or settings that need a validation loss.
         UnsupportedError: The task is a mixture with a ``validation_dataset``, whose rows belong to no source.

@@ -50,11 +50,7 @@ class SpecModel(BaseModel):
         return self.model_dump(mode="json")
 
     def replace(self, **changes: Any) -> Self:
-        """Return a new, fully checked object with some fields changed.
-
-        Raises:
-            SpecError: See the constructor.
-        """
+        """Return a new, fully checked object with some fields changed."""
         return type(self)(**(self.to_dict() | changes))
 
     def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:
@@ -91,11 +87,7 @@ def parsed(
 
 
 def check_defaults(model: type[SpecModel]) -> None:
-    """Check that the defaults of a package's settings are in the domains of their fields; pydantic does not check it.
-
-    Raises:
-        SpecError: A default is not allowed.
-    """
+    """Check that the defaults of a package's settings are in the domains of their fields; pydantic does not."""
     for key, field in model.model_fields.items():
         if field.is_required() or field.default_factory is not None:
             continue
@@ -224,11 +216,7 @@ def path_text(value: object) -> object:
 
 
 def check_path(text: Any) -> Any:
-    """Return ``text`` unless the operating system cannot look it up as a path: it would be reported as missing.
-
-    Raises:
-        ValueError: It cannot be looked up.
-    """
+    """Return ``text`` unless the operating system cannot look it up as a path: it would be reported as missing."""
     if not isinstance(text, str):
         return text
     reason = "a NUL character" if "\0" in text else None

@@ -116,11 +116,7 @@ SMALLEST_NEWS = 0.005
 
 
 class PlainView:
-    """Writes one line per noteworthy event to ``stream``; a context manager like the live view.
-
-    Attributes:
-        history: The run, up to the latest observed entry.
-    """
+    """Writes one line per noteworthy event to ``stream``; a context manager like the live view."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.history = RunHistory()

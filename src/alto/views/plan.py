@@ -248,12 +248,7 @@ STYLES = {
 
 
 def run_list(runs: Sequence[RunSummary], now: float) -> RenderableType:
-    """Return a table with a row for each run or queue, and a line for each damaged one.
-
-    Args:
-        runs: Runs and queues, in the order of the rows.
-        now: Current time in Unix seconds, from which ages are computed.
-    """
+    """Return a table with a row for each run or queue, and a line for each damaged one."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     # Commands take this name, so it is never cut.
     table.add_column("run", no_wrap=True, min_width=max((len(clean(run.root.name)) for run in runs), default=0))

@@ -41,7 +41,6 @@ def open_queue_view(console: Console, progress: QueueProgress | None = None) -> 
     """Return the live table if ``console`` is a screen that can redraw itself, else plain lines.
 
     Args:
-        console: Console of the view.
         progress: The progress before the first observed entry, which the view updates; by default an empty one.
     """
     can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
@@ -136,7 +135,6 @@ def queue_summary(
     """Return the table of tasks, and the place of their adapters.
 
     Args:
-        progress: The queue and the runs of its tasks.
         queue_dir: The queue's folder; None leaves out the place of the adapters.
         is_live: Whether a process works on the queue, if it is not finished.
         now: Unix time until which running tasks are counted; by default the time of the latest event.

@@ -135,7 +135,6 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
     Evidence without the numbers of a known rule is listed as ``key value`` pairs.
 
     Args:
-        job: The job after the events so far.
         rung_progress: Share of its steps at which a rung ranked it; None takes its own progress.
         has_repetitions: Whether jobs of its run repeat configurations; then configurations were ranked.
     """

@@ -103,11 +103,8 @@ class JobGrid:
 
     Attributes:
         settings: Short names of the configuration columns.
-        metrics: Names of the metrics that have columns.
-        rows: Jobs, in the order in which they are drawn.
         notes: Text of the last column for every row.
         note_name: Heading of the last column.
-        max_rows: Largest number of rows to draw; None draws all.
     """
 
     settings: tuple[str, ...]
@@ -247,9 +244,6 @@ class LiveView:
 
     A context manager; ``observe`` may be called from any thread. When the context ends, the table disappears, so that
     :func:`final_summary` can replace it; notes on the data stay.
-
-    Attributes:
-        history: The run, up to the latest observed entry.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.time) -> None:
@@ -413,9 +407,7 @@ def final_summary(
     """Return the table of jobs, the savings, and the path of the best adapter.
 
     Args:
-        history: A run, finished or not.
         run_dir: Folder of the run, to show the path of the adapter; None leaves it out.
-        max_rows: Largest number of rows to show, best first; None shows all.
         is_live: Whether a process works on the run, if it is not finished.
         now: Current time in Unix seconds, to show the remaining time of a live run; None leaves it out.
     """
