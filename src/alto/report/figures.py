@@ -152,17 +152,8 @@ def choose_view(
     fence = _outer_fence([loss for curve in core for loss in curve if loss <= far])
     wanted = (low + 4 * extent, fence, statistics.median_high(finite.get(best, [low])), *half)
     limit = math.inf if is_bounded else max(wanted)
-    high = max(loss for curve in finite.values() for loss in curve if loss <= limit)
-    margin = 0.06 * max(high - low, extent)
-    ends = sorted((sign * (low - margin), sign * (high + margin)))
-    return View(
-        low=ends[0],
-        high=ends[1],
-        more_is_better=more_is_better,
-        num_outside=sum(max(curve) > limit for curve in finite.values()),
-        worst=sign * max(max(curve) for curve in finite.values()),
-        num_not_finite=sum(not all(map(math.isfinite, curve)) for curve in curves.values()),
-    )
+    num_not_finite = sum(not all(map(math.isfinite, curve)) for curve in curves.values())
+    return _view(list(finite.values()), limit, extent, sign, num_not_finite)
 
 
 def point_view(values: Sequence[float], *, more_is_better: bool = False, is_bounded: bool = False) -> View | None:
@@ -182,16 +173,28 @@ def point_view(values: Sequence[float], *, more_is_better: bool = False, is_boun
     low = min(finite)
     far = low + FAR * max(abs(low), 1.0)
     limit = math.inf if is_bounded else _outer_fence([value for value in finite if value <= far])
-    high = max(value for value in finite if value <= limit)
-    margin = 0.06 * max(high - low, 0.02 * abs(low), 1e-6)
+    extent = max(0.02 * abs(low), 1e-6)
+    return _view([[value] for value in finite], limit, extent, sign, len(values) - len(finite))
+
+
+def _view(curves: Sequence[Sequence[float]], limit: float, extent: float, sign: float, num_not_finite: int) -> View:
+    """Return the view from the lowest value up to ``limit``, at least ``extent`` high.
+
+    Args:
+        curves: Finite values, times ``sign``.
+        sign: -1 if higher values are better.
+    """
+    low = min(map(min, curves))
+    high = max(value for curve in curves for value in curve if value <= limit)
+    margin = 0.06 * max(high - low, extent)
     ends = sorted((sign * (low - margin), sign * (high + margin)))
     return View(
         low=ends[0],
         high=ends[1],
-        more_is_better=more_is_better,
-        num_outside=sum(value > limit for value in finite),
-        worst=sign * max(finite),
-        num_not_finite=len(values) - len(finite),
+        more_is_better=sign < 0,
+        num_outside=sum(max(curve) > limit for curve in curves),
+        worst=sign * max(map(max, curves)),
+        num_not_finite=num_not_finite,
     )
 
 
@@ -212,7 +215,7 @@ def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity
         is_bounded=quantity.is_bounded,
         best=best.job if best is not None else "",
     )
-    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    labels = {row.history.job: row.label for row in rows}
     if view is None:
         return CurveFigure(traces=[], rungs=[], view=None)
     counts: dict[str, int] = {}
@@ -264,7 +267,7 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
     Interruptions are cut out of the axis. If the clock was set back, bars become shorter, but never negative.
     """
     seconds, unit = _time_unit(history.duration_s)
-    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    labels = {row.history.job: row.label for row in rows}
     bars: dict[str, dict[str, Any]] = {}
     num_ranks = max([history.num_ranks, *(stay.rank + 1 for stay in history.occupancy)])
     # A run that was resumed with a different number of ranks has had banks of several sizes.

@@ -10,11 +10,11 @@ from typing import Any
 from alto.errors import RunError
 from alto.report.gantt import gantt_figure
 from alto.report.pages import render_page, timestamp, write_page
+from alto.report.report import REPORT_NAME
 from alto.runs import Attempt, QueueHistory, RunHistory, TaskHistory, TaskStage, read_history, read_queue_history
 from alto.runs.progress import DeviceHours, device_hours, price_of_hour
 from alto.views.wording import clean, describe_config, tidy_config, varying_keys
 
-REPORT_NAME = "report.html"
 ADVICE = "; continue with: "
 """Start of the part of a reason that says how to continue an attempt."""
 

@@ -62,7 +62,7 @@ def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] |
         ``modes``: at an equal share of training, where all jobs can be compared, and at the best of each job; each has
         a name, a view and a note on what the view leaves out. ``traces``: one per role, with ``y`` for every mode.
     """
-    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    labels = {row.history.job: row.label for row in rows}
     rates = {name: rate for name, job in history.jobs.items() if (rate := _rate(job)) is not None}
     distinct = sorted(set(rates.values()))
     if len(distinct) < 2:

@@ -34,6 +34,7 @@ from alto.views.wording import (
     describe_profile,
     describe_refit,
     describe_rungs,
+    describe_samples_trained,
     describe_savings,
     describe_scoring,
     describe_time,
@@ -311,7 +312,7 @@ class PlainView:
             return
         self._tenths_reported = tenths
         facts = [
-            f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained",
+            describe_samples_trained(history),
             f"{format_share(history.saved_share)} saved",
             *describe_outlook(outlook(history, history.last_seen_at or 0.0)),
         ]
@@ -328,8 +329,8 @@ class PlainView:
         for note in choice_notes(history):
             self._say(f"note: {clean(note)}")
         self._say(
-            f"done in {format_duration(history.duration_s)}: {outcome}; {format_count(history.samples_trained)} of "
-            f"{format_count(history.samples_budgeted)} samples trained, {describe_savings(history)}"
+            f"done in {format_duration(history.duration_s)}: {outcome}; {describe_samples_trained(history)}, "
+            f"{describe_savings(history)}"
         )
         if sentences := describe_time(history):
             self._say("; ".join(sentences))

@@ -51,11 +51,11 @@ from alto.views.wording import (
     describe_outlook,
     describe_profile,
     describe_refit,
+    describe_samples_trained,
     describe_savings,
     describe_scoring,
     describe_task,
     describe_time,
-    format_count,
     format_duration,
     format_loss,
     format_share,
@@ -156,9 +156,9 @@ class JobGrid:
         columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, worth=(BAR, 0)))
         losses = {
             "done": ([format_share(row.progress) for row in rows], STAYS),
-            "train": ([_loss(row.train_loss) for row in rows], TRAIN),
-            "val": ([_loss(row.validation_loss) for row in rows], LATEST),
-            "best val": ([_loss(_finite(row.best_validation_loss)) for row in rows], STAYS),
+            "train": ([_loss(row.history.train_loss) for row in rows], TRAIN),
+            "val": ([_loss(row.history.validation_loss) for row in rows], LATEST),
+            "best val": ([_loss(_finite(row.history.best_validation_loss)) for row in rows], STAYS),
         }
         for name, (cells, worth_of) in losses.items():
             columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
@@ -339,7 +339,7 @@ class LiveView:
             return Group(*announced, Text(self._measuring or "Preparing …", style="dim"))
         table = job_table(history)
         rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
-        notes = [row.explanation or self._next_stop(history.jobs[row.job_id], now) for row in rows]
+        notes = [row.explanation or self._next_stop(row.history, now) for row in rows]
         best = _best_line(table, history)
         num_more = sum(len(line.wrap(self._console, self._console.size.width)) for line in (best, *announced)) - 1
         return Group(
@@ -459,14 +459,14 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
-    job = history.jobs[best.job_id]
-    metrics, tested = describe_metrics(job.best_metrics, table.metrics), describe_test(history, job)
+    metrics = describe_metrics(best.history.best_metrics, table.metrics)
+    tested = describe_test(history, best.history)
     scoring = describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),
-        f" with validation loss {format_loss(best.best_validation_loss)}",
+        f" with validation loss {format_loss(best.history.best_validation_loss)}",
         f" (test {tested})" if tested else "",
         f", {metrics}" if metrics else "",
         (f" ({best.label})" if best.label else "", "dim"),
@@ -482,10 +482,7 @@ def _refit_line(history: RunHistory, refit: RefitFact) -> Text:
 
 
 def _samples(history: RunHistory) -> str:
-    return (
-        f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained, "
-        f"{describe_savings(history)}"
-    )
+    return f"{describe_samples_trained(history)}, {describe_savings(history)}"
 
 
 def _saved_by_reason(history: RunHistory) -> str:
