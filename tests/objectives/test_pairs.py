@@ -278,7 +278,7 @@ def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: l
         assert torch.equal(gradient, expected)
         assert index == 1 or torch.equal(beside_nan, expected)
         assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in company)
-        for name in objective.metrics:
+        for name in objective.method.entry.metrics:
             assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in company), name
 
 

@@ -128,7 +128,20 @@ class Selection:
         _require(track.trains, f"{job} to train, found that it has ended")
         _require(step == done, f"an evaluation of {job} after the {done} steps it has done, found one after {step}")
         _require(last < step <= track.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
-        point = track.evaluated(job, validation_loss, score, tuple(score_rows), tuple(loss_rows))
+        assert track.ema.value is not None, "it has trained"
+        point = LossPoint(
+            job=job,
+            step=step,
+            total_steps=track.total_steps,
+            train_ema=track.ema.value,
+            validation_loss=validation_loss,
+            score=score,
+            score_rows=tuple(score_rows),
+            loss_scale=track.loss_scale,
+            start_loss=None if track.start is None else track.start.validation_loss,
+            loss_rows=tuple(loss_rows),
+        )
+        track.history.append(point)
         self._num_changes += 1
         verdict = patterns.judge_point(point)
         if verdict is None:

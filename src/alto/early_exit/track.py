@@ -122,31 +122,6 @@ class JobTrack:
             is_training=self.trains,
         )
 
-    def evaluated(
-        self,
-        job: str,
-        validation_loss: float,
-        score: float,
-        score_rows: tuple[float, ...],
-        loss_rows: tuple[float, ...],
-    ) -> LossPoint:
-        """Record and return an evaluation after the steps done so far; arguments are those of :class:`LossPoint`."""
-        assert self.ema.value is not None, "it has trained"
-        point = LossPoint(
-            job=job,
-            step=self.ema.count,
-            total_steps=self.total_steps,
-            train_ema=self.ema.value,
-            validation_loss=validation_loss,
-            score=score,
-            score_rows=score_rows,
-            loss_scale=self.loss_scale,
-            start_loss=None if self.start is None else self.start.validation_loss,
-            loss_rows=loss_rows,
-        )
-        self.history.append(point)
-        return point
-
     def reopen(self) -> None:
         """Reopen the job: it trains and competes again, and only its later evaluations are judged."""
         self.decision = None

@@ -1,6 +1,14 @@
 """Objectives, which turn the losses of tokens into one loss per job."""
 
-from alto.objectives.base import AuxiliaryTerm, DerivedMetrics, Objective, ObjectiveImplementation, Terms, run_sums
+from alto.objectives.base import (
+    AuxiliaryTerm,
+    DerivedMetrics,
+    Objective,
+    ObjectiveImplementation,
+    Terms,
+    find_objective,
+    run_sums,
+)
 from alto.objectives.micro_batch import (
     Heads,
     Learners,
@@ -13,7 +21,6 @@ from alto.objectives.micro_batch import (
     token_losses,
 )
 from alto.objectives.pairs import Pairs, preference_metrics
-from alto.objectives.registry import find_objective
 
 __all__ = [
     "AuxiliaryTerm",

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from alto.backbone import is_out_of_memory
-from alto.base import naming_errors
+from alto.base import described, load_attribute, naming_errors
 from alto.data import EncodedDataset, JobRows, TokenBatch
 from alto.errors import DataError, UnsupportedError
 from alto.records import LabelSet
-from alto.spec import OBJECTIVES, JobConfig, Method
+from alto.spec import OBJECTIVES, JobConfig, Method, find_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,14 +111,9 @@ class Objective:
         return type(self.implementation).__name__
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics."""
-        return self.method.entry.metrics
-
-    @property
     def mean_metrics(self) -> tuple[str, ...]:
         """The metrics that are means over rows: the keys of :attr:`Terms.metrics`."""
-        return tuple(name for name in self.metrics if name not in self.method.entry.derived)
+        return tuple(name for name in self.method.entry.metrics if name not in self.method.entry.derived)
 
     @property
     def derived(self) -> DerivedMetrics | None:
@@ -132,11 +127,6 @@ class Objective:
     def has_head(self) -> bool:
         """Whether every job trains its own classification head, from whose logits the loss is computed."""
         return bool(self.method.entry.problem_types)
-
-    @property
-    def scores(self) -> tuple[str, ...]:
-        """The metrics of which higher is better; a task may select by one of them."""
-        return self.method.entry.scores
 
     @property
     def needs_reference(self) -> bool:
@@ -198,6 +188,38 @@ class Objective:
         return naming_errors(
             f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
         )
+
+
+def find_objective(name: str) -> Objective:
+    """Find the objective of the method called ``name``.
+
+    Raises:
+        SpecError: There is no such method.
+        UnsupportedError: Several packages register the method, or a package registers one of ALTO's own; or the
+            implementation cannot be loaded or is not an objective.
+    """
+    OBJECTIVES.check_not_taken(name)
+    method = find_method(name)
+    path = method.entry.implementation
+    try:
+        implementation = load_attribute(path)()
+    except Exception as error:
+        raise UnsupportedError(
+            f"method: expected {path}, the implementation of {name!r}, found that it cannot be loaded "
+            f"({described(error, path.partition(':')[0])}); repair or remove the package that registers it"
+        ) from error
+    if not isinstance(implementation, ObjectiveImplementation):
+        missing = sorted(member for member in ("check", "terms") if not hasattr(implementation, member))
+        raise UnsupportedError(
+            f"method: expected {path}, the implementation of {name!r}, to have check and terms, found it without "
+            f"{', '.join(missing)}; give it what docs/objectives.md lists"
+        )
+    if method.entry.derived and not isinstance(implementation, DerivedMetrics):
+        raise UnsupportedError(
+            f"method: expected {path}, the implementation of {name!r}, to have num_statistics and derived_metrics for "
+            f"{', '.join(method.entry.derived)}, found it without; give it what docs/objectives.md lists"
+        )
+    return Objective(method=method, implementation=implementation)
 
 
 class AuxiliaryTerm:
