@@ -26,7 +26,7 @@ from alto.objectives import (
     find_objective,
     job_losses,
     micro_batch_terms,
-    reference_log_probs,
+    reference_sums,
 )
 from alto.spec import JobConfig
 from alto.spec.method import find_method
@@ -332,7 +332,7 @@ def test_a_prompt_that_both_replies_share_changes_no_loss_and_no_gradient(
         jobs = [JobRows(pairs, slot, tuple(range(first, first + 3))) for slot, first in enumerate((0, 12, 30))]
         batch = collate(jobs)
         with torch.no_grad():
-            references = reference_log_probs(backbone, batch)
+            references = reference_sums(backbone, batch)[0]
         batch = replace(batch, references_Q2=references, job_references=batch.job_rows)
         bank, run = adapted(backbone)
         results.append((references, run(DPO, batch, configs), bank.grads_ZP))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alto.early_exit.noise import is_better, is_within_noise, on_scale_of
@@ -36,12 +36,6 @@ class Ema:
         self.value = loss if self.value is None else self.alpha * loss + (1.0 - self.alpha) * self.value
         self.count += 1
         return self.value
-
-
-def ema_of(losses: Iterable[float], alpha: float) -> tuple[float, ...]:
-    """Return the running average after each of ``losses``, bit-identical to `Ema` with one loss at a time."""
-    ema = Ema(alpha)
-    return tuple(ema.update(loss) for loss in losses)
 
 
 ENDS_COMPETING = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from alto.base import quoted
@@ -314,12 +314,7 @@ def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dic
     """Return form and columns of a custom type, which names its columns and prompt format."""
     if kind.get("system_prompt"):
         draft.not_supported(f"{where}.type.system_prompt", "put the message into the rows, as a column system")
-    for key in ("format", "no_input_format", "system_format"):
-        if kind.get(key):
-            draft.not_supported(
-                f"{where}.type.{key}",
-                "prompts are written by the model's chat template; write a different template in chat_template",
-            )
+    _report_formats(draft, kind, ("format", "no_input_format", "system_format"), where)
     form = "alpaca" if kind.get("field_input") else "prompt_completion"
     return form, _named_columns(kind, form)
 
@@ -357,13 +352,17 @@ def _labelled_columns(draft: Draft, entry: Mapping[str, Any], kind: object, wher
 
 
 def _custom_columns(draft: Draft, kind: Mapping[str, Any], form: str, where: str) -> dict[str, str]:
-    for key in ("prompt_format", "chosen_format", "rejected_format", "completion_format"):
+    _report_formats(draft, kind, ("prompt_format", "chosen_format", "rejected_format", "completion_format"), where)
+    return _named_columns(kind, form)
+
+
+def _report_formats(draft: Draft, kind: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    for key in keys:
         if kind.get(key) and kind[key] != "{" + key.removesuffix("_format") + "}":
             draft.not_supported(
                 f"{where}.type.{key}",
                 "texts are written by the model's chat template; write a different template in chat_template",
             )
-    return _named_columns(kind, form)
 
 
 def _named_columns(kind: Mapping[str, Any], form: str) -> dict[str, str]:

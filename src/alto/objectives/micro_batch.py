@@ -129,15 +129,13 @@ def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learner
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 
-def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Return the log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64
-    nats; for rows with one reply, that of the reply and 0; for a dummy batch, numbers that are not used."""
-    return reference_sums(backbone, batch)[0]
-
-
 def reference_sums(backbone: Backbone, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return the :func:`reference_log_probs`, and the part of them that comes from tokens beyond the length of the
-    pair's shorter reply, ``[Q, 2]``."""
+    """Return log-probs under ``backbone``, and the part of them that comes from tokens beyond the length of the pair's
+    shorter reply: both ``[Q, 2]`` float64 nats.
+
+    The log-probs are those of the chosen and the rejected reply of every pair; for rows with one reply, that of the
+    reply and 0; for a dummy batch, numbers that are not used.
+    """
     losses_S = token_losses(backbone, batch)
     sums = -run_sums(losses_S, batch.sequence_targets)
     if not batch.slots:
