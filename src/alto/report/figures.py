@@ -246,23 +246,8 @@ def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[s
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OccupancyFigure:
-    """Bars for the stays of jobs in slots, over the time in which the run was worked on.
-
-    Attributes:
-        lanes: Name of every slot, from top to bottom.
-        gaps: Interruptions: places on the axis, and labels with their durations.
-    """
-
-    traces: list[dict[str, Any]]
-    lanes: list[str]
-    unit: str
-    gaps: list[tuple[float, str]]
-
-
-def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFigure:
-    """Draw one horizontal bar for each stay of a job in a slot, grouped by outcome.
+def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any]:
+    """Draw one horizontal bar for each stay of a job in a slot, grouped by outcome, over the time of work on the run.
 
     Interruptions are cut out of the axis. If the clock was set back, bars become shorter, but never negative.
     """
@@ -287,15 +272,16 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
         bar["customdata"].append(
             f"{_hover_name(stay.job, labels[stay.job])}<br>{length:.3g} {unit} {'on' if has_ranks else 'in'} {lane}"
         )
-    return OccupancyFigure(
-        traces=[bars[role] for role in sorted(bars, key=_drawing_order)],
-        lanes=[_lane(rank, slot, has_ranks=has_ranks) for rank in range(num_ranks) for slot in range(num_local)],
-        unit=unit,
-        gaps=[
-            (history.worked_s(start) / seconds, f"interrupted for {format_duration(end - start)}")
-            for start, end in history.interruptions
-        ],
-    )
+    gaps = [
+        (history.worked_s(start) / seconds, f"interrupted for {format_duration(end - start)}")
+        for start, end in history.interruptions
+    ]
+    return {
+        "traces": [bars[role] for role in sorted(bars, key=_drawing_order)],
+        "xTitle": f"{unit} since the start" + (", interruptions cut out" if gaps else ""),
+        "gaps": gaps,
+        "lanes": [_lane(rank, slot, has_ranks=has_ranks) for rank in range(num_ranks) for slot in range(num_local)],
+    }
 
 
 def _lane(rank: int, slot: int, *, has_ranks: bool) -> str:

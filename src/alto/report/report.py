@@ -139,7 +139,6 @@ def _num_labels(path: Path) -> int | None:
 
 def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict[str, Any]:
     table = job_table(history)
-    figures = run_figures(history, table)
     winner = history.best if history.result is not None else None
     return {
         "history": history,
@@ -173,13 +172,7 @@ def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "tested": describe_test(history, history.best) if history.best else "",
         "lead": lead_of_winner(history),
-        "validation": figures.validation,
-        "train": figures.train,
-        "metric_sections": figures.metric_sections,
-        "parallel": figures.parallel,
-        "rates": figures.rates,
-        "figures": figures.data,
-        "opens_logarithmic": figures.opens_logarithmic,
+        "figures": run_figures(history, table),
     }
 
 

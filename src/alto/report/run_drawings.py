@@ -12,8 +12,6 @@ from alto.report.figures import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     CurveFigure,
-    OccupancyFigure,
-    View,
     curve_data,
     curve_figure,
     metric_quantity,
@@ -315,36 +313,18 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSection:
-    """Heading and text of the figure of a metric.
-
-    Attributes:
-        id: Id of the figure in a page.
-        view: The initial view of the figure; None if there is nothing to show.
-    """
-
-    id: str
-    name: str
-    meaning: str
-    view: View | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
     """The figures of a run.
 
     Attributes:
-        metric_sections: One section per metric, in the order of the table's columns.
-        parallel, rates: Figures of settings against the best value; None if there is too little data.
-        data: All figures by id, as data for ``templates/report.js``.
+        metric_sections: Id, name, meaning and view of the figure of each metric, in the order of the table's columns.
+        data: All figures by id, as data for ``templates/report.js``; None for a figure that has too little data.
         opens_logarithmic: Whether the axis of progress is logarithmic at first.
     """
 
     validation: CurveFigure
     train: CurveFigure
-    metric_sections: tuple[MetricSection, ...]
-    parallel: Mapping[str, Any] | None
-    rates: Mapping[str, Any] | None
+    metric_sections: tuple[Mapping[str, Any], ...]
     data: Mapping[str, Any]
     opens_logarithmic: bool
 
@@ -355,37 +335,30 @@ def run_figures(history: RunHistory, table: JobTable) -> RunFigures:
     train = curve_figure(history, table.rows, TRAINING_LOSS)
     quantities = {name: metric_quantity(name) for name in table.metrics}
     metrics = {name: curve_figure(history, table.rows, quantity) for name, quantity in quantities.items()}
-    parallel = parallel_figure(history)
-    rates = rate_figure(history, table.rows)
-    slots = occupancy_figure(history, table.rows)
     unit = loss_unit(history.method)
     return RunFigures(
         validation=validation,
         train=train,
         metric_sections=tuple(
-            MetricSection(
-                id=f"metric-{index}", name=metric_name(name), meaning=metric_meaning(name), view=metrics[name].view
-            )
+            {
+                "id": f"metric-{index}",
+                "name": metric_name(name),
+                "meaning": metric_meaning(name),
+                "view": metrics[name].view,
+            }
             for index, name in enumerate(table.metrics)
         ),
-        parallel=parallel,
-        rates=rates,
         data={
-            "parallel": parallel,
-            "rates": rates,
+            "parallel": parallel_figure(history),
+            "rates": rate_figure(history, table.rows),
             "validation": curve_data(validation, f"validation loss, {unit}"),
             "train": curve_data(train, f"smoothed training loss, {unit}"),
             **{
                 f"metric-{index}": curve_data(metrics[name], metric_name(name), quantities[name].tick_format)
                 for index, name in enumerate(table.metrics)
             },
-            "slots": _slots_data(slots),
+            "slots": occupancy_figure(history, table.rows),
         },
         # Early rungs would crowd everything at the left edge of a linear axis.
         opens_logarithmic=any(history.share_after(rung) <= 0.2 for rung in history.rung_settings),
     )
-
-
-def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
-    title = f"{figure.unit} since the start" + (", interruptions cut out" if figure.gaps else "")
-    return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "lanes": figure.lanes}
