@@ -158,7 +158,7 @@ def test_a_rung_is_drawn_where_a_job_could_be():
 def test_an_open_stay_lasts_until_now(small_run):
     history = RunHistory.of(entries(small_run[:4]))
     figure = occupancy_figure(history, job_table(history).rows)
-    assert (figure.unit, figure["gaps"]) == ("seconds", [])
+    assert (figure["xTitle"], figure["gaps"]) == ("seconds since the start", [])
     assert [bar["y"] for bar in figure["traces"]] == [["slot 0", "slot 1"]]
     assert figure["traces"][0]["base"] == [1.0, 2.0]
     assert figure["traces"][0]["x"] == [2.0, 1.0]
