@@ -64,11 +64,6 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
     return shlex.join(command), tuple(notes)
 
 
-def model_command(winner: Winner, folder: Path) -> str:
-    """Return the command that serves the merged model in ``folder`` with vLLM."""
-    return shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
-
-
 def gguf_command(file: Path) -> str:
     """Return the command that serves a GGUF file with llama.cpp."""
     return shlex.join(["llama-server", "--jinja", "-m", str(file)])
@@ -357,9 +352,8 @@ def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> Exp
         cast.to(dtype).save_pretrained(fresh)
         card = merged_card(winner, difference, what, save_tokenizer(winner, fresh))
         (fresh / "README.md").write_text(card, encoding="utf-8")
-    return ExportResult(
-        form="merged", folder=str(folder), files=(), command=model_command(winner, folder), difference=difference
-    )
+    command = shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
+    return ExportResult(form="merged", folder=str(folder), files=(), command=command, difference=difference)
 
 
 def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:

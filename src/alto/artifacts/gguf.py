@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -236,7 +236,9 @@ def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
         kinds[index] = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
-    writer.add_token_merges([_as_text(merge) for merge in state["model"]["merges"]])
+    # Older files store the two parts of a merge as one text.
+    merges = state["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     for name in _NAMED:
         index = getattr(tokenizer, f"{name}_token_id", None)
         if index is not None:
@@ -279,11 +281,6 @@ def _splitter_of(tokenizer: Any, ignores_merges: bool) -> str:
 
 def _pieces(splitter: PreTokenizer) -> list[str]:
     return [piece for piece, _ in splitter.pre_tokenize_str(_TEXT)]
-
-
-def _as_text(merge: Any) -> str:
-    """Return both parts of a merge joined with a space; older files already store merges in this form."""
-    return merge if isinstance(merge, str) else " ".join(merge)
 
 
 def _marks(tokenizer: Any) -> tuple[bool, bool]:
@@ -420,8 +417,8 @@ class GgufModel:
             writer.write_header_to_file(path)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, data in _arrays(tensors):
-                writer.write_tensor_data(quantize(data, kinds[name]))
+            for name, weight in tensors.items():
+                writer.write_tensor_data(quantize(weight.to(torch.float32).cpu().numpy(), kinds[name]))
             writer.flush()
         finally:
             writer.close()
@@ -445,11 +442,6 @@ class GgufModel:
         if weight.ndim == 1 or name.endswith("_norm.weight"):
             return Kind.F32
         return Kind.Q8_0 if self.type == "q8_0" and weight.shape[-1] % 32 == 0 else Kind.F16
-
-
-def _arrays(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-    for name, weight in tensors.items():
-        yield name, weight.to(torch.float32).cpu().numpy()
 
 
 def _layout(shape: tuple[int, ...], kind: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -87,7 +87,7 @@ def _parted(items: list[S]) -> tuple[list[S], list[S]]:
 
 def _ordered_inside(group: list[S]) -> list[S]:
     if len({item.loss_scale for item in group}) == 1:
-        return sorted(group, key=_by_loss)
+        return sorted(group, key=lambda item: (item.validation_loss, item.job))
     if all(item.start_loss is not None and 0 < item.start_loss < math.inf for item in group):
         return sorted(group, key=_by_share_of_the_base_loss)
     return sorted(group, key=_by_score)
@@ -96,10 +96,6 @@ def _ordered_inside(group: list[S]) -> list[S]:
 def _by_share_of_the_base_loss(item: Scored) -> tuple[float, str]:
     assert item.start_loss is not None
     return (item.validation_loss / item.start_loss, item.job)
-
-
-def _by_loss(item: Scored) -> tuple[float, str]:
-    return (item.validation_loss, item.job)
 
 
 def _by_score(item: Scored) -> tuple[float, float, str]:

@@ -110,13 +110,6 @@ TOOLS: Mapping[str, Tool] = {
 """All tools by their names in the option ``--from``."""
 
 
-def find_tool(name: str) -> Tool:
-    """Return the tool called ``name``."""
-    if name not in TOOLS:
-        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(name)}. Write one of these.")
-    return TOOLS[name]
-
-
 def recognise(keys: Collection[str], where: str) -> Tool:
     """Return the tool that has the most of ``keys`` among its marks.
 
@@ -193,7 +186,9 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
         UnsupportedError: It trains something that ALTO cannot train, or has a dataset that ALTO cannot read.
     """
     given = _read(path)
-    found = recognise(given, str(path)) if tool is None else find_tool(tool)
+    if tool is not None and tool not in TOOLS:
+        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(tool)}. Write one of these.")
+    found = recognise(given, str(path)) if tool is None else TOOLS[tool]
     changes = {TASK_ALIASES.get(key, key): value for key, value in map(parse_override, overrides)}
     method = changes.get("method")
     folders = tuple(dict.fromkeys((path.resolve().parent, Path.cwd())))

@@ -41,7 +41,8 @@ def _context(queue: QueueHistory, queue_dir: Path, price: float | None = None) -
     # A queue whose journal was lost records an empty interruption at its start.
     gaps = [(queue.worked_s(start), end - start) for start, end in queue.interruptions if end - start >= 1.0]
     runs = {task.task: run for task in tasks if (run := _run(queue_dir / "tasks" / task.task)) is not None}
-    hours = {name: _hours(run, price) for name, run in runs.items()}
+    prices = {name: run.started.gpu_hour_price for name, run in runs.items() if run.started is not None}
+    hours = {name: device_hours(run, price_of_hour(price, prices.get(name))) for name, run in runs.items()}
     return {
         "name": queue_dir.name,
         "queue": queue,
@@ -94,10 +95,6 @@ def _run(run_dir: Path) -> RunHistory | None:
         return read_history(run_dir)
     except RunError:  # the damaged journal of one task must not prevent the page of the queue
         return None
-
-
-def _hours(run: RunHistory, price: float | None) -> DeviceHours:
-    return device_hours(run, price_of_hour(price, None if run.started is None else run.started.gpu_hour_price))
 
 
 def _savings(runs: dict[str, RunHistory], hours: dict[str, DeviceHours]) -> dict[str, Any] | None:

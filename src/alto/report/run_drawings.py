@@ -199,7 +199,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
     traces = []
     for job in reversed(jobs):
         role, legend = _group(job, history.best, names)
-        label = html.escape(describe_config(configs[job.job], keys))
+        label, loss = html.escape(describe_config(configs[job.job], keys)), job.best_validation_loss
         traces.append(
             {
                 "y": [round(axis.positions[job.job], 4) for axis in axes],
@@ -208,7 +208,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
                 "legendrank": 1 + list(_ROLES).index(role),
                 "showlegend": role not in seen,
                 "text": f"<b>{html.escape(clean(job.job))}</b><br>{label}"
-                f"<br>best validation loss {_loss_text(job.best_validation_loss)}"
+                f"<br>best validation loss {format_loss(loss) if math.isfinite(loss) else 'not finite'}"
                 + "".join(f"<br>{html.escape(describe_metrics(job.best_metrics, (name,)))}" for name in shown),
                 "meta": {"role": role},
             }
@@ -216,7 +216,13 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
         seen.add(role)
     return {
         "traces": traces,
-        "axes": [{"name": html.escape(clean(axis.name)), "ticks": _escaped(axis.ticks)} for axis in axes],
+        "axes": [
+            {
+                "name": html.escape(clean(axis.name)),
+                "ticks": [[round(position, 4), html.escape(text)] for position, text in axis.ticks],
+            }
+            for axis in axes
+        ],
     }
 
 
@@ -291,14 +297,6 @@ def _group(job: JobHistory, best: JobHistory | None, finite: Sequence[str]) -> t
         return "not-finite", "no finite loss"
     fifth = len(FIFTHS) * finite.index(job.job) // len(finite)
     return f"fifth-{fifth}", FIFTHS[fifth]
-
-
-def _loss_text(loss: float) -> str:
-    return format_loss(loss) if math.isfinite(loss) else "not finite"
-
-
-def _escaped(ticks: Sequence[tuple[float, str]]) -> list[list[Any]]:
-    return [[round(position, 4), html.escape(text)] for position, text in ticks]
 
 
 def _is_number(value: Any) -> bool:

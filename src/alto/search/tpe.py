@@ -56,7 +56,7 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    distributions = _distributions(space)
+    distributions = {_name(index): _distribution(group) for index, group in enumerate(space.groups)}
     tried = {tuple(trial.values.items()) for trial in trials}
     known = [_optuna_trial(trial, space, distributions, seed) for trial in trials]
     for attempt in range(_TRIES):
@@ -78,12 +78,8 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     return next((values for values in drawn if tuple(values.items()) not in tried), None)
 
 
-def _distributions(space: SearchSpace) -> dict[str, Any]:
-    """Return one parameter for each group of the space, named by its position."""
-    return {_name(index): _distribution(group) for index, group in enumerate(space.groups)}
-
-
 def _name(index: int) -> str:
+    """Return the name of Optuna's parameter for the group of the space at this position."""
     return f"group-{index}"
 
 

@@ -284,7 +284,11 @@ class SearchSpace:
         paired: set[int] = set()
         for key, value in fields.items():
             if key == _PAIRED:
-                pairings = _pairings(value, method)
+                mappings = value if isinstance(value, list | tuple) else [value]
+                pairings = [
+                    _pairing(mapping, f"search_space.{_PAIRED}[{index}]", method)
+                    for index, mapping in enumerate(mappings)
+                ]
                 paired.update(range(len(groups), len(groups) + len(pairings)))
                 groups.extend(pairings)
             else:
@@ -417,11 +421,6 @@ def _mapping(value: object, path: str) -> Mapping[Any, Any]:
             f"Write for example {{learning_rate: [1.0e-4, 2.0e-4]}}."
         )
     return value
-
-
-def _pairings(value: object, method: Method) -> list[tuple[Axis, ...]]:
-    mappings = value if isinstance(value, list | tuple) else [value]
-    return [_pairing(mapping, f"search_space.{_PAIRED}[{index}]", method) for index, mapping in enumerate(mappings)]
 
 
 def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:

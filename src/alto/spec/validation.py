@@ -33,7 +33,7 @@ class SpecModel(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise spec_error(error, type(self)) from None
+            raise _spec_error(error.errors(), type(self)) from None
 
     @classmethod
     def error_of(cls, key: str, value: object) -> SpecError | None:
@@ -42,7 +42,7 @@ class SpecModel(BaseModel):
             BaseModel.__init__(cls.__new__(cls), **{key: value})
         except ValidationError as error:
             found = [details for details in error.errors() if details["loc"][:1] == (key,)]
-            return _error_of_details(found, cls) if found else None
+            return _spec_error(found, cls) if found else None
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -96,12 +96,8 @@ def check_defaults(model: type[SpecModel]) -> None:
             raise SpecError(f"{model.__name__}: expected defaults that are valid values, found that {error}")
 
 
-def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
+def _spec_error(found: Iterable[ErrorDetails], model: type[BaseModel]) -> SpecError:
     """Translate pydantic's errors about ``model`` to one line each: place, expected, found, remedy."""
-    return _error_of_details(error.errors(), model)
-
-
-def _error_of_details(found: Iterable[ErrorDetails], model: type[BaseModel]) -> SpecError:
     return SpecError(
         "\n".join(_sentence(details, model) for details in found if details["type"] != "default_factory_not_called")
     )

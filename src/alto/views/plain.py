@@ -174,19 +174,16 @@ class PlainView:
                 what = describe_finalists(event.scores) if event.scores else f"the scorer failed: {event.failure}"
                 self._say(f"answers at the rung at {format_share(event.progress)}: {clean(what)}")
             case events.FinalistsJudged():
-                self._on_judged(event)
+                if event.failure:
+                    self._say(describe_scoring(event.scores, self.history.scorer, event.failure))
+                else:
+                    self._say(f"answers of the finalists: {describe_finalists(event.scores)}")
             case events.SamplesGenerated():
                 self._say(describe_samples(self.history))
             case events.AdapterChecked():
                 self._on_adapter_checked()
             case _:
                 self._report_job(event)
-
-    def _on_judged(self, event: events.FinalistsJudged) -> None:
-        if event.failure:
-            self._say(describe_scoring(event.scores, self.history.scorer, event.failure))
-        else:
-            self._say(f"answers of the finalists: {describe_finalists(event.scores)}")
 
     def _report_job(self, event: events.Event) -> None:
         match event:
@@ -279,10 +276,8 @@ class PlainView:
             return
         least = SMALLEST_NEWS * 2 ** (self._num_bests_reported // 10)
         earlier = self._best_reported
-        if earlier is None or self._score(best) < earlier - least * abs(earlier):
-            self._report_best(best)
-
-    def _report_best(self, best: JobHistory) -> None:
+        if earlier is not None and not self._score(best) < earlier - least * abs(earlier):
+            return
         self._num_bests_reported += 1
         self._best_reported = self._score(best)
         self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")

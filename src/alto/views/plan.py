@@ -30,6 +30,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     memory = plan.memory
     planned = memory.margin * memory.capacity_bytes
     smallest, largest = plan.num_parameters
+    sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     mean, longest = plan.row_tokens
     took = format_duration(plan.profile_s)
     measured = (
@@ -38,7 +39,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         else f"measured now in {took}, and saved"
     )
     head = [
-        ("jobs", f"{plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each"),
+        ("jobs", f"{plan.num_jobs:,}, with {sizes} trainable parameters each"),
         ("rows", f"{mean:,.0f} tokens on average, {longest:,} in the longest"),
         (
             "memory",
@@ -144,10 +145,6 @@ def _table(plan: TaskPlan) -> Table:
 
 def _priced(duration_s: float, cost: float | None, bound: str = "about") -> str:
     return f"{bound} {format_duration(duration_s)}" + ("" if cost is None else f", which costs {cost:,.2f}")
-
-
-def _span(smallest: int, largest: int) -> str:
-    return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
 
 
 def _size(num_bytes: float) -> str:

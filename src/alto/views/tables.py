@@ -153,7 +153,8 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
         sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
     elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
         sentence = f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
-    return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
+    listed = ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in job.exit_evidence.items())
+    return sentence or listed or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
 
 
 def _times(evidence: Mapping[str, float]) -> str:
@@ -196,10 +197,6 @@ def _explain_underperforming(evidence: Mapping[str, float], progress: float, *, 
         f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}{what} at {format_share(progress)}: "
         f"{evidence['num_kept']:.0f} kept"
     )
-
-
-def _list_evidence(evidence: Mapping[str, float | str]) -> str:
-    return ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in evidence.items())
 
 
 _BARE_REASONS: Mapping[str, str] = {

@@ -31,7 +31,6 @@ from alto.runs.events import (
     MeasuringBegun,
     OutOfMemory,
     ProfileMeasured,
-    RefitFact,
     TaskResumed,
     TaskStarted,
     WarmupEnded,
@@ -344,7 +343,8 @@ class LiveView:
         num_more = sum(len(line.wrap(self._console, self._console.size.width)) for line in (best, *announced)) - 1
         return Group(
             *announced,
-            *_header(history),
+            Text(clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
+            Text(" · ".join(describe_task(history.started)), style="dim", no_wrap=True, overflow="ellipsis"),
             *self._progress(now),
             best,
             "",
@@ -417,6 +417,8 @@ def final_summary(
     if status is RunStatus.INTERRUPTED:
         rows = tuple(replace(row, outcome=status.value) if row.outcome == Stage.TRAINING else row for row in rows)
     state = "not finished" if status is RunStatus.RUNNING else status.value
+    totals = [total for total in exit_totals(history) if total.samples_saved]
+    saved = [f"{clean(total.outcome)} {format_share(total.share)}" for total in totals]
     lines: list[RenderableType] = [
         Text.assemble((clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
@@ -432,7 +434,7 @@ def final_summary(
         "",
         _best_line(table, history),
         *(Text(f"note: {clean(note)}", style="yellow") for note in choice_notes(history)),
-        Text(f"{_samples(history)} ({_saved_by_reason(history)})" if history.samples_saved else _samples(history)),
+        Text(f"{_samples(history)} ({', '.join(saved)})" if history.samples_saved else _samples(history)),
         *map(Text, describe_time(history)),
     ]
     if status is RunStatus.RUNNING and now is not None:
@@ -440,34 +442,30 @@ def final_summary(
         lines.append(Text(" · ".join([f"{format_share(found.share_done)} done", *describe_outlook(found)])))
     lines += samples_text(history)
     if run_dir is not None and history.best is not None:
-        lines.append(_place(history, Path(run_dir)))
+        place, folder = ("adapter", "best") if history.result is not None else ("best checkpoints so far", "jobs")
+        lines.append(Text(f"{place}: {clean(Path(run_dir) / folder)}", overflow="fold"))
     return Group(*lines)
-
-
-def _header(history: RunHistory) -> list[RenderableType]:
-    return [
-        Text(clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
-        Text(" · ".join(describe_task(history.started)), style="dim", no_wrap=True, overflow="ellipsis"),
-    ]
 
 
 def _best_line(table: JobTable, history: RunHistory) -> Text:
     if history.refit is not None:
-        return _refit_line(history, history.refit)
+        tested = [describe_test(history, job) for job in history.jobs.values()]
+        measured = "".join(f"; test loss {one}" for one in tested if one)
+        return Text(f"{describe_refit(history.refit)}{measured}", overflow="fold")
     best = next((row for row in table.rows if row.is_best), None)
     if best is None:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
     metrics = describe_metrics(best.history.best_metrics, table.metrics)
-    tested = describe_test(history, best.history)
+    test = describe_test(history, best.history)
     scoring = describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),
         f" with validation loss {format_loss(best.history.best_validation_loss)}",
-        f" (test {tested})" if tested else "",
+        f" (test {test})" if test else "",
         f", {metrics}" if metrics else "",
         (f" ({best.label})" if best.label else "", "dim"),
         chosen,
@@ -475,25 +473,8 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     )
 
 
-def _refit_line(history: RunHistory, refit: RefitFact) -> Text:
-    tested = (describe_test(history, job) for job in history.jobs.values())
-    measured = "".join(f"; test loss {one}" for one in tested if one)
-    return Text(f"{describe_refit(refit)}{measured}", overflow="fold")
-
-
 def _samples(history: RunHistory) -> str:
     return f"{describe_samples_trained(history)}, {describe_savings(history)}"
-
-
-def _saved_by_reason(history: RunHistory) -> str:
-    totals = [total for total in exit_totals(history) if total.samples_saved]
-    return ", ".join(f"{clean(total.outcome)} {format_share(total.share)}" for total in totals)
-
-
-def _place(history: RunHistory, run_dir: Path) -> Text:
-    if history.result is not None:
-        return Text(f"adapter: {clean(run_dir / 'best')}", overflow="fold")
-    return Text(f"best checkpoints so far: {clean(run_dir / 'jobs')}", overflow="fold")
 
 
 def watch_run(console: Console, run: RunDir, every_s: float) -> None:
