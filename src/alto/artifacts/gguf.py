@@ -157,6 +157,7 @@ def _unsupported(expected: str, found: str) -> UnsupportedError:
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -185,12 +186,8 @@ class _Splitter:
 _SPLITTERS: Mapping[str, _Splitter] = {
     "gpt-2": _Splitter(lambda: ByteLevel(add_prefix_space=False, use_regex=True)),
     "smollm": _Splitter(lambda: _split_by(r"\p{N}", then_as_gpt2=True)),
-    "llama-bpe": _Splitter(
-        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), True
-    ),
-    "dbrx": _Splitter(
-        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), False
-    ),
+    "llama-bpe": _Splitter(lambda: _split_by(_LLAMA3), True),
+    "dbrx": _Splitter(lambda: _split_by(_LLAMA3), False),
     "qwen2": _Splitter(lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}")),
     "tekken": _Splitter(lambda: _split_by(_TEKKEN), None),
 }
