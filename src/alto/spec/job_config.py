@@ -22,7 +22,6 @@ from pydantic import (
 from alto.base import quoted
 from alto.errors import UnsupportedError
 from alto.spec.data_keys import MIXTURE_WEIGHTS, Weights, normalised
-from alto.spec.initial_weights import InitLoraWeights, supported_init
 from alto.spec.lr_schedules import (
     LrSchedulerType,
     OptimizerName,
@@ -52,6 +51,27 @@ from alto.spec.validation import SpecModel, is_finite_number
 BiasMode: TypeAlias = Literal["none", "all", "lora_only"]
 """The biases of the base model that are trained: none, all, or those of the modules with adapters."""
 
+InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
+"""The initial weights; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal`` both
+are random, and their product is zero."""
+
+_CHANGES_THE_BASE = (
+    "it subtracts the adapter's initial product from the base model's weights, which all jobs share and which must "
+    "not change"
+)
+_NEEDS_DATA = "it is computed from forward or backward passes of the base model on the training rows"
+_OTHER_INITS = {
+    "corda": _CHANGES_THE_BASE,
+    "loftq": _CHANGES_THE_BASE,
+    "mica": "it is a variant of LoRA, in which B is not trained",
+    "olora": _CHANGES_THE_BASE,
+    "pissa": _CHANGES_THE_BASE,
+    "eva": _NEEDS_DATA,
+    "lora_ga": _NEEDS_DATA,
+}
+"""PEFT's other initialisations, by the beginning of their names, with the reason why they are refused."""
+
+
 MAPPING_FIELDS = ("alpha_pattern", "lr_scheduler_kwargs", "optim_args", "rank_pattern")
 """Fields of a job that are mappings; they are stored as tuples of pairs, in the order in which they were written."""
 
@@ -75,6 +95,30 @@ _MAX_RANK = 1024
 _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
+
+
+def _supported_init(value: object) -> object:
+    """Return ``value`` with true replaced by ``default`` and text in lower case.
+
+    Raises:
+        UnsupportedError: ``value`` is false or one of PEFT's other initialisations.
+    """
+    if value is True:
+        return "default"
+    if value is False:
+        raise UnsupportedError(
+            "init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found false: with A and B both "
+            "random, training would not start from the base model. Remove the key."
+        )
+    if isinstance(value, str):
+        value = value.lower()
+        why = next((why for start, why in _OTHER_INITS.items() if value.startswith(start)), None)
+        if why is not None:
+            raise UnsupportedError(
+                f"init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found {quoted(value)}: {why}. "
+                "Write one of the three."
+            )
+    return value
 
 
 def _ranks_by_module(value: object) -> object:
@@ -127,7 +171,7 @@ class JobConfig(SpecModel):
     )
     use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
     use_dora: bool = Field(default=False, description="train the length of every row of an adapted weight too (DoRA)")
-    init_lora_weights: Annotated[InitLoraWeights, BeforeValidator(supported_init)] = Field(
+    init_lora_weights: Annotated[InitLoraWeights, BeforeValidator(_supported_init)] = Field(
         default="default", description="how the adapter starts"
     )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")

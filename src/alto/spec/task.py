@@ -24,7 +24,6 @@ from alto.spec.data_keys import DataKeys, chat_template_text, default_name, pars
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
-from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
 from alto.spec.row_objects import with_config_objects, with_rows_in_files
 from alto.spec.scoring import LOSS, Scoring, check_metric, check_metric_name, parse_select_by
@@ -35,6 +34,7 @@ from alto.spec.task_checks import (
     Refit,
     check_fixed,
     check_given_once,
+    check_label_keys,
     check_mixture,
     check_refit,
     check_samples,
@@ -45,6 +45,7 @@ from alto.spec.task_checks import (
     check_splits,
     check_state_dtype,
     check_train_on,
+    with_task_type,
 )
 from alto.spec.validation import check_path, parsed, path_text, plain
 
