@@ -190,10 +190,6 @@ def write_adapter_folder(winner: Winner, form: ExportForm, folder: Path) -> None
 
     Args:
         form: ``adapter``: a copy that names the base model as ``winner`` does; or ``per_expert``.
-
-    Raises:
-        UnsupportedError: ``form`` is ``per_expert``, and the adapter cannot be, or need not be, written in this form.
-        ModelError: The base model's configuration or tokenizer cannot be read.
     """
     source = winner.adapter.folder
     for name in _KEPT if form == "per_expert" else (*_FILES, *_KEPT):

@@ -37,11 +37,7 @@ _YARN_SPEEDS = ("beta_fast", "beta_slow")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """Return llama.cpp's name of the architecture that ``config`` describes.
-
-    Raises:
-        UnsupportedError: ALTO cannot write this architecture, or llama.cpp computes one of its features differently.
-    """
+    """Return llama.cpp's name of the architecture that ``config`` describes."""
     kind = config.model_type
     if kind not in _ARCHITECTURES or not type(config).__module__.startswith("transformers."):
         raise _unsupported(f"a base model of the kinds {', '.join(_ARCHITECTURES)}", repr(kind))
@@ -211,10 +207,6 @@ def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
         writer: A ``gguf.GGUFWriter``.
         tokenizer: A tokenizer of transformers.
         vocab_size: Number of rows of the model's embeddings; rows without a token become unused tokens ``[PAD…]``.
-
-    Raises:
-        UnsupportedError: The tokenizer is not a byte-level BPE, or splits texts or adds special tokens in a way that
-            llama.cpp cannot.
     """
     import gguf
 
@@ -335,11 +327,7 @@ class GgufModel:
 
     @classmethod
     def of(cls, winner: Winner, type: GgufType) -> Self:
-        """Return the description of the merged model of ``winner``; no weights are read.
-
-        Raises:
-            UnsupportedError: The base model, its tokenizer or the adapter has a feature that ALTO cannot write.
-        """
+        """Return the description of the merged model of ``winner``; no weights are read."""
         import gguf
 
         if winner.adapter.has_head:

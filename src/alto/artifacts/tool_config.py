@@ -37,10 +37,6 @@ def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Pa
 
     Returns:
         The command that starts training; and notices, as sentences, one for each setting that the tool does not have.
-
-    Raises:
-        SpecError: The adapter does not come from a run.
-        UnsupportedError: The tool cannot train with the method, or cannot read the dataset.
     """
     task, config = winner.task, winner.config
     if task is None or config is None or winner.rows is None:

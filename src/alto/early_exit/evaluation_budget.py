@@ -121,10 +121,7 @@ class _RungPlan:
         """Return the plan with the rungs ``chosen`` out of ``given``.
 
         Args:
-            places: Number of jobs that continue from each rung.
-            chosen: Indices of rungs, rising.
             steps: Steps of every job that reaches the first rung; remaining jobs have the same mix of steps.
-            share: Time of an evaluation, divided by the time that a job has trained since the one before.
             affordable: Function that returns how many rows can be evaluated in a time, and at least a given number.
         """
         evaluations: list[tuple[float, int]] = []

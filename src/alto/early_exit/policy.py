@@ -141,8 +141,6 @@ class Policy:
         Args:
             num_entered: Number of configurations that were ever ranked, including these; None means the number ranked
                 here.
-            configuration_of: Id of the configuration of every job that repeats one.
-            failed: Ids of configurations of which a job has diverged or failed.
         """
         known = configuration_of or {}
         num_ranked = len({known.get(standing.job, standing.job) for standing in standings})

@@ -203,7 +203,6 @@ class Selection:
         """Add a job before its first step; it takes part in every rung that is still to be decided.
 
         Args:
-            loss_scale: Scale of its loss; the default is that of all other jobs.
             catches_up: Whether no rung waits for it until it has reached that rung. A rung that was decided before
                 ranks it alone, as soon as it gets there, among all jobs that were ever ranked at that rung.
         """

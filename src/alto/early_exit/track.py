@@ -54,10 +54,8 @@ class JobTrack:
     """The evaluations of one job, and its state.
 
     Attributes:
-        start: Evaluation before the first step; None if unknown.
         late_rung: For a job that was added while others trained: the first rung that it has not reached yet, or that
             was decided without it. None for all other jobs, and once it waits at a rung with them.
-        history: Evaluations, oldest first.
         best, peak: The evaluation that the job competes with in the end, and the one with the best score.
         competes: Whether the job may still take a place at a rung.
         judged_from: Number of evaluations that no rule judges again.
@@ -99,11 +97,7 @@ class JobTrack:
         return self.decision is not None and self.decision.reason in (ExitReason.DIVERGING, ExitReason.FAILED)
 
     def standing(self, point: LossPoint, score: FinalistScore | None = None) -> Standing:
-        """Return the state of the job at a rung with ``point``, one of its evaluations.
-
-        Args:
-            score: Score of the job's answers; None if the metric ranks.
-        """
+        """Return the state of the job at a rung with ``point``, one of its evaluations."""
         return Standing(
             job=point.job,
             step=self.ema.count,

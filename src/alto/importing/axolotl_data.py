@@ -130,12 +130,7 @@ _TYPE_KEYS = (
 
 
 def read_datasets(draft: Draft, method: Method) -> None:
-    """Read ``datasets`` and ``test_datasets``.
-
-    Raises:
-        SpecError: They are not lists of mappings.
-        UnsupportedError: A dataset has a form that ALTO cannot read.
-    """
+    """Read ``datasets`` and ``test_datasets``."""
     if draft.replaces_dataset("datasets", "test_datasets"):
         return
     given, held_out = draft.take("datasets"), draft.take("test_datasets")

@@ -77,7 +77,6 @@ class Key:
         write: Returns the key's value for a job, None to leave it out; by default, the value of the setting, unless it
             is false. The tool's reader has code of its own for a key with another value.
         also: Other spellings, which are read too.
-        methods: Methods with which the key is written; empty for all.
         by_code: Whether the reader has code of its own for a key without ``write``.
     """
 

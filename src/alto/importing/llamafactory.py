@@ -199,12 +199,7 @@ _STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto"}
 
 
 def read_llamafactory(draft: Draft, method_name: str | None) -> None:
-    """Convert a configuration of LLaMA-Factory to a task.
-
-    Raises:
-        SpecError: ``dataset_info.json`` or a key of the file is not valid in LLaMA-Factory.
-        UnsupportedError: The configuration does not train adapters, or has a dataset that ALTO cannot read.
-    """
+    """Convert a configuration of LLaMA-Factory to a task."""
     stage, kind = draft.take_text("stage", "sft"), draft.take_text("finetuning_type", "lora")
     if kind != "lora":
         raise UnsupportedError(

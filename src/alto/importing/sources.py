@@ -122,11 +122,7 @@ def _name(source: Source, others: Sequence[Mapping[str, Any]]) -> str:
 
 
 def readable_path(draft: Draft, path: object, where: str) -> str:
-    """Return the name of the dataset ``path`` in a task: the absolute path of a file, or a hub dataset.
-
-    Raises:
-        UnsupportedError: It is a folder, a URL, or not text.
-    """
+    """Return the name of the dataset ``path`` in a task: the absolute path of a file, or a hub dataset."""
     if not isinstance(path, str) or not path:
         raise UnsupportedError(
             f"{where}: expected the name of a file or of a hub dataset, found {quoted(path)}. Give it with --set "

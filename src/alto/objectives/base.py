@@ -135,13 +135,7 @@ class Objective:
         return self.method.entry.needs_reference
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
-        """Check, before training, that the objective can learn from these rows with these settings.
-
-        Raises:
-            DataError: The rows are of the wrong kind.
-            SpecError: A setting is out of its domain.
-            UnsupportedError: A package's implementation raises an error that is not one of ALTO's.
-        """
+        """Check, before training, that the objective can learn from these rows with these settings."""
         if self.method.entry.is_labelled and dataset.labels is None:
             raise DataError(
                 f"method {self.method.name}: expected replies with labels (columns prompt, completion and label) or "

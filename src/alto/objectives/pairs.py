@@ -27,7 +27,6 @@ class Pairs:
 
     Attributes:
         log_probs_Q2: Log-probs of the chosen and the rejected reply under the adapter, float64 nats.
-        lengths_Q2: Number of trained tokens of both replies, float64.
         chosen_weights: For every job, the number of pairs of its whole batch, divided by the number of trained tokens
             in their chosen replies.
     """
@@ -84,7 +83,6 @@ def of_jobs(values: Sequence[float], counts: Sequence[int], like_Q: Tensor, *, f
     """Return one value per job, repeated for each of its rows: ``[Q]`` float64.
 
     Args:
-        like_Q: Tensor with the length and the device of the result.
         fill: Value for dummy rows.
     """
     repeated: list[float] = []

@@ -164,7 +164,6 @@ def point_view(values: Sequence[float], *, more_is_better: bool = False, is_boun
 
     Args:
         more_is_better: Whether higher values are better; then the rule is mirrored.
-        is_bounded: Whether values have a fixed range; then everything is in view.
     """
     sign = -1.0 if more_is_better else 1.0
     finite = [sign * value for value in values if math.isfinite(value)]

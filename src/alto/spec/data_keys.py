@@ -149,12 +149,7 @@ class MixtureSource(SpecModel):
 
 
 def parse_sources(given: object) -> tuple[MixtureSource, ...]:
-    """Return the sources of a task whose ``dataset`` is a list.
-
-    Raises:
-        SpecError: An entry is not a source, two have the same name, or no weight is above 0.
-        UnknownKeyError, ConflictingKeysError: See :func:`alto.spec.keys.canonical_keys`.
-    """
+    """Return the sources of a task whose ``dataset`` is a list."""
     assert isinstance(given, list | tuple)
     if not 1 <= len(given) <= _MAX_SOURCES:
         raise SpecError(
@@ -223,11 +218,7 @@ def normalised(value: object) -> Weights | None:
 
 
 def ordered(weights: Weights, sources: Sequence[MixtureSource]) -> Weights:
-    """Return the weights of a job in the order of its task's sources.
-
-    Raises:
-        SpecError: The names are not exactly those of the sources, or the task has only one dataset.
-    """
+    """Return the weights of a job in the order of its task's sources."""
     if not sources:
         raise SpecError(
             f"{MIXTURE_WEIGHTS} should be set only if 'dataset' is a list of sources, found one dataset. Remove the "

@@ -440,11 +440,7 @@ def canonical_keys(
 
 @contextlib.contextmanager
 def spelt_as(written: Collection[str], aliases: Mapping[str, str]) -> Iterator[None]:
-    """Put the user's own spelling of a field in front of its name in errors that the block raises.
-
-    Raises:
-        SpecError: The block raises one; its lines that begin with such a field are changed.
-    """
+    """Put the user's own spelling of a field in front of its name in errors that the block raises."""
     spelt = {aliases[key]: key for key in written if key in aliases}
 
     def renamed(line: str) -> str:

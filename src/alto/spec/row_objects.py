@@ -41,9 +41,6 @@ def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
     such as a ``datasets.DatasetDict``: ``train`` (or the split that ``dataset_train_split`` names), ``validation``,
     ``test`` (or the split that ``dataset_test_split`` names). Missing cells of a frame become null.
 
-    Args:
-        values: The keys by canonical names.
-
     Raises:
         SpecError: There are no rows, a row is not a mapping or cannot be written as JSON, or a split is missing.
         DataError: The file cannot be written.

@@ -266,11 +266,7 @@ class Expansion:
     method: Method
 
     def jobs(self) -> tuple[Job, ...]:
-        """Return the jobs that the task begins with.
-
-        Raises:
-            SpecError: A configuration is not valid, or two jobs have the same configuration.
-        """
+        """Return the jobs that the task begins with."""
         num_jobs = self.search.num_initial(self.space)
         is_grid = self.search.algorithm == "grid"
         configurations = self.space.expand(self.data_seed) if is_grid else self.space.sample(num_jobs, self.data_seed)

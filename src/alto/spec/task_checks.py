@@ -193,12 +193,7 @@ class Refit(SpecModel):
 def check_refit(
     refit: Refit, keys: DataKeys, early_exit: EarlyExit, select_by: str | Scoring, max_steps: list[int | None]
 ) -> None:
-    """Check that a refit, which has no validation, has one job and no setting that needs validation.
-
-    Raises:
-        SpecError: The task has several jobs, too small a ``max_steps``, or settings that need a validation loss.
-        UnsupportedError: The task is a mixture with a ``validation_dataset``, whose rows belong to no source.
-    """
+    """Check that a refit, which has no validation, has one job and no setting that needs validation."""
     if keys.sources and keys.validation_dataset is not None:
         raise UnsupportedError(
             "refit: expected validation rows that belong to the sources of the mixture, found validation_dataset: its "
@@ -227,9 +222,6 @@ def with_task_type(values: Mapping[str, Any]) -> dict[str, Any]:
 
     Without a ``method``, it becomes ``regression`` if ``problem_type`` is that, else ``classification``. The head is
     removed from ``modules_to_save``, because it is always trained and saved.
-
-    Raises:
-        ConflictingKeysError: The given method trains no classification head.
     """
     task_type = values.get("task_type")
     if not isinstance(task_type, str) or task_type.upper() != "SEQ_CLS":
@@ -250,12 +242,7 @@ def with_task_type(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
-    """Check the keys about labels against the method.
-
-    Raises:
-        SpecError: The method has no labels, or labels of another kind; or the keys contradict each other.
-        UnsupportedError: The method trains classification heads, with several GPUs or with ``token_cache: disk``.
-    """
+    """Check the keys about labels against the method."""
     allowed = method.entry.problem_types
     if (keys.dataset_format == "text_classification") != bool(allowed) and keys.dataset_format != "auto":
         expected = "auto or text_classification" if allowed else "another form"

@@ -137,7 +137,6 @@ def queue_summary(
 
     Args:
         queue_dir: The queue's folder; None leaves out the place of the adapters.
-        is_live: Whether a process works on the queue, if it is not finished.
         now: Unix time until which running tasks are counted; by default the time of the latest event.
     """
     queue = progress.queue
