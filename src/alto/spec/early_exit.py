@@ -294,11 +294,11 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     @model_validator(mode="after")
     def _check_together(self) -> EarlyExit:
         if (self.evaluations is None) != (self.final_evaluations is None):
-            given, missing = "evaluations", "final_evaluations"
+            present, missing = "evaluations", "final_evaluations"
             if self.evaluations is None:
-                given, missing = missing, given
+                present, missing = missing, present
             raise ValueError(
-                f"{given}: expected it together with {missing}, found it alone. Give both, or remove it: "
+                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it: "
                 "evaluation_share decides."
             )
         given = self._given_rungs

@@ -350,7 +350,7 @@ def parse_metric(value: object) -> str | Scoring:
             itself; or see :class:`Scoring`.
     """
     if isinstance(value, str) and value in get_args(Metric):
-        return Scoring(scorer=value) if value in get_args(ScorerName) else value
+        return parsed(Scoring, {"scorer": value}, "metric", example="") if value in get_args(ScorerName) else value
     found = _parsed(value, "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
     for key, option in _OF_EVALUATIONS.items():
         if key in found.model_fields_set:
