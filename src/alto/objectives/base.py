@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -36,10 +36,6 @@ class Terms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     statistics: Tensor | None = None
-
-    def with_statistics(self, statistics: Tensor) -> Terms:
-        """Return the same terms with ``statistics``."""
-        return replace(self, statistics=statistics)
 
 
 @runtime_checkable
