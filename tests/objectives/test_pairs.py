@@ -26,7 +26,7 @@ from alto.objectives import (
     find_objective,
     job_losses,
     micro_batch_terms,
-    reference_log_probs,
+    reference_sums,
 )
 from alto.spec import JobConfig
 from alto.spec.method import find_method
@@ -278,7 +278,7 @@ def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: l
         assert torch.equal(gradient, expected)
         assert index == 1 or torch.equal(beside_nan, expected)
         assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in company)
-        for name in objective.metrics:
+        for name in objective.method.entry.metrics:
             assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in company), name
 
 
@@ -330,7 +330,7 @@ def test_a_prompt_that_both_replies_share_changes_no_loss_and_no_gradient(
         jobs = [JobRows(pairs, slot, tuple(range(first, first + 3))) for slot, first in enumerate((0, 12, 30))]
         batch = collate(jobs)
         with torch.no_grad():
-            references = reference_log_probs(backbone, batch)
+            references = reference_sums(backbone, batch)[0]
         batch = replace(batch, references_Q2=references, job_references=batch.job_rows)
         bank, run = adapted(backbone)
         results.append((references, run(DPO, batch, configs), bank.grads_ZP))

@@ -76,7 +76,7 @@ def test_an_address_is_shown_without_what_may_be_a_key(end: str) -> None:
     [
         (
             "accuracy",
-            r"select_by \(.*\) should be 'metric', 'eval_accuracy' or a mapping of settings, found 'accuracy'",
+            r"select_by should be 'metric', 'eval_accuracy' or a mapping of settings, found 'accuracy'",
         ),
         (3, "select_by .* found 3"),
         ({}, "select_by.scorer .* is missing: expected 'exact' or 'contains' or .*'python' or 'http'"),

@@ -42,7 +42,7 @@ from alto.data.token_cache import TokenCache
 from alto.data.tokenize import TaskRows
 from alto.errors import DataError, DataFormatError, RunWriteError, UnsupportedError
 from alto.records import LabelSet, ModelLimits
-from alto.spec import DataKeys, Task, TrainOn, find_method, learns_from_pairs
+from alto.spec import DataKeys, Task, TrainOn, find_method
 
 DEFAULT_VALIDATION_SHARE = 0.1
 """Default share of validation rows, if neither the task nor its dataset defines them."""
@@ -223,7 +223,7 @@ class _Reader:
         source = self.find(keys.dataset_name, key, keys)
         splits = source.read(self.store)
         rows = sample_rows(splits.train, keys.max_samples, keys.data_seed, store=self.store)
-        found = self.converted(rows, source, keys, key, is_paired=learns_from_pairs(self.task.method))
+        found = self.converted(rows, source, keys, key, is_paired=find_method(self.task.method).entry.is_paired)
         train, bad = found.train, [*found.bad_rows]
         num_rows, test = len(train), None
         if keys.test_split is not None:
@@ -301,7 +301,7 @@ class _Reader:
             faults.settle(len(rows), keys.on_bad_row)
         method = self.task.method
         entry = find_method(method).entry
-        meant = learns_from_pairs(method) if is_paired is None else is_paired
+        meant = entry.is_paired if is_paired is None else is_paired
         layout = find_layout(
             rows,
             form,
@@ -471,7 +471,7 @@ def _settings(task: Task) -> dict[str, Any]:
     entry = find_method(task.method).entry
     keys = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _WITHOUT_EFFECT)
     # A tenant could tell from the time saved that another tenant has the same data, so tenants share no tokens.
-    return {**keys, "tenant": task.tenant, "method": [task.method, learns_from_pairs(task.method), entry.is_labelled]}
+    return {**keys, "tenant": task.tenant, "method": [task.method, entry.is_paired, entry.is_labelled]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
