@@ -15,7 +15,7 @@ import pytest
 
 from alto.base import replace_file
 from alto.errors import RunError, RunExistsError
-from alto.runs import QueueDir, RunDir, queue_dir, run_dir
+from alto.runs import QueueDir, RunDir, run_dir
 from alto.spec import Task, load_task
 
 TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)
@@ -77,7 +77,6 @@ def test_threads_of_one_process_do_not_share_a_folder(
         return RunDir.create(tmp_path, TASK).root if kind == "run" else QueueDir.create(tmp_path, [], [], {}).root
 
     monkeypatch.setattr(run_dir, "claim", claim_together)
-    monkeypatch.setattr(queue_dir, "claim", claim_together)
     with ThreadPoolExecutor(2) as threads:
         roots = list(threads.map(create, range(2)))
     assert sorted(tmp_path.iterdir()) == sorted(roots)

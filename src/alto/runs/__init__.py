@@ -5,7 +5,7 @@ from alto.base import replace_file
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.events import Event, JournalEntry
 from alto.runs.history import RunHistory, history_before, read_history
-from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
+from alto.runs.job_history import JobHistory, RunStatus, Stage
 from alto.runs.journal import (
     NOT_FOLDABLE,
     Journal,
@@ -50,7 +50,6 @@ __all__ = [
     "JournalTail",
     "Mailbox",
     "Observer",
-    "Occupancy",
     "QueueAction",
     "QueueCommand",
     "QueueDir",
@@ -63,7 +62,6 @@ __all__ = [
     "RunState",
     "RunStatus",
     "RunSummary",
-    "RungOutcome",
     "SilentJournal",
     "Stage",
     "TaskHistory",

@@ -100,19 +100,13 @@ class BackgroundObserver:
 
 
 @contextlib.contextmanager
-def in_background(
-    observers: Sequence[Observer], *, flush_timeout_s: float = FLUSH_TIMEOUT_S
-) -> Iterator[tuple[Observer, ...]]:
-    """Yield ``observers`` that each run on their own thread; on exit wait for them, up to a timeout.
-
-    Args:
-        flush_timeout_s: Longest wait at the end, for all of them together.
-    """
+def in_background(observers: Sequence[Observer]) -> Iterator[tuple[Observer, ...]]:
+    """Yield ``observers`` that each run on their own thread; on exit wait for them, up to `FLUSH_TIMEOUT_S`."""
     workers = [
         BackgroundObserver(f"observer {_name_of(observer)}", observer, max_waiting=MAX_WAITING)
         for observer in observers
     ]
-    with ending_in_time(workers, flush_timeout_s):
+    with ending_in_time(workers, FLUSH_TIMEOUT_S):
         yield tuple(worker.observe for worker in workers)
 
 

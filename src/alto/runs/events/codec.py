@@ -16,8 +16,8 @@ from alto.errors import RunError
 from alto.runs.events import job_events as job
 from alto.runs.events import queue_events as queue
 from alto.runs.events import run_events as run
-from alto.runs.events.queue_events import QueueEvent
-from alto.runs.events.run_events import RunEvent, TaskStarted
+from alto.runs.events.facts import QueueEvent, RunEvent
+from alto.runs.events.run_events import TaskStarted
 from alto.runs.events.values import Path, WrongValueError, from_wire, pointer, to_wire
 
 WIRE_NAMES: Mapping[type, str] = {
