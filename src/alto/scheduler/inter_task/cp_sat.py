@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
 from alto.scheduler.inter_task.lists import (
     Reservation,
+    Solved,
     fewest_nodes,
     list_reservations,
     place,
@@ -167,15 +168,6 @@ def _exchange(one: _Stack, mine: TaskDemand, other: _Stack, theirs: TaskDemand |
 
 NUM_WORKERS = 1
 """A single search worker: several take ten times as long for a dozen tasks, and prove no more for a hundred."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """The result of CP-SAT: ``reservations`` is empty if it found none, ``bound`` is the bound of its objective."""
-
-    reservations: tuple[Reservation, ...]
-    bound: float
-    is_optimal: bool
 
 
 class CpModel:

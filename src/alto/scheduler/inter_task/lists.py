@@ -32,6 +32,15 @@ class Reservation:
         return self.start + self.demand.duration_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The result of a solver: ``reservations`` is empty if it found none, ``bound`` is the bound of its objective."""
+
+    reservations: tuple[Reservation, ...]
+    bound: float
+    is_optimal: bool
+
+
 def fewest_nodes(nodes: Iterable[Node], num_gpus: int) -> int:
     """Return how many nodes a task spans: 1 if any node is large enough, else as few of the largest nodes as can hold
     it."""
