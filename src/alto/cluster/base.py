@@ -195,11 +195,7 @@ class Cluster(Protocol):
 
 
 def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch]) -> None:
-    """Raise ValueError if the task already runs, or a GPU of the launch is taken or is not on one of ``nodes``.
-
-    Args:
-        running: Launches of running executors.
-    """
+    """Raise ValueError if the task already runs, or a GPU of the launch is taken or is not on one of ``nodes``."""
     taken: set[Gpu] = set()
     for other in running:
         if other.task == launch.task:

@@ -22,9 +22,6 @@ _NOTHING = object()
 class CheckedCluster:
     """A wrapper around ``cluster`` that names its errors and checks its events.
 
-    Args:
-        cluster: The object that a package's function returned.
-
     Raises:
         UnsupportedError: The object is no cluster, or its ``nodes`` are invalid. Every method raises it if the cluster
             raises an error that is not ALTO's, or violates the contract of `Cluster`.

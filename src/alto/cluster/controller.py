@@ -34,7 +34,6 @@ class Controller:
     Args:
         cluster: Used by this controller only, until it is closed; the caller that opened it closes it.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
-        journal: Records the events of the tasks.
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`; must return at once.
         is_interrupted: Called in every turn; once it returns true, running executors save and end, as after
             :meth:`drain`.
@@ -135,10 +134,6 @@ class Controller:
     def submit(self, ticket: TaskTicket, *, command: str = "") -> str:
         """Add a task to the queue.
 
-        Args:
-            ticket: The task.
-            command: Id of the command that submits it, for the journal.
-
         Returns:
             The task's id in this controller: its name.
 
@@ -167,9 +162,6 @@ class Controller:
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
         """Change the priorities of waiting tasks, with one new plan; running and ended tasks stay the same.
-
-        Args:
-            priorities: New priorities by task name.
 
         Raises:
             SpecError: There is no such task.

@@ -77,12 +77,10 @@ class TaskStatus(Demand):
     """The current status of one task; ``duration_s`` is the estimate for the task, or for its next attempt.
 
     Attributes:
-        state: State in the queue.
         gpus: Its GPUs while it runs; otherwise empty.
         attempt: Number of executors that were started for it.
         share_done: Share of its expected training samples that it has trained, in [0, 1], as last reported.
         num_failures: Number of executors in a row that ended with a failure that counts.
-        reason: Reason of its latest failure.
         ended: End of its latest executor; None if none has ended.
     """
 
@@ -105,7 +103,6 @@ class ControllerStatus:
     """The current status of a controller.
 
     Attributes:
-        nodes: The machines and their GPUs.
         tasks: All submitted tasks by name, in order of submission.
     """
 

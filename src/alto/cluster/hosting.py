@@ -120,12 +120,7 @@ class _Attempt:
 
 class OrderLoop:
     """Carries out orders until this process is asked to stop, or an unknown error makes it unsafe to reuse. It then
-    starts no other runs, and ends after its current runs.
-
-    Args:
-        orders: The folder of this process.
-        request: Records whether this process was asked to stop.
-    """
+    starts no other runs, and ends after its current runs."""
 
     def __init__(self, orders: Orders, request: StopRequest) -> None:
         self._orders = orders

@@ -34,8 +34,6 @@ class QueueIntake:
     Attributes:
         entry: Entry of its executors; see :class:`alto.cluster.TaskTicket`.
         is_parallel: See :class:`alto.cluster.TaskTicket`.
-        check: Raises an error for an invalid task.
-        estimate: Returns the estimate of a submitted task.
         base_of: Returns the key of a task's base model; see :class:`alto.cluster.TaskTicket`.
         trusted: Tasks of the queue that may run the Python code of their base models.
         trusts_commands: Whether tasks that other processes submit may do so too.
@@ -87,8 +85,6 @@ class LiveQueue:
 
         Args:
             task: A task with absolute paths.
-            tenant: Tenant whose quota it counts against.
-            priority: Higher goes first.
 
         Returns:
             Its name in the queue.

@@ -32,7 +32,6 @@ class OrderState:
         outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
         is_running: Whether an executor works on it.
         is_new: Whether it waits and no executor has started it yet.
-        reason: Why it failed.
         error: Class of the error that ended its latest executor; empty if there was none, or it is unknown.
     """
 
@@ -58,9 +57,6 @@ class ControlPlane:
     """Trains submitted runs in the order of their priority. The methods raise the controller's errors.
 
     Args:
-        setup: Where and how runs are trained.
-        cluster: An opened cluster.
-        controller: A started controller.
         quotas: Maximum number of GPUs of each tenant; the dictionary that the controller's queue reads.
     """
 
@@ -181,9 +177,7 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
     """Yield a control plane; leaving the block kills executors that still run; their runs can be resumed.
 
     Args:
-        setup: Where and how runs are trained.
         root: Folder of the control plane's journal and lock.
-        method: Scheduling method.
 
     Raises:
         RunBusyError: Another process uses the folder.

@@ -61,11 +61,7 @@ def base_key(task: Task) -> str:
 
 
 def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate | None:
-    """Return the cached estimate of ``task`` on ``cluster``, or on an equal one; None if there is none.
-
-    Args:
-        num_ranks: Number of processes that train the task.
-    """
+    """Return the cached estimate of ``task`` on ``cluster``, or on an equal one; None if there is none."""
     key = _key(task, cluster, num_ranks)
     found = cache.load("estimates", key)
     if found is None:
@@ -81,20 +77,12 @@ def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate
 
 
 def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: TaskEstimate) -> None:
-    """Cache an estimate that an executor on ``cluster`` has measured.
-
-    Args:
-        num_ranks: Number of processes that train the task.
-    """
+    """Cache an estimate that an executor on ``cluster`` has measured."""
     cache.save("estimates", _key(task, cluster, num_ranks), asdict(estimate))
 
 
 def remember_duration(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
-    """Cache how long a task took from start to end; its cached sharing data stays.
-
-    Args:
-        num_ranks: Number of processes that trained the task.
-    """
+    """Cache how long a task took from start to end; its cached sharing data stays."""
     duration_s = min(max(duration_s, MIN_DURATION_S), MAX_DURATION_S)
     known = known_estimate(task.replace(share_executor=True), cluster, num_ranks)
     sharing = None if known is None else known.sharing
@@ -161,8 +149,6 @@ class Measurement:
     the cores.
 
     Attributes:
-        is_parallel: Whether an executor has one process for each of its GPUs.
-        refresh: Measure again, even if a measurement is cached.
         on_measuring: Called with a task before an executor measures it, then with its progress; not called if the
             executor finds the measurement in its cache.
         on_measured: Called with each measured task and its duration in seconds.

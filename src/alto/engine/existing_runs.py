@@ -50,9 +50,7 @@ def check_refitted(refit: Refit, found: Mapping[str, Any], base: BaseModelSpec) 
     """Check that a refit trains the base model that its winner was trained on.
 
     Args:
-        refit: Names the run of the winner.
         found: Fingerprint of ``base``, from :func:`alto.backbone.base_fingerprint`.
-        base: The base model of the refit.
 
     Raises:
         RunChangedError: The winner was trained on another base model.
@@ -106,8 +104,6 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
     Args:
         task: A task with absolute paths, from :func:`alto.engine.runner.portable`.
         run: The directory of a run of the same task.
-        device_name: Device on which ``task`` will be trained.
-        num_ranks: Number of processes that will train it.
 
     Raises:
         RunNotFoundError: ``run`` is not a run directory.

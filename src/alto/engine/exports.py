@@ -27,7 +27,6 @@ def find_winner(
         target: A run directory (its best adapter is meant) or the folder of an adapter.
         job: Take the best adapter of this job of the run instead.
         base: The base model, if the name in the run or adapter does not find it.
-        trust_remote_code: Whether the caller allows code of the base model.
         needs_rows: Whether to read the rows of the run's task to find out their columns and form.
 
     Raises:

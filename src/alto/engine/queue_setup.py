@@ -38,12 +38,8 @@ class QueueSetup:
     """Where and how queues run; values as in :class:`alto.Engine`.
 
     Attributes:
-        strategy: How a task uses several GPUs.
-        cluster: Address of the cluster.
         total_gpus: Maximum number of GPUs to use; None for all. On a CPU the number of slots; None for the number that
             :meth:`sized_for` chooses.
-        quotas: Maximum number of GPUs of each tenant at a time.
-        share_executor: Whether tasks on the same base model may share an executor if they allow it.
     """
 
     strategy: str
@@ -100,12 +96,7 @@ class QueueSetup:
     def problem(
         self, tasks: Sequence[Task], estimates: Sequence[TaskEstimate], nodes: Sequence[Node]
     ) -> SchedulingProblem:
-        """Return the scheduling problem of the waiting ``tasks``.
-
-        Args:
-            estimates: One per task.
-            nodes: Nodes of the cluster.
-        """
+        """Return the scheduling problem of the waiting ``tasks``."""
         return SchedulingProblem(
             nodes=tuple(nodes),
             pending=tuple(
@@ -183,7 +174,6 @@ def journal_begin(
     """Write the event that starts or resumes a queue. Results may exist even if the journal was lost.
 
     Args:
-        entries: All tasks of the queue.
         done: Names of the tasks that have a result.
     """
     notes = []

@@ -52,7 +52,6 @@ class QueueRunner:
     """Runs tasks side by side.
 
     Args:
-        setup: Where and how queues run.
         observers: Called with every entry; must return at once.
         is_interrupted: See :class:`alto.Engine`.
     """
@@ -65,12 +64,7 @@ class QueueRunner:
         self._is_interrupted = is_interrupted or (lambda: False)
 
     def schedule(self, tasks: Sequence[Task], method: str, *, refresh: bool = False) -> Schedule:
-        """Return a schedule of ``tasks``, under their names in the queue.
-
-        Args:
-            method: Scheduling method.
-            refresh: Measure durations again, even if they are cached.
-        """
+        """Return a schedule of ``tasks``, under their names in the queue."""
         check_method(method)
         tasks = _read(tasks)
         self._setup = self._setup.sized_for(tasks)
@@ -82,7 +76,6 @@ class QueueRunner:
 
         Args:
             schedule: The first schedule; None measures the tasks in the queue's folder and makes one.
-            output_dir: Folder in which the queue's folder is made.
         """
         if schedule is None:
             tasks = _read(tasks)
@@ -101,8 +94,6 @@ class QueueRunner:
         """Yield a new queue that starts with ``tasks`` and accepts others until the block is left.
 
         Args:
-            method: Scheduling method.
-            output_dir: Folder in which the queue's folder is made.
             trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
         """
         check_method(method)
@@ -119,12 +110,7 @@ class QueueRunner:
             queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Resume the queue at ``root``, on the cluster that it started on, or on the one that the caller names.
-
-        Args:
-            trust_remote_code: Whether the caller allows code of base models.
-            keep_open: Wait for further tasks when all have ended.
-        """
+        """Resume the queue at ``root``, on the cluster that it started on, or on the one that the caller names."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
         _check_settings(settings, queue_dir)

@@ -138,7 +138,6 @@ class TaskRunner:
         exports its result.
 
         Args:
-            run_dir: The run's directory; locked until the block is left.
             trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
             bank_of: Returns the bank that the task shares with other tasks, or None for a bank of its own.
         """

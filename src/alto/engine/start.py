@@ -81,7 +81,6 @@ def with_usual_rate(task: Task, config: PretrainedConfig, *, begins: bool) -> Ta
     starts, if the task does not set it.
 
     Args:
-        config: Configuration of the base model.
         begins: Whether no job has started yet. The jobs of a resumed run keep their drawn configurations.
     """
     hidden_size, compares_replies = config.get_text_config().hidden_size, find_method(task.method).compares_replies
@@ -113,7 +112,6 @@ def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
 
     Args:
         task: Returned by :func:`with_start`.
-        backbone: The base model.
 
     Raises:
         ModelError: The adapter was trained on another base model.

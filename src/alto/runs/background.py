@@ -28,9 +28,6 @@ class BackgroundObserver:
     An observer that raises any exception is not called again, and one warning reports it.
 
     Args:
-        name: Name of the observer in warnings.
-        show: Called with every entry, in order.
-        finish: Called after the last entry.
         max_waiting: Largest number of entries kept for an observer that lags behind; further entries are dropped and
             counted. None keeps all.
     """

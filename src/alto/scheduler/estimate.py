@@ -19,9 +19,7 @@ class JobWork:
     """The work of one job without early exit.
 
     Attributes:
-        batch_size: Rows of a step.
         num_tokens: Expected tokens of a step, rounded up.
-        num_steps: Optimizer steps.
         num_evaluations: Number of evaluations on the whole validation set; one on a part of it counts as that share.
     """
 
@@ -106,7 +104,6 @@ def fitted_rungs(
 
     Args:
         jobs, throughput, limits, validation_tokens, rungs: Same as for :func:`expected_duration_s`.
-        limit_s: Seconds that the task may take.
     """
     usual = [places_at(rungs, index, len(jobs)) for index in range(len(rungs))]
     found = tuple(rungs)

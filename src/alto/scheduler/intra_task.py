@@ -55,7 +55,6 @@ class JobDemand:
     """A job that has not ended.
 
     Attributes:
-        batch_size: Rows of one of its steps.
         num_tokens: Expected tokens of one of its steps, rounded up.
         slot: Its slot; None if it is pending or parked.
         is_data_parallel: Whether its rows are split over all ranks; it then has the same local slot on each rank.
@@ -79,7 +78,6 @@ class ResidentLimits:
     """Limits on the jobs that are resident and on the jobs that train.
 
     Attributes:
-        num_slots: Slots of the bank.
         taken: Slots that jobs of other tasks hold in the same bank.
         share: Most slots that this task may hold at a time; None sets no limit.
         max_tokens: Most expected tokens of a step of all jobs together; None sets no limit.
@@ -125,8 +123,6 @@ class ResidentPlan:
     """The jobs to park, then the jobs to admit, and the waiting jobs that train besides the other residents.
 
     Attributes:
-        park: Jobs that leave their slots.
-        admit: Jobs that get a slot.
         ahead: Waiting jobs with a slot that continue before their rung is decided.
     """
 
@@ -147,11 +143,6 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     Jobs with a slot and training jobs stay as planned. Training jobs are moved to balance the ranks (`assign_ranks`). A
     waiting job keeps its slot unless training jobs need it; then it moves to a rank with a free slot. If there are
     fewer jobs than ranks and no job waits, every job trains data parallel on all ranks.
-
-    Args:
-        plan: Plan of resident jobs.
-        demands: Jobs that have not ended.
-        limits: Limits of the bank, with the number of ranks.
     """
     demands = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
     slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)

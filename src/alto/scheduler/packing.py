@@ -21,7 +21,6 @@ class PackingRequest:
         step_tokens: Expected tokens of one step of every job.
         most_step_tokens: Tokens of one step of every job with its longest rows: an upper limit for micro-batches.
         longest_row: Tokens of the longest row: the smallest possible micro-batch size.
-        slot_bytes: Memory of one slot.
         usual_tokens_per_pass: Tokens above which larger micro-batches are not faster on this device.
         num_ranks: Equal devices that share the jobs. Bytes and micro-batches are per device; slots and tokens of a step
             are totals of all devices.
@@ -63,11 +62,6 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     More slots would only delay the first results. If the slots leave too little memory for such a step, there are fewer
     slots and larger micro-batches. Each of several ranks gets at least one slot, and a step limit at which it can train
     the largest job. The task's own limits are kept; if they do not fit, the error names limits that do.
-
-    Args:
-        request: Jobs, rows and limits of the task.
-        memory: Memory model of a step.
-        throughput: Throughput model of a step.
 
     Raises:
         DeviceMemoryError: One slot and a micro-batch of the longest row, or the task's own limits, do not fit.

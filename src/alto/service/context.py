@@ -55,7 +55,6 @@ class Histories:
         cheap.
 
         Args:
-            run: Its folder.
             of: Anything else that the numbers depend on.
             make: Computes the numbers from the run's history; not called if the journal is unchanged.
 
@@ -216,10 +215,6 @@ class Service:
 
     Attributes:
         store: The migrated database.
-        artefacts: Storage of files and adapters.
-        rates: Rate limiter for tenants' requests.
-        histories: Cached histories of runs.
-        previews: Cached previews of drafts' rows.
         refusals: Requests that were refused while the database did not answer.
         work: Set when the coordinator has something to do.
     """

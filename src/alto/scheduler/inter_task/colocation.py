@@ -148,7 +148,6 @@ def divide(demands: Sequence[TaskDemand], bins: Sequence[Bin], loads_s: Sequence
 
     Args:
         demands: Tasks that may all share.
-        bins: The existing bins.
         loads_s: Seconds of own work that each bin already has, or seconds until it can begin.
     """
     found, loads_s = list(bins), list(loads_s)

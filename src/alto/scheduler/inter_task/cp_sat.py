@@ -50,7 +50,6 @@ def balanced_reservations(
     sooner than before, or only a little later. That tolerance shrinks to zero (annealing), and then starts over.
 
     Args:
-        problem: The scheduling problem.
         reservations: Reservations on one node each, without releases, quotas or tasks of a higher priority in the way.
         bound: The search ends once all tasks end by then.
         deadline: When to stop at the latest, by ``time.monotonic``.
@@ -358,9 +357,6 @@ def cp_sat_schedule(
     depends on the machine.
 
     Args:
-        problem: The scheduling problem.
-        time_limit_s: Time limit of the search, in seconds.
-        hint: An earlier schedule; None if there is none.
         gap: See :func:`schedule_tasks`.
 
     Raises:

@@ -150,9 +150,7 @@ def reservations_in_order(
     """Make reservations for ``order``, on the GPUs that running tasks and the reservations ``taken`` leave free.
 
     Args:
-        problem: The scheduling problem.
         order: Tasks in the order of their starts.
-        taken: Reservations made before.
         is_strict: Whether no task starts before one that is earlier in the order.
     """
     return _Machine(problem, taken, is_strict=is_strict).run(order)

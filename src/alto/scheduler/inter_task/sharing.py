@@ -181,8 +181,6 @@ def composed(
     """Return the problem with executors in the place of tasks.
 
     Args:
-        problem: The scheduling problem.
-        executors: The running executors.
         groups: Tasks that share; every other task has its own executor.
     """
     new = {group.name: group for group in groups if not group.executor}
@@ -286,7 +284,6 @@ class _Best:
     """The best groups so far, of tasks of any kind.
 
     Attributes:
-        executors: The running executors.
         colocation: The problem with these groups.
         num_left: Number of divisions that may still be tried.
     """
@@ -338,8 +335,6 @@ class _Search:
     """The search for a division of the tasks of one kind, given the best groups of other kinds.
 
     Args:
-        best: The best groups so far.
-        demands: The tasks.
         running: The executors that they may join.
     """
 

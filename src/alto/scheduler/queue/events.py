@@ -129,8 +129,6 @@ class StartTask:
     """Launch the executor of a task, or resume the task if an earlier attempt left a checkpoint.
 
     Attributes:
-        task: Name of the task.
-        gpus: Its GPUs.
         attempt: Number of the attempt; 1 for the first.
         executor: Name of the executor that trains the task, unique in the queue's life. If an earlier action named it,
             it runs already and the task joins it. If empty, no other task joins.

@@ -48,7 +48,6 @@ def simulate(
     A solver's result within its time limit depends on the machine; list methods are deterministic.
 
     Args:
-        early_exit: Whether tasks have early exit.
         on_progress: Called regularly with the number of ended tasks and of all tasks.
 
     Raises:
@@ -115,7 +114,6 @@ class _Solver:
 
     Args:
         seconds: Solver time for all plans; each plan gets at least `_LEAST_PLAN_S`, even when this is used up.
-        num_open: Tasks that have not ended.
     """
 
     def __init__(self, method: str, seconds: float, num_open: int) -> None:
@@ -145,8 +143,6 @@ class Capacity:
     """The smallest cluster found.
 
     Attributes:
-        nodes: Number of nodes.
-        num_gpus: GPUs of all nodes.
         makespan_s: 95th percentile over the simulations, in seconds.
         num_simulations: Simulations of each cluster that was tried.
     """

@@ -20,7 +20,6 @@ class SimulatedTask:
 
     Attributes:
         name: Unique name, numbered in the order of arrival.
-        task: The task as submitted.
         exit_share: Share of its work that it does with early exit.
         estimate_factor: Its first estimate divided by its true expected duration.
     """

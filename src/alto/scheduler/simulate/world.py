@@ -39,9 +39,7 @@ class Work:
 
     Attributes:
         left_s: Seconds of work that remained at the start of the latest attempt, when run alone.
-        luck: Random generator of this task.
         attempt: Number of the latest attempt.
-        gpus: GPUs of the running attempt; empty if none runs.
         started_s: Start of the latest attempt.
         done_s: Seconds of `left_s` that the latest attempt had done when its executor last changed.
         has_told: Whether the latest attempt has reported its remaining time.
@@ -72,7 +70,6 @@ class Forecast:
     """A forecast for one task, valid while no task joins or leaves its executor.
 
     Attributes:
-        work: The task.
         end_s: When the task ends or is lost, by the virtual clock.
         is_lost: Whether the task is then lost together with its executor.
         told_s: When the task reports its remaining time; None if it does not.
@@ -93,7 +90,6 @@ class SimulatedExecutor:
     Attributes:
         name: Name in the queue; empty if no other task may join.
         crash_s: When the executor is lost if it still runs, by the virtual clock.
-        works: Its tasks.
         version: Number of joins and leaves so far; a forecast made at an earlier version is void.
     """
 
@@ -147,17 +143,11 @@ class World:
     A task is given up when the queue gives it up, or when GPUs have come and gone many times without being enough for
     it.
 
-    Args:
-        simulation: Tasks and failures.
-        nodes: Nodes of the cluster.
-        early_exit: Whether tasks have early exit.
-
     Attributes:
         planned: Placement of every task in the first plan that includes it.
         attempts: Actual placement of every attempt.
         num_replans: Number of plans made.
         planners: Methods that made the plans.
-        now_s: The virtual clock.
     """
 
     def __init__(self, simulation: Simulation, queue: Queue, nodes: Sequence[Node], *, early_exit: bool) -> None:

@@ -25,10 +25,6 @@ router = APIRouter(prefix="/cluster")
 class ClusterView:
     """The control plane's journal, as a tenant may see it.
 
-    Args:
-        history: History of the control plane.
-        tenant: The tenant that looks at it.
-
     Attributes:
         now: Unix time up to which running tasks are counted.
     """

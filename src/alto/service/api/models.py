@@ -44,8 +44,6 @@ def texts_without_paths(service: Service, model: ModelRow, folder: str, names: I
     The stored files stay unchanged, because merged weights and vLLM need these paths.
 
     Args:
-        model: The model that the files belong to.
-        folder: Artefact folder of the files.
         names: Names of the files, relative to ``folder``.
     """
     with service.artefacts.open(f"{model.adapter}/{_CONFIG}") as file:

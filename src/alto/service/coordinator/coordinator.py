@@ -139,7 +139,6 @@ class Coordinator:
     """The worker that leads if no other server does, and then works on the database's jobs until it is stopped.
 
     Args:
-        leadership: This process's claim to leadership.
         open_plane: Opens the control plane; called with the epoch whenever this process becomes the leader.
     """
 

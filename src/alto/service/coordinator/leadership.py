@@ -41,7 +41,6 @@ class Leadership:
     """This server's claim to leadership.
 
     Args:
-        store: The shared database.
         lease_s: Seconds without a renewal after which another server may lead.
         clock: Monotonic clock, in seconds. It only decides how often the lease is renewed.
     """

@@ -36,9 +36,6 @@ class Projection:
     """The writer that copies a run's journal entries to the database, each entry once.
 
     A run that was resumed from a checkpoint repeats steps; steps that the database already has are skipped.
-
-    Attributes:
-        path: The run's journal.
     """
 
     job: str
@@ -187,8 +184,6 @@ class Publication:
     """Stored results of a finished run, which its job does not show yet.
 
     Attributes:
-        model: The model that the job returns.
-        curves: The file of loss curves.
         result: Value of the job's ``result``.
         message: A sentence for users.
         data: The same for programs.

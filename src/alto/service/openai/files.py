@@ -262,7 +262,6 @@ def check_quota(
 
     Args:
         num_bytes: 0 checks that the tenant is not over its limit already.
-        param: Request parameter that the error names.
 
     Raises:
         ApiError: The tenant would be over its limit.

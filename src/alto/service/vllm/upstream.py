@@ -97,7 +97,6 @@ class Reply:
     """An answer of the vLLM server.
 
     Attributes:
-        status: HTTP status.
         content_type: Content type in lower case, without parameters.
     """
 

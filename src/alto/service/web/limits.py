@@ -22,7 +22,6 @@ class BodyLimits:
     """Middleware that ends requests whose bodies are too long or too slow.
 
     Args:
-        max_upload_bytes: Largest uploaded file.
         max_request_bytes: Largest body of any other request.
     """
 
