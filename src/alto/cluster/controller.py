@@ -109,7 +109,7 @@ class Controller:
 
     def begin_drain(self) -> None:
         """Let running executors save and end, and start no others; return at once."""
-        self._call(self._dispatcher.drain)
+        self.call(self._dispatcher.drain)
 
     def pause(self) -> None:
         """Wait for the next turn, or the end of the controller."""
@@ -141,16 +141,16 @@ class Controller:
             SpecError: The name is taken, or the cluster can never provide its GPUs.
             QueueCommandError: The controller starts no more tasks.
         """
-        self._call(lambda: self._dispatcher.submit(ticket, command))
+        self.call(lambda: self._dispatcher.submit(ticket, command))
         return ticket.task
 
     def check(self, ticket: TaskTicket) -> None:
         """Check that :meth:`submit` would accept a task; raises the same errors."""
-        self._call(lambda: self._dispatcher.check(ticket))
+        self.call(lambda: self._dispatcher.check(ticket))
 
     def check_open(self, task: str) -> None:
         """Check that :meth:`cancel` would accept a task; raises the same errors."""
-        self._call(lambda: self._dispatcher.check_cancel(task))
+        self.call(lambda: self._dispatcher.check_cancel(task))
 
     def cancel(self, task: str, *, command: str = "") -> None:
         """Cancel a task: remove it from the queue, or let its executor save and end; return at once.
@@ -158,7 +158,7 @@ class Controller:
         Raises:
             QueueCommandError: There is no such task, or it has ended; or the controller starts no more tasks.
         """
-        self._call(lambda: self._dispatcher.cancel(task, command))
+        self.call(lambda: self._dispatcher.cancel(task, command))
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
         """Change the priorities of waiting tasks, with one new plan; running and ended tasks stay the same.
@@ -167,7 +167,7 @@ class Controller:
             SpecError: There is no such task.
             QueueCommandError: The controller starts no more tasks.
         """
-        self._call(lambda: self._dispatcher.prioritise(priorities))
+        self.call(lambda: self._dispatcher.prioritise(priorities))
 
     def job_command(
         self,
@@ -179,24 +179,8 @@ class Controller:
         warm: bool = False,
         timeout_s: float = 60.0,
     ) -> Answer | None:
-        """Stop, resume or clone a job of a task, as ``alto job`` does.
-
-        Args:
-            task: Name of the task.
-            action: Stop, resume or clone.
-            job: Id of the job.
-            changes: Settings of a clone that differ from the job's, under canonical keys.
-            warm: Whether a clone starts from the job's best adapter.
-            timeout_s: Longest wait for the executor's answer.
-
-        Returns:
-            The answer; None if it did not come in time. The command stays until an executor of the task answers it.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-            RunWriteError: The run's folder cannot be written.
-        """
-        ticket = self._call(lambda: self._dispatcher.ticket_of(task))
+        """Stop, resume or clone a job of a task; see :meth:`alto.engine.task_queue.TaskQueue.job_command`."""
+        ticket = self.call(lambda: self._dispatcher.ticket_of(task))
         mailbox = Mailbox(RunDir(Path(ticket.run_dir)))
         command = mailbox.send(action, job, changes=changes, warm=warm)
         sleep = time.sleep if self._thread is not None else lambda _: self.turn()
@@ -205,7 +189,7 @@ class Controller:
     def status(self) -> ControllerStatus:
         """Return the current status of all tasks; after the controller has ended, the last status."""
         try:
-            return self._call(self._dispatcher.status)
+            return self.call(self._dispatcher.status)
         except Exception:
             if not self._has_ended:
                 raise
@@ -260,7 +244,15 @@ class Controller:
         Raises:
             QueueCommandError: The controller has ended.
         """
-        return self._call(work)
+        if self._thread is threading.current_thread():
+            return work()
+        with self._changed:
+            if self._has_ended:
+                raise self._why_ended()
+            if self._thread is not None:
+                call = _Call(work)
+                self._calls.append(call)
+        return call.future.result() if self._thread is not None else work()
 
     # -- its thread ------------------------------------------------------------------------------------------------
 
@@ -299,17 +291,6 @@ class Controller:
             self._changed.notify_all()
         for call in calls:
             call.future.set_exception(self._why_ended())
-
-    def _call(self, work: Callable[[], T]) -> T:
-        if self._thread is threading.current_thread():
-            return work()
-        with self._changed:
-            if self._has_ended:
-                raise self._why_ended()
-            if self._thread is not None:
-                call = _Call(work)
-                self._calls.append(call)
-        return call.future.result() if self._thread is not None else work()
 
     def _pause(self, num_turns: int) -> None:
         """Wait until the number of turns is no longer ``num_turns``, or the controller has ended."""

@@ -147,11 +147,7 @@ class Dispatcher:
     """Handles the tasks of one controller from submission to end. Used by one thread at a time.
 
     Args:
-        cluster: Starts and watches executors.
-        queue: Made for the cluster's nodes; nothing has been submitted to it yet.
-        journal: Records the events of the tasks.
-        show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`.
-        clock: In seconds; never runs backwards.
+        cluster, queue, journal, show, clock: See :class:`alto.cluster.Controller`.
 
     Attributes:
         retrying: Rules for starting a task again after its executor has ended.

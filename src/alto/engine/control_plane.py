@@ -6,16 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket, running_controller
-from alto.data import read_task_rows
 from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
 from alto.engine.queue_setup import QueueSetup, journal_begin, replanning
-from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
-from alto.runs import Action, Answer, Journal, RunDir
+from alto.runs import Journal, RunDir
 from alto.scheduler.queue import QueueSettings, TaskState
 from alto.spec import Task
 
@@ -40,17 +38,6 @@ class OrderState:
     is_new: bool
     reason: str
     error: str
-
-
-def checked_task(task: Task) -> Task:
-    """Return ``task`` with absolute paths, so that any process can train it, after reading and checking its rows.
-
-    Raises:
-        AltoError: The rows have an error.
-    """
-    found = portable(task)
-    read_task_rows(found)
-    return found
 
 
 class ControlPlane:
@@ -139,12 +126,6 @@ class ControlPlane:
     def prioritise(self, priorities: Mapping[str, int]) -> None:
         """Change the priorities of waiting runs, by name; runs that are running or have ended stay the same."""
         self._controller.prioritise(priorities)
-
-    def job_command(
-        self, name: str, action: Action, job: str, *, changes: Mapping[str, Any] | None, warm: bool, timeout_s: float
-    ) -> Answer | None:
-        """Stop, resume or clone a job of a run that has not ended; see :meth:`alto.cluster.Controller.job_command`."""
-        return self._controller.job_command(name, action, job, changes=changes, warm=warm, timeout_s=timeout_s)
 
     def limit(self, tenant: str, max_gpus: int | None) -> None:
         """Set the maximum number of GPUs that the runs of ``tenant`` use at a time; None sets no limit."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -55,14 +55,7 @@ class QueueSetup:
 
     def settings(self, method: str) -> dict[str, Any]:
         """Return the settings in the form that a queue's folder stores."""
-        return {
-            "method": method,
-            "strategy": self.strategy,
-            "cluster": self.cluster,
-            "total_gpus": self.total_gpus,
-            "quotas": dict(self.quotas),
-            "share_executor": self.share_executor,
-        }
+        return {"method": method, **asdict(self)}
 
     def sized_for(self, tasks: Sequence[Task]) -> Self:
         """Return this setup with a number of CPU slots for ``tasks``, if the user has not set one.

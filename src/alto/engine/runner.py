@@ -421,13 +421,11 @@ def portable(task: Task) -> Task:
     """Return the task with absolute paths, so that a process in any folder can resume it, with the shape of the initial
     adapter that it names, and with PEFT's default modules if it asks for them."""
     task = with_targets(with_start(task))
-    found: dict[str, Any] = {}
-    for key in ("dataset", "validation_dataset", "test_dataset"):
-        path = getattr(task, key)
-        if isinstance(path, str) and Path(path).expanduser().is_file():
-            found[key] = str(Path(path).expanduser().resolve())
+    found: dict[str, Any] = _absolute_files(task, "dataset", "validation_dataset", "test_dataset")
     if task.sources:
-        found["dataset"] = [_portable_source(source) for source in task.sources]
+        found["dataset"] = [
+            source.replace(**_absolute_files(source, "path", "validation_dataset")) for source in task.sources
+        ]
     if Path(task.model).expanduser().is_dir() and task.model not in SHIPPED_MODELS:
         found["model"] = resolve_model(task.model)
     if task.chat_template is not None:
@@ -435,10 +433,18 @@ def portable(task: Task) -> Task:
     return task.replace(**found)
 
 
-def _portable_source(source: MixtureSource) -> MixtureSource:
-    found = {}
-    for key in ("path", "validation_dataset"):
-        path = getattr(source, key)
-        if path is not None and Path(path).expanduser().is_file():
-            found[key] = str(Path(path).expanduser().resolve())
-    return source.replace(**found)
+def checked_task(task: Task) -> Task:
+    """Return the portable form of ``task`` after reading and checking its rows.
+
+    Raises:
+        AltoError: The rows have an error.
+    """
+    found = portable(task)
+    read_task_rows(found)
+    return found
+
+
+def _absolute_files(owner: Task | MixtureSource, *keys: str) -> dict[str, Any]:
+    """Return the absolute paths of the local files that ``keys`` of ``owner`` name, by key."""
+    paths = {key: Path(path).expanduser() for key in keys if isinstance(path := getattr(owner, key), str)}
+    return {key: str(path.resolve()) for key, path in paths.items() if path.is_file()}
