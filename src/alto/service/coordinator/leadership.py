@@ -54,11 +54,6 @@ class Leadership:
         self._renew_at = 0.0
 
     @property
-    def is_held(self) -> bool:
-        """Whether this server leads, as far as it knows."""
-        return self._epoch is not None
-
-    @property
     def epoch(self) -> int:
         """Epoch of this server; only valid while it leads."""
         assert self._epoch is not None, "it does not lead"

@@ -19,7 +19,7 @@ from alto.service.ids import new_id, now
 from alto.service.openai.objects import After, file_object, list_object
 from alto.service.store.jobs import OPEN, page_of
 from alto.service.store.store import RequestMark
-from alto.service.store.tables import FileRow, JobRow, UploadRow
+from alto.service.store.tables import FileRow, JobRow, Tenant, UploadRow
 from alto.service.web.access import Reader, Writer
 from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
@@ -266,7 +266,7 @@ def check_quota(
     Raises:
         ApiError: The tenant would be over its limit.
     """
-    most = service.limits_of(service.tenant(session, caller)).max_bytes
+    most = service.limits_of(session.get(Tenant, caller.tenant)).max_bytes
     if most is None:
         return
     kept = select(func.coalesce(func.sum(FileRow.num_bytes), 0)).where(

@@ -267,7 +267,6 @@ class RequestMark:
 
         Raises:
             SQLAlchemyError: The database cannot be used.
-            SQLAlchemyError: The database cannot be used.
         """
         if self.key or self.is_retry:
             return
