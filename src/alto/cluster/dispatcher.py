@@ -377,7 +377,7 @@ class Dispatcher:
             is_retryable=ended.outcome is Outcome.LOST
             or (ended.outcome is Outcome.INTERRUPTED and self.retrying.interrupted),
             remaining_s=max(attempt.expected_s * (1.0 - share_done(attempt.history)), 1.0),
-            came_further=_is_beyond(self.retrying.progress(ticket), attempt.far),
+            came_further=any(new > old for new, old in zip(self.retrying.progress(ticket), attempt.far, strict=True)),
         )
 
     def _end_drain(self) -> None:
@@ -495,7 +495,3 @@ def _is_valid(offer: journaled.GpusOffered) -> bool:
     """Return whether an offer has at least one GPU, and durations within bounds."""
     seconds = (offer.duration_s, offer.data_parallel_duration_s)
     return offer.num_gpus >= 1 and all(is_number(found, least=0, most=MAX_DURATION_S) for found in seconds)
-
-
-def _is_beyond(after: tuple[float, ...], before: tuple[float, ...]) -> bool:
-    return any(new > old for new, old in zip(after, before, strict=True))

@@ -273,7 +273,8 @@ class WatchedRun:
         self._timeouts = timeouts
         self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
         self._tail = JournalTail(RunDir(Path(launch.run_dir)).journal_file)
-        self._skip_past()
+        with contextlib.suppress(RunError, OSError):  # the executor itself checks whether past entries are damaged
+            self._tail.read()
         self._heartbeat: int | None = None
         self._silence_s = 0.0
         self._watched_at = time.monotonic()
@@ -337,11 +338,6 @@ class WatchedRun:
             self.process.ask_to_stop(self._number)
         except OSError as error:
             self.process.kill(f"could not be asked to stop: {error}")
-
-    def _skip_past(self) -> None:
-        """Skip the entries of earlier attempts; the executor itself checks whether they are damaged."""
-        with contextlib.suppress(RunError, OSError):
-            self._tail.read()
 
     def _read_journal(self) -> list[JournalEntry]:
         """Return the new journal entries; kill an executor whose journal cannot be read, so that it is restarted."""

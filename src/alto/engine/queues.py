@@ -68,7 +68,9 @@ class QueueRunner:
         tasks = _read(tasks)
         self._setup = self._setup.sized_for(tasks)
         with self._setup.opened() as cluster:
-            return self._schedule(tasks, method, cluster, refresh=refresh)
+            self._setup.check(tasks, cluster)
+            estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
+            return first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
         """Run ``tasks`` as a new queue in ``output_dir``.
@@ -143,11 +145,6 @@ class QueueRunner:
         return queue.results()
 
     # -- schedules -------------------------------------------------------------------------------------------------
-
-    def _schedule(self, tasks: Sequence[Task], method: str, cluster: Cluster, *, refresh: bool) -> Schedule:
-        self._setup.check(tasks, cluster)
-        estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
-        return first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
 
     def _estimates(
         self,

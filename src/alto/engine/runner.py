@@ -27,7 +27,7 @@ from alto.backbone import (
     resolve_model,
 )
 from alto.base import cache_home, note_resumption
-from alto.data import ReadRows, read_task_rows
+from alto.data import read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
@@ -217,7 +217,10 @@ class TaskRunner:
         task = resolve_early_exit(task, data, begins=begins)
         start = read_start(task, backbone)
         context = TaskContext.of(task, backbone, data, self.ranks, start=start, asked=asked)
-        sampler = _sampler(task, rows, backbone)
+        sampler = None
+        if task.num_samples:
+            num_tokens = task.sample_max_new_tokens
+            sampler = Sampler(rows.validation, backbone, num_samples=task.num_samples, max_new_tokens=num_tokens)
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
     def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:
@@ -404,17 +407,6 @@ class _Prepared:
     sampler: Sampler | None
     base: BaseDescription | None
     forecast: TaskPlan | None = None
-
-
-def _sampler(task: Task, rows: ReadRows, backbone: Backbone) -> Sampler | None:
-    """Return the generator of the samples that ``task`` asks for; None if it asks for none.
-
-    Raises:
-        DataError: No validation row has a prompt and a reply.
-    """
-    if not task.num_samples:
-        return None
-    return Sampler(rows.validation, backbone, num_samples=task.num_samples, max_new_tokens=task.sample_max_new_tokens)
 
 
 def portable(task: Task) -> Task:

@@ -100,7 +100,11 @@ class BackgroundObserver:
 def in_background(observers: Sequence[Observer]) -> Iterator[tuple[Observer, ...]]:
     """Yield ``observers`` that each run on their own thread; on exit wait for them, up to `FLUSH_TIMEOUT_S`."""
     workers = [
-        BackgroundObserver(f"observer {_name_of(observer)}", observer, max_waiting=MAX_WAITING)
+        BackgroundObserver(
+            f"observer {getattr(observer, '__qualname__', type(observer).__qualname__)}",
+            observer,
+            max_waiting=MAX_WAITING,
+        )
         for observer in observers
     ]
     with ending_in_time(workers, FLUSH_TIMEOUT_S):
@@ -118,7 +122,3 @@ def ending_in_time(workers: Sequence[BackgroundObserver], timeout_s: float) -> I
             worker.end()
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
-
-
-def _name_of(observer: Observer) -> str:
-    return getattr(observer, "__qualname__", type(observer).__qualname__)

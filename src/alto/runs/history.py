@@ -291,7 +291,9 @@ class RunHistory(JournalFold):
                 job.starts_warm = event.warm
                 job.step = event.forked_at
             case events.JobReopened():
-                self._on_reopened(self._job(event.job))
+                job = self._job(event.job)
+                job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None
+                job.stage = Stage.PARKED if job.step else Stage.PENDING
             case events.JobAdmitted() | events.JobResumed():
                 self._on_enter_slot(event, time)
             case events.JobParked():
@@ -345,10 +347,6 @@ class RunHistory(JournalFold):
             )
         self._note_interruption(time)
         self.pace = Pace()  # interruptions do not count
-
-    def _on_reopened(self, job: JobHistory) -> None:
-        job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None
-        job.stage = Stage.PARKED if job.step else Stage.PENDING
 
     def _on_enter_slot(self, event: events.JobAdmitted | events.JobResumed, time: float) -> None:
         job = self._job(event.job)

@@ -186,7 +186,9 @@ class QueueHistory(JournalFold):
     def _fold(self, event: Event, time: float) -> None:
         match event:
             case events.QueueStarted():
-                self._on_started(event)
+                self.started = event
+                for entry in event.tasks:
+                    self._add(entry)
             case events.QueueResumed():
                 self._on_resumed(event, time)
             case events.TaskSubmitted():
@@ -220,11 +222,6 @@ class QueueHistory(JournalFold):
                 task.state, task.failure = TaskStage.FAILED, event.reason
             case events.QueueCompleted():
                 self.is_completed = True
-
-    def _on_started(self, event: events.QueueStarted) -> None:
-        self.started = event
-        for entry in event.tasks:
-            self._add(entry)
 
     def _add(self, entry: events.QueuedTask | events.TaskSubmitted) -> None:
         self.tasks[entry.task] = TaskHistory(

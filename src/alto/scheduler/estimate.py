@@ -84,7 +84,8 @@ def expected_duration_s(
     for (start, end), num_kept in zip(stages, places, strict=True):
         stage = [part for job in runners if (part := _part(job, start, end)).num_steps]
         duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
-        runners = _spread(runners, min(num_kept, len(runners)))
+        num_kept = min(num_kept, len(runners))
+        runners = [runners[index * len(runners) // num_kept] for index in range(num_kept)]  # at equal distances
     return duration_s
 
 
@@ -135,11 +136,6 @@ def _part(job: JobWork, start: float, end: float) -> JobWork:
         return math.ceil(round(end * total, 9)) - math.ceil(round(start * total, 9))
 
     return replace(job, num_steps=between(job.num_steps), num_evaluations=between(job.num_evaluations))
-
-
-def _spread(jobs: Sequence[JobWork], num_kept: int) -> list[JobWork]:
-    """Return ``num_kept`` of ``jobs``, at equal distances."""
-    return [jobs[index * len(jobs) // num_kept] for index in range(num_kept)]
 
 
 # Forecasts the last jobs of a task, when there are fewer jobs than ranks: on all ranks, or on one rank per job. Pure.

@@ -156,7 +156,9 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     if is_data_parallel:
         rank_of = {demand.job: 0 for demand in training}  # the slot is named on rank 0; other ranks use the same one
     else:
-        rank_of = assign_ranks((_demand_of(demand, slots) for demand in training), slots)
+        rank_of = assign_ranks(
+            (RankDemand(job=d.job, num_tokens=d.num_tokens, rank=_rank_of(d, slots)) for d in training), slots
+        )
         rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
     moving = [
         d
@@ -189,10 +191,6 @@ def _gain_by_data_parallelism(training: Sequence[JobDemand], slots: RankSlots) -
 def _rank_of(demand: JobDemand, slots: RankSlots) -> int | None:
     """Return the rank whose bank has the job; None if no bank has it, or all have it."""
     return None if demand.slot is None or demand.is_data_parallel else slots.rank_of(demand.slot)
-
-
-def _demand_of(demand: JobDemand, slots: RankSlots) -> RankDemand:
-    return RankDemand(job=demand.job, num_tokens=demand.num_tokens, rank=_rank_of(demand, slots))
 
 
 def _make_way(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: RankSlots) -> dict[str, int]:
@@ -313,7 +311,7 @@ class _Residents:
                 return
             if not self._fits(applicant):
                 someone_passed = True
-            elif self._is_too_large(applicant):
+            elif self._max_tokens is not None and applicant.num_tokens > self._max_tokens:
                 self._admit(applicant, AdmitReason.ALONE)
             elif someone_passed:
                 self._admit(applicant, AdmitReason.FILLS_UP)
@@ -340,9 +338,6 @@ class _Residents:
             or not self._num_training
             or self._num_tokens + demand.num_tokens <= self._max_tokens
         )
-
-    def _is_too_large(self, demand: JobDemand) -> bool:
-        return self._max_tokens is not None and demand.num_tokens > self._max_tokens
 
     def _count(self, demand: JobDemand) -> None:
         self._num_training += 1

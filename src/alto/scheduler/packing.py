@@ -87,7 +87,9 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     largest_step = max(request.longest_row, sum(sorted(request.most_step_tokens, reverse=True)[:num_slots]))
     usual = max(min(request.usual_tokens_per_pass, largest_step), request.longest_row)
     tokens_per_pass = request.max_tokens_per_pass or min(usual, fitting)
-    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, _one_job_each(request))
+    # Every rank can train any job.
+    one_each = max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
+    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, one_each)
     largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens), largest_step)
     max_slots = min(wanted, num_slots * request.num_ranks)
     return Packing(
@@ -117,11 +119,6 @@ def _why_one_slot(request: PackingRequest, memory: MemoryProfile, saturated: int
         f"with two slots of {request.slot_bytes / 2**20:,.1f} MiB, memory is left for micro-batches of {fitting:,} "
         f"tokens, but {needed:,} tokens are needed"
     )
-
-
-def _one_job_each(request: PackingRequest) -> int:
-    """Return the tokens of a step in which every rank can train any job; 0 for a single rank."""
-    return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
 
 
 def _fitting_tokens(memory: MemoryProfile, bank_bytes: int) -> int:

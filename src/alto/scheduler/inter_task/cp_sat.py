@@ -313,20 +313,17 @@ class CpModel:
             Reservation(
                 demand=demand,
                 start=float(solver.value(self._starts[demand.task])),
-                counts=self._counts_found(solver, demand.task),
+                counts={
+                    name: int(solver.value(self._counts[demand.task][name]))
+                    for name, presence in self._presences[demand.task].items()
+                    if solver.value(presence)
+                },
             )
             for demand in self._problem.pending
         )
         return Solved(
             reservations=reservations, bound=solver.best_objective_bound, is_optimal=status == self._cp.OPTIMAL
         )
-
-    def _counts_found(self, solver: Any, task: str) -> Mapping[str, int]:
-        return {
-            name: int(solver.value(self._counts[task][name]))
-            for name, presence in self._presences[task].items()
-            if solver.value(presence)
-        }
 
 
 _MAX_WHOLE = 500

@@ -326,7 +326,7 @@ class Queue:
 
     def _replan(self, reason: str) -> list[Action]:
         left = self._rest_of_plan()
-        self._forget_plan()
+        self._plan, self._next = None, []
         schedule = self._plan_whole(left) if self._is_planned_whole() else self._plan_now()
         if schedule is None:
             return []
@@ -374,9 +374,6 @@ class Queue:
         for task in tasks:
             wanted = task.demand.num_gpus
             task.waits_for = f"{wanted} GPUs; the cluster has {num_gpus}" if wanted > num_gpus else ""
-
-    def _forget_plan(self) -> None:
-        self._plan, self._next = None, []
 
     def _rest_of_plan(self) -> Schedule | None:
         """Return the unstarted part of the plan, with times counted from now."""

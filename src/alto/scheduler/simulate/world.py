@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from alto.records import Gpu, Node, Placement, Schedule
+from alto.records import Gpu, Node, Placement
 from alto.scheduler.inter_task import Member, alone_rates, finish_times_s, member_of
 from alto.scheduler.queue import (
     Failed,
@@ -209,7 +209,8 @@ class World:
             if executor is None or executor.version == version:
                 events += self._happen(event)
         self._apply(events)
-        if not self._is_only_gpus(events) or wake_s is not None or self._num_running:
+        is_only_gpus = all(isinstance(event, GpuLost | GpuAdded) for event in events)
+        if not is_only_gpus or wake_s is not None or self._num_running:
             self._num_gpu_changes = 0
         else:
             self._num_gpu_changes += len(events)
@@ -223,26 +224,19 @@ class World:
             if isinstance(action, Planned):
                 self.num_replans += 1
                 self.planners.add(action.schedule.method)
-                self._note(action.schedule)
+                for placement in action.schedule.placements:
+                    if placement.task not in self.planned:
+                        self.planned[placement.task] = replace(placement, start_s=self.now_s + placement.start_s)
             elif isinstance(action, StartTask):
                 self._begin(action)
             elif isinstance(action, GaveUp):
                 touched.add(action.task)  # given up at its last failure, or at the end of the pause after it
         self._open -= {name for name in touched if self._queue.tasks[name].has_ended}
 
-    @staticmethod
-    def _is_only_gpus(events: Sequence[QueueEvent]) -> bool:
-        return all(isinstance(event, GpuLost | GpuAdded) for event in events)
-
     def _at(self, time_s: float, event: QueueEvent, executor: SimulatedExecutor | None = None) -> None:
         """Schedule ``event`` for ``time_s``; if ``executor`` is given, only if no task joins or leaves it before."""
         version = executor.version if executor is not None else 0
         heapq.heappush(self._to_come, (time_s, next(self._order), event, executor, version))
-
-    def _note(self, schedule: Schedule) -> None:
-        for placement in schedule.placements:
-            if placement.task not in self.planned:
-                self.planned[placement.task] = replace(placement, start_s=self.now_s + placement.start_s)
 
     def _begin(self, start: StartTask) -> None:
         work = self._works[start.task]

@@ -48,7 +48,8 @@ def create(
     expires_after_s = _expiry_s(anchor, seconds)
     digest = sha256_of(file.file)
     name = file.filename or "upload.jsonl"
-    mark = mark_of(request, caller.tenant, _hash(digest, purpose, name, str(expires_after_s)))
+    parts = "\0".join((digest, purpose, name, str(expires_after_s)))
+    mark = mark_of(request, caller.tenant, hashlib.sha256(parts.encode()).hexdigest())
     file.file.seek(0)
     row = keep_file(
         service, caller, file.file, filename=name, purpose=purpose, expires_after_s=expires_after_s, mark=mark
@@ -286,10 +287,6 @@ def check_quota(
             code="storage_quota_exceeded",
             headers={"Retry-After": "60", "x-should-retry": "false"},
         )
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _expiry_s(anchor: str | None, seconds: int | None) -> int | None:

@@ -74,9 +74,10 @@ class Store:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
+            cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
             raise ServiceError(
-                f"database: expected a database that can be reached and written, found {_shown(self.url)}: "
-                f"{_first_line(error)}; check the address, and that its server runs"
+                "database: expected a database that can be reached and written, found "
+                f"{self.url.render_as_string(hide_password=True)}: {cause}; check the address, and that its server runs"
             ) from error
 
     @contextlib.contextmanager
@@ -151,14 +152,6 @@ def _on_begin(connection: Connection) -> None:
     # Without IMMEDIATE, a transaction that first reads and then writes fails if another one wrote in between.
     immediate = connection.get_execution_options().get(_WRITES, False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
-
-
-def _shown(url: URL) -> str:
-    return url.render_as_string(hide_password=True)
-
-
-def _first_line(error: SQLAlchemyError) -> str:
-    return str(getattr(error, "orig", None) or error).partition("\n")[0]
 
 
 # Repeated requests: a repetition finds the object that the first attempt created; refused requests leave no record.

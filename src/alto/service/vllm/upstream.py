@@ -52,7 +52,8 @@ class Upstream:
             UpstreamTimeoutError: It takes too long.
         """
         content = b"" if body is None else json.dumps(body).encode()
-        request = h11.Request(method=method, target=self._target(path), headers=self._headers(len(content)))
+        target = self._address.path.rstrip("/").removesuffix("/v1") + path
+        request = h11.Request(method=method, target=target, headers=self._headers(len(content)))
         reader, writer = await self._connect()
         reply = Reply(reader, writer, self._settings.timeout_s)
         try:
@@ -75,10 +76,6 @@ class Upstream:
                 f"expected a vLLM server that can be reached, found none ({error.strerror or type(error).__name__}); "
                 "start it, or correct vllm.url"
             ) from error
-
-    def _target(self, path: str) -> str:
-        prefix = self._address.path.rstrip("/").removesuffix("/v1")
-        return prefix + path
 
     def _headers(self, num_bytes: int) -> list[tuple[str, str]]:
         key = self._settings.api_key
