@@ -196,13 +196,7 @@ class Controller:
             return self._dispatcher.status()
 
     def events(self, since: int = 0, *, follow: bool = True) -> Iterator[JournalEntry]:
-        """Yield the entries of the journal in order, each once.
-
-        Args:
-            since: Sequence number of the first entry. A reader that stopped after entry n continues with n + 1, here or
-                with another controller of the same journal.
-            follow: Wait for new entries until the controller has ended; otherwise stop after the last entry.
-        """
+        """Yield the entries of the journal in order, each once; see :meth:`alto.engine.task_queue.TaskQueue.events`."""
         tail = JournalTail(self._journal.path)
         while True:
             has_ended, num_turns = self._has_ended, self._num_turns  # read first, so that no entry is missed

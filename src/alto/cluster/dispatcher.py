@@ -146,6 +146,8 @@ class Retrying:
 class Dispatcher:
     """Handles the tasks of one controller from submission to end. Used by one thread at a time.
 
+    Commands raise the errors of the controller's methods.
+
     Args:
         cluster, queue, journal, show, clock: See :class:`alto.cluster.Controller`.
 
@@ -179,44 +181,27 @@ class Dispatcher:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def begin(self, tickets: Sequence[TaskTicket]) -> None:
-        """Add tasks that the journal already has, in one plan.
-
-        Raises:
-            SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
-        """
+        """Add tasks that the journal already has, in one plan."""
         self._take_in(tickets, lambda: None)
 
     def submit(self, ticket: TaskTicket, command: str = "") -> None:
-        """Add a new task and journal it; ``command`` is the id of the command that submits it.
-
-        Raises:
-            SpecError: See :meth:`begin`.
-            QueueCommandError: The queue is being drained.
-        """
+        """Add a new task and journal it; ``command`` is the id of the command that submits it."""
         self.check(ticket)
         self._take_in([ticket], lambda: self._journal.append(journaled.TaskSubmitted.of(ticket, command=command)))
 
     def check(self, ticket: TaskTicket) -> None:
-        """Check that a task can be submitted; errors as in :meth:`submit`."""
+        """Check that a task can be submitted."""
         self._check_open()
         now_s = self._now_s()
         self._queue.check(Submitted(time_s=now_s, demand=ticket.demand(now_s)))
 
     def ticket_of(self, task: str) -> TaskTicket:
-        """Return the ticket of a task that has not ended.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-        """
+        """Return the ticket of a task that has not ended."""
         self._check_known(task)
         return self._tickets[task]
 
     def cancel(self, task: str, command: str = "") -> TaskState:
-        """Cancel a task: remove it from the queue, or let its executor save and end; return its new state.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-        """
+        """Cancel a task: remove it from the queue, or let its executor save and end; return its new state."""
         self.check_cancel(task)
         found = self._queue.tasks[task]
         if found.state is not TaskState.STOPPING:
@@ -227,11 +212,7 @@ class Dispatcher:
         return found.state
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of waiting tasks; other tasks stay the same.
-
-        Raises:
-            QueueCommandError: The queue is being drained.
-        """
+        """Change the priorities of waiting tasks; other tasks stay the same."""
         self._check_open()
         now_s = self._now_s()
         events = [Prioritised(time_s=now_s, task=task, priority=found) for task, found in priorities.items()]
@@ -240,7 +221,7 @@ class Dispatcher:
             self._do_all(actions)
 
     def check_cancel(self, task: str) -> None:
-        """Check that a task can be cancelled; errors as in :meth:`cancel`."""
+        """Check that a task can be cancelled."""
         self._check_open()
         self._check_known(task)
 

@@ -97,11 +97,7 @@ class LiveQueue:
         return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
 
     def cancel(self, task: str) -> None:
-        """Cancel a task: remove it from the queue, or let its executor save and end.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-        """
+        """Cancel a task: remove it from the queue, or let its executor save and end; see `Controller.cancel`."""
         self._controller.call(lambda: self._cancel(task))
 
     def finish(self) -> None:

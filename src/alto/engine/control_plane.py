@@ -78,10 +78,6 @@ class ControlPlane:
             task: Its task; its own priority is not used.
             priority: Higher goes first, across all tenants; may be negative.
             shares_with: Runs with the same text may share a process if they have the same base model.
-
-        Raises:
-            SpecError: The name is taken, or the cluster can never provide the GPUs.
-            QueueCommandError: The control plane is drained.
         """
         estimate = self.estimate(task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
         sharing = estimate.sharing
@@ -101,19 +97,11 @@ class ControlPlane:
         self._controller.submit(ticket)
 
     def cancel(self, name: str) -> None:
-        """Remove a run from the queue, or let its executor save and end; return at once.
-
-        Raises:
-            QueueCommandError: There is no such run, or it has ended.
-        """
+        """Remove a run from the queue, or let its executor save and end; return at once."""
         self._controller.cancel(name)
 
     def take_back(self, name: str) -> bool:
-        """Remove a run from the queue if no executor has started it; return whether it was removed.
-
-        Raises:
-            QueueCommandError: There is no such run, or the control plane is drained.
-        """
+        """Remove a run from the queue if no executor has started it; return whether it was removed."""
 
         def take() -> bool:
             is_new = self.states()[name].is_new

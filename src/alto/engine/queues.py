@@ -151,24 +151,16 @@ class QueueRunner:
         tasks: Sequence[Task],
         setup: QueueSetup,
         cluster: Cluster,
-        tell: Callable[[MeasuringBegun | TaskMeasured], object],
+        show: Callable[[MeasuringBegun | TaskMeasured], object],
         *,
         refresh: bool = False,
     ) -> list[TaskEstimate]:
-        """Estimate each task; call ``tell`` before a task is measured, while it is measured, and afterwards."""
-
-        def on_measured(task: Task, duration_s: float) -> None:
-            tell(TaskMeasured(task=task.name, duration_s=duration_s))
-
-        def on_measuring(task: Task, begun: MeasuringBegun) -> None:
-            tell(replace(begun, task=task.name))
-
+        """Estimate each task; see `Measurement`."""
         measurement = Measurement(
             cluster=cluster,
             is_parallel=setup.is_parallel,
             refresh=refresh,
-            on_measuring=on_measuring,
-            on_measured=on_measured,
+            show=show,
             is_interrupted=self._is_interrupted,
         )
         return [setup.allowed(estimate) for estimate in measurement.estimates(tasks)]

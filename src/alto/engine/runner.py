@@ -106,14 +106,11 @@ class TaskRunner:
     def begin(self, task: Task, output_dir: Path) -> TaskOutcome:
         """Train ``task`` in a new run directory."""
         with borrowing(task, self.device) as found:
-            return self._begun(portable(found), output_dir)
-
-    def _begun(self, task: Task, output_dir: Path) -> TaskOutcome:
-        prepared = self._packed(self._prepare(task, ResumeState()))
-        run_dir = RunDir.create(output_dir, prepared.context.task)
-        with run_dir.locked(), self._session(prepared, run_dir, ResumeState()) as run:
-            run_alone(run.session)
-        return run.result
+            prepared = self._packed(self._prepare(portable(found), ResumeState()))
+            run_dir = RunDir.create(output_dir, prepared.context.task)
+            with run_dir.locked(), self._session(prepared, run_dir, ResumeState()) as run:
+                run_alone(run.session)
+            return run.result
 
     def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskOutcome:
         """Train a run from its last checkpoint, or from its beginning if there is none.
@@ -174,15 +171,13 @@ class TaskRunner:
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """Plan the memory and time of ``task``."""
-        with borrowing(task, self.device) as found:
-            return self._planned(portable(found), refresh=refresh)
-
-    def _planned(self, task: Task, *, refresh: bool) -> TaskPlan:
-        context = self._prepare(task).context
-        about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
-        found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
-        about_start = () if context.start is None else context.start.notes
-        return replace(found, notes=(*about_start, *task.notes, *context.data.notes, *about_model, *found.notes))
+        with borrowing(task, self.device) as named:
+            task = portable(named)
+            context = self._prepare(task).context
+            about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
+            found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
+            about_start = () if context.start is None else context.start.notes
+            return replace(found, notes=(*about_start, *task.notes, *context.data.notes, *about_model, *found.notes))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read and check a task before its run directory is made, or before it is resumed.

@@ -161,15 +161,11 @@ class SilentJournal(Journal):
 
 
 def read_entries(path: str | Path) -> list[JournalEntry]:
-    """Read the entries of a journal, oldest first.
-
-    An incomplete last line, left by an interrupted write, is dropped. If an event was appended to an incomplete line,
-    the first part of the line is dropped and the event is read.
+    """Read the entries of a journal, oldest first; damage is handled as in :func:`read_events`.
 
     Raises:
-        RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object, its time is not a valid time, or a known field of a
-            known event is missing or has another type.
+        RunNotFoundError, RunError: See :func:`read_events`; or a known field of a known event is missing or has another
+            type.
     """
     return [decode(line, path) for line in read_events(path)]
 

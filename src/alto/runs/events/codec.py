@@ -194,8 +194,6 @@ def decode_only(
     """Return the entries of the journal lines whose events are of ``kinds``; the other lines are not decoded.
 
     Args:
-        lines: Lines as JSON objects.
-        kinds: Classes of events.
         source: Their file, for the error message.
 
     Raises:
