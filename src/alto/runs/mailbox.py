@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from alto.base import read_json, replace_file, writing
 from alto.errors import JobCommandError, MailboxFullError, QueueCommandError, RunError
-from alto.runs.kept import check_can_continue
+from alto.runs.result import check_can_continue
 from alto.runs.run_dir import RunDir
 
 _COMMAND = ".command.json"

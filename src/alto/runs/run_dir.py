@@ -15,7 +15,7 @@
         run.lock             held by the process that works on the run
         lease                number of the latest lease, if a service gave one
 
-When the task ends, its key ``keep`` decides which files stay in ``jobs``, see :mod:`alto.runs.kept`.
+When the task ends, its key ``keep`` decides which files stay in ``jobs``, see :mod:`alto.runs.result`.
 ``best.previous`` and ``last.previous`` belong to the last committed checkpoint while a newer one is written; they are
 removed once the newer one is committed.
 """

@@ -36,7 +36,7 @@ from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.settings import ServiceSettings
 from alto.service.vllm import chat
 from alto.service.web.answers import ERROR_ANSWERS, RequestCounts, RequestIds, add_error_answers, describe_keys
-from alto.service.web.limits import BodyLimits
+from alto.service.web.bodies import BodyLimits
 from alto.version import __version__
 
 
