@@ -81,18 +81,7 @@ class LiveQueue:
         )
 
     def submit(self, task: Task, *, tenant: str, priority: int) -> str:
-        """Submit a task; the submission is durable when this returns.
-
-        Args:
-            task: A task with absolute paths.
-
-        Returns:
-            Its name in the queue.
-
-        Raises:
-            AltoError: The task has an error.
-            QueueCommandError: The queue accepts no more tasks.
-        """
+        """Submit a task, whose paths are absolute; durable when this returns. Errors as in `TaskQueue.submit`."""
         task, estimate = task.replace(tenant=tenant, priority=priority), self._intake.estimate(task)
         return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
 

@@ -213,15 +213,10 @@ def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects
     """Return the task of a refit of the finished run in ``run_dir``; see :meth:`alto.Engine.refit`.
 
     Args:
-        trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
         objects: The base model, if it is given as an object; None loads the one that the run names.
 
     Raises:
-        NoResultError: The run has no result.
-        UntrustedCodeError: The task asks for code of the base model, and the caller does not allow it.
         ModelNotFoundError: The run's base model has no name to load it by, and no object is given.
-        UnsupportedError: The winner was not trained with one configuration from its beginning, or is a refit.
-        SpecError, UnsupportedError: See :class:`alto.Task`.
     """
     history = read_history(run_dir.root)
     outcome = task_outcome(history, run_dir)

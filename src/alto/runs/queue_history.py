@@ -334,11 +334,8 @@ class QueueProgress:
     def before_resume(cls, queue_dir: str | Path) -> QueueProgress:
         """Return the progress of the tasks' runs in ``queue_dir``, from their journals.
 
-        The queue's own journal is left out: when the queue is resumed, its entries are observed again.
-
-        Raises:
-            RunNotFoundError: There is no queue.
-            RunError: The queue's file is damaged. If a task's journal is damaged, only that task's progress is unknown.
+        The queue's own journal is left out: when the queue is resumed, its entries are observed again. Errors as in
+        :meth:`read`.
         """
         progress, folder = cls(), QueueDir.open(queue_dir)
         entries, _ = folder.read()
