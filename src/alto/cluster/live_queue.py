@@ -53,8 +53,6 @@ class LiveQueue:
 
     Args:
         queue_dir: Locked by this process.
-        journal: Journal of the queue and the controller.
-        intake: Turns a task into a run.
     """
 
     _controller: Controller

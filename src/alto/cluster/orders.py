@@ -32,7 +32,6 @@ class WorkOrder:
 
     Attributes:
         number: Number of the order, unique in its process.
-        attempt_dir: Folder of the attempt, in the run directory.
     """
 
     number: int

@@ -28,7 +28,6 @@ class OrderState:
 
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
-        is_running: Whether an executor works on it.
         is_new: Whether it waits and no executor has started it yet.
         error: Class of the error that ended its latest executor; empty if there was none, or it is unknown.
     """
@@ -144,9 +143,6 @@ class ControlPlane:
 @contextlib.contextmanager
 def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat") -> Iterator[ControlPlane]:
     """Yield a control plane; leaving the block kills executors that still run; their runs can be resumed.
-
-    Args:
-        root: Folder of the control plane's journal and lock.
 
     Raises:
         RunBusyError: Another process uses the folder.

@@ -129,7 +129,6 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
 
     Args:
         task: A task with absolute paths, from :func:`alto.engine.runner.portable`.
-        run: The directory of a run of the same task.
 
     Raises:
         RunNotFoundError: ``run`` is not a run directory.

@@ -111,7 +111,6 @@ class QueueHistory(JournalFold):
     Attributes:
         started: The event that started the queue; None before the first event.
         tasks: Every task by its name in the queue, in the order given.
-        notices: Notices for the user, oldest first.
         is_completed: Whether every task has its result or was given up.
         measuring_s: Seconds in which tasks were measured before the first schedule; part of ``duration_s``.
     """
@@ -302,7 +301,6 @@ class QueueProgress:
     """The observed state of a queue and of its tasks' runs.
 
     Attributes:
-        queue: State of the queue, from its own journal.
         runs: State of the tasks' runs, from their journals, by task; tasks that have not begun are missing.
         unreadable: Why the journal of a task's run cannot be read, by task.
         num_measured: Tasks whose duration was measured before the queue began.

@@ -74,7 +74,6 @@ def expected_duration_s(
     before all have reached it. Early exits between rungs are not expected.
 
     Args:
-        validation_tokens: Tokens of one evaluation.
         rungs: Points of selection, by rising progress.
     """
     stages = zip((0.0, *(rung.progress for rung in rungs)), (*(rung.progress for rung in rungs), 1.0), strict=True)
@@ -152,7 +151,6 @@ class LastJob:
     Attributes:
         num_tokens: Expected tokens of one of its steps.
         num_steps: Remaining steps if no rung ends it.
-        step: Steps done so far.
     """
 
     num_tokens: int

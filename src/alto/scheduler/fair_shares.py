@@ -67,7 +67,6 @@ class ReceivedShare:
 
     Attributes:
         num_steps: Steps in which the task could train.
-        tokens: Tokens that it trained in these steps.
         due_tokens: Tokens that it should have trained, by its weight among the tasks that could train.
         all_tokens: Tokens that all tasks together trained in these steps.
     """

@@ -108,8 +108,6 @@ class Admission:
 
     Attributes:
         slot: Slot, numbered over all ranks.
-        reason: Why it gets the slot.
-        is_data_parallel: Whether all ranks train it.
     """
 
     job: str

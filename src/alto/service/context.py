@@ -194,7 +194,6 @@ class Service:
     """A running service, as its request handlers and its coordinator use it.
 
     Attributes:
-        store: The migrated database.
         refusals: Requests that were refused while the database did not answer.
         work: Set when the coordinator has something to do.
     """

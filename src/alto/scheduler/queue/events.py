@@ -83,7 +83,6 @@ class Failed(_AttemptEvent):
     """The executor of a task ended without a result.
 
     Attributes:
-        reason: Why it ended.
         is_retryable: Whether another attempt may end differently.
         remaining_s: Estimated seconds of the next attempt; None keeps the estimate.
         came_further: Whether the attempt saved progress; the count of consecutive failures then restarts at 0.

@@ -97,7 +97,6 @@ class _Executor:
     Attributes:
         gpus: Its GPUs, held from the start of its first task to the end of its last.
         first: The first task, even after its end; the GPUs count against its tenant's quota.
-        tasks: Its tasks by name, in the order of their starts.
         is_lost: Whether one of its tasks was lost. The executor probably was lost too, so no task may join it.
     """
 

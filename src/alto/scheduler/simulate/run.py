@@ -165,7 +165,6 @@ def smallest_cluster(
 
     Args:
         within_s: Largest allowed makespan in seconds.
-        early_exit: Whether tasks have early exit.
         on_progress: Called with the number of nodes, its finished simulations, and all its simulations.
 
     Raises:

@@ -39,8 +39,6 @@ class Work:
 
     Attributes:
         left_s: Seconds of work that remained at the start of the latest attempt, when run alone.
-        attempt: Number of the latest attempt.
-        started_s: Start of the latest attempt.
         done_s: Seconds of `left_s` that the latest attempt had done when its executor last changed.
         has_told: Whether the latest attempt has reported its remaining time.
     """
@@ -73,7 +71,6 @@ class Forecast:
         end_s: When the task ends or is lost, by the virtual clock.
         is_lost: Whether the task is then lost together with its executor.
         told_s: When the task reports its remaining time; None if it does not.
-        remaining_s: The remaining time that it reports.
     """
 
     work: Work
@@ -146,7 +143,6 @@ class World:
     Attributes:
         planned: Placement of every task in the first plan that includes it.
         attempts: Actual placement of every attempt.
-        num_replans: Number of plans made.
         planners: Methods that made the plans.
     """
 

@@ -204,7 +204,6 @@ class RequestMark:
         body_hash: SHA-256 of the body, as hexadecimal digits.
         key: Its idempotency key; empty if it has none.
         is_retry: Whether the client says that it repeats a request.
-        refusals: Refused requests of the service.
         created: Id of the object that this request creates; empty before :meth:`note`.
     """
 

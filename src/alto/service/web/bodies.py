@@ -119,11 +119,7 @@ _OVERHEAD_BYTES = 64 * 1024
 
 
 class BodyLimits:
-    """Middleware that ends requests whose bodies are too long or too slow.
-
-    Args:
-        max_request_bytes: Largest body of any other request.
-    """
+    """Middleware that ends requests whose bodies are too long or too slow."""
 
     def __init__(self, app: ASGIApp, *, max_upload_bytes: int, max_request_bytes: int) -> None:
         self._app = app
