@@ -78,7 +78,6 @@ def test_threads_of_one_process_do_not_share_a_folder(
         return RunDir.create(tmp_path, TASK).root if kind == "run" else QueueDir.create(tmp_path, [], [], {}).root
 
     monkeypatch.setattr(run_dir, "claim", claim_together)
-    monkeypatch.setattr(queue_dir, "claim", claim_together)
     with ThreadPoolExecutor(2) as threads:
         roots = list(threads.map(create, range(2)))
     assert sorted(tmp_path.iterdir()) == sorted(roots)
