@@ -152,9 +152,8 @@ def test_tables_of_a_schedule_are_copied_when_it_is_prepared() -> None:
     first.table(CPU), first.slots_of_tokens(CPU)
     prepared.add([], make_batch(), schedule(1))
     second = prepared.schedule(schedule(1))
-    assert second._tables.keys() == second._slots_T.keys() == {CPU}
-    assert not second._slots_S
-    assert not prepared.schedule(schedule(2))._tables
+    assert second._copies.keys() == {("table", CPU), ("slots_of_tokens", CPU)}
+    assert not prepared.schedule(schedule(2))._copies
     assert torch.equal(second.table(CPU).blocks_B6, schedule(1).table(CPU).blocks_B6)
 
 

@@ -19,12 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
 from alto.backbone.fused_layers import FusedLayers, Fusion
-from alto.backbone.output_head import HeadTokens, OutputHead
+from alto.backbone.output_head import OutputHead
 from alto.backbone.probe import check_losses, probe, refusing
 from alto.backbone.sequences import PaddedRows, Sequences
 from alto.backbone.sharding import forget_micro_batch, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
-from alto.kernels import layer_functions_on
+from alto.kernels import HeadTokens, layer_functions_on
 from alto.records import ModelLimits
 
 

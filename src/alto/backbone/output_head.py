@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone.sharding import find_body, is_sharded
 from alto.errors import UnsupportedModelError
+from alto.kernels import HeadTokens
 
 # Computes the next-token loss chunk by chunk: the logits of all tokens are never in memory together, and the frozen
 # head gets no gradient.
@@ -305,22 +306,6 @@ no embedding."""
 
 _SAME = 1e-2
 """Relative difference of a measured factor that rounding explains in any precision."""
-
-
-class HeadTokens(Protocol):
-    """The trained tokens of a forward pass, job after job; see :class:`alto.data.TokenBatch`."""
-
-    @property
-    def slots(self) -> Sequence[int]: ...
-
-    @property
-    def job_tokens(self) -> Sequence[int]: ...
-
-    @property
-    def job_targets(self) -> Sequence[int]: ...
-
-    @property
-    def loss_positions_S(self) -> Tensor: ...  # noqa: N802  # a shape
 
 
 @runtime_checkable

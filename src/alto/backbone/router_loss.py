@@ -22,6 +22,7 @@ from alto.backbone.backbone import Backbone
 from alto.backbone.probe import refusing
 from alto.backbone.sharding import find_body
 from alto.errors import UnsupportedModelError
+from alto.kernels import upload
 from alto.spec import find_method
 
 _KEY = "router_aux_loss_coef"
@@ -136,7 +137,7 @@ def router_sums(
         Two tensors ``[U, E]``, float64; only the second has a gradient.
     """
     device, num_chosen = routers[0].device, _num_chosen(backbone.model)
-    lengths_U = torch.tensor(lengths, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    lengths_U = upload(lengths, torch.int64, device)
     run_T = torch.arange(len(lengths), device=device).repeat_interleave(lengths_U, output_size=sum(lengths))
     shape = (len(lengths), routers[0].shape[-1])
     chosen_UE, probabilities_UE = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from alto.errors import UnsupportedModelError
+from alto.kernels import send
 
 # Sequences as padded rows of one length, for models whose layers need this layout.
 #
@@ -46,7 +47,7 @@ class PaddedRows:
             place_T[first : first + length] = torch.arange(prefix, prefix + length) + row * self.shape[1]
             first += length
         self._token_P, self._place_T, self.mask_SL = (
-            _send(numbers, device) for numbers in (token_SL.flatten(), place_T, (token_SL < num_tokens).long())
+            send(numbers, device) for numbers in (token_SL.flatten(), place_T, (token_SL < num_tokens).long())
         )
 
     @property
@@ -68,12 +69,6 @@ class PaddedRows:
     def collect(self, x_PN: Tensor) -> Tensor:
         """Select the tokens ``[T, N]`` from ``[P, N]``."""
         return x_PN.index_select(0, self._place_T)
-
-
-def _send(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy to ``device`` without host-device synchronisation."""
-    pinned = numbers.pin_memory() if device.type == "cuda" else numbers
-    return pinned.to(device, non_blocking=True)
 
 
 class Sequences:
@@ -162,9 +157,7 @@ class Sequences:
         """Return the tensor ``name``; it is built and copied at the first use, from pinned memory, without host-device
         synchronisation."""
         if (name, device) not in self._sent:
-            numbers = torch.as_tensor(getattr(self, f"_{name}")(), dtype=dtype)
-            pinned = numbers.pin_memory() if device.type == "cuda" else numbers
-            self._sent[name, device] = pinned.to(device, non_blocking=True)
+            self._sent[name, device] = send(torch.as_tensor(getattr(self, f"_{name}")(), dtype=dtype), device)
         return self._sent[name, device]
 
     def _offsets(self) -> list[int]:

@@ -22,7 +22,7 @@ from alto.executor.context import JobState
 from alto.executor.forward_plan import JobBatch, Passes
 from alto.executor.micro_batches import watching
 from alto.executor.start_adapter import StartAdapter
-from alto.kernels import upload
+from alto.kernels import send, upload
 from alto.lora import AdapterBank
 from alto.objectives import AuxiliaryTerm, run_sums, token_losses
 
@@ -370,4 +370,4 @@ def _weights(parts: Sequence[JobRows], device: torch.device) -> Tensor | None:
     for span in spans:
         weights_T[before : before + span.prefix] += 1
         before, first = first, first + span.length
-    return (weights_T.pin_memory() if device.type == "cuda" else weights_T).to(device, non_blocking=True)
+    return send(weights_T, device)

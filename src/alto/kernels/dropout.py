@@ -174,7 +174,7 @@ class TokenNoise:
         keys_N = hashed(torch.cat(places) + hashed(torch.cat(streams)))
         amplitudes_N1 = torch.tensor(amplitudes, dtype=torch.float32)[:, None]
         tensors = (torch.cat(positions), keys_N[:, None], amplitudes_N1)
-        return cls(*(_sent(tensor, device) for tensor in tensors))
+        return cls(*(send(tensor, device) for tensor in tensors))
 
     def add_to(self, embedded_TH: Tensor) -> Tensor:
         """Return a copy of ``embedded_TH`` with noise on some tokens; the other tokens stay bit-identical.
@@ -188,6 +188,6 @@ class TokenNoise:
         return embedded_TH.index_add(0, self.positions_N, noise_NH)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``, copied without host-device synchronisation."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

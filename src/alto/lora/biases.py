@@ -17,7 +17,7 @@ from alto.errors import UnsupportedError, UnsupportedModelError
 from alto.kernels import SlotTensors, slot_bias_change
 from alto.lora.bank import AdapterBank
 from alto.lora.layout import ExtraTensor, TargetModule
-from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
+from alto.lora.linear import AdaptedWeight, ForwardContext, SettingsModule
 from alto.lora.targets import base_modules, head_base, is_reached_by_text, linear_bases
 from alto.spec import JobConfig
 
@@ -95,7 +95,7 @@ def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains the same as bias: none.",)
 
 
-class MultiBiasModule(InjectedModule):
+class MultiBiasModule(SettingsModule):
     """A frozen module without an adapter, with its own output bias for each slot.
 
     Args:
@@ -113,13 +113,6 @@ class MultiBiasModule(InjectedModule):
         self._biases = biases
         self._bank = bank
         self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the base, because models read settings and weights of their layers."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
     @property
     def bias(self) -> Tensor | None:

@@ -259,6 +259,11 @@ class AdapterWeights(Mapping[str, tuple[Tensor, Tensor]]):
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     extras: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def experts(self) -> list[str]:
+        """Names of the parameters of stacked experts."""
+        return [name for name, (a, _) in self.matrices.items() if a.ndim == 3]
+
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
         return self.matrices[name]
 

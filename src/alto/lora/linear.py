@@ -79,6 +79,17 @@ class InjectedModule(nn.Module):
     base: Any
 
 
+class SettingsModule(InjectedModule):
+    """An injected module whose model reads settings and weights of the replaced module, such as a number of experts."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attributes of the base."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
 # Linear layers that read the same input as one PyTorch operator, so that ``torch.compile`` does not break the graph of
 # a layer around them.
 #
@@ -361,8 +372,8 @@ class SharedInput:
 class FrozenWeight:
     """The weight and bias of a linear layer, read at each use because they may be gathered or dequantised then."""
 
-    def __init__(self, base: FrozenLinear) -> None:
-        self._base: Any = base
+    def __init__(self, base: Any) -> None:
+        self._base = base
         self._is_transposed = isinstance(base, Conv1D)
 
     @property

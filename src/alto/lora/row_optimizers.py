@@ -24,20 +24,13 @@ class RowOptimizer(Protocol):
     """
 
     def step(
-        self,
-        matrices: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        *,
-        grad_scale: Tensor,
-        config: JobConfig,
-        learning_rate: float,
+        self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
     ) -> None:
         """Take one step on ``matrices`` in place. If memory runs out, nothing changes.
 
         Args:
             matrices: The adapter's matrices and extra tensors, any strides.
-            gradients: Their gradients.
-            grad_scale: Factor on the gradients (clipping), a scalar.
+            gradients: Their clipped gradients, contiguous.
             learning_rate: Learning rate of every ``A``. ``B`` and vectors use it times ``config.loraplus_lr_ratio``.
         """
         ...
@@ -135,13 +128,7 @@ class TorchOptimizer(RowOptimizer):
 
     @torch.no_grad()
     def step(
-        self,
-        matrices: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        *,
-        grad_scale: Tensor,
-        config: JobConfig,
-        learning_rate: float,
+        self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
     ) -> None:
         """See :meth:`RowOptimizer.step`."""
         parameters = {
@@ -151,7 +138,7 @@ class TorchOptimizer(RowOptimizer):
         set_rates(groups, config, learning_rate)
         optimizer = self._make(groups, **dict(config.optim_args))
         for name, parameter in parameters.items():
-            parameter.grad = (gradients[name] * grad_scale).contiguous()
+            parameter.grad = gradients[name]
             if name in self._state:
                 known = self._state[name].items()
                 optimizer.state[parameter] = {part: _loaded(part, value, parameter.device) for part, value in known}
@@ -263,18 +250,12 @@ class EightBitAdamW(RowOptimizer):
 
     @torch.no_grad()
     def step(
-        self,
-        matrices: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        *,
-        grad_scale: Tensor,
-        config: JobConfig,
-        learning_rate: float,
+        self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
     ) -> None:
         """See :meth:`RowOptimizer.step`."""
         for name, parameter in self._parameters.items():
             parameter.copy_(matrices[name])
-            parameter.grad = (gradients[name] * grad_scale).contiguous()
+            parameter.grad = gradients[name]
         set_rates(self._optimizer.param_groups, config, learning_rate)
         for group in self._optimizer.param_groups:
             group["betas"] = (config.adam_beta1, config.adam_beta2)
