@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alto.backbone.attention import Pattern, has_chunks, sdpa_attention, set_pattern
-from alto.backbone.flash import flash_attn_kernel, installed_kernels, torch_kernel
+from alto.backbone.flash import Scores, flash_attn_kernel, installed_kernels, torch_kernel
 from alto.backbone.sequences import Sequences
 
 HEADS, GROUPS, HEAD_SIZE, SCALE = 4, 2, 16, 0.3
@@ -41,8 +41,7 @@ class Implementation:
     ) -> list[Tensor]:
         """Output and, where there is an upstream gradient, the operands' gradients; in and out on the CPU."""
         leaves = [x.to(self.device, self.dtype).detach().requires_grad_(upstream is not None) for x in operands]
-        settings = {"scale": SCALE, "window": None, "softcap": None} | options
-        output = self.attend(*leaves, Sequences(lengths, prefixes), **settings)
+        output = self.attend(*leaves, Sequences(lengths, prefixes), Scores(SCALE, **options))
         results = [output]
         if upstream is not None:
             results += torch.autograd.grad(output, leaves, upstream.to(output))
@@ -220,8 +219,8 @@ def test_the_same_pass_gives_the_same_bits(implementation: Implementation) -> No
 def test_recomputing_it_in_the_backward_pass(implementation: Implementation) -> None:
     operands, upstream = draw(sum(LENGTHS))
 
-    def attend(*args: Any, **settings: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(implementation.attend, *args, use_reentrant=False, **settings)
+    def attend(*args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(implementation.attend, *args, use_reentrant=False)
 
     recomputed = Implementation(attend=attend, device=implementation.device, dtype=implementation.dtype)
     expected = implementation.run(operands, LENGTHS, upstream)
