@@ -316,4 +316,4 @@ def train(
         hooks = Hooks(
             is_interrupted=is_asked_to_stop or (lambda: interrupt_after is not None and next(turns) >= interrupt_after)
         )
-        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
+        run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))

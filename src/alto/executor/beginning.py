@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -164,7 +164,7 @@ def _begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         references=context.references,
         gpu_hour_price=task.search.budget.gpu_hour_price,
         init_adapter=None if context.start is None else context.start.fact,
-        refit=None if task.refit is None else refit_fact(task.refit),
+        refit=refit_fact(task.refit),
         fused=context.backbone.fusion.described(),
         max_slots=state.slot_manager.num_slots,
         packing=_packing(state),
@@ -280,20 +280,7 @@ def _rung_notes(state: TaskState) -> tuple[str, ...]:
 
 
 def _profile(forecast: TaskPlan) -> ProfileMeasured:
-    return ProfileMeasured(
-        is_cached=forecast.is_cached,
-        profile_s=forecast.profile_s,
-        memory=forecast.memory,
-        throughput=forecast.throughput,
-        slot_bytes=forecast.slot_bytes,
-        max_slots=forecast.max_slots,
-        max_tokens_per_step=forecast.max_tokens_per_step,
-        max_tokens_per_pass=forecast.max_tokens_per_pass,
-        gradient_checkpointing=forecast.gradient_checkpointing,
-        peak_bytes=forecast.peak_bytes,
-        duration_s=forecast.duration_s,
-        expected_duration_s=forecast.expected_duration_s,
-    )
+    return ProfileMeasured(**{fact.name: getattr(forecast, fact.name) for fact in fields(ProfileMeasured)})
 
 
 def _versions() -> dict[str, str | None]:

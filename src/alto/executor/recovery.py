@@ -309,9 +309,9 @@ def check_start(started: TaskStarted, found: StartFact | None) -> None:
     )
 
 
-def refit_fact(refit: Refit) -> RefitFact:
+def refit_fact(refit: Refit | None) -> RefitFact | None:
     """Return the journal's description of a refit."""
-    return RefitFact(run=refit.run, job=refit.job, steps=refit.steps)
+    return None if refit is None else RefitFact(run=refit.run, job=refit.job, steps=refit.steps)
 
 
 def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Task) -> None:
@@ -336,7 +336,7 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         changed.append("early_exit")
     if started.metric != task.metric:
         changed.append("metric")
-    if started.refit != (None if task.refit is None else refit_fact(task.refit)):
+    if started.refit != refit_fact(task.refit):
         changed.append("refit")
     if started.eval_steps not in (None, task.eval_steps):
         changed.append("eval_steps")

@@ -71,7 +71,7 @@ def state_before_training(
     context: TaskContext, recorder: JournalRecorder, start: RunStart, hooks: Hooks, bank: SharedBank | None
 ) -> TaskState:
     """Run the stages between the context and the training; for arguments and errors see
-    :meth:`alto.executor.TaskSession.build`."""
+    :class:`alto.executor.TaskSession`."""
     ranks, resume_state = context.ranks, start.resume_state
 
     def stop_if_asked() -> None:

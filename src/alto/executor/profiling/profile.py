@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -320,20 +320,14 @@ class StepTimes:
     packed as before.
 
     Args:
-        expected: The measured throughput; without it (None), no step is noted.
-        name: Name of the measurement in the cache.
+        forecast: The plan of the run, with its measured throughput; without it (None), no step is noted.
     """
 
-    def __init__(self, expected: Throughput | None, name: str) -> None:
-        self._expected = expected
-        self._name = name
+    def __init__(self, forecast: TaskPlan | None) -> None:
+        self._expected = None if forecast is None else forecast.throughput
+        self._name = "" if forecast is None else forecast.profile
         self._num_steps = 0
         self._ratios: deque[float] = deque(maxlen=_MOST)
-
-    @classmethod
-    def of(cls, forecast: TaskPlan | None) -> Self:
-        """Return empty step times for a run that begins with ``forecast``."""
-        return cls(None, "") if forecast is None else cls(forecast.throughput, forecast.profile)
 
     def note(self, jobs: Sequence[JobState], duration_s: float) -> None:
         """Note a step that ``jobs`` have just taken in ``duration_s`` seconds; their step counts do not include it
