@@ -25,6 +25,7 @@ from alto.records import TaskPlan, Throughput
 from alto.runs import Event, RunDir
 from alto.runs.events import (
     BaseDescription,
+    KernelsCompiled,
     ProfileMeasured,
     TaskResumed,
     TaskStarted,
@@ -111,7 +112,7 @@ def _compile_kernels(state: TaskState, recorder: JournalRecorder) -> None:
         now_s = time.monotonic()
         if done in (0, total) or now_s - reported_s >= _REPORT_EVERY_S:
             reported_s = now_s
-            recorder.kernels_compiled(done, total, now_s - began_s)
+            recorder.append(KernelsCompiled(done=done, total=total, duration_s=now_s - began_s))
 
 
 def _restore_jobs(state: TaskState, start: RunStart, lifecycle: JobLifecycle) -> None:

@@ -12,6 +12,7 @@ from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason, Throughput
 from alto.runs import RunDir
+from alto.runs.events import GpusOffered, JobReopened
 from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
 from alto.spec import LOSS, loss_scale, places_at
 
@@ -101,7 +102,7 @@ class JobLifecycle:
             self._fit(job)
             job.fits = True
         self._state.selection.reopen(job.id)
-        self._recorder.job_reopened(job, command)
+        self._recorder.append(JobReopened(job=job.id, step=job.step, command=command))
 
     def add_clone(self, clone: JobState, origin: JobState, command: str) -> None:
         """Add a clone as a pending job while the task runs.
@@ -314,4 +315,10 @@ class GpuOffers:
         forecast = forecast_last_jobs(jobs, self._throughput, context.ranks.size, places=places)
         if forecast is not None:
             self._num_offered = len(training)
-            self._recorder.gpus_offered(forecast)
+            self._recorder.append(
+                GpusOffered(
+                    num_gpus=forecast.num_gpus,
+                    duration_s=forecast.duration_s,
+                    data_parallel_duration_s=forecast.spread_duration_s,
+                )
+            )

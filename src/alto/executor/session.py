@@ -25,7 +25,7 @@ from alto.executor.slot_manager import TaskState
 from alto.executor.stages import state_before_training
 from alto.records import ExitDecision, ExitReason
 from alto.runs import Action, Answer, Command, Event, Journal, Mailbox
-from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened
+from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened, ShareReceived, TaskInterrupted
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
 
@@ -271,7 +271,15 @@ class TaskSession:
     def _record_measurements(self) -> None:
         """Record its share of the tokens, and correct the profile by the steps that were trained."""
         if self.received is not None:
-            self._recorder.share_received(self.received)
+            tokens, all_tokens = self.received.tokens, self.received.all_tokens
+            self._recorder.append(
+                ShareReceived(
+                    num_steps=self.received.num_steps,
+                    num_tokens=tokens,
+                    share=tokens / all_tokens,
+                    due_share=self.received.due_tokens / all_tokens,
+                )
+            )
             self.received = None
         if self._ranks.is_first:
             self._step_times.refine()
@@ -284,7 +292,7 @@ class TaskSession:
         self._record_measurements()  # before the checkpoint, from which the run is resumed
         self.save()
         training = self.state.selection.training
-        self._recorder.task_interrupted(training)
+        self._recorder.append(TaskInterrupted(training=tuple(training)))
         raise TaskInterruptedError(
             f"stopped on request, with {len(training)} of {len(self.state.jobs)} jobs still to train and everything on "
             f"disk; continue with: {resume_command(self._start.run_dir.root)}"
@@ -362,7 +370,7 @@ class Control:
         except (RunBusyError, RunWriteError):
             raise  # the command is not the cause, and its effect may be missing in the journal
         except AltoError as error:
-            self._recorder.command_refused(command.id, command.job, str(error))
+            self._recorder.append(CommandRefused(command=command.id, job=command.job, why=str(error)))
             return Answer(done=False, message=str(error))
 
     def _carry_out(self, command: Command) -> str:
@@ -439,8 +447,10 @@ def _answered(event: Event) -> tuple[str, Answer] | None:
     match event:
         case CommandRefused(command=command, why=why):
             return command, Answer(done=False, message=why)
-        case JobAdded(command=str(command), job=job) | JobExited(command=str(command), job=job):
-            return command, Answer(done=True, message=f"{job}: done before the run was resumed")
-        case JobReopened(command=str(command), job=job):
+        case (
+            JobAdded(command=str(command), job=job)
+            | JobExited(command=str(command), job=job)
+            | JobReopened(command=str(command), job=job)
+        ):
             return command, Answer(done=True, message=f"{job}: done before the run was resumed")
     return None
