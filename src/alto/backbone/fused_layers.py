@@ -134,8 +134,7 @@ class FusedLayers:
         self._forwards = left
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch every kernel of a training step once, on a few tokens; for the arguments see
-        :meth:`FusedForward.sample`."""
+        """Launch every kernel of a training step once, on a few tokens."""
         different = {forward.signature: forward for _, forward in self._forwards}
         with torch.enable_grad():
             for forward in different.values():

@@ -1,4 +1,7 @@
-"""Forward passes of norms, MLPs, rotary embeddings and losses that run as one kernel each."""
+"""Forward passes of norms, MLPs, rotary embeddings and losses that run as one kernel each.
+
+``functions`` is always :mod:`alto.kernels.layer_functions`, ``dtype`` the dtype of the activations.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,6 @@ class Trial:
     """The use of a fused forward pass, beginning with the model's trial pass.
 
     Attributes:
-        is_over: Whether the trial pass is over.
         why_not: Why the module's own forward pass was used instead; empty if it never was.
     """
 
@@ -62,7 +64,6 @@ class FusedForward:
     It does not keep the module alive.
 
     Attributes:
-        op: The operation that is fused.
         signature: Two forward passes with equal signatures launch the same kernels.
         trial: Its use so far; all modules that rotate with the same function share it.
     """
@@ -84,12 +85,7 @@ class FusedForward:
         raise NotImplementedError
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch the kernels of a training step once, forward and backward, on a few tokens.
-
-        Args:
-            dtype: Dtype of the activations.
-            device: Device of the model.
-        """
+        """Launch the kernels of a training step once, forward and backward, on a few tokens."""
         raise NotImplementedError
 
     def own_forward(self, why: str, *args: Any, **kwargs: Any) -> Tensor:
@@ -109,7 +105,6 @@ def why_no_kernel(head: OutputHead, functions: ModuleType) -> str:
 
     Args:
         head: The output head, already observed.
-        functions: :mod:`alto.kernels.layer_functions`.
     """
     if head.scale is not None or head.softcap is not None:
         return "its logits are scaled" if head.softcap is None else "its logits are capped"
@@ -130,8 +125,7 @@ def why_no_kernel(head: OutputHead, functions: ModuleType) -> str:
 
 
 def sample_losses(head: OutputHead, dtype: torch.dtype, device: torch.device) -> None:
-    """Launch the loss kernel of ``head`` once on one token, with and without a gradient; for the other arguments see
-    :meth:`alto.backbone.fused_modules.FusedForward.sample`."""
+    """Launch the loss kernel of ``head`` once on one token, with and without a gradient."""
     if head.kernel is None:
         return
     logits_CV = torch.empty(1, head.linear.weight.shape[0], dtype=dtype, device=device)
@@ -197,11 +191,7 @@ def why_unfused(
     be bit-identical to ``silu(gate) · up``.
 
     Args:
-        module: A gated MLP.
         names: Its :func:`linear_names`.
-        functions: :mod:`alto.kernels.layer_functions`.
-        dtype: Dtype of the activations.
-        device: Device of the model.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -292,8 +282,6 @@ def fused_norm(module: nn.Module, functions: ModuleType, device: torch.device) -
 
     Args:
         module: An RMS norm: :func:`norm_signature` is not None.
-        functions: :mod:`alto.kernels.layer_functions`.
-        device: Device of the model.
     """
     epsilon = next(value for name in _EPSILONS if (value := vars(module).get(name)) is not None)
     weight: Any = module.weight
@@ -345,8 +333,6 @@ class Rotation:
     The layouts of queries and keys are recorded in the trial pass.
 
     Args:
-        function: The model's function.
-        functions: :mod:`alto.kernels.layer_functions`.
         dtypes: Pairs of dtypes, of queries and of cosines, for which the kernel gives the numbers of ``function``.
     """
 
@@ -424,11 +410,7 @@ def fused_rotation(
     The module of transformers is not changed: the new function has the same code as ``function`` but other globals.
 
     Args:
-        kind: Class of the modules.
         function: Its :func:`rotating_function`.
-        functions: :mod:`alto.kernels.layer_functions`.
-        dtype: Dtype of the activations.
-        device: Device of the model.
     """
     wrapper: Any = kind.forward
     while wrapper is not function:

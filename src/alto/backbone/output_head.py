@@ -77,7 +77,6 @@ class LogitAdapters(Protocol):
             s_CQ: Result of :meth:`shrink` for the tokens ``part``.
             dlogits_CV: Gradient of every token's loss with respect to its logits before scale and cap.
             dloss_C: Gradient with respect to every token's loss.
-            part: The tokens.
             needs_input: Whether the gradient with respect to ``x_CH`` is needed; otherwise None is returned.
         """
         ...
@@ -203,9 +202,6 @@ def _losses(
 
     Args:
         logits: Output of the head, ``[C, V]``; overwritten.
-        targets_C: Target of every token.
-        scale: See :func:`token_losses`.
-        softcap: See :func:`token_losses`.
         has_error: Whether the gradient is needed; otherwise an arbitrary tensor is returned in its place.
     """
     logits = _capped(logits, scale, softcap)
@@ -233,7 +229,6 @@ def _error(
         log_probabilities: Log probabilities of the scaled and capped logits; overwritten.
         logits: Scaled and capped logits; overwritten.
         index: Target of every token, ``[C, 1]``.
-        scale, softcap: See :func:`token_losses`.
     """
     error = log_probabilities.exp_()
     error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
@@ -262,12 +257,6 @@ def token_losses(
     backward pass only scales it. With adapters on the head, it is computed in the backward pass.
 
     Args:
-        hidden_SH: Hidden states.
-        weight_VH: Weight of the output head.
-        targets_S: Target token ids.
-        bias_V: Bias of the output head; None without one.
-        scale: Factor of the logits; None without one.
-        softcap: Cap of the logits; None without one.
         adapters: The adapters of these tokens on the head, whose output is added to ``hidden @ weightᵀ + bias``; None
             without adapters.
         kernel: Computes the losses of a chunk of logits and their gradient, without scale and cap; None for PyTorch's
@@ -330,8 +319,6 @@ class OutputHead:
 
     Attributes:
         linear: The linear module of the head; its weight may be tied to the embeddings, or only this rank's part.
-        scale: Factor of the logits; None without one.
-        softcap: Cap of the logits; None without one.
         kernel: Computes losses of logits without scale and cap; None for PyTorch's functions.
 
     Raises:
@@ -400,8 +387,6 @@ class OutputHead:
         """Return the cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, in nats.
 
         Args:
-            hidden_SH: Hidden states.
-            targets_S: Target token ids.
             tokens: The jobs of the tokens; None only if the head has no adapters.
         """
         adapted = self._adapted()

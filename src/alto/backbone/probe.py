@@ -342,11 +342,7 @@ def _compare_in_float32(rows: _Rows, backbone: PaddingFree) -> None:
 
 
 class _Rows:
-    """A few rows of random tokens.
-
-    Attributes:
-        rows: Token ids of each row.
-    """
+    """A few rows of random tokens."""
 
     def __init__(self, backbone: PaddingFree) -> None:
         self._backbone = backbone

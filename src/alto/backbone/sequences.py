@@ -25,10 +25,8 @@ class PaddedRows:
     """The place of every token in rows of one length.
 
     Args:
-        lengths: Number of tokens of each sequence.
         prefixes: Length of each sequence's prefix; see :class:`alto.backbone.sequences.Sequences`. The tokens of the
             prefix are repeated in the sequence's row.
-        device: Device of the rows.
 
     Attributes:
         shape: ``(S, L)``.
@@ -75,7 +73,6 @@ class Sequences:
     """Concatenated sequences; created once per forward pass and read by every layer.
 
     Args:
-        lengths: Number of tokens of each sequence.
         prefixes: Length of each sequence's prefix, 0 without one. The prefix is the beginning of the latest sequence
             without a prefix. For example, two replies to one prompt are a sequence of the prompt and the first reply,
             and a sequence of the second reply with the prompt as its prefix. None if no sequence has a prefix.

@@ -179,7 +179,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
     """Check that every prompt is shorter than ``limit``.
 
     Args:
-        prompts: Token ids of each prompt.
         limit: See :func:`max_positions`.
 
     Raises:

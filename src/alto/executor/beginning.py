@@ -41,8 +41,6 @@ def model_notes(model: PreTrainedModel, configs: Sequence[JobConfig], method: st
 
     Args:
         model: The base model, with or without weights, with or without injected adapters.
-        configs: Configurations of all jobs.
-        method: The task's method.
     """
     return (
         *untrained_notes(model, configs),
@@ -67,7 +65,6 @@ class RunStart:
     """The inputs of a run that starts or is resumed.
 
     Attributes:
-        run_dir: The run directory.
         resume_state: State of an interrupted run; an empty one starts the task from its first step.
         forecast: Measured memory, packing and duration of the task; None if nothing was measured.
         base: Fingerprint and precision of the base model, for the journal; None if they are not recorded.

@@ -75,10 +75,7 @@ def conclude(
     the result.
 
     Args:
-        state: State of the task.
-        recorder: Writes the result into the journal.
         run_dir: Contains the best adapters of all jobs.
-        hooks: Functions that judge finalists, generate samples and check the best adapter.
         stop_if_asked: Raises an error if the run has to stop; called while adapters generate texts.
 
     Raises:
@@ -201,8 +198,6 @@ def _score_rung(
 
     Args:
         state: State of the task; every job that trains waits at the rung.
-        recorder: Writes the scores into the journal.
-        judge: Scores adapters.
         stop_if_asked: Raises an error if the run has to stop.
 
     Raises:

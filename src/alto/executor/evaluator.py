@@ -67,7 +67,6 @@ class Tally:
     """Sums over the rows of a split, and single values of each row.
 
     Args:
-        metrics: Names of the metrics that are summed beside the loss.
         row_values: Names of the values that are kept for every row: the loss or one of ``metrics``.
         weights: Weight of every row of the split in the mean.
         sources: Name and number of rows of every source of a mixture, in order; the loss of each source is a metric.
@@ -134,13 +133,7 @@ class Tally:
 
     @staticmethod
     def add_micro_batch(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:
-        """Add the terms of one micro-batch.
-
-        Args:
-            tallies: Tallies of the jobs in the micro-batch, in order.
-            rows: Row indices of each job in the micro-batch.
-            terms: The objective's terms of the micro-batch.
-        """
+        """Add the terms of one micro-batch."""
         if not tallies:
             return
         metrics = [terms.metrics[name] for name in tallies[0]._metrics]
@@ -168,11 +161,7 @@ def _rows_of_sources(sources: Sequence[tuple[str, int]]) -> Iterator[tuple[str, 
 
 
 class Evaluator:
-    """Evaluates the jobs in the slots of a bank, and the base model without them.
-
-    Args:
-        passes: The forward passes of the jobs in this rank's bank.
-    """
+    """Evaluates the jobs in the slots of a bank, and the base model without them."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes

@@ -24,12 +24,9 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
     ``lora_alpha`` keeps its ratio to ``r`` unless it is given. A given number of epochs replaces ``max_steps``.
 
     Args:
-        origin: The job to clone.
         changes: New values by key, in any spelling of a job's keys and of the settings of the task's method.
-        others: All jobs of the task.
         warm: Whether the clone starts from the weights of ``origin``; then it may have the configuration of another
             job.
-        task: The task of these jobs.
 
     Raises:
         JobCommandError: Another job already has this configuration.
@@ -81,8 +78,6 @@ class Exploration:
     """Carries out the decisions of a task's search.
 
     Args:
-        state: State of the task.
-        lifecycle: Adds and ends jobs.
         spent_before_s: Seconds that the task took before it was interrupted.
         throughput: Measured duration of steps; None if it was not measured.
         clock: Returns the time in seconds; never goes back.

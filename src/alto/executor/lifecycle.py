@@ -21,8 +21,6 @@ class JobLifecycle:
     """Admits, parks, ends, reopens, adds and saves jobs.
 
     Args:
-        state: State of the task; modified.
-        recorder: Writes each change into the journal.
         run_dir: The run directory; its lock is checked before states are saved.
     """
 
@@ -38,7 +36,6 @@ class JobLifecycle:
         Args:
             job: A pending or parked job.
             slot: Slot number, counted over all ranks.
-            reason: Reason for this choice, for the journal.
             is_data_parallel: Whether it enters the same local slot on every rank.
         """
         slot_manager = self._state.slot_manager
@@ -73,7 +70,6 @@ class JobLifecycle:
         """End a job after its last step in a task without validation.
 
         Args:
-            job: The job, in its slot.
             test: Its loss on the test rows; None if it was not measured.
         """
         self._recorder.losses(job)
@@ -107,11 +103,6 @@ class JobLifecycle:
     def add_clone(self, clone: JobState, origin: JobState, command: str) -> None:
         """Add a clone as a pending job while the task runs.
 
-        Args:
-            clone: The new job.
-            origin: The cloned job.
-            command: Id of the user's command.
-
         Raises:
             DeviceMemoryError: The clone's adapter does not fit; nothing is changed.
         """
@@ -143,7 +134,6 @@ class JobLifecycle:
         """Add a job that continues the training of ``origin`` with its weights and optimizer state; it is parked.
 
         Args:
-            fork: The new job.
             origin: A job that trains, with the same shape.
             replaces: The ended job that the new job replaces.
 
@@ -200,9 +190,7 @@ def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecord
     settings.
 
     Args:
-        clone: A job that was just added to the task.
         state: State of the task; its selection keeps the value.
-        recorder: Writes the value into the journal.
     """
     metric = state.context.task.metric
     for job in state.jobs.values():
@@ -287,8 +275,6 @@ class GpuOffers:
     stop this executor and resume the task with that number of GPUs.
 
     Args:
-        state: State of the task.
-        recorder: Writes offers into the journal.
         throughput: Measured duration of steps on the ranks of this executor; without it (None), nothing is offered.
     """
 

@@ -44,7 +44,6 @@ class JournalRecorder:
     Args:
         journal: Journal of the run; it writes nothing on ranks other than the first.
         run_dir: The run directory; with several ranks it holds a note of the micro-batch that did not fit into memory.
-        ranks: This process among the ranks that train the task.
     """
 
     def __init__(self, journal: Journal, run_dir: RunDir, ranks: Ranks) -> None:
@@ -107,8 +106,6 @@ class JournalRecorder:
         """Record that a job has entered its slot, for the first time or again.
 
         Args:
-            job: The job, with its slot.
-            reason: Reason for choosing this job.
             ranks: The ranks that train the job; recorded only if the executor has several ranks.
         """
         assert job.slot is not None
@@ -151,7 +148,6 @@ class JournalRecorder:
 
         Args:
             slot, best: See :meth:`job_completed`.
-            decision: Reason for the exit.
             command: Id of the user's command; None if a rule ended the job.
         """
         ending = _ending(job, slot, best)
@@ -164,7 +160,6 @@ class JournalRecorder:
         """Record that a job was added while the task runs.
 
         Args:
-            job: The new job.
             origin: The job that was cloned or forked; None for a suggestion.
             command: Id of the user's command; None if there was none.
             replaces: The ended job that it replaces; None if there is none.
@@ -203,15 +198,7 @@ class JournalRecorder:
     def job_evaluated(
         self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool, test: Evaluated | None = None
     ) -> None:
-        """Record an evaluation of a job.
-
-        Args:
-            job: The job, at the step of the evaluation.
-            found: Loss and metrics on the validation rows.
-            train_ema: Exponentially smoothed training loss.
-            is_best: Whether this is the job's best evaluation so far.
-            test: Loss on the test rows; None if it was not measured.
-        """
+        """Record an evaluation of a job."""
         self.append(
             JobEvaluated(
                 job=job.id,
@@ -229,13 +216,7 @@ class JournalRecorder:
         )
 
     def best_measured(self, best: LossPoint, found: Evaluated, context: TaskContext, test: Evaluated | None) -> None:
-        """Record the final measurement of a job's best adapter.
-
-        Args:
-            best: The job's best evaluation.
-            found: Loss and metrics on the rows of the measurement.
-            test: Loss on the test rows; None if it was not measured.
-        """
+        """Record the final measurement of a job's best adapter."""
         self.append(
             BestMeasured(
                 job=best.job,
@@ -251,7 +232,6 @@ class JournalRecorder:
         """Commit the states of ``jobs`` that are on disk. The event survives a loss of power once this call returns.
 
         Args:
-            jobs: All jobs of the task.
             time_s: Seconds that the task has spent, by activity.
         """
         saved = {
@@ -272,7 +252,6 @@ class JournalRecorder:
         Args:
             winner: Best evaluation of the best job.
             tied: Best evaluations of other jobs whose score by the task's metric is within noise of the winner's.
-            jobs: All jobs of the task.
             time_s: Seconds that the task has spent, by activity.
         """
         jobs = list(jobs)

@@ -35,14 +35,7 @@ MAX_SAVING_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlInputs:
-    """Inputs of the next turn that only the first rank can read.
-
-    Attributes:
-        commands: Commands in the mailbox.
-        is_interrupted: Whether the task has to stop.
-        is_saving_due: Whether a checkpoint is due.
-        time: Time that the task has taken.
-    """
+    """Inputs of the next turn that only the first rank can read."""
 
     commands: Sequence[Command] = ()
     is_interrupted: bool = False
@@ -60,8 +53,6 @@ class TaskSession:
     Args:
         context: The task's context; its base model is loaded and its jobs are planned.
         journal: Journal of the run; it writes nothing on ranks other than the first.
-        start: Inputs of the run that starts or is resumed.
-        hooks: Functions that the caller provides; None provides none.
         bank: The executor's bank; None makes one for this task alone.
 
     Raises:
@@ -307,10 +298,6 @@ class Control:
     resumed. The journal records which commands took effect.
 
     Args:
-        state: State of the task.
-        lifecycle: Changes the state of jobs.
-        recorder: Writes refusals and start values of clones into the journal.
-        mailbox: Mailbox of the run.
         resume_state: State that the run is resumed from; its journal records the commands that took effect before.
     """
 

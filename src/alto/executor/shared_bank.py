@@ -45,10 +45,8 @@ class BankSize:
 
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
-        max_rank: Largest rank of any job.
         rank_step: Greatest common divisor of the ranks of all jobs.
         num_slots: Number of jobs that the bank can hold.
-        optims: Optimizers of the jobs.
         extras: Further trained tensors of all jobs.
         adapter_dtype: Precision of adapters and their gradients.
         working_dtype: Dtype of the bank's working copies of its weights; None if it keeps none.

@@ -35,11 +35,9 @@ class Trainer(Evaluator):
     If memory runs out in a step or an evaluation, the work starts again from the same state with smaller micro-batches.
 
     Args:
-        passes: The forward passes of the jobs in this rank's bank.
         optimizer: Optimizer of the bank's rows.
 
     Attributes:
-        bank: Bank of this rank.
         micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
         slots: Maps slots to ranks and local slots.
     """

@@ -121,9 +121,6 @@ class TokenSchedule:
         """Lay the tokens of ``slots`` end to end in the given order; slots without tokens are left out.
 
         Args:
-            slots: Slots in token order.
-            num_tokens: Number of tokens of each slot.
-            scales: ``lora_alpha / r`` of each slot.
             dropout: Key of each slot's mask; None for no dropout.
 
         Raises:

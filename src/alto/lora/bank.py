@@ -32,8 +32,6 @@ class SquareSums:
 
     Args:
         groups: Indices of the groups whose kernels write sums.
-        tiles: Tiles of the gradients.
-        dtype: Dtype of the sums.
 
     Attributes:
         complete: Slots whose sums cover the whole gradient.
@@ -279,7 +277,6 @@ class AdapterBank:
         The random values depend on the seed and the adapter's own shape, not on the slot.
 
         Args:
-            slot: An assigned slot.
             init: ``default``, ``gaussian`` or ``orthogonal``; ``orthogonal`` requires even ranks.
         """
         generator = torch.Generator().manual_seed(seed)

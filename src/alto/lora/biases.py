@@ -87,7 +87,6 @@ def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
 
     Args:
         model: The base model, with or without weights, with or without injected adapters.
-        configs: Configurations of all jobs.
     """
     asked = sorted({config.bias for config in configs} - {"none"})
     if not asked or any(module._parameters.get("bias") is not None for module in base_modules(model).values()):
@@ -100,8 +99,6 @@ class MultiBiasModule(SettingsModule):
 
     Args:
         base: The module; it must add its bias last.
-        name: Full name in the model.
-        biases: Biases of the slots.
     """
 
     def __init__(

@@ -41,7 +41,6 @@ def expert_parameters(module: nn.Module, name: str) -> tuple[TargetModule, ...]:
 
     Args:
         module: Stacked experts; see :func:`is_adaptable`.
-        name: Full name of the module.
     """
     found = []
     for key, parameter in module.named_parameters(recurse=False):
@@ -58,9 +57,7 @@ class MultiLoraExperts(SettingsModule):
     """Frozen experts with an adapter per slot and expert. Outside of a schedule they act as the base experts.
 
     Args:
-        base: Stacked experts.
         operands: Adapters by parameter name; parameters without adapters are left out.
-        ops: The kernel backend module.
     """
 
     def __init__(
@@ -131,13 +128,7 @@ class MultiLoraExperts(SettingsModule):
 
 
 class _FrozenExperts:
-    """One projection of all experts, for tokens sorted by expert; weights are read at each use.
-
-    Args:
-        base: Stacked experts.
-        key: Name of the parameter.
-        tokens: Number of tokens of every expert.
-    """
+    """One projection of all experts, for tokens sorted by expert; weights are read at each use."""
 
     def __init__(self, base: Any, key: str, tokens: Sequence[int]) -> None:
         self._base = base
@@ -186,8 +177,6 @@ class MultiLoraRouter(SettingsModule):
 
     Args:
         base: The router; its parameter ``weight`` is ``[E, H]``.
-        name: Full name in the model.
-        ops: The kernel backend module.
     """
 
     def __init__(

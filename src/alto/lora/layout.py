@@ -19,9 +19,6 @@ class TargetModule:
     """A linear module of the base model, or a parameter that stacks the matrices of several experts.
 
     Attributes:
-        name: Full name in the model.
-        in_features: ``K``.
-        out_features: ``N``.
         is_router: Whether it is the weight of a router that is not a linear layer.
         is_head: Whether it is the model's output head, which reads only positions that predict a trained token.
         is_embedding: Whether it is the token embeddings, whose ``A`` has one row per token.

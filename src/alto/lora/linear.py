@@ -123,7 +123,6 @@ class GraphHandle:
 
     Args:
         group: The group, referenced weakly.
-        ops: The kernel backend module.
     """
 
     def __init__(self, group: InGraph, operands: LoraOperands, ops: ModuleType) -> None:
@@ -201,11 +200,7 @@ FrozenLinear: TypeAlias = nn.Linear | Conv1D
 
 class RowPlaces(Protocol):
     """The mapping between the ``T`` tokens of a forward pass and the ``P`` positions, padding included, that the model
-    computes.
-
-    Attributes:
-        num_positions: ``P``.
-    """
+    computes."""
 
     @property
     def num_positions(self) -> int: ...
@@ -269,7 +264,6 @@ class SharedInput:
     Calling a member with a different tensor is also correct, but shares no work.
 
     Args:
-        bases: The frozen weights of the layers.
         biases: The bias of every slot for each layer; None if no job trains it.
         dora: Computes the layers' outputs, with DoRA magnitudes for slots that have them.
     """
@@ -396,13 +390,7 @@ class FrozenWeight:
 
 
 class MultiLoraLinear(InjectedModule):
-    """A frozen linear layer with one adapter per slot. Outside of a schedule it acts as the base layer.
-
-    Args:
-        name: Full name in the model.
-        shared: The layers that read the same input.
-        member: Index of this layer among them.
-    """
+    """A frozen linear layer with one adapter per slot. Outside of a schedule it acts as the base layer."""
 
     def __init__(self, base: FrozenLinear, name: str, shared: SharedInput, member: int) -> None:
         super().__init__()

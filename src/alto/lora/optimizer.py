@@ -19,7 +19,6 @@ class SlotUpdate:
     """Settings of the next optimizer step of one slot.
 
     Attributes:
-        slot: Row of the bank.
         learning_rate: Learning rate of this step; with LoRA+, that of ``A``.
     """
 
@@ -262,9 +261,6 @@ def compile_kernels(
 
     Args:
         bank: Adapters of all slots, after their operands were handed out to layers.
-        dtype: Dtype of the base model's activations.
-        has_dropout: Whether a job uses dropout.
-        has_adamw: Whether a job uses ``adamw_torch``.
         also: Launches kernels of the base model, to compile them as well.
 
     Yields:

@@ -202,11 +202,7 @@ def silent_peft() -> Iterator[None]:
 
 
 def compared_logits(model: Callable[..., Any], vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the logits of ``model`` for a few random tokens, in float32.
-
-    Args:
-        vocabulary: Number of tokens in the vocabulary.
-    """
+    """Return the logits of ``model`` for a few random tokens, in float32."""
     generator = torch.Generator().manual_seed(0)
     input_ids_1T = torch.randint(0, vocabulary, (1, NUM_COMPARED), generator=generator).to(device)
     logits: Tensor = model(input_ids=input_ids_1T, use_cache=False).logits[0]

@@ -50,7 +50,6 @@ def parameter_groups(parameters: Mapping[str, nn.Parameter], undecayed: Collecti
     Args:
         parameters: Parameters by ``<module>.A``, ``<module>.B``, or the name of an extra tensor. Vectors use the
             learning rate of ``B``.
-        undecayed: Names of parameters without weight decay.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -101,8 +100,6 @@ def torch_optimizer_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype,
 
     Args:
         shapes: Shapes of the adapter's tensors, one- or two-dimensional.
-        dtype: Dtype of the adapter.
-        optim: One of :data:`TORCH_OPTIMIZERS`.
     """
     if optim == "adafactor":
         # Row and column sums of a matrix, all squares of a vector, and one mean per tensor.
@@ -115,10 +112,6 @@ class TorchOptimizer(RowOptimizer):
 
     A failed step changes nothing, because the step works on copies of the state and of the tensors. The copies are
     contiguous, like PEFT's parameters.
-
-    Args:
-        optim: One of :data:`TORCH_OPTIMIZERS`.
-        undecayed: Names of the tensors without weight decay.
     """
 
     def __init__(self, optim: OptimizerName, *, undecayed: Collection[str] = ()) -> None:
@@ -203,7 +196,6 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
 
     Args:
         sizes: Number of elements of every tensor of the adapter.
-        dtype: Dtype of the adapter.
     """
     total, has_maps = 0, False
     for size in sizes:
@@ -224,7 +216,6 @@ class EightBitAdamW(RowOptimizer):
 
     Args:
         matrices: The adapter's matrices and extra tensors, any strides; only shapes, dtype and device are used.
-        undecayed: Names of the tensors without weight decay.
         paged: Whether the driver can page the state of large matrices out of device memory.
     """
 
@@ -322,8 +313,6 @@ def bank_bytes(
     Paged state counts in full, because it leaves the device only when the device's memory is full.
 
     Args:
-        optims: Optimizers of the task's jobs.
-        adapter_dtype: Precision of adapters and gradients.
         working_dtype: Precision of the bank's copies of its weights; None for no copies.
         state_dtype: Precision of the moments of ``adamw_torch``; None means that of the adapters.
     """

@@ -30,10 +30,7 @@ class _VocabularyModule(InjectedModule):
     """A frozen module of the vocabulary with one adapter per slot; a job may also train its weight in full.
 
     Args:
-        name: Full name in the model.
         bank: Adapters of all slots, and the weights that jobs train in full.
-        operands: Adapters of the module; None if no job has one.
-        ops: The kernel backend module.
     """
 
     def __init__(
@@ -190,9 +187,6 @@ class _HeadAdapters:
 
     Args:
         anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
-        operands: Adapters of all slots on the head.
-        ops: The kernel backend module.
-        positions_S: Position of every token in the forward pass.
         starts: Position of every slot's first token in the forward pass.
     """
 
@@ -271,8 +265,6 @@ class _OwnHead:
 
     Args:
         anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
-        weight_VH: The head's weight in the bank.
-        gradient_VH: Its gradient in the bank.
         dtype: Dtype of the base model; the weight is rounded to it when used.
     """
 

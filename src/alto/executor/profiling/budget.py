@@ -103,7 +103,6 @@ class MeasuringBudget:
         """Return the budget of a task.
 
         Args:
-            lengths: Lengths of the task's rows.
             num_rows: Number of rows of the training split.
             max_tokens: Largest number of tokens of a rank's step after the first two.
             num_jobs: Number of jobs of a rank.
@@ -130,13 +129,7 @@ class MeasuringBudget:
         return spent_s + _timed_s(num_tokens * token_s, self.warms_up) <= budget_s
 
     def remaining_s(self, num_measured: int, *, token_s: float, spent_s: float) -> float:
-        """Return the expected seconds until the measurement ends.
-
-        Args:
-            num_measured: Number of sizes that have been measured.
-            token_s: Seconds per token of a step.
-            spent_s: Seconds so far.
-        """
+        """Return the expected seconds until the measurement ends."""
         left_s = 0.0
         for index, size in enumerate(self.sizes[num_measured:], start=num_measured):
             if index >= NUM_SIZES and not self.allows(size, token_s=token_s, spent_s=spent_s + left_s):

@@ -43,9 +43,6 @@ class Measured:
     Attributes:
         memory: Peaks without the bank.
         durations: Durations of steps, without the first step of each size.
-        eval_token_s: Seconds per token of an evaluation.
-        capacity_bytes: Memory of the device.
-        duration_s: Duration of the measurement.
     """
 
     memory: tuple[MemoryPoint, ...]
@@ -98,12 +95,8 @@ def measure(
     (:class:`MeasuringBudget`). The model is not changed.
 
     Args:
-        task: The task; its jobs take the steps.
-        backbone: The task's base model.
-        lengths: Lengths of the task's rows.
         num_rows: Number of rows of the training split.
         max_tokens: Largest number of tokens of a step.
-        ranks: This process among the ranks that measure together.
         clock: Returns seconds; never goes back.
         on_progress: Called after each size with the expected seconds until the measurement ends.
 

@@ -54,10 +54,6 @@ class Profile:
     """Memory and duration of a task's steps.
 
     Attributes:
-        memory: Memory model of a step.
-        throughput: Throughput model of a step.
-        is_cached: Whether it was measured in an earlier run.
-        duration_s: Duration of the measurement.
         name: Name of the measurement in the cache.
     """
 
@@ -106,14 +102,11 @@ def profile_task(
     """Measure now, and write the profile to the cache.
 
     Args:
-        task: The task; its jobs take the steps.
         lengths: Lengths of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
-        device: Device of the steps.
         num_rows: Number of rows of the training split.
         max_tokens: Largest number of tokens of a step.
         backbone: The base model, for a CUDA device or one of several ranks. A single rank on a CPU measures in a
             separate process and does not use it.
-        ranks: This process among the ranks that measure together.
         on_progress: Called with the expected seconds until the measurement ends, after each improved estimate.
 
     Raises:
