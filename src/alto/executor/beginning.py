@@ -239,7 +239,7 @@ def compile_notes(state: TaskState) -> tuple[str, ...]:
     all."""
     if not state.context.backbone.is_compiled:
         return ()
-    inside, total = state.trainer.graph_groups
+    inside, total = state.trainer.passes.forward_context.graph_groups
     note = f"torch_compile: adapters are inside the compiled layers for {inside} of {total} inputs of linear modules"
     if inside == total:
         return (f"{note}.",)

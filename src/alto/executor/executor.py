@@ -170,7 +170,7 @@ class Executor:
         try:
             trainer.update(jobs)
         except DeviceMemoryError as error:
-            if not trainer.is_alone:
+            if not trainer.passes.ranks.is_alone:
                 raise
             no_memory = error
         else:

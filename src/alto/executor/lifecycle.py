@@ -82,7 +82,7 @@ class JobLifecycle:
         job = self._state.in_slot(error.slot)
         evidence = {
             "row_tokens": error.num_tokens,
-            "largest_micro_batch": self._state.slot_manager.largest_micro_batch,
+            "largest_micro_batch": self._state.trainer.micro_batches.largest,
         }
         decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.FAILED, evidence=evidence)
         self._state.selection.end(decision)

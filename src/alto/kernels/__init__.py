@@ -10,7 +10,7 @@ from alto.kernels.dora import (
 )
 from alto.kernels.dropout import DropoutKey, NoiseKey, TokenNoise, send
 from alto.kernels.forward_table import upload
-from alto.kernels.function import FrozenLayer, GroupedLinear, added_linear, grouped_lora_linear
+from alto.kernels.function import GroupedLinear, added_linear, grouped_lora_linear
 from alto.kernels.layer_reference import NormKind
 from alto.kernels.operands import VECTOR_SIZE, GradientSteps, GradientTiles, GroupGradients, LoraOperands, RowParts
 from alto.kernels.schedule import HeadTokens, Segment, TokenSchedule
@@ -21,7 +21,6 @@ from alto.kernels.stochastic_rounding import rounding_key
 __all__ = [
     "VECTOR_SIZE",
     "DropoutKey",
-    "FrozenLayer",
     "FrozenMatrix",
     "GradientSteps",
     "GradientTiles",
