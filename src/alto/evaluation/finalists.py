@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import Conversation, LabelledText, Pair
@@ -72,12 +71,6 @@ _MAX_ADAPTERS = 16
 
 _MAX_SCORE = 1e100
 """Largest absolute score of a row: means and confidence intervals of larger scores may not be finite."""
-
-
-class _Answers(Protocol):
-    """The interface of objects that score the answers of several adapters."""
-
-    def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]: ...
 
 
 class FinalistJudge:
@@ -180,7 +173,7 @@ def _named(select_by: str | Scoring) -> tuple[Scoring, str]:
     return Scoring(scorer="exact_match"), EVAL_ACCURACY
 
 
-def _answers(rows: Sequence[Conversation], scoring: Scoring, backbone: Backbone) -> _Answers:
+def _answers(rows: Sequence[Conversation], scoring: Scoring, backbone: Backbone) -> WrittenAnswers | Choices:
     if scoring.scorer == "multiple_choice":
         return Choices(rows, options_of(rows), backbone)
     check_references(rows, scoring, backbone.tokenizer)

@@ -13,7 +13,7 @@ from alto.errors import JobCommandError, SpecError
 from alto.executor.context import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.slot_manager import TaskState
-from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throughput
+from alto.records import ExitReason, LossPoint, RungResult, Throughput
 from alto.search import Need, TimeSpent, Trial, beyond_budget, forks_of, next_configuration
 from alto.spec import JOB_ALIASES, JOB_FIELDS, LOSS, Job, JobConfig, Sampled, Task, canonical_keys, find_method
 
@@ -234,12 +234,8 @@ class Exploration:
 
     def _end(self, jobs: Sequence[str]) -> None:
         """End jobs because of the budget."""
-        selection = self._state.selection
-        for job_id in jobs:
-            job = self._state.jobs[job_id]
-            decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.BUDGET)
-            selection.end(decision)
-            self._lifecycle.end(job, decision)
+        for job in jobs:
+            self._lifecycle.exit(self._state.jobs[job], ExitReason.BUDGET)
 
     def _changed(self, config: JobConfig, changes: Mapping[str, float]) -> JobConfig:
         """Return ``config`` with those of ``changes`` that its other settings allow. For instance, adapters on experts

@@ -66,6 +66,12 @@ class JobLifecycle:
         else:
             self._recorder.job_exited(job, slot, best, decision, command)
 
+    def exit(self, job: JobState, reason: ExitReason, command: str | None = None, **evidence: float) -> None:
+        """End a job at its current step, for a reason that is not a rule's."""
+        decision = ExitDecision(job=job.id, step=job.step, reason=reason, evidence=evidence)
+        self._state.selection.end(decision)
+        self.end(job, decision, command)
+
     def finish(self, job: JobState, test: Evaluated | None) -> None:
         """End a job after its last step in a task without validation.
 
@@ -79,14 +85,8 @@ class JobLifecycle:
 
     def fail(self, error: RowTooLargeError) -> None:
         """End the job whose row does not fit into memory."""
-        job = self._state.in_slot(error.slot)
-        evidence = {
-            "row_tokens": error.num_tokens,
-            "largest_micro_batch": self._state.trainer.micro_batches.largest,
-        }
-        decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.FAILED, evidence=evidence)
-        self._state.selection.end(decision)
-        self.end(job, decision)
+        job, largest = self._state.in_slot(error.slot), self._state.trainer.micro_batches.largest
+        self.exit(job, ExitReason.FAILED, row_tokens=error.num_tokens, largest_micro_batch=largest)
 
     def reopen(self, job: JobState, command: str) -> None:
         """Resume a job that had ended, for the user's command with id ``command``.
@@ -123,10 +123,7 @@ class JobLifecycle:
         state.selection.add(job.id, job.total_steps, scale, catches_up=True)
         self._recorder.job_added(job)
         if not job.fits:
-            evidence = {"adapter_bytes": state.slot_manager.bank.bytes_for(job)}
-            decision = ExitDecision(job=job.id, step=0, reason=ExitReason.FAILED, evidence=evidence)
-            state.selection.end(decision)
-            self.end(job, decision)
+            self.exit(job, ExitReason.FAILED, adapter_bytes=state.slot_manager.bank.bytes_for(job))
             return
         start_like_others(job, state, self._recorder)
 

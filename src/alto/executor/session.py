@@ -23,7 +23,7 @@ from alto.executor.recovery import ResumeState
 from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import TaskState
 from alto.executor.stages import state_before_training
-from alto.records import ExitDecision, ExitReason
+from alto.records import ExitReason
 from alto.runs import Action, Answer, Command, Event, Journal, Mailbox
 from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened, ShareReceived, TaskInterrupted
 from alto.scheduler import ReceivedShare
@@ -375,9 +375,7 @@ class Control:
     def _stop(self, job: JobState, command: Command) -> str:
         if not self._state.is_competing(job):
             raise JobCommandError(f"expected a job that trains, found that {job.id} has ended; nothing to stop")
-        decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.STOPPED)
-        self._state.selection.end(decision)
-        self._lifecycle.end(job, decision, command.id)
+        self._lifecycle.exit(job, ExitReason.STOPPED, command.id)
         return f"{job.id} is stopped after {job.step} of {job.total_steps} steps; it can be resumed"
 
     def _reopen(self, job: JobState, command: Command) -> str:

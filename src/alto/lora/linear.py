@@ -101,21 +101,9 @@ class SettingsModule(InjectedModule):
 # of a row that holds them.
 
 
-class InGraph(Protocol):
-    """Linear layers that read the same input."""
-
-    def in_pass(self, num_tokens: int) -> GroupedLinear:
-        """Return the layers with the adapters of the current forward or backward pass.
-
-        Raises:
-            UnsupportedModelError: The layers do not see all tokens of the pass.
-        """
-        ...
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _numbers = itertools.count()
-_of_number: WeakValueDictionary[int, InGraph] = WeakValueDictionary()
+_of_number: WeakValueDictionary[int, SharedInput] = WeakValueDictionary()
 
 
 class GraphHandle:
@@ -125,7 +113,7 @@ class GraphHandle:
         group: The group, referenced weakly.
     """
 
-    def __init__(self, group: InGraph, operands: LoraOperands, ops: ModuleType) -> None:
+    def __init__(self, group: SharedInput, operands: LoraOperands, ops: ModuleType) -> None:
         number = next(_numbers)
         _of_number[number] = group
         self.number = torch.tensor([number])
@@ -317,7 +305,11 @@ class SharedInput:
         self._input, self._outputs = None, {}
 
     def in_pass(self, num_tokens: int) -> GroupedLinear:
-        """See :class:`alto.lora.linear.InGraph`."""
+        """Return the layers with the adapters of the current forward or backward pass.
+
+        Raises:
+            UnsupportedModelError: The layers do not see all tokens of the pass.
+        """
         schedule = self._context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)

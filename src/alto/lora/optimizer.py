@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend, rounding_key, upload
 from alto.lora.bank import AdapterBank
-from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, RowOptimizer, TorchOptimizer
+from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, TorchOptimizer
 from alto.spec import JobConfig, OptimizerName
 
 
@@ -71,7 +71,7 @@ class SlotAdamW:
         self.exp_avg_sq_ZP = torch.zeros_like(self.exp_avg_ZP)
         self.rounds_at_random = state_dtype == torch.bfloat16
         self.steps = [0] * bank.num_slots
-        self._own: dict[int, RowOptimizer] = {}
+        self._own: dict[int, TorchOptimizer | EightBitAdamW] = {}
         self._left_paged: list[EightBitAdamW] = []
 
     def gradient_norms(self, slots: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,34 +14,6 @@ from torch.optim import Optimizer
 from alto.errors import UnsupportedError
 from alto.lora.layout import BankLayout
 from alto.spec import EIGHT_BIT_OPTIMIZERS, JobConfig, OptimizerName
-
-
-class RowOptimizer(Protocol):
-    """The optimizer of one adapter.
-
-    Matrices are named ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
-    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their own names.
-    """
-
-    def step(
-        self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
-    ) -> None:
-        """Take one step on ``matrices`` in place. If memory runs out, nothing changes.
-
-        Args:
-            matrices: The adapter's matrices and extra tensors, any strides.
-            gradients: Their clipped gradients, contiguous.
-            learning_rate: Learning rate of every ``A``. ``B`` and vectors use it times ``config.loraplus_lr_ratio``.
-        """
-        ...
-
-    def read(self) -> dict[str, Tensor]:
-        """Return a copy of the state on the CPU, by ``<matrix>.<part>``."""
-        ...
-
-    def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that :meth:`read` returned after ``step`` steps."""
-        ...
 
 
 def parameter_groups(parameters: Mapping[str, nn.Parameter], undecayed: Collection[str]) -> list[dict[str, Any]]:
@@ -107,11 +79,14 @@ def torch_optimizer_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype,
     return _NUM_MOMENTS[optim] * sum(map(math.prod, shapes)) * dtype.itemsize
 
 
-class TorchOptimizer(RowOptimizer):
+class TorchOptimizer:
     """The optimizer of one adapter. This object keeps the state and creates a new torch optimizer for every step.
 
     A failed step changes nothing, because the step works on copies of the state and of the tensors. The copies are
     contiguous, like PEFT's parameters.
+
+    Matrices are named ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
+    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their own names.
     """
 
     def __init__(self, optim: OptimizerName, *, undecayed: Collection[str] = ()) -> None:
@@ -123,7 +98,13 @@ class TorchOptimizer(RowOptimizer):
     def step(
         self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
     ) -> None:
-        """See :meth:`RowOptimizer.step`."""
+        """Take one step on ``matrices`` in place. If memory runs out, nothing changes.
+
+        Args:
+            matrices: The adapter's matrices and extra tensors, any strides.
+            gradients: Their clipped gradients, contiguous.
+            learning_rate: Learning rate of every ``A``. ``B`` and vectors use it times ``config.loraplus_lr_ratio``.
+        """
         parameters = {
             name: nn.Parameter(matrix.clone(memory_format=torch.contiguous_format)) for name, matrix in matrices.items()
         }
@@ -141,7 +122,7 @@ class TorchOptimizer(RowOptimizer):
             matrices[name].copy_(parameter)
 
     def read(self) -> dict[str, Tensor]:
-        """See :meth:`RowOptimizer.read`; empty before the first step."""
+        """Return a copy of the state on the CPU, by ``<matrix>.<part>``; empty before the first step."""
         return {
             f"{name}.{part}": torch.as_tensor(value).detach().to("cpu", copy=True)
             for name, parts in self._state.items()
@@ -150,7 +131,7 @@ class TorchOptimizer(RowOptimizer):
         }
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See :meth:`RowOptimizer.write`."""
+        """Restore a state that :meth:`read` returned after ``step`` steps."""
         self._state = {}
         for key, value in tensors.items():
             name, _, part = key.rpartition(".")
@@ -208,7 +189,7 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
     return total + has_maps * 2 * _NUM_LEVELS * torch.float32.itemsize
 
 
-class EightBitAdamW(RowOptimizer):
+class EightBitAdamW:
     """The 8-bit AdamW of one adapter.
 
     It works on contiguous copies of the adapter's matrices in PEFT's layout, because its state is quantised in blocks
@@ -243,7 +224,7 @@ class EightBitAdamW(RowOptimizer):
     def step(
         self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
     ) -> None:
-        """See :meth:`RowOptimizer.step`."""
+        """See :meth:`TorchOptimizer.step`."""
         for name, parameter in self._parameters.items():
             parameter.copy_(matrices[name])
             parameter.grad = gradients[name]
@@ -270,11 +251,11 @@ class EightBitAdamW(RowOptimizer):
             raise
 
     def read(self) -> dict[str, Tensor]:
-        """See :meth:`RowOptimizer.read`."""
+        """See :meth:`TorchOptimizer.read`."""
         return {name: part.detach().to("cpu", copy=True) for name, part in self._parts().items()}
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See :meth:`RowOptimizer.write`."""
+        """See :meth:`TorchOptimizer.write`."""
         for name, part in self._parts().items():
             part.copy_(tensors[name])
         self._set_step(step)
