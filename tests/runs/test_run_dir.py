@@ -16,7 +16,7 @@ from journals import entries
 
 from alto.base import replace_file
 from alto.errors import RunBusyError, RunError, RunExistsError
-from alto.runs import QueueDir, RunDir, RunHistory, kept_jobs, queue_dir, remove_states, run_dir
+from alto.runs import QueueDir, RunDir, RunHistory, kept_jobs, remove_states, run_dir
 from alto.spec import Task, load_task
 
 TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)

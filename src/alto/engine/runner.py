@@ -276,7 +276,7 @@ class TaskRunner:
                         forecast=prepared.forecast,
                         base=prepared.base,
                     )
-                    run = OpenRun(TaskSession.build(context, journal, start, self._hooks(prepared), bank))
+                    run = OpenRun(TaskSession(context, journal, start, self._hooks(prepared), bank))
                     yield run
             except BaseException as error:
                 note_resumption(error, run_dir.root)
