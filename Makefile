@@ -31,17 +31,23 @@ quickstart: $(VENV)/.base $(WORD_PROBLEMS) ## Set up, then tune 24 LoRA configur
 preferences: $(VENV)/.base $(PREFERENCES) ## Set up, then tune 12 configurations of DPO (about a minute on a CPU)
 	$(BIN)/alto tune examples/preferences.yaml
 
-.PHONY: test test-all
+.PHONY: test test-all test-nightly durations
 # One thread a worker: torch would otherwise give every worker all cores. Tests that start processes wait for them: four
 # workers keep two cores busy. A worker keeps to files as long as it can, so that what the tests of a file share is made
 # once.
-test test-all: export OMP_NUM_THREADS = 1
-test test-all: export TOKENIZERS_PARALLELISM = false
+test test-all test-nightly durations: export OMP_NUM_THREADS = 1
+test test-all test-nightly durations: export TOKENIZERS_PARALLELISM = false
 test: $(VENV)/.dev ## Set up, then run the tests
 	$(PYTEST)
 
 test-all: $(VENV)/.dev ## Set up, then run the slow tests too, with more examples
 	$(PYTEST) --all
+
+test-nightly: $(VENV)/.dev ## Set up, then run all tests with still more examples and kills, and check their CPU time
+	$(PYTEST) --nightly
+
+durations: $(VENV)/.dev ## Set up, then run all tests as at night, and write their CPU time to tests/durations.json
+	$(PYTEST) --nightly --write-durations
 
 .PHONY: lint
 lint: $(VENV)/.dev ## Set up, then check style, docstrings, types and allowed imports

@@ -129,7 +129,7 @@ class _Way:
         self._trainer = build_trainer(backbone, size, micro_batches)
         for slot, job in enumerate(self._jobs):
             job.slot = slot
-            self._trainer.admit_fresh(job, slot)
+            self._trainer.admit(job, slot)
 
     def step(self) -> list[float]:
         """Losses of all jobs."""

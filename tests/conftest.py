@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 import pytest
 from architectures import build_tiny
-from budgets import load_budget, reason_to_skip, slowest_first
+from budgets import FULL_EXAMPLES, NIGHTLY_EXAMPLES, QUICK_EXAMPLES, load_budget, reason_to_skip, slowest_first
+from durations import Durations, read_durations
 from transformers import PreTrainedModel
 
 pytest_plugins = ["journals"]  # journals written by hand
@@ -26,10 +27,22 @@ pytest_plugins = ["journals"]  # journals written by hand
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the slow tests too, and try more examples")
+    parser.addoption(
+        "--nightly",
+        action="store_true",
+        help="like --all, with more examples and kills; fails if a file takes three times its CPU time",
+    )
+    parser.addoption(
+        "--write-durations", action="store_true", help="write the CPU time of every file to tests/durations.json"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    load_budget(is_full=config.getoption("--all"))
+    is_nightly = config.option.nightly
+    config.option.all = config.option.all or is_nightly
+    load_budget(NIGHTLY_EXAMPLES if is_nightly else FULL_EXAMPLES if config.option.all else QUICK_EXAMPLES)
+    writes = config.option.write_durations
+    config.pluginmanager.register(Durations(checks=is_nightly and not writes, writes=writes))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -38,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason=reason))
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    if config.getoption("--all") and num_workers > 1:
-        items[:] = slowest_first(items, num_workers)
+    if num_workers > 1:
+        items[:] = slowest_first(items, num_workers, read_durations())
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -88,13 +88,14 @@ def parts(events: Iterable[type]) -> list[type]:
 
 
 def meanings(kind: type) -> dict[str, str]:
-    """What the docstring of a class says of its fields; a name that explains itself has no entry."""
-    _, _, described = (inspect.getdoc(kind) or "").partition("Attributes:\n")
+    """Return the meaning of each field from the docstrings of a class and its bases; a plain name has no entry."""
     found: dict[str, str] = {}
-    for entry in re.split(r"\n(?= {4}\S)", described.split("\n\n")[0]):
-        names, _, meaning = entry.strip().partition(": ")
-        text = " ".join(meaning.split())
-        found.update({name.strip(): text for name in names.split(",") if name.strip()})
+    for documented in reversed(kind.__mro__):
+        _, _, described = inspect.cleandoc(documented.__doc__ or "").partition("Attributes:\n")
+        for entry in re.split(r"\n(?= {4}\S)", described.split("\n\n")[0]):
+            names, _, meaning = entry.strip().partition(": ")
+            text = " ".join(meaning.split())
+            found.update({name.strip(): text for name in names.split(",") if name.strip()})
     return found
 
 
@@ -112,7 +113,7 @@ def _described(kind: type) -> str:
     said = meanings(kind)
     hints = get_type_hints(kind)
     rows = [
-        f"| `{field.name}`{'*' if _may_be_left_out(field) else ''} | {_type(hints[field.name])} "
+        f"| `{field.name}`{'*' if _may_be_left_out(field, kind) else ''} | {_type(hints[field.name])} "
         f"| {_sentence(said.get(field.name, field.name.replace('_', ' ')))}{_earlier(field)} |"
         for field in dataclasses.fields(kind)
     ]
@@ -120,9 +121,10 @@ def _described(kind: type) -> str:
     return "\n".join([_markdown(summary), *table]) + "\n"
 
 
-def _may_be_left_out(field: dataclasses.Field[Any]) -> bool:
+def _may_be_left_out(field: dataclasses.Field[Any], kind: type) -> bool:
     has_default = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
-    return has_default and not field.metadata.get(ALWAYS)
+    is_always_written = field.metadata.get(ALWAYS) or field.name in getattr(kind, "ALWAYS_WRITTEN", ())
+    return has_default and not is_always_written
 
 
 def _earlier(field: dataclasses.Field[Any]) -> str:

@@ -241,7 +241,7 @@ class Ours:
         size = BankSize.of([job.planned for job in self.jobs(1)], self._backbone, num_slots=num_slots)
         self._trainer = build_trainer(self._backbone, size, micro_batches, self._ranks)
         for job, local_slot in self._here(1):
-            self._trainer.admit_fresh(job, local_slot)
+            self._trainer.admit(job, local_slot)
 
     def jobs(self, batch_size: int) -> list[JobState]:
         """The jobs, in their slots, before their first step."""
@@ -276,7 +276,7 @@ class Ours:
         """Losses and gradients with these adapters, by job: of those that this rank has."""
         bank, here = self._trainer.bank, list(self._here(batch_size))
         for job, local_slot in here:
-            self._trainer.admit_warm(job, local_slot, weights[job.slot])
+            self._trainer.admit(job, local_slot, weights[job.slot])
         losses = self.backward(batch_size)
         found = {
             job.slot: JobFacts(loss=losses[job.slot], gradients=bank.read(local_slot, bank.grads_ZP))

@@ -74,7 +74,7 @@ def find_peak(context: TaskContext, num_jobs: int, batch_size: int) -> dict[str,
     reset_peak(backbone.device)
     for slot, job in enumerate(jobs):
         job.slot = slot
-        trainer.admit_fresh(job, slot)
+        trainer.admit(job, slot)
     for _ in range(STEPS):
         trainer.step(jobs)
         for job in jobs:

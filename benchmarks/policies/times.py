@@ -29,7 +29,7 @@ from alto.early_exit import (
 )
 from alto.records import LossPoint
 from alto.spec.early_exit import ceil_share
-from alto.spec.metric import loss_scale
+from alto.spec.scoring import loss_scale
 from benchmarks.common import option_parser, publish_figures
 from benchmarks.paper import curves
 from benchmarks.paper.recordings import is_preference, read_recordings
@@ -191,7 +191,7 @@ def replayed(recording: Recording, settings: EarlyExit, num_rows: int, row_cost:
     played = dict.fromkeys(jobs, 0)
     while selection.training:
         for name in selection.training:
-            while selection.is_training(name) and not selection.is_waiting(name):
+            while selection.is_training(name) and not selection.rungs.is_waiting(name):
                 job = jobs[name]
                 step, loss, count = left[name].pop(0) if left[name] else (len(job.train_losses), math.nan, 0)
                 losses = job.train_losses[played[name] : step]
@@ -202,7 +202,7 @@ def replayed(recording: Recording, settings: EarlyExit, num_rows: int, row_cost:
                     found = mean_loss(rows, weights) if all(map(math.isfinite, rows)) else math.inf
                     selection.observe(name, step, found, loss_rows=rows)
                     num_evaluated += count
-        while selection.rung_ready():
+        while selection.rungs.is_ready():
             selection.select()
     num_evaluated += measure_best(selection, jobs, settings, order, weights)
     winner = selection.winner()

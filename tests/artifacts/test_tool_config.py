@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from alto.artifacts import Rows, Winner
 from alto.artifacts.export import new_folder
 from alto.artifacts.tool_config import write_tool_config
 from alto.backbone import resolve_model
 from alto.errors import SpecError, UnsupportedError
-from alto.importing import import_file, imported_task
+from alto.importing import NoteKind, import_file, imported_task
 from alto.lora import AdapterWeights, SavedAdapter
 from alto.spec import BaseModelSpec, JobConfig, Task
 
@@ -268,3 +271,70 @@ def test_lists_of_messages_are_no_texts_of_another_tool(method: str, tool: str, 
     written(winner_of(tmp_path, keys, of_messages=False), tool, tmp_path / "texts")
     with pytest.raises(UnsupportedError, match=r"expected texts in the columns of \w+, .* found lists of messages"):
         written(winner_of(tmp_path, keys, of_messages=True), tool, tmp_path / "messages")
+
+
+SETTINGS = st.fixed_dictionaries(
+    {
+        "learning_rate": st.floats(1e-7, 1e-1),
+        "per_device_train_batch_size": st.integers(1, 64),
+        "r": st.integers(1, 128),
+        "lora_alpha": st.floats(0.5, 256),
+        "target_modules": st.sampled_from(["all-linear", ["q_proj"], ["down_proj", "v_proj"], ".*_proj"]),
+        "use_rslora": st.booleans(),
+        "use_dora": st.booleans(),
+        "modules_to_save": st.sampled_from([None, ["lm_head"]]),
+        "num_train_epochs": st.sampled_from([0.5, 1, 2, 7]),
+        "max_steps": st.sampled_from([None, 1, 400]),
+        "lr_scheduler_type": st.sampled_from(["linear", "cosine", "constant_with_warmup", "inverse_sqrt"]),
+        "weight_decay": st.floats(0, 1),
+        "max_grad_norm": st.sampled_from([0, 0.3, 1]),
+        "adam_beta1": st.floats(0, 0.99),
+        "adam_epsilon": st.floats(1e-12, 1e-4),
+        "seed": st.integers(0, 2**32 - 1),
+        "max_length": st.integers(16, 8192),
+        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "load_in_4bit": st.booleans(),
+        "validation_split": st.floats(0.01, 0.5),
+    }
+)
+"""Settings that all tools have."""
+
+WARMUPS = st.one_of(
+    st.fixed_dictionaries({"warmup_ratio": st.floats(0.01, 0.9)}),
+    st.fixed_dictionaries({"warmup_steps": st.integers(0, 99)}),
+)
+METHODS = st.one_of(
+    st.fixed_dictionaries(
+        {"gradient_accumulation_steps": st.integers(1, 16), "train_on": st.sampled_from(["completion", "all"])}
+    ),
+    st.fixed_dictionaries({"method": st.just("dpo"), "beta": st.floats(1e-3, 10)}),
+    st.fixed_dictionaries(
+        {
+            "method": st.just("kto"),
+            "beta": st.floats(1e-3, 10),
+            "desirable_weight": st.floats(0, 5),
+            "undesirable_weight": st.floats(0, 5),
+        }
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(keys=SETTINGS, warmup=WARMUPS, method=METHODS)
+def test_what_is_exported_and_imported_again_is_the_same_configuration(
+    keys: dict[str, Any], warmup: dict[str, Any], method: dict[str, Any]
+) -> None:
+    given = keys | warmup | method
+    for tool in TOOLS:
+        with tempfile.TemporaryDirectory() as name:
+            winner = winner_of(Path(name), given)
+            file, _, notes = written(winner, tool, Path(name) / "out")
+            overrides = [f"method={given['method']}"] if tool == "trl" and "method" in given else []
+            imported = import_file(file, tool, overrides)
+            found = imported_task([imported], overrides).task
+        assert notes == (), tool
+        assert not [note for note in imported.notes if note.kind is NoteKind.UNKNOWN], tool
+        assert winner.config is not None
+        assert normal(found.jobs[0].config) == normal(winner.config), tool
+        for key in ("max_length", "dtype", "load_in_4bit", "validation_split", "train_on", "method"):
+            assert getattr(found, key) == getattr(winner.task, key), (tool, key)

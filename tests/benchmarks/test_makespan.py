@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import alto
-from alto.records import Gpu, TaskOutcome
+from alto.records import Demand, Gpu, TaskOutcome
 from alto.runs import Attempt, QueueHistory, TaskHistory
 from benchmarks import makespan
 from benchmarks.common import GSM8K
@@ -33,7 +33,7 @@ def measured(
     for name, start in zip("ab", starts, strict=True):
         attempt = Attempt(number=1, gpus=(Gpu("local", 0),), start=start, end=start + 5.0, outcome="finished")
         attempt.executor = executor
-        history.tasks[name] = TaskHistory(task=name, attempts=[attempt])
+        history.tasks[name] = TaskHistory(demand=Demand(task=name, num_gpus=1, duration_s=1.0), attempts=[attempt])
     result = alto.TaskResult(dataclasses.replace(RESULT, best_validation_loss=loss))
     return makespan.Measured(seconds=seconds, planned_s=10.0, results=[result], history=history)
 

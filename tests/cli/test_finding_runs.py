@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import run_code
 from run_folders import write_journal, write_queue, write_run
 from tiny import make_task
 from typer.testing import CliRunner, Result
@@ -193,14 +194,17 @@ def test_the_command_that_resumes_is_whole_on_a_narrow_terminal(command: str, fo
     assert f"no process works on it; continue with: alto resume '{root}'\n" in shown.stdout
 
 
+def test_alto_is_a_module_that_can_be_run() -> None:
+    done = subprocess.run([sys.executable, "-m", "alto", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"alto {alto.__version__}\n"
+
+
 def python_m_alto(*words: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "alto", *words]
-    env = os.environ | environment
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+    code = f"import runpy, sys; sys.argv[1:] = {words!r}; runpy.run_module('alto', run_name='__main__', alter_sys=True)"
+    return run_code(code, cwd=cwd, env=os.environ | environment)
 
 
-def test_alto_is_a_module_that_can_be_run(tmp_path: Path) -> None:
-    assert python_m_alto("--version", cwd=tmp_path).stdout == f"alto {alto.__version__}\n"
+def test_a_wrong_call_says_how_the_module_is_called(tmp_path: Path) -> None:
     wrong = python_m_alto("tune", cwd=tmp_path)
     assert wrong.returncode == 2
     assert "Usage: alto tune" in wrong.stderr

@@ -9,7 +9,6 @@ import re
 import select
 import shlex
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from forks import run_code
 from journals import event
 from tiny import make_task, read_journal, save_model
 
@@ -196,7 +196,7 @@ def test_a_second_signal_stops_at_once_and_names_the_run_to_resume(task_file: Pa
         from alto.cli import main
         main()
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False)
+    done = run_code(textwrap.dedent(code))
     assert done.returncode == 130, done.stderr
     (root,) = (tmp_path / "my runs").iterdir()
     assert f"\nStopped at once; continue with: alto resume '{root}'\n" in f"\n{done.stderr}"

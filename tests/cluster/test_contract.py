@@ -12,7 +12,7 @@ import pytest
 from clusters import Started, is_alive, wait_for
 from fake_cluster import Clock
 
-from alto.cluster import EntryWritten, ExecutorEnded, Outcome, local_executor
+from alto.cluster import EntryWritten, ExecutorEnded, Outcome, executor_process
 
 StartCluster = Callable[..., Started]
 
@@ -120,7 +120,7 @@ def test_an_executor_that_ends_without_a_word_is_lost(start_cluster: StartCluste
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """By which executors of this machine are watched; it stands still until a test moves it."""
     clock = Clock()
-    monkeypatch.setattr(local_executor, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(executor_process, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 

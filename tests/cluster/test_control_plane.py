@@ -34,7 +34,7 @@ from alto.cluster import (
     Outcome,
     QueueIntake,
 )
-from alto.engine.queues import _journal_begin
+from alto.engine.queue_setup import journal_begin
 from alto.errors import QueueCommandError
 from alto.records import Gpu, Node, TaskEstimate
 from alto.runs import (
@@ -230,11 +230,11 @@ class ControlPlane(RuleBasedStateMachine):
             estimate=lambda task: TaskEstimate(duration_s=3.0),
             base_of=lambda task: "",
         )
-        self.live = LiveQueue(self.queue_dir, self.controller, self.journal, intake)
+        self.live = LiveQueue(self.queue_dir, self.journal, intake)
         entries, _ = self.queue_dir.read()
         done = {entry.task for entry in entries if has_result(self.queue_dir.run_of(entry.task))}
-        _journal_begin(self.journal, entries, done, "lpt", self.cluster)
-        self.live.begin(done)
+        journal_begin(self.journal, self.cluster, "lpt", entries, done)
+        self.live.begin(self.controller, done)
 
     def die(self) -> None:
         """The process is gone with its executors; what is on disk stays."""

@@ -35,7 +35,7 @@ def test_a_task_is_submitted_while_others_run(live: tuple[Bench, Controller]) ->
     assert (event["task"], event["tenant"], event["priority"], event["duration_s"]) == ("d", "t", 7, 5.0)
     assert controller.status().open_tasks
     history = read_queue_history(bench.queue_dir.root)
-    assert (history.tasks["d"].state, history.tasks["d"].tenant) == (TaskStage.FINISHED, "t")
+    assert (history.tasks["d"].state, history.tasks["d"].demand.tenant) == (TaskStage.FINISHED, "t")
     assert bench.starts["d"] == 1
 
 

@@ -60,8 +60,8 @@ class Bench:
                     base_of=lambda task: task.model,
                     trusts_commands=self._trusts_commands,
                 )
-                live = LiveQueue(self.queue_dir, controller, journal, intake)
-                live.begin(())
+                live = LiveQueue(self.queue_dir, journal, intake)
+                live.begin(controller, ())
                 yield live, controller
 
     def answer(self, command: str) -> Answer:

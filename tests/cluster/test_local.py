@@ -18,8 +18,8 @@ import pytest
 import torch
 from clusters import Started, is_alive, wait_for
 
-from alto.cluster import Outcome, TaskTicket, hosting, worker
-from alto.cluster.attempt import AttemptDir, Ending
+from alto.cluster import Ending, Outcome, TaskTicket, hosting, worker
+from alto.cluster.attempt import AttemptDir
 from alto.cluster.local import LocalCluster
 from alto.cluster.orders import Orders, WorkOrder
 from alto.errors import RunBusyError, SpecError
@@ -200,9 +200,9 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         )
         ended = subprocess.run([sys.executable, "-c", code], check=False, timeout=300)
     assert ended.returncode == 1
-    report = orders.ended(2)
-    assert report is not None
-    assert (report.ending.outcome, report.ending.error, report.is_reusable) == (Outcome.LOST, "RunBusyError", False)
+    ending = orders.ended(2)
+    assert ending is not None
+    assert (ending.outcome, ending.error, orders.takes_more) == (Outcome.LOST, "RunBusyError", False)
 
 
 CONTROLLER = """

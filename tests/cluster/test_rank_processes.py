@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from alto.cluster.attempt import AttemptDir
+from alto.cluster.attempt import AttemptDir, ending_of_exit
 from alto.cluster.base import Outcome, TaskTicket
 from alto.cluster.orders import Orders
-from alto.cluster.rank_processes import RankProcesses
 
 
 @pytest.fixture
@@ -41,5 +40,4 @@ def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir,
 def test_a_rank_that_can_write_nothing_is_quoted_from_its_own_log(attempt: AttemptDir) -> None:
     attempt.stderr.write_text("what the first rank said\n", encoding="utf-8")
     attempt.rank_log(2).write_text("what the third rank said\n", encoding="utf-8")
-    crew = RankProcesses(attempt, "none:none", 3, on_death=lambda _: None)
-    assert crew._ending(2, 83).reason.endswith("its log ends with: what the third rank said")
+    assert ending_of_exit(83, attempt, 2).reason.endswith("its log ends with: what the third rank said")

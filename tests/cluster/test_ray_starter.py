@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from alto.cluster import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, TaskTicket, machine
-from alto.cluster.local_executor import Timeouts
+from alto.cluster.executor_process import Timeouts
 from alto.cluster.ray_starter import Starter
 from alto.records import Gpu
 
@@ -113,7 +113,7 @@ def test_an_executor_that_finds_the_disk_full_is_not_tried_again(
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(machine, "LocalExecutor", full)
+    monkeypatch.setattr(machine, "WatchedRun", full)
     [ended] = starter(run_dir, "works").poll(0, 0)
     assert isinstance(ended, ExecutorEnded)
     assert (ended.outcome, ended.error) == (Outcome.FAILED, "DiskFullError")

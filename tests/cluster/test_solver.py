@@ -11,7 +11,7 @@ import pytest
 from sharing_problems import demand_of, running_of
 
 from alto.cluster import GuardedSolver, solver
-from alto.cluster.solver_messages import CALLS, Answer, Call, decoded, encoded
+from alto.cluster.solver import CALLS, SolverAnswer, SolverCall, decoded, encoded
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule
@@ -48,7 +48,7 @@ def test_tasks_that_share_reach_the_solver_and_their_executor_comes_back() -> No
     running = running_of("r", Gpu("n", 0), 10.0, 6.0)
     tasks = tuple(demand_of(f"t{number}", 10.0, 6.0) for number in range(4))
     problem = SchedulingProblem(nodes=NODES, pending=tasks, running=(running,))
-    call = Call(problem=problem, method="cp-sat", time_limit_s=5.0, hint=None, gap=0.0)
+    call = SolverCall(problem=problem, method="cp-sat", time_limit_s=5.0, hint=None, gap=0.0)
     assert decoded(CALLS, encoded(CALLS, call)) == call
     with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:
         schedule = solve(problem)
@@ -87,10 +87,10 @@ def test_a_schedule_of_short_tasks_is_not_looked_for_long(
     asked = []
 
     class Process:
-        def ask(self, call: Call, *, timeout_s: float) -> Answer:
+        def ask(self, call: SolverCall, *, timeout_s: float) -> SolverAnswer:
             asked.append(call.time_limit_s)
             assert timeout_s == call.time_limit_s + 7.0
-            return Answer(schedule=Schedule(method="cp-sat", placements=(), bound_s=0.0, status="optimal"))
+            return SolverAnswer(schedule=Schedule(method="cp-sat", placements=(), bound_s=0.0, status="optimal"))
 
         def kill(self) -> None: ...
 

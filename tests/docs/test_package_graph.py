@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+pytest.importorskip("grimp", reason="the picture needs the dev extra: pip install -e '.[dev]'")
+
 from tools import make_package_graph as generator
 
 

@@ -35,7 +35,7 @@ def journal_of_a_live_run(recording: Recording, settings: EarlyExit) -> list[dic
     )
     while selection.training:
         for job in reversed(selection.training):
-            while selection.is_training(job) and not selection.is_waiting(job):
+            while selection.is_training(job) and not selection.rungs.is_waiting(job):
                 done = selection.history(job)[-1].step if selection.history(job) else 0
                 due = [step for step, _ in tapes[job].evaluations if step > done]
                 losses = tapes[job].train_losses[done : due[0] if due else None]
@@ -47,8 +47,8 @@ def journal_of_a_live_run(recording: Recording, settings: EarlyExit) -> list[dic
                     verdict = selection.observe(job, due[0], loss)
                 if verdict is not None:
                     write("job_exited", job=job, step=verdict.step, reason=verdict.reason)
-        while selection.rung_ready():
-            index = selection.rungs_held
+        while selection.rungs.is_ready():
+            index = selection.rungs.held
             rung_result = selection.select()
             write("warmup_ended", rung=index, kept=rung_result.kept)
             for decision in rung_result.dropped:
@@ -100,8 +100,8 @@ def test_half_a_journal_gives_the_race_as_it_stood(recording) -> None:
     events = journal_of_a_live_run(recording, EarlyExit())
     held = next(index for index, event in enumerate(events) if event["event"] == "warmup_ended")
     before, after = selection_of(entries(events[:held])), selection_of(entries(events[: held + 1]))
-    assert before.rung_ready()
-    assert (before.rungs_held, after.rungs_held) == (0, 1)
+    assert before.rungs.is_ready()
+    assert (before.rungs.held, after.rungs.held) == (0, 1)
     assert set(after.training) == set(events[held]["kept"])
 
 

@@ -25,7 +25,7 @@ from alto.early_exit import (
 from alto.errors import RunError
 from alto.records import ExitReason, Rung, RungResult, Standing
 from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import score_of
+from alto.spec.scoring import score_of
 
 HALF = Rung(progress=0.1, keep=0.5)
 LEAST = score_of("x", {"x": math.nan})
@@ -97,9 +97,9 @@ def test_nobody_is_certain_of_a_place_that_others_may_take_by_their_gain() -> No
     )
     train_to(selection, "a", 1, 1e-9, 1.0)
     train_to(selection, "b", 1, 0.1, 0.9)
-    assert selection.certain_to_be_kept() == frozenset()
+    assert selection.rungs.certain_to_be_kept() == frozenset()
     train_to(selection, "c", 1, 0.2, 0.8)
-    assert selection.certain_to_be_kept() == frozenset("a")
+    assert selection.rungs.certain_to_be_kept() == frozenset("a")
 
 
 @given(

@@ -13,7 +13,7 @@ from alto.early_exit.noise import is_within_noise
 from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason, LossPoint, Rung, StartValue
 from alto.spec.early_exit import EarlyExit
-from alto.spec.metric import LEAST_SCORE
+from alto.spec.scoring import LEAST_SCORE
 
 NAN = math.nan
 START = StartValue(validation_loss=4.0, score=0.5)

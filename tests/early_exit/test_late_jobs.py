@@ -24,7 +24,7 @@ def selection(jobs: Mapping[str, float], rungs: tuple[Rung, ...] = RUNGS) -> Sel
 
 def train(found: Selection, job: str, loss: float, until: int) -> None:
     """Train ``job`` at a constant loss, evaluated after every step, while it may."""
-    while found.is_training(job) and not found.is_waiting(job) and (step := len(found.history(job)) + 1) <= until:
+    while found.is_training(job) and not found.rungs.is_waiting(job) and (step := len(found.history(job)) + 1) <= until:
         found.observe_losses(job, step, [loss])
         found.observe(job, step, loss)
 
@@ -41,7 +41,7 @@ def after_first_rung() -> Selection:
     found = selection(FIELD)
     for job, loss in FIELD.items():
         train(found, job, loss, STEPS)
-    assert found.rung_ready()
+    assert found.rungs.is_ready()
     assert set(found.select().kept) == {"a", "b"}
     return found
 
@@ -88,7 +88,7 @@ def test_no_rung_waits_for_a_late_job_until_it_has_caught_up() -> None:
     train(found, "late", 1.5, 1)
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
-    assert found.rung_ready(), "it has not reached the first rung yet"
+    assert found.rungs.is_ready(), "it has not reached the first rung yet"
     assert found.select().kept == ("a",), "what it has at another share of its steps is not compared"
     train(found, "late", 1.5, STEPS)
     # At the second rung two of five continue: ceil(0.25 * 5).
@@ -102,12 +102,12 @@ def test_a_job_that_caught_up_is_waited_for() -> None:
     found.add("late", STEPS, catches_up=True)
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
-    assert found.rung_ready()
+    assert found.rungs.is_ready()
     train(found, "late", 1.5, 5)
-    assert found.rung_ready(), "it is still on its way"
+    assert found.rungs.is_ready(), "it is still on its way"
     train(found, "late", 1.5, 6)
-    assert found.is_waiting("late")
-    assert found.rung_ready()
+    assert found.rungs.is_waiting("late")
+    assert found.rungs.is_ready()
     assert found.select().kept == ("a", "late")
 
 
@@ -116,7 +116,7 @@ def test_before_the_first_rung_the_others_do_not_wait_either() -> None:
     train(found, "a", 1.0, STEPS)
     found.add("late", STEPS, catches_up=True)
     train(found, "b", 2.0, STEPS)
-    assert found.rung_ready()
+    assert found.rungs.is_ready()
     assert found.select().kept == ("a",)
     train(found, "late", 0.5, 3)
     assert found.is_training("late")
@@ -128,8 +128,8 @@ def test_alone_in_the_field_it_holds_the_next_rung() -> None:
     for job in ("a", "b"):
         found.observe_losses(job, 3, [float("nan")])
     train(found, "late", 1.0, STEPS)
-    assert found.is_waiting("late")
-    assert found.rung_ready()
+    assert found.rungs.is_waiting("late")
+    assert found.rungs.is_ready()
     assert found.select().kept == ("late",)
 
 
@@ -138,7 +138,7 @@ def test_a_job_of_a_user_is_waited_for_as_before() -> None:
     found.add("clone", STEPS)
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
-    assert not found.rung_ready()
+    assert not found.rungs.is_ready()
 
 
 @given(
@@ -172,7 +172,7 @@ def test_a_fork_continues_with_what_was_observed_of_its_origin() -> None:
         found.observe_losses("copy", 1, [1.0])
     for job, loss in (("a", 1.0), ("b", 2.0), ("copy", 0.5)):
         train(found, job, loss, STEPS)
-    assert found.is_waiting("copy")
+    assert found.rungs.is_waiting("copy")
     assert found.select().kept[0] == "copy"
     assert found.winner().job == "copy"
     assert found.history("a")[-1].validation_loss == 1.0, "its origin is unchanged"

@@ -164,7 +164,7 @@ def test_a_rung_ranks_within_noise_by_the_loss() -> None:
     for job, loss, rows in (("a", 0.9, right(31, 45)), ("b", 0.6, right(30, 45))):
         selection.observe_losses(job, 1, [1.0])
         selection.observe(job, 1, loss, sum(rows) / 45, rows)
-        assert selection.certain_to_be_kept() == frozenset()
+        assert selection.rungs.certain_to_be_kept() == frozenset()
     assert selection.select().kept == ("b",)
 
 

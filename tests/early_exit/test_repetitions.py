@@ -15,7 +15,7 @@ from alto.early_exit.noise import ranked_configurations
 from alto.early_exit.policy import select
 from alto.records import ExitDecision, ExitReason, Standing
 from alto.spec import EarlyExit
-from alto.spec.metric import LEAST_SCORE
+from alto.spec.scoring import LEAST_SCORE
 
 PAIRS = {"a1": "a1", "a2": "a1", "b1": "b1", "b2": "b1"}
 
@@ -96,7 +96,7 @@ def trained(losses: Mapping[str, tuple[float, float]], configuration_of: Mapping
     for job, (middle, _) in losses.items():
         selection.observe_losses(job, 1, [1.0] * 5)
         selection.observe(job, 5, middle)
-    assert not (configuration_of and selection.certain_to_be_kept())
+    assert not (configuration_of and selection.rungs.certain_to_be_kept())
     selection.select()
     for job in selection.training:
         selection.observe_losses(job, 6, [1.0] * 5)

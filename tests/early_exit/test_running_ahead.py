@@ -53,12 +53,14 @@ def run(
         selection.observe_base(job, StartValue(validation_loss=7.0, loss_rows=(6.3, 7.0, 7.7)))
     selections = []
     while True:
-        while selection.rung_ready():
+        while selection.rungs.is_ready():
             selections.append(selection.select())
         if not selection.training:
             return selection, selections
-        certain = selection.certain_to_be_kept() if ahead else frozenset()
-        job = shuffler.choice([job for job in selection.training if not selection.is_waiting(job) or job in certain])
+        certain = selection.rungs.certain_to_be_kept() if ahead else frozenset()
+        job = shuffler.choice(
+            [job for job in selection.training if not selection.rungs.is_waiting(job) or job in certain]
+        )
         step = selection.history(job)[-1].step + 1 if selection.history(job) else 1
         train_loss, validation_loss = traces[job][step - 1]
         if failures.get(job) == (step, "training"):
@@ -106,7 +108,7 @@ def waiting(losses: dict[str, float], policy: Policy = HALF_THEN_HALF) -> Select
     ],
 )
 def test_a_place_is_certain_if_all_who_are_to_come_could_be_better(losses: dict[str, float], certain: str) -> None:
-    assert waiting(losses).certain_to_be_kept() == set(certain)
+    assert waiting(losses).rungs.certain_to_be_kept() == set(certain)
 
 
 def run_ahead(selection: Selection, job: str, losses: dict[int, float]) -> ExitDecision | None:
@@ -119,14 +121,14 @@ def run_ahead(selection: Selection, job: str, losses: dict[int, float]) -> ExitD
 
 def test_a_job_runs_ahead_to_the_next_rung_and_waits_there() -> None:
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
-    assert "a" in selection.certain_to_be_kept()
-    assert selection.furthest_stop("a") == 6
+    assert "a" in selection.rungs.certain_to_be_kept()
+    assert selection.rungs.furthest_stop("a") == 6
     run_ahead(selection, "a", {4: 0.9, 5: 0.8, 6: 0.7})
-    assert selection.certain_to_be_kept() == {"b"}
+    assert selection.rungs.certain_to_be_kept() == {"b"}
     selection.observe_losses("f", 1, [math.nan])
     assert selection.select().kept == ("a", "b", "c")
-    assert selection.is_waiting("a")
-    assert selection.standings()[0].validation_loss == 0.7
+    assert selection.rungs.is_waiting("a")
+    assert selection.rungs.standings()[0].validation_loss == 0.7
 
 
 def test_the_rung_ranks_by_the_value_there_and_counts_who_broke_after_it() -> None:
@@ -157,7 +159,7 @@ def test_a_job_that_a_user_stops_while_it_runs_ahead_stands_no_more() -> None:
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     run_ahead(selection, "a", {4: 0.9})
     selection.end(ExitDecision(job="a", step=4, reason=ExitReason.STOPPED))
-    assert "a" not in {standing.job for standing in selection.standings()}
+    assert "a" not in {standing.job for standing in selection.rungs.standings()}
 
 
 def test_a_rung_is_held_though_those_who_passed_it_have_all_ended() -> None:
@@ -167,9 +169,9 @@ def test_a_rung_is_held_though_those_who_passed_it_have_all_ended() -> None:
         selection.end(ExitDecision(job=job, step=3, reason=ExitReason.STOPPED))
     selection.observe_losses("f", 1, [math.nan])
     assert selection.training == ()
-    assert selection.rung_ready()
+    assert selection.rungs.is_ready()
     assert selection.select().kept == ("a",)
-    assert not selection.rung_ready()
+    assert not selection.rungs.is_ready()
 
 
 def test_at_the_finish_no_job_is_certain_of_the_place_while_others_are_to_come() -> None:
@@ -178,7 +180,7 @@ def test_at_the_finish_no_job_is_certain_of_the_place_while_others_are_to_come()
     )
     selection.observe_losses("a", 1, [1.0] * 5)
     selection.observe("a", 5, 0.1)
-    assert selection.certain_to_be_kept() == frozenset()
+    assert selection.rungs.certain_to_be_kept() == frozenset()
     selection.observe_losses("b", 1, [1.0] * 5)
     selection.observe("b", 5, 0.2)
     assert selection.select().kept == ("a",)
@@ -199,5 +201,5 @@ def test_no_job_is_certain_where_one_to_come_may_make_it_a_clear_loser(ends_clea
             selection.observe_losses(job, step, [1.0])
             selection.observe(job, step, loss, loss_rows=[0.9 * loss, loss, 1.1 * loss])
         if job == "a":
-            assert selection.certain_to_be_kept() == (frozenset() if ends_clear_losers else {"a"})
+            assert selection.rungs.certain_to_be_kept() == (frozenset() if ends_clear_losers else {"a"})
     assert selection.select().kept == (("b",) if ends_clear_losers else ("b", "a"))

@@ -32,21 +32,21 @@ def exits(selection: Selection) -> dict[str, tuple[str, int]]:
 
 def test_a_race_from_start_to_end() -> None:
     selection = selection_of({"a": 10, "b": 20, "c": 10, "d": 10})
-    assert [selection.next_stop(job) for job in selection.jobs] == [1, 2, 1, 1]
+    assert [selection.rungs.next_stop(job) for job in selection.jobs] == [1, 2, 1, 1]
     for job, loss in {"a": 3.0, "b": 1.0, "c": 4.0}.items():
-        train_to(selection, job, selection.next_stop(job), loss)
-        assert selection.is_waiting(job)
-    assert not selection.rung_ready()
+        train_to(selection, job, selection.rungs.next_stop(job), loss)
+        assert selection.rungs.is_waiting(job)
+    assert not selection.rungs.is_ready()
     train_to(selection, "d", 1, 2.0)
-    assert selection.rung_ready()
+    assert selection.rungs.is_ready()
     assert selection.select().kept == ("b", "d")
     assert selection.training == ("b", "d")
-    assert [selection.next_stop(job) for job in selection.training] == [10, 5]
+    assert [selection.rungs.next_stop(job) for job in selection.training] == [10, 5]
     train_to(selection, "b", 10, 0.9)
     train_to(selection, "d", 5, 0.8)
     assert selection.select().kept == ("d",)
-    assert selection.next_rung is None
-    assert selection.next_stop("d") == 10
+    assert selection.rungs.next is None
+    assert selection.rungs.next_stop("d") == 10
     train_to(selection, "d", 10, 0.85)
     assert selection.training == ()
     assert exits(selection) == {"a": ("underperforming", 1), "c": ("underperforming", 1), "b": ("underperforming", 10)}
@@ -75,7 +75,7 @@ def test_a_diverged_job_does_not_stand_at_the_rung() -> None:
     selection.observe_losses("a", 2, [math.nan])
     train_to(selection, "b", 2, 2.0)
     train_to(selection, "c", 2, 3.0)
-    assert [standing.job for standing in selection.standings()] == ["b", "c"]
+    assert [standing.job for standing in selection.rungs.standings()] == ["b", "c"]
     assert selection.select().kept == ("b",)
     assert selection.winner().job == "a"
 
@@ -107,10 +107,10 @@ def test_a_job_that_overfit_competes_with_its_best_and_is_applied_before_the_run
     assert verdict.reason is ExitReason.OVERFITTING
     for job, loss in {"b": 1.1, "c": 1.3, "d": 1.4}.items():
         train_to(selection, job, 2, loss, train_loss=loss)
-    assert selection.standings()[0] == Standing(job="a", step=2, validation_loss=1.2, is_training=False)
+    assert selection.rungs.standings()[0] == Standing(job="a", step=2, validation_loss=1.2, is_training=False)
     assert selection.select().kept == ("b", "a")
     train_to(selection, "b", 5, 1.0, train_loss=1.0)
-    assert [standing.job for standing in selection.standings()] == ["a", "b"]
+    assert [standing.job for standing in selection.rungs.standings()] == ["a", "b"]
     assert selection.select().kept == ("b",)
 
 
@@ -123,7 +123,7 @@ def test_an_ended_job_that_was_not_kept_competes_no_more() -> None:
     assert selection.select().kept == ("b", "c")
     train_to(selection, "b", 5, 1.0)
     train_to(selection, "c", 5, 1.0)
-    assert [standing.job for standing in selection.standings()] == ["b", "c"]
+    assert [standing.job for standing in selection.rungs.standings()] == ["b", "c"]
     assert exits(selection)["a"] == ("overfitting", 1)
 
 
@@ -134,7 +134,7 @@ def test_short_jobs_reach_two_rungs_at_one_step() -> None:
     for job, loss in {"a": 0.5, "b": 1.0, "c": 2.0, "d": 3.0, "e": 4.0}.items():
         train_to(selection, job, 1, loss)
     assert selection.select().kept == ("a", "b", "c")
-    assert selection.rung_ready()
+    assert selection.rungs.is_ready()
     assert selection.select().kept == ("a",)
     assert selection.training == ()
     assert selection.decision_on("a") is None
@@ -155,7 +155,7 @@ def test_no_rung_is_held_when_nobody_trains() -> None:
     selection = selection_of({"a": 10, "b": 10})
     for job in selection.jobs:
         selection.observe_losses(job, 1, [math.inf])
-    assert not selection.rung_ready()
+    assert not selection.rungs.is_ready()
     assert selection.winner() is None
 
 
@@ -168,8 +168,8 @@ def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason, ste
     if step:
         train_to(selection, "b", step, 0.5)
     selection.end(ExitDecision(job="b", step=step, reason=reason))
-    assert selection.rung_ready()
-    assert [standing.job for standing in selection.standings()] == ["a"]
+    assert selection.rungs.is_ready()
+    assert [standing.job for standing in selection.rungs.standings()] == ["a"]
 
 
 def test_leaders_are_the_best_of_each_job_best_first() -> None:
@@ -230,9 +230,9 @@ def test_a_job_added_later_takes_part_in_the_rungs_that_are_left() -> None:
     selection.select()
     selection.add("c", 20)
     assert selection.training == ("a", "c")
-    assert (selection.next_stop("a"), selection.next_stop("c")) == (5, 10)
+    assert (selection.rungs.next_stop("a"), selection.rungs.next_stop("c")) == (5, 10)
     train_to(selection, "a", 5, 0.9)
-    assert not selection.rung_ready()
+    assert not selection.rungs.is_ready()
     train_to(selection, "c", 10, 0.8)
     assert selection.select().kept == ("c",)
     with pytest.raises(RunError, match="found that c already exists"):
@@ -247,7 +247,7 @@ def test_a_reopened_job_trains_on_and_competes_again() -> None:
     selection.reopen("b")
     assert selection.decision_on("b") is None
     train_to(selection, "a", 5, 0.9)
-    assert not selection.rung_ready()
+    assert not selection.rungs.is_ready()
     train_to(selection, "b", 5, 0.7)
     assert selection.select().kept == ("b",)
     assert exits(selection) == {"a": ("underperforming", 5)}

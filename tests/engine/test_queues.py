@@ -532,7 +532,9 @@ def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_fro
     (root,) = (tmp_path / "runs").iterdir()
     assert stop.value.__notes__ == [f"continue with: alto resume {root}"]
     queue = read_queue_history(root)
-    assert [(task.duration_s, task.measuring is not None, task.is_unmeasured) for task in queue.tasks.values()] == [
+    assert [
+        (task.demand.duration_s, task.measuring is not None, task.is_unmeasured) for task in queue.tasks.values()
+    ] == [
         (7.0, False, False),
         (UNKNOWN_DURATION_S, True, True),
     ]

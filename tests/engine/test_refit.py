@@ -95,7 +95,7 @@ def _initial(refit: alto.TaskResult, model: Path, config: Any) -> Any:
     [state] = initial_states(TaskContext.of(task, backbone, data))
     size = BankSize.of([state.planned], backbone, num_slots=1)
     trainer = build_trainer(backbone, size, MicroBatches(10_000, lambda event: None))
-    trainer.admit_fresh(state, 0)
+    trainer.admit(state, 0)
     return trainer.bank.read(0)
 
 

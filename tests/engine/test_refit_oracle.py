@@ -112,7 +112,7 @@ class Refitted:
         [job] = initial_states(TaskContext.of(task, backbone, read_task_rows(task).encode(load_tokenizer())))
         size = BankSize.of([job.planned], backbone, num_slots=1)
         trainer = build_trainer(backbone, size, MicroBatches(10_000, lambda event: None))
-        trainer.admit_fresh(job, 0)
+        trainer.admit(job, 0)
         return trainer.bank.read(0)
 
     @property

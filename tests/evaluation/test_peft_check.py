@@ -10,13 +10,12 @@ import torch
 from architectures import build_tiny
 from moe_models import build_mixture
 from peft.tuners.lora import layer
-from peft_adapters import edit_config
+from peft_adapters import edit_config, write_random
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.evaluation import PeftCheck
-from alto.lora import AdapterWeights, ModuleNames, find_targets, write_adapter
 from alto.spec import JobConfig
 
 MLP = "model.layers.0.mlp"
@@ -25,16 +24,7 @@ SHORT = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_p
 
 def make(model: PreTrainedModel, folder: Path) -> Backbone:
     """``model``, and an adapter for all of its linear modules in ``folder``."""
-    config = JobConfig(r=3, lora_alpha=12)
-    generator = torch.Generator().manual_seed(0)
-    weights = {
-        target.name: (
-            torch.randn(target.in_features, 3, generator=generator) / 6,
-            torch.randn(3, target.out_features, generator=generator) / 6,
-        )
-        for target in find_targets(model, config.target_modules)
-    }
-    write_adapter(folder, AdapterWeights(weights), config, "some/base", ModuleNames.of(model))
+    write_random(model, folder, JobConfig(r=3, lora_alpha=12))
     return Backbone(model, None, "tiny")
 
 

@@ -121,7 +121,7 @@ def test_a_parked_job_continues_bit_by_bit(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"step": 1}', encoding="utf-8")
     trainer.release(1)
     job.slot = 2
-    trainer.readmit(job, 2, *read_state(tmp_path))
+    trainer.admit(job, 2, *read_state(tmp_path))
     for _ in range(2):
         expected, found = whole.step(), parted.step()
         for one in whole.jobs:

@@ -84,7 +84,7 @@ def test_jobs_come_back_to_other_slots_to_the_last_bit(method: str, adapter_dtyp
         parked(moves, job, store)
     for job, slot in zip(moves.jobs, [*range(2, len(moves.jobs)), 0, 1], strict=True):
         job.slot = slot
-        moves.trainer.readmit(job, slot, *read_state(store.folder(job.id, "last")))
+        moves.trainer.admit(job, slot, *read_state(store.folder(job.id, "last")))
     for _ in range(2):
         expected, found = stays.step(), moves.step()
         for job in stays.jobs:
@@ -104,7 +104,7 @@ def test_a_new_job_finds_nothing_of_the_one_before_in_its_slot() -> None:
         late.trainer.release(job.slot)
     for job, slot in zip(late.jobs, [*range(3, len(late.jobs)), 0, 1, 2], strict=True):
         job.slot, job.step = slot, 0
-        late.trainer.admit_fresh(job, slot)
+        late.trainer.admit(job, slot)
     for of_step in expected:
         found = late.step()
         for job_id, facts in of_step.items():

@@ -112,9 +112,9 @@ def test_waves_reach_each_rung_before_it_is_held(narrow: Run) -> None:
                 job, step = event["job"], event["step"]
                 reached[job].add(step)
                 selection = selection_of(entries(narrow.events[: event["seq"]]))
-                if step > selection.next_stop(job):
-                    assert job in selection.certain_to_be_kept(), "trained past a rung"
-                    assert step <= selection.furthest_stop(job)
+                if step > selection.rungs.next_stop(job):
+                    assert job in selection.rungs.certain_to_be_kept(), "trained past a rung"
+                    assert step <= selection.rungs.furthest_stop(job)
                     ran_ahead.add(job)
             case "job_exited" | "job_completed":
                 ended.add(event["job"])
@@ -311,7 +311,7 @@ def evaluate(task: Task, job_id: str, folder: Path) -> float:
     job = next(job for job in initial_states(context) if job.id == job_id)
     size = BankSize.of([job.planned], context.backbone, num_slots=1)
     trainer = build_trainer(context.backbone, size, MicroBatches(64, lambda event: None))
-    trainer.admit_warm(job, 0, read_adapter(folder))
+    trainer.admit(job, 0, read_adapter(folder))
     job.slot = 0
     return trainer.evaluate([job])[0].loss
 

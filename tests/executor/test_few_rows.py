@@ -92,7 +92,7 @@ def test_the_measured_loss_is_that_of_the_adapter_that_is_kept(run: Run) -> None
         for name, loss in measured.items():
             job = session.state.jobs[name]
             job.slot = 0
-            session.state.trainer.admit_warm(job, 0, read_adapter(run.root / "jobs" / name / "best"))
+            session.state.trainer.admit(job, 0, read_adapter(run.root / "jobs" / name / "best"))
             [found] = session.state.trainer.evaluate([job])
             session.state.slot_manager._free(job)
             assert found.loss == pytest.approx(loss, rel=1e-5)
@@ -172,7 +172,7 @@ def test_rows_that_begin_alike_have_the_losses_and_gradients_that_they_have_by_t
         jobs = list(session.state.jobs.values())[:2]
         for slot, job in enumerate(jobs):
             job.slot = slot
-            session.state.trainer.admit_fresh(job, slot)
+            session.state.trainer.admit(job, slot)
         for _ in range(3):
             session.state.trainer.step(jobs)
         for evaluate in (

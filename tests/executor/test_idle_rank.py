@@ -58,7 +58,7 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
     busy, idle = initial_states(context)
     one = make_trainer(context, 1)
     busy.slot, idle.slot = 0, 1  # of the two, one is resident here, and takes no part in the step
-    one.admit_fresh(idle, 0)
+    one.admit(idle, 0)
     before = one.bank.params_ZP.clone()
 
     losses = one.step([busy])

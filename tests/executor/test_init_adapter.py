@@ -245,7 +245,7 @@ def test_jobs_with_and_without_a_start_have_the_divergences_that_they_have_alone
     alone = [with_start.trainer.evaluate([own])[0], without.trainer.evaluate([other])[0]]
     weights, optimizer = state_of(without, other)
     other.slot = 0
-    with_start.trainer.readmit(other, 0, weights, optimizer)
+    with_start.trainer.admit(other, 0, weights, optimizer)
     together = with_start.trainer.evaluate([other, own])
     for found, expected in zip(together, reversed(alone), strict=True):
         assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from isolation import assert_continues_to_the_last_bit, assert_nan_stays_alone, compare_dropped
+from job_kinds import compare
 from optional import needs_bitsandbytes
 from oracle import SoloJob, flat, relative_distance
 from resident_jobs import (
@@ -24,16 +26,11 @@ from resident_jobs import (
     make_model,
     make_task,
 )
-from transformers import (
-    PreTrainedModel,
-)
+from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.executor import JobState, RunStart, TaskContext, TaskSession, run_alone
-from alto.executor.checkpoint import StateStore, read_state, write_state
-from alto.kernels import DropoutKey
-from alto.kernels.dropout import dropout_factor
-from alto.lora import AdapterWeights, ModuleNames, linear_modules, read_adapter, write_adapter
+from alto.lora import AdapterWeights, read_adapter
 from alto.runs import Journal, RunDir, read_history
 from alto.spec import Task
 
@@ -109,7 +106,16 @@ CHAOTIC = [
     {"lr": 2e-2, "r": 8, "batch_size": 4, "lora_alpha": 32, "seed": 12},
 ]
 
+OPTIMIZERS = pytest.mark.parametrize(
+    "configs",
+    [pytest.param(MIXED_OPTIMIZERS, marks=needs_bitsandbytes), OPTIMIZERS_OF_TORCH],
+    ids=["bitsandbytes", "torch"],
+)
 STABLE_SEEDS = {config["seed"] for config in STABLE}
+
+
+def llama() -> PreTrainedModel:
+    return make_model("llama")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -199,82 +205,29 @@ def test_jobs_with_different_options_equal_peft_alone_on_every_architecture(
     def model() -> PreTrainedModel:
         return tiny_model(architecture, vocab_size=VOCABULARY)
 
-    bank = Bank(model(), make_task(OPTIONS), slots=[4, 1, 0, 5, 2, 3])
-    solos = []
-    for job in bank.jobs:
-        solo = SoloJob(model(), DATA.train, job.config)
-        solo.load(bank.trainer.bank.read(job.slot))
-        solos.append(solo)
-    for _ in range(2):
-        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
-        found = bank.step()
-        for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
+    compare(model, Bank(model(), make_task(OPTIONS), slots=[4, 1, 0, 5, 2, 3]), 2, same=assert_same_step)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_jobs_whose_modules_differ_in_rank_and_scale_equal_peft_alone(name: str) -> None:
     bank = Bank(make_model(name), make_task(SHAPED), slots=[4, 1, 0, 5, 2, 6, 3])
-    for step in range(4):
-        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
-        found = bank.step()
-        if step == 2:
-            continue
-        for job, state in zip(bank.jobs, states, strict=True):
-            solo = SoloJob(make_model(name), DATA.train, job.config)
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
+    compare(lambda: make_model(name), bank, same=assert_same_step)
 
 
-@pytest.mark.parametrize(
-    "configs",
-    [pytest.param(MIXED_OPTIMIZERS, marks=needs_bitsandbytes), OPTIMIZERS_OF_TORCH],
-    ids=["bitsandbytes", "torch"],
-)
+@OPTIMIZERS
 def test_jobs_with_different_optimizers_equal_peft_alone(configs: list[dict[str, object]]) -> None:
-    bank = Bank(make_model("llama"), make_task(configs), slots=[4, 1, 0, 5, 2])
-    for step in range(8):
-        states = [(bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)) for job in bank.jobs]
-        found = bank.step()
-        if step not in (0, 1, 7):
-            continue
-        for job, state in zip(bank.jobs, states, strict=True):
-            solo = SoloJob(make_model("llama"), DATA.train, job.config)
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
+    bank = Bank(llama(), make_task(configs), slots=[4, 1, 0, 5, 2])
+    compare(llama, bank, 2, same=assert_same_step)
+    for _ in range(5):
+        bank.step()
+    compare(llama, bank, 1, same=assert_same_step)
 
 
-@pytest.mark.parametrize(
-    "configs",
-    [pytest.param(MIXED_OPTIMIZERS, marks=needs_bitsandbytes), OPTIMIZERS_OF_TORCH],
-    ids=["bitsandbytes", "torch"],
-)
+@OPTIMIZERS
 def test_a_job_that_was_parked_on_disk_goes_on_to_the_last_bit(
     configs: list[dict[str, object]], tmp_path: Path
 ) -> None:
-    stays, leaves, back = (Bank(make_model("llama"), make_task(configs)) for _ in range(3))
-    names = ModuleNames.of(make_model("llama"))
-    for _ in range(3):
-        stays.step()
-        leaves.step()
-    store = StateStore(RunDir(tmp_path))
-    for before, after in zip(leaves.jobs, back.jobs, strict=True):
-
-        def fill(folder: Path, job: JobState = before) -> None:
-            trainer = leaves.trainer
-            write_adapter(folder, trainer.bank.read(job.slot), job.config, "unused", names)
-            write_state(folder, trainer.optimizer.read(job.slot))
-
-        store.save(before.id, "last", before.step, fill)
-        after.step = before.step
-        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
-    for _ in range(3):
-        expected, found = stays.step(), back.step()
-        for job in stays.jobs:
-            assert found[job.id].loss == expected[job.id].loss
-            for name, update in expected[job.id].updates.items():
-                assert torch.equal(found[job.id].updates[name], update)
+    assert_continues_to_the_last_bit(llama, configs, tmp_path)
 
 
 def test_every_job_starts_as_its_own_option_says() -> None:
@@ -287,60 +240,15 @@ def test_every_job_starts_as_its_own_option_says() -> None:
         assert is_uniform == (job.config.init_lora_weights == "default")
 
 
-@pytest.mark.parametrize("poison", ["weights", "gradient"])
+@pytest.mark.parametrize("poison", ["weights", "moments"])
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> None:
-    banks = [Bank(make_model("llama"), make_task(STABLE)) for _ in range(2)]
-    for bank in banks:
-        for _ in range(3):
-            bank.step()
-    victim = banks[1].jobs[2]
-    if poison == "weights":
-        banks[1].trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
-    else:
-        banks[1].trainer.optimizer.exp_avg_ZP[victim.slot].fill_(float("nan"))
-    for _ in range(3):
-        clean, poisoned = (bank.step() for bank in banks)
-        for job in banks[0].jobs:
-            if job.id != victim.id and job.id in clean:
-                assert clean[job.id].loss == poisoned[job.id].loss
-                assert clean[job.id].grad_norm == poisoned[job.id].grad_norm
-                for kind in ("gradients", "updates"):
-                    for name, matrix in getattr(clean[job.id], kind).items():
-                        assert torch.equal(matrix, getattr(poisoned[job.id], kind)[name])
-    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
+    assert_nan_stays_alone(lambda: Bank(llama(), make_task(STABLE)), victim=2, poison=poison)
 
 
 def test_dropout_equals_peft_with_the_same_mask() -> None:
     config = {"lr": 1e-3, "r": 8, "batch_size": 1, "lora_dropout": 0.3, "seed": 3}
     task = make_task([config, {**config, "seed": 4}, {**config, "seed": 5, "lora_dropout": 0.0}])
-    base, bank = make_model("llama"), Bank(make_model("llama"), task)
-    numbers = {module.name: number for number, module in enumerate(linear_modules(base))}
-    for names in bank.trainer.bank.layout.shared_inputs:
-        numbers |= dict.fromkeys(names, numbers[names[0]])
-
-    class SameMask(torch.nn.Module):
-        """PEFT's dropout with the mask that ALTO keys by job, step and what the module reads."""
-
-        def __init__(self, job: JobState, module: str) -> None:
-            super().__init__()
-            self._run, self._number = job, numbers[module]
-            self.step = 0
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            key = DropoutKey(self._run.config.lora_dropout, self._run.config.seed, self.step)
-            factor = dropout_factor(key, self._number, x.shape[1], x.shape[2], x.device)
-            self.step += 1
-            return x * factor
-
-    solos = []
-    for job in bank.jobs:
-        solo = SoloJob(base, DATA.train, job.config, dropout=lambda module, _, job=job: SameMask(job, module))
-        solo.load(bank.trainer.bank.read(job.slot))
-        solos.append(solo)
-    for _ in range(4):
-        found = bank.step()
-        for job, solo in zip(bank.jobs, solos, strict=True):
-            assert_same_step(found[job.id], solo.train_step())
+    compare_dropped(llama, Bank(llama(), task), num_steps=4)
 
 
 class TestTheOracleBites:

@@ -7,16 +7,19 @@ The oracle is transformers' ``...ForSequenceClassification`` with PEFT and torch
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from architectures import build_tiny
+from biased_models import llama
 from isolation import assert_micro_batches_change_nothing, assert_nan_stays_alone
+from job_kinds import compare
 from optional import needs_bitsandbytes
 from oracle_classification import ONE_LABEL, ONE_NUMBER, SEVERAL_LABELS, TWO_NUMBERS, SoloClassifier, data_of
-from resident_jobs import LOSS_TOLERANCE, VOCABULARY, Bank, assert_same_step, make_model, make_task, state_of
+from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, make_model, make_task, state_of
+from transformers import PreTrainedModel
 
 from alto.records import LabelSet
 
@@ -50,14 +53,13 @@ def bank_of(labels: LabelSet, slots: list[int] | None = None, name: str = "llama
     ids=lambda of: of if isinstance(of, str) else f"{of.problem_type}_{of.num_labels}",
 )
 def test_from_equal_state_every_step_in_company_equals_peft_alone(labels: LabelSet, name: str) -> None:
-    base, bank = make_model(name), bank_of(labels, SLOTS, name)
-    solos = [SoloClassifier(base, data_of(labels).train, job.config) for job in bank.jobs]
-    for _ in range(2):
-        states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-        for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
-            assert "score.weight" in found[job.id].gradients
+    bank = bank_of(labels, SLOTS, name)
+    compare_heads(lambda: make_model(name), bank, labels)
+    assert all("score.weight" in bank.trainer.bank.read(job.slot).extras for job in bank.jobs)
+
+
+def compare_heads(model: Callable[[], PreTrainedModel], bank: Bank, labels: LabelSet, num_steps: int = 2) -> None:
+    compare(model, bank, num_steps, data=data_of(labels), solo=SoloClassifier, same=assert_same_step)
 
 
 EXTRAS: list[dict[str, object]] = [
@@ -72,16 +74,9 @@ EXTRAS: list[dict[str, object]] = [
     "optim", ["adamw_torch", pytest.param("adamw_8bit", marks=needs_bitsandbytes), "sgd", "rmsprop", "adafactor"]
 )
 def test_heads_with_biases_and_magnitudes_equal_peft_alone(optim: str) -> None:
-    base, model = (build_tiny("llama-bias", vocab_size=VOCABULARY) for _ in range(2))
     task = make_task([{**config, "optim": optim} for config in EXTRAS], method="classification")
-    data = data_of(ONE_LABEL)
-    bank = Bank(model, task.with_labels(ONE_LABEL), slots=[3, 0, 1, 2], data=data)
-    for _ in range(2):
-        states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-        for job, state in zip(bank.jobs, states, strict=True):
-            solo = SoloClassifier(base, data.train, job.config)
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
+    bank = Bank(llama(), task.with_labels(ONE_LABEL), slots=[3, 0, 1, 2], data=data_of(ONE_LABEL))
+    compare_heads(llama, bank, ONE_LABEL)
     trained = [{name.rpartition(".")[2] for name in bank.trainer.bank.read(job.slot).extras} for job in bank.jobs]
     assert trained == [
         {"weight", "bias"},
@@ -97,13 +92,8 @@ def test_heads_with_trained_embeddings_equal_peft_alone() -> None:
         {**JOBS[1], "target_modules": ["embed_tokens", "q_proj"]},
         JOBS[3],
     ]
-    base, bank = make_model("llama"), bank_of(ONE_LABEL, [2, 0, 1], configs=configs)
-    for _ in range(3):
-        states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-        for job, state in zip(bank.jobs, states, strict=True):
-            solo = SoloClassifier(base, data_of(ONE_LABEL).train, job.config)
-            solo.load(*state)
-            assert_same_step(found[job.id], solo.train_step())
+    bank = bank_of(ONE_LABEL, [2, 0, 1], configs=configs)
+    compare_heads(lambda: make_model("llama"), bank, ONE_LABEL, num_steps=3)
     assert set(bank.trainer.bank.read(bank.jobs[0].slot).extras) == {"score.weight", "model.embed_tokens.weight"}
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from biased_models import llama
+from isolation import assert_micro_batches_change_nothing, assert_nan_stays_alone
 from oracle import (
     SoloCpo,
     SoloPairs,
@@ -214,29 +215,9 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
         assert last["metrics"]["reward_accuracy"] == pytest.approx(worth["rewards/accuracies"])
 
 
-@pytest.mark.parametrize("poison", ["weights", "gradient"])
+@pytest.mark.parametrize("poison", ["weights", "moments"])
 def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit(poison: str) -> None:
-    clean_bank, poisoned_bank = (Bank(make_model("llama"), dpo_task(FEW), data=PAIRS) for _ in range(2))
-    for bank in (clean_bank, poisoned_bank):
-        bank.step()
-    victim = poisoned_bank.jobs[1]
-    if poison == "weights":
-        poisoned_bank.trainer.bank.params_ZP[victim.slot].fill_(float("nan"))
-    else:
-        poisoned_bank.trainer.optimizer.exp_avg_ZP[victim.slot].fill_(float("nan"))
-    for _ in range(2):
-        clean, poisoned = clean_bank.step(), poisoned_bank.step()
-        for job in clean_bank.jobs:
-            if job.id != victim.id:
-                assert clean[job.id].loss == poisoned[job.id].loss
-                for kind in ("gradients", "updates"):
-                    for name, matrix in getattr(clean[job.id], kind).items():
-                        assert torch.equal(matrix, getattr(poisoned[job.id], kind)[name])
-    assert poisoned[victim.id].loss != poisoned[victim.id].loss, "the victim itself must be NaN, or nothing was shown"
-    for job, clean_worth, poisoned_worth in zip(
-        clean_bank.jobs, *(bank.trainer.evaluate(bank.jobs) for bank in (clean_bank, poisoned_bank)), strict=True
-    ):
-        assert (clean_worth == poisoned_worth) == (job.id != victim.id)
+    assert_nan_stays_alone(lambda: Bank(make_model("llama"), dpo_task(FEW), data=PAIRS), poison=poison)
 
 
 @pytest.mark.parametrize(
@@ -254,17 +235,7 @@ def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step(configs:
     )
     batch = whole.jobs[2].order.rows_of_step(0)
     assert sum(PAIRS.train.input_ids[row].numel() for row in batch) > 2 * 60
-    for _ in range(2):
-        expected, found = whole.step(), parted.step()
-        for job in whole.jobs:
-            assert_same_step(found[job.id], expected[job.id])
-        for mine, others in zip(parted.jobs, whole.jobs, strict=True):  # go on from equal state
-            weights, optimizer = state_of(whole, others)
-            parted.trainer.bank.write(mine.slot, weights)
-            parted.trainer.optimizer.write(mine.slot, mine.config.optim, optimizer)
-    for found, expected in zip(parted.trainer.evaluate(parted.jobs), whole.trainer.evaluate(whole.jobs), strict=True):
-        assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
-        assert found.metrics == pytest.approx(expected.metrics, rel=1e-3, abs=1e-5)
+    assert_micro_batches_change_nothing(whole, parted)
 
 
 def test_jobs_on_odds_ratios_do_not_depend_on_their_company() -> None:

@@ -122,7 +122,7 @@ def test_the_loss_of_every_source_is_recorded_and_shown(tmp_path: Path) -> None:
 
 
 def test_the_mean_over_sources_is_the_whole_loss() -> None:
-    from alto.executor.tally import Tally
+    from alto.executor.evaluator import Tally
 
     tally = Tally((), ("loss",), [1.0, 2.0, 4.0], (("a", 2), ("b", 1)))
     found = tally.evaluated([7.0 * 3, 1.0, 3.0, 6.0, 12.0])

@@ -140,10 +140,10 @@ def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
         give_state(manager, fork, origin)
         sources[fork.id] = read_state(manager._store.folder(origin.id, "last"))
 
-    readmit, compared = Trainer.readmit, []
+    admit, compared = Trainer.admit, []
 
-    def checked(trainer: Trainer, job: Any, local_slot: int, weights: Any, optimizer: Any) -> None:
-        readmit(trainer, job, local_slot, weights, optimizer)
+    def checked(trainer: Trainer, job: Any, local_slot: int, *state: Any) -> None:
+        admit(trainer, job, local_slot, *state)
         if job.id in sources and job.step == job.forked_at:
             source_weights, source_optimizer = sources[job.id]
             row, moments = trainer.bank.read(local_slot), trainer.optimizer.read(local_slot)
@@ -159,7 +159,7 @@ def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
             compared.append(job.id)
 
     monkeypatch.setattr(slot_manager.SlotManager, "give_state", noted)
-    monkeypatch.setattr(Trainer, "readmit", checked)
+    monkeypatch.setattr(Trainer, "admit", checked)
     found: dict[str, tuple[Any, Any, Any, Any]] = {}
     backward, update = Trainer.backward, Trainer.update
 

@@ -25,7 +25,7 @@ from alto.records import ExitReason, TaskOutcome
 from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_outcome
 from alto.runs.events import JobEvaluated, TaskStarted, decode
 from alto.spec import EarlyExit, Task, load_task
-from alto.spec.metric import score_of
+from alto.spec.scoring import score_of
 from alto.views import choice_notes
 
 METRICS = {"reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward", "kl"}

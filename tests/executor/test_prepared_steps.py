@@ -70,13 +70,13 @@ def test_so_are_those_of_several_micro_batches(events: list[str]) -> None:
     bank.trainer.update(bank.jobs)
     events.clear()
     bank.trainer.prepare(bank.jobs)
-    assert len(events) == len(bank.trainer._prepared._schedules) > 2
+    assert len(events) == len(bank.trainer._passes.prepared._schedules) > 2
     for job in bank.jobs:
         job.step += 1
     events.clear()
     bank.trainer.backward(bank.jobs)
     assert events == []
-    assert not bank.trainer._prepared._schedules, "the schedules were those that the step needed"
+    assert not bank.trainer._passes.prepared._schedules, "the schedules were those that the step needed"
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_tokens_per_pass": 60}], ids=["one micro-batch", "several"])

@@ -19,9 +19,9 @@ from resident_jobs import PAIRS, Bank, make_model, make_task, with_references
 from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
 from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
-from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, references, run_alone
+from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone, stages
 from alto.executor.micro_batches import MemoryEvent, MicroBatches
-from alto.executor.references import References, find_references
+from alto.executor.stages import with_references as find_references
 from alto.runs import Event, Journal, RunDir, read_events
 from alto.spec import BaseModelSpec, Task
 
@@ -31,7 +31,7 @@ TASK = make_task(
     num_train_epochs=1,
     early_exit={"enabled": False},
 )
-ask = references.reference_sums
+ask = stages.reference_sums
 
 
 class Base:
@@ -41,7 +41,7 @@ class Base:
         self.num_asked = 0
         self.max_tokens = 10**6
         self.on_ask: Callable[[], None] = lambda: None
-        monkeypatch.setattr(references, "reference_sums", self._asked)
+        monkeypatch.setattr(stages, "reference_sums", self._asked)
 
     def _asked(self, backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
         self.num_asked += 1
@@ -72,10 +72,15 @@ def find(
     dtype: torch.dtype = torch.float32,
     micro_batches: MicroBatches | None = None,
     on_turn: Callable[[], None] = lambda: None,
-) -> References:
+) -> TaskContext:
     backbone = Backbone(make_model("llama").to(dtype), None, path)
     context = TaskContext.of(task, backbone, data)
     return find_references(context, micro_batches or MicroBatches(100, lambda event: None), on_turn)
+
+
+def is_cached(found: TaskContext) -> bool:
+    assert found.references is not None
+    return found.references.is_cached
 
 
 def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
@@ -83,7 +88,7 @@ def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
     assert base.num_asked > 2
     num_asked, second = base.num_asked, find()
     assert base.num_asked == num_asked
-    assert (first.is_cached, second.is_cached) == (False, True)
+    assert (is_cached(first), is_cached(second)) == (False, True)
     expected = with_references(Backbone(make_model("llama"), None, "unused"), PAIRS)
     for split in ("train", "validation"):
         found, cached, wanted = (getattr(data, split).references for data in (first.data, second.data, expected))
@@ -93,8 +98,8 @@ def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
 
 def test_what_another_tenant_has_trained_does_not_show(base: Base) -> None:
     for tenant in ("a", "b"):
-        assert not find(TASK.replace(tenant=tenant)).is_cached
-    assert find(TASK.replace(tenant="b")).is_cached
+        assert not is_cached(find(TASK.replace(tenant=tenant)))
+    assert is_cached(find(TASK.replace(tenant="b")))
 
 
 def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: Path) -> None:
@@ -148,9 +153,9 @@ def test_a_broken_file_is_as_good_as_none(base: Base, tmp_path: Path, content: b
         file.write_bytes(content)
     with pytest.warns(UserWarning, match=r"references/\w+\.json is damaged .* discarded, and measured again"):
         again = find()
-    assert not again.is_cached
+    assert not is_cached(again)
     assert torch.equal(again.data.train.references, whole)
-    assert find().is_cached
+    assert is_cached(find())
 
 
 def test_where_memory_runs_out_passes_are_halved(base: Base) -> None:
@@ -234,7 +239,7 @@ def test_a_quantised_base_is_its_own_reference() -> None:
 
 def test_it_is_asked_in_parts_each_of_which_is_kept(base: Base, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = find().data.train.references
-    monkeypatch.setattr(references, "PART_ROWS", 5)
+    monkeypatch.setattr(stages, "PART_ROWS", 5)
     asked_at: list[int] = []
 
     def stop() -> None:
@@ -247,7 +252,7 @@ def test_it_is_asked_in_parts_each_of_which_is_kept(base: Base, monkeypatch: pyt
     before = base.num_asked
     rest = find()
     in_vain = base.num_asked - before
-    assert not rest.is_cached
+    assert not is_cached(rest)
     assert rest.data.train.references.numpy() == pytest.approx(whole.numpy(), rel=1e-6)
     monkeypatch.setenv("ALTO_CACHE", os.environ["ALTO_CACHE"] + "-2")
     before = base.num_asked

@@ -20,7 +20,7 @@ from alto.executor import cache
 from alto.executor.profiling import profile
 from alto.executor.profiling.measure import Measured
 from alto.executor.profiling.meter import spread_of
-from alto.executor.profiling.refine import StepTimes
+from alto.executor.profiling.profile import StepTimes
 from alto.records import UNSTEADY, TaskPlan, Throughput
 from alto.spec import Task
 from alto.views import plan_text

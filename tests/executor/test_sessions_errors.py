@@ -271,7 +271,7 @@ def test_a_task_that_cannot_leave_a_bank_takes_no_step_before_it_ends(
     assert_as_alone(tmp_path, ("ash",), alone)
 
 
-@pytest.mark.parametrize("failing", ["read_state", "Trainer.readmit"])
+@pytest.mark.parametrize("failing", ["read_state", "Trainer.admit"])
 def test_a_state_that_cannot_be_read_ends_its_task_alone(
     failing: str, tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,7 +158,7 @@ def test_jobs_of_several_tasks_on_one_base_train_as_each_alone(max_tokens: int) 
     jobs = [job for context in contexts for job in initial_states(context)]
     for slot, job in enumerate(jobs):
         job.slot = slot
-        trainer.admit_fresh(job, slot)
+        trainer.admit(job, slot)
     losses = []
     for _ in range(2):
         losses.append(trainer.step(jobs))
@@ -172,7 +172,7 @@ def test_jobs_of_several_tasks_on_one_base_train_as_each_alone(max_tokens: int) 
         alone = make_trainer(context, 1)
         for job in initial_states(context):
             job.slot = 0
-            alone.admit_fresh(job, 0)
+            alone.admit(job, 0)
             expected = []
             for _ in range(2):
                 expected += alone.step([job])

@@ -257,11 +257,11 @@ def test_only_slots_that_nobody_can_use_are_given_to_suggestions(tmp_path: Path)
         exploration, state = session._exploration, session.state
         exploration.suggest(3)
         assert len(state.jobs) == 3
-        job, step = "job-000", state.selection.next_stop("job-000")
+        job, step = "job-000", state.selection.rungs.next_stop("job-000")
         for number in range(1, step + 1):
             state.selection.observe_losses(job, number, [1.0])
         state.selection.observe(job, step, 1.0)
-        assert state.selection.is_waiting(job)
+        assert state.selection.rungs.is_waiting(job)
         state.ahead = frozenset({job})
         exploration.suggest(3)
         assert len(state.jobs) == 3

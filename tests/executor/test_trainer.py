@@ -76,7 +76,7 @@ class Jobs(Bank):
         self.memory_events.clear()
         for job, (weights, optimizer) in zip(self.jobs, state, strict=True):
             job.step = optimizer.step
-            self.trainer.readmit(job, job.slot, weights, optimizer)
+            self.trainer.admit(job, job.slot, weights, optimizer)
 
 
 def adamw(num_jobs: int) -> Jobs:

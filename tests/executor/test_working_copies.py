@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 from resident_jobs import Bank, make_model, make_task
 
+from alto.executor.auxiliary_terms import start_weights
 from alto.lora import AdapterWeights
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -61,10 +63,10 @@ def test_steps_of_every_optimizer_and_slots_that_are_given_away() -> None:
     job = bank.jobs[0]
     weights, state = bank.trainer.bank.read(0), bank.trainer.optimizer.read(0)
     bank.trainer.release(0)
-    bank.trainer.readmit(job, 0, weights, state)
+    bank.trainer.admit(job, 0, weights, state)
     assert_copied(bank)
     bank.trainer.release(0)
-    bank.trainer.admit_fresh(job, 0)
+    bank.trainer.admit(job, 0)
     assert_copied(bank)
 
 
@@ -76,7 +78,7 @@ def test_passes_of_what_jobs_begin_with() -> None:
     begun = Begun(bank.trainer.bank.read(1))
     for value in begun.weights.values():
         value[1].fill_(3.0)
-    with bank.trainer._divergences._at_start({1: begun}):
+    with start_weights(bank.trainer.bank, {1: begun}, WeakKeyDictionary()):
         assert (bank.trainer.bank.params_ZP == 3.0).any()
         assert_copied(bank)
     assert torch.equal(bank.trainer.bank.params_ZP, before)

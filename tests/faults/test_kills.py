@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from budgets import kills
 from forks import run_code
 
-NUM_KILLS = 9
 SEEDS = (1,)
-"""Of which instants; others, and more kills, by hand: each takes five seconds."""
+"""Seeds of the instants; others by hand: each kill takes five seconds."""
 
 
 def outcome_of_trials(folder: Path, seed: int, num_kills: int, *kinds: str) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def test_jobs_that_ran_ahead_of_a_rung_go_on_from_where_they_were(tmp_path: Path
 @pytest.mark.slow("campaigns")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_killed_runs_are_resumed_as_if_nothing_had_happened(seed: int, tmp_path: Path) -> None:
-    outcome = outcome_of_trials(tmp_path, seed, NUM_KILLS)
+    outcome = outcome_of_trials(tmp_path, seed, kills(30))
     kinds = ("file", "line", "weights", "ahead", "time", "command")
     assert all(outcome["kills"][kind] for kind in kinds), outcome["kills"]
     # What the instants were drawn from: hundreds of file operations, every journal line, every checkpoint's weights.

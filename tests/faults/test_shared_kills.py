@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from budgets import kills
 from shared_runs import SharedRuns, assert_as_alone, shared_tasks
 from tiny import save_model
 
@@ -16,9 +17,6 @@ from alto.cluster import ExecutorEnded, Outcome
 from alto.cluster.local import LocalCluster
 from alto.engine.runner import TaskRunner
 from alto.spec import Task
-
-NUM_KILLS = 5
-"""More by hand: each takes two to five seconds."""
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +45,8 @@ def test_four_tasks_whose_process_is_killed_again_and_again(
     tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path
 ) -> None:
     draw = random.Random(20)
-    num_kills, trial = 0, 0
-    while num_kills < NUM_KILLS:
+    num_kills, trial, wanted = 0, 0, kills(18)  # each takes two to five seconds
+    while num_kills < wanted:
         trial += 1
         (tmp_path / str(trial)).mkdir()
         cluster = LocalCluster()
@@ -59,7 +57,7 @@ def test_four_tasks_whose_process_is_killed_again_and_again(
             runs.attached = [name for name, open_ in is_open.items() if open_]
             for name in runs.attached:
                 runs.attach(name, attempt)
-            num_kills += killed_after(runs, draw.randrange(0, 80) if num_kills < NUM_KILLS else 10**9, attempt)
+            num_kills += killed_after(runs, draw.randrange(0, 80) if num_kills < wanted else 10**9, attempt)
             for name in runs.attached:
                 ended = runs.until_ended(name, attempt)
                 assert isinstance(ended, ExecutorEnded)

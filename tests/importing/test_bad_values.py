@@ -12,7 +12,8 @@ from foreign_configs import CONFIGS, DATASET_INFO, write_configs
 from alto.errors import AltoError
 from alto.importing.draft import Draft
 from alto.importing.imported import TOOLS
-from alto.importing.llamafactory import _source, read_llamafactory
+from alto.importing.llamafactory import read_llamafactory
+from alto.importing.llamafactory_data import _source
 from alto.spec import Task
 from alto.spec.method import find_method
 from alto.spec.strict_yaml import read_yaml

@@ -10,12 +10,12 @@ import pytest
 import torch
 from architectures import build_tiny
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft_adapters import logits_of, write_random
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.errors import RunError, SpecError, TargetModuleError, UnsupportedError
 from alto.evaluation.peft_check import PeftCheck
-from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, adapter_shape, bias_notes, read_saved_adapter, write_adapter
 from alto.records import LabelSet
 from alto.spec import JobConfig
@@ -35,37 +35,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 LABELS = LabelSet(problem_type="single_label_classification", names=("a", "b", "c"))
 
 
-def written(model: PreTrainedModel, folder: Path, config: JobConfig, labels: LabelSet | None = None) -> AdapterWeights:
-    generator, shape = torch.Generator().manual_seed(0), adapter_shape(model, config, labels)
-
-    def drawn(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, generator=generator) / 3
-
-    weights = AdapterWeights(
-        {m.name: (drawn(m.in_features, config.r), drawn(config.r, m.out_features)) for m in shape.targets},
-        {extra.name: drawn(*extra.shape) for extra in shape.extras},
-    )
-    write_adapter(folder, weights, config, "some/base", ModuleNames.of(model))
-    return weights
-
-
-@torch.no_grad()
-def logits_here(backbone: Backbone, folder: Path) -> torch.Tensor:
-    with (
-        loaded_adapters(backbone, [None, read_saved_adapter(folder)], "base") as served,
-        backbone.own_attention(),
-        served.use(served.schedule([0, IDS.numel()])),
-    ):
-        logits: torch.Tensor = backbone.model(input_ids=IDS).logits
-        return logits
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_an_export_is_the_same_in_peft_here_and_merged(settings: dict[str, Any], tmp_path: Path) -> None:
     model = build_tiny("llama-bias")
     plain = model(input_ids=IDS).logits
-    weights = written(model, tmp_path, JobConfig(r=4, lora_alpha=8, **settings))
+    weights = write_random(model, tmp_path, JobConfig(r=4, lora_alpha=8, **settings), divisor=3)
     of_dora = {"use_dora": False} if settings.get("use_dora") else {}
     assert len(weights.extras) == {"all": 14, "lora_only": 4}.get(settings.get("bias"), 0) + (
         len(weights) if of_dora else 0
@@ -76,8 +51,8 @@ def test_an_export_is_the_same_in_peft_here_and_merged(settings: dict[str, Any],
     write_adapter(tmp_path / "without", without, config, "b", ModuleNames.of(model))
     assert (expected - plain).norm() > 0.05 * plain.norm()
     backbone = Backbone(model, None, "tiny")
-    torch.testing.assert_close(logits_here(backbone, tmp_path), expected, rtol=1e-4, atol=1e-4)
-    assert (logits_here(backbone, tmp_path / "without") - expected).norm() > 0.01 * plain.norm(), "they matter"
+    torch.testing.assert_close(logits_of(backbone, IDS, tmp_path), expected, rtol=1e-4, atol=1e-4)
+    assert (logits_of(backbone, IDS, tmp_path / "without") - expected).norm() > 0.01 * plain.norm(), "they matter"
     merged = peft.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
@@ -92,7 +67,7 @@ def test_what_peft_itself_writes_is_read(settings: dict[str, Any], tmp_path: Pat
         if parameter.requires_grad and parameter.ndim == 1:
             parameter.normal_()
     peft.save_pretrained(tmp_path)
-    found = logits_here(Backbone(build_tiny("llama-bias"), None, "tiny"), tmp_path)
+    found = logits_of(Backbone(build_tiny("llama-bias"), None, "tiny"), IDS, tmp_path)
     torch.testing.assert_close(found, peft(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
 
 
@@ -103,7 +78,7 @@ def test_the_check_with_peft_sees_them_and_leaves_the_base_as_it_was(
 ) -> None:
     backbone = Backbone(build_tiny("llama-bias"), None, "tiny")
     before = {name: parameter.clone() for name, parameter in backbone.model.named_parameters()}
-    weights = written(backbone.model, tmp_path, JobConfig(r=4, lora_alpha=8, **settings), labels)
+    weights = write_random(backbone.model, tmp_path, JobConfig(r=4, lora_alpha=8, **settings), labels, divisor=3)
     found = PeftCheck(backbone)(tmp_path)
     assert (found.status, found.why) == ("equal", "")
     after = dict(backbone.model.named_parameters())
@@ -126,9 +101,9 @@ def test_a_bias_that_is_no_layers_last_sum_is_refused_by_name() -> None:
 
 
 def test_a_saved_bias_that_the_base_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
-    written(build_tiny("llama-bias"), tmp_path, JobConfig(r=4, **SETTINGS["all"]))
+    write_random(build_tiny("llama-bias"), tmp_path, JobConfig(r=4, **SETTINGS["all"]), divisor=3)
     with pytest.raises(TargetModuleError, match=r"expected magnitudes .* found model\.layers\.0\.mlp"):
-        logits_here(Backbone(build_tiny("llama"), None, "tiny"), tmp_path)
+        logits_of(Backbone(build_tiny("llama"), None, "tiny"), IDS, tmp_path)
 
 
 def test_a_note_says_where_there_are_none() -> None:
@@ -139,7 +114,7 @@ def test_a_note_says_where_there_are_none() -> None:
 
 
 def test_magnitudes_that_do_not_fit_the_settings_of_a_file_are_refused(tmp_path: Path) -> None:
-    written(build_tiny("llama"), tmp_path, JobConfig(r=4, use_dora=True, target_modules=["q_proj"]))
+    write_random(build_tiny("llama"), tmp_path, JobConfig(r=4, use_dora=True, target_modules=["q_proj"]), divisor=3)
     file = tmp_path / "adapter_config.json"
     file.write_text(file.read_text().replace('"use_dora": true', '"use_dora": false'))
     with pytest.raises(RunError, match=r"found use_dora false and one for model\.layers\.0\.self_attn\.q_proj"):

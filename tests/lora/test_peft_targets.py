@@ -10,9 +10,10 @@ import torch
 from moe_models import MIXTURES, build_mixture
 from peft import PeftModel
 from peft.utils import transformers_weight_conversion as conversion
-from transformers import CONFIG_MAPPING, PreTrainedModel
+from peft_adapters import write_random
+from transformers import CONFIG_MAPPING
 
-from alto.lora import AdapterWeights, ModuleNames, adapter_scale, find_targets, write_adapter
+from alto.lora import ModuleNames, adapter_scale
 from alto.lora.peft_targets import PeftTargets, expert_names, peft_targets
 from alto.spec import JobConfig
 
@@ -29,27 +30,12 @@ TARGETS = {
 }
 
 
-def written(model: PreTrainedModel, folder: Path, config: JobConfig) -> AdapterWeights:
-    generator = torch.Generator().manual_seed(0)
-    weights = AdapterWeights(
-        {
-            target.name: (
-                torch.randn(target.in_features, config.r, generator=generator) / 6,
-                torch.randn(config.r, target.out_features, generator=generator) / 6,
-            )
-            for target in find_targets(model, config.target_modules)
-        }
-    )
-    write_adapter(folder, weights, config, "some/base", ModuleNames.of(model))
-    return weights
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("use_rslora", [False, True])
 @pytest.mark.parametrize("name", MIXTURES)
 def test_peft_reads_back_what_was_trained_on_a_mixture_of_experts(name: str, use_rslora: bool, tmp_path: Path) -> None:
     config = JobConfig(r=3, lora_alpha=12, lora_dropout=0.1, use_rslora=use_rslora, target_modules=TARGETS[name])
-    weights = written(build_mixture(name), tmp_path, config)
+    weights = write_random(build_mixture(name), tmp_path, config)
     expected = build_mixture(name)
     before = expected(input_ids=IDS).logits
     for module, (a_KR, b_RN) in weights.items():
@@ -69,14 +55,14 @@ def test_peft_reads_back_what_was_trained_on_a_mixture_of_experts(name: str, use
 
 def test_a_dense_layer_beside_experts_is_named_by_its_weight(tmp_path: Path) -> None:
     config = JobConfig(r=3, lora_dropout=0.1, target_modules=MLP)
-    written(build_mixture("qwen3-moe-dense"), tmp_path, config)
+    write_random(build_mixture("qwen3-moe-dense"), tmp_path, config)
     described = json.loads((tmp_path / "adapter_config.json").read_text())
     assert described["target_modules"] == ["o_proj", "q_proj"]
     mlp = "model.layers.0.mlp"
     assert described["target_parameters"] == [f"{mlp}.{leaf}.weight" for leaf in ("down_proj", "gate_proj", "up_proj")]
     assert described["lora_dropout"] == 0.0  # PEFT refuses any beside target_parameters
     config = config.replace(target_modules=["q_proj"])
-    written(build_mixture("qwen3-moe-dense"), tmp_path, config)
+    write_random(build_mixture("qwen3-moe-dense"), tmp_path, config)
     described = json.loads((tmp_path / "adapter_config.json").read_text())
     assert "target_parameters" not in described
     assert described["lora_dropout"] == 0.1

@@ -10,19 +10,17 @@ import pytest
 import torch
 from oracle import peft_settings
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft_adapters import write_random
 from transformers import PreTrainedModel
 
 from alto.errors import SpecError, TargetModuleError
 from alto.lora import (
-    AdapterWeights,
-    ModuleNames,
     adapter_scale,
     adapter_shape,
     find_shared_inputs,
     rank_notes,
     read_saved_adapter,
     serving,
-    write_adapter,
 )
 from alto.spec import JobConfig
 
@@ -141,15 +139,7 @@ def test_an_export_loads_in_peft_and_here_with_the_same_logits(
     tiny_model: ModelFactory, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     model, config = tiny_model("llama"), JobConfig(**({"r": 4, "lora_alpha": 12} | settings))
-    shape, generator = adapter_shape(model, config), torch.Generator().manual_seed(0)
-    weights = {
-        module.name: (
-            torch.randn(module.in_features, rank, generator=generator) / 8,
-            torch.randn(rank, module.out_features, generator=generator) / 8,
-        )
-        for module, rank in zip(shape.targets, shape.ranks, strict=True)
-    }
-    write_adapter(tmp_path, AdapterWeights(weights), config, "base", ModuleNames.of(model))
+    write_random(model, tmp_path, config, divisor=8)
     saved = read_saved_adapter(tmp_path)
     ids = torch.arange(12)[None]
     assert find_shared_inputs(model, lambda: model(input_ids=ids))

@@ -1,4 +1,4 @@
-"""Output heads and embeddings that adapters hold whole: in PEFT, in folders, and what is refused."""
+"""Output heads and embeddings that adapters hold whole: side by side, in folders, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,30 +10,25 @@ import pytest
 import torch
 from architectures import SIZES, build_tiny
 from peft import PeftModel
-from peft_adapters import edit_config, save_with_peft
-from safetensors.torch import load_file, save_file
+from peft_adapters import edit_config, logits_of, save_with_peft, write_random
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import MambaConfig, MambaForCausalLM
 
 from alto.backbone import Backbone
 from alto.errors import SpecError, TargetModuleError, UnsupportedError
-from alto.evaluation import PeftCheck
-from alto.evaluation.target import loaded_adapters
 from alto.executor import model_notes
 from alto.kernels import TokenSchedule
 from alto.lora import (
     AdapterBank,
     AdapterShape,
-    AdapterWeights,
     BankLayout,
     ExtraTensor,
-    ModuleNames,
     adapter_shape,
     heads,
     initial_values,
     inject,
     read_saved_adapter,
-    write_adapter,
 )
 from alto.lora import shape as lora_shape
 from alto.records import LabelSet
@@ -53,79 +48,17 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
     return float((found - expected).detach().norm() / expected.detach().norm()) <= tolerance
 
 
-def written(model: PreTrainedModel, folder: Path, names: list[str], **settings: Any) -> None:
-    config = JobConfig(r=4, lora_alpha=8, target_modules=["v_proj"], modules_to_save=names, **settings)
-    shape = adapter_shape(model, config)
-    generator = torch.Generator().manual_seed(0)
-
-    def draw(*sizes: int) -> Tensor:
-        return torch.randn(sizes, generator=generator) / 6
-
-    weights = {module.name: (draw(module.in_features, 4), draw(4, module.out_features)) for module in shape.targets}
-    extras = {extra.name: draw(*extra.shape) for extra in shape.extras}
-    write_adapter(folder, AdapterWeights(weights, extras), config, "some/base", ModuleNames.of(model))
-
-
-@torch.no_grad()
-def logits_on(backbone: Backbone, *folders: Path | None) -> Tensor:
-    """A row of ``IDS`` for each of ``folders``; both rows where there is one only."""
-    adapters = [None if folder is None else read_saved_adapter(folder) for folder in folders]
-    with (
-        loaded_adapters(backbone, adapters, "tiny") as served,
-        backbone.own_attention(),
-        served.use(served.schedule([IDS.numel() // len(folders)] * len(folders))),
-    ):
-        found: Tensor = backbone.model(input_ids=IDS, use_cache=False).logits
-    return found
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("names", [["lm_head"], ["embed_tokens"], BOTH], ids="-".join)
-class TestInPeft:
-    """Gemma 3's head is its embeddings, which it multiplies."""
-
-    @torch.no_grad()
-    def test_an_export_has_altos_logits_there_merged_too(self, name: str, names: list[str], tmp_path: Path) -> None:
-        written(build_tiny(name), tmp_path, names)
-        found = logits_on(Backbone(build_tiny(name), None, "tiny"), tmp_path)
-        assert not near(found, build_tiny(name)(input_ids=IDS).logits, 0.05), "the adapter matters"
-        peft = PeftModel.from_pretrained(build_tiny(name), tmp_path).eval()
-        assert near(found, peft(input_ids=IDS).logits)
-        merged = peft.merge_and_unload().eval()
-        assert near(found, merged(input_ids=IDS).logits)
-
-    def test_the_check_finds_it_equal_and_the_model_is_as_it_was(
-        self, name: str, names: list[str], tmp_path: Path
-    ) -> None:
-        backbone = Backbone(build_tiny(name), None, "tiny")
-        written(backbone.model, tmp_path, names)
-        before, values = dict(backbone.model.named_modules()), backbone.model.state_dict()
-        values = {key: value.clone() for key, value in values.items()}
-        found = PeftCheck(backbone)(tmp_path)
-        assert (found.status, found.why) == ("equal", "")
-        assert dict(backbone.model.named_modules()) == before
-        assert all(torch.equal(value, values[key]) for key, value in backbone.model.state_dict().items())
-        assert not any(parameter.requires_grad for parameter in backbone.model.parameters())
-
-    @torch.no_grad()
-    def test_what_peft_saves_is_read(self, name: str, names: list[str], tmp_path: Path) -> None:
-        save_with_peft(build_tiny(name), tmp_path, modules_to_save=names)
-        path = tmp_path / "adapter_model.safetensors"
-        moved = {
-            key: tensor if ".lora_" in key else tensor + 0.1 * torch.randn_like(tensor)
-            for key, tensor in load_file(path).items()
-        }
-        save_file(moved, path)
-        expected = PeftModel.from_pretrained(build_tiny(name), tmp_path).eval()(input_ids=IDS).logits
-        assert near(logits_on(Backbone(build_tiny(name), None, "tiny"), tmp_path), expected)
+def written(folder: Path) -> None:
+    config = JobConfig(r=4, lora_alpha=8, target_modules=["v_proj"], modules_to_save=BOTH)
+    write_random(build_tiny("llama"), folder, config)
 
 
 @torch.no_grad()
 def test_adapters_with_and_without_them_act_side_by_side(tmp_path: Path) -> None:
-    written(build_tiny("llama"), tmp_path / "whole", BOTH)
+    written(tmp_path / "whole")
     save_with_peft(build_tiny("llama"), tmp_path / "plain")
     for folders in ([tmp_path / "whole", tmp_path / "plain"], [None, tmp_path / "whole"]):
-        found = logits_on(Backbone(build_tiny("llama"), None, "tiny"), *folders)
+        found = logits_of(Backbone(build_tiny("llama"), None, "tiny"), IDS, *folders)
         for row, folder in enumerate(folders):
             model: Any = build_tiny("llama")
             model = model if folder is None else PeftModel.from_pretrained(model, folder).eval()
@@ -133,7 +66,7 @@ def test_adapters_with_and_without_them_act_side_by_side(tmp_path: Path) -> None
 
 
 def test_the_description_names_them_in_full(tmp_path: Path) -> None:
-    written(build_tiny("llama"), tmp_path, BOTH)
+    written(tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["modules_to_save"] == ["model.embed_tokens", "lm_head"]
     tensors = load_file(tmp_path / "adapter_model.safetensors")
@@ -222,7 +155,7 @@ class TestRefused:
     def test_what_peft_saved_of_other_modules(self, tmp_path: Path) -> None:
         save_with_peft(build_tiny("llama"), tmp_path, modules_to_save=["model.norm"])
         with pytest.raises(TargetModuleError, match=r"found model\.norm\.weight"):
-            logits_on(Backbone(build_tiny("llama"), None, "tiny"), tmp_path)
+            logits_of(Backbone(build_tiny("llama"), None, "tiny"), IDS, tmp_path)
 
 
 @pytest.mark.parametrize("key", ["modules_to_save", "additional_target", "lora_modules_to_save"])

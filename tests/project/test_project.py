@@ -11,7 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from budgets import FULL_EXAMPLES, QUICK_EXAMPLES, SLOW_KINDS
+from budgets import FULL_EXAMPLES, NIGHTLY_EXAMPLES, QUICK_EXAMPLES, SLOW_KINDS
 
 import alto
 from alto import errors
@@ -161,6 +161,17 @@ def test_contributors_read_what_only_the_full_run_tests() -> None:
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", page.partition("\n## Tests\n")[2], re.M)) == SLOW_KINDS
     assert f"tries {FULL_EXAMPLES} examples instead of {QUICK_EXAMPLES} " in page
+    assert f"`make test-nightly` tries {NIGHTLY_EXAMPLES}," in page
+
+
+def test_continuous_integration_runs_targets_of_the_makefile() -> None:
+    targets = set(re.findall(r"^([a-z-]+):.*?##", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    workflows = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    change = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^for target in (.+); do$", change, re.M) == ["quickstart lint test-all"]
+    assert "run: .ci/run" in workflows["ci"]
+    assert re.findall(r"\bmake ([a-z-]+)", workflows["nightly"]) == ["test-nightly"]
+    assert {"quickstart", "lint", "test", "test-all", "test-nightly", "durations"} <= targets
 
 
 def test_one_file_knows_the_version() -> None:

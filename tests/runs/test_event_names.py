@@ -29,8 +29,10 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "views/plan.py": {"train"},
     "report/report.py": {"train"},
     "report/run_drawings.py": {"train"},
-    "artifacts/tool_data.py": {"train"},
-    "artifacts/tool_config.py": {"train"},
+    "importing/axolotl.py": {"train"},
+    "importing/axolotl_data.py": {"train"},
+    "importing/llamafactory.py": {"train"},
+    "importing/trl.py": {"train"},
     "importing/sources.py": {"train"},
     "service/api/cluster.py": {"planned"},  # keys of answers, and words of OpenAI's API
     "service/api/tasks.py": {"command_refused"},

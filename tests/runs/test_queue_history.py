@@ -59,7 +59,7 @@ def test_the_measuring_before_the_first_schedule_counts_without_interruptions() 
         {**measured, "task": "a", "time": 4.0},
     ]
     cut = QueueHistory.of(entries(lines))
-    assert cut.tasks["a"].duration_s == 5.0
+    assert cut.tasks["a"].demand.duration_s == 5.0
     assert [task.measuring is not None for task in cut.tasks.values()] == [False, True]
     resumed = [
         *lines,

@@ -139,14 +139,14 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
     slot_of: dict[str, int] = {}
     used = offered = 0
     while selection.training:
-        certain = selection.certain_to_be_kept()
+        certain = selection.rungs.certain_to_be_kept()
         demands = [
             JobDemand(
                 job=job,
                 batch_size=tapes[job].rows_per_step,
                 num_tokens=tapes[job].rows_per_step,
                 slot=slot_of.get(job),
-                is_waiting=selection.is_waiting(job),
+                is_waiting=selection.rungs.is_waiting(job),
                 may_run_ahead=job in certain,
                 has_started=steps[job] > 0,
             )
@@ -156,7 +156,7 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
         for parking in plan.park:
             del slot_of[parking.job]
         slot_of |= {admission.job: admission.slot for admission in plan.admit}
-        train = [job for job in slot_of if not selection.is_waiting(job) or job in plan.ahead]
+        train = [job for job in slot_of if not selection.rungs.is_waiting(job) or job in plan.ahead]
         # Until somebody is evaluated or ends, the residents stay.
         count = min(
             next(
@@ -174,7 +174,7 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
                 selection.observe(job, steps[job], evaluations[job][steps[job]])
             if not selection.is_training(job):
                 del slot_of[job]
-        while selection.rung_ready():
+        while selection.rungs.is_ready():
             for decision in selection.select().dropped:
                 slot_of.pop(decision.job, None)
     assert offered

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from budgets import examples
+from budgets import kills
 from postgres import new_database
 from run_service import ContainedService, ServiceProcess, skip_without_namespaces
 from services import ROWS, wait_for
@@ -76,7 +76,7 @@ def test_a_server_that_is_killed_again_and_again_loses_no_task(tmp_path: Path) -
     file = client.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune").id
     submitting = threading.Thread(target=submit, args=(client, file, jobs))
     submitting.start()
-    for _ in range(examples(50)):
+    for _ in range(kills(50)):
         time.sleep(source.uniform(0.0, 1.0))
         server.kill()
         server.start()
@@ -124,7 +124,7 @@ def test_two_servers_in_two_pid_namespaces_lose_nothing_when_their_leaders_are_k
     wait_for(lambda: any(server.leads() for server in servers))
     clients = [openai.OpenAI(base_url=f"{it.url}/v1", api_key="none", max_retries=1000, timeout=20) for it in servers]
     file = clients[0].files.create(file=("rows.jsonl", ROWS), purpose="fine-tune").id
-    num_kills, leaders = 10, list[int]()
+    num_kills, leaders = kills(20), list[int]()
 
     def create(number: int) -> None:
         created = clients[number % 2].fine_tuning.jobs.create(model="alto-tiny", training_file=file, seed=number)

@@ -12,7 +12,7 @@ import pytest
 from services import Served, served, wait_for
 
 from alto.cluster import Launch
-from alto.engine.control_plane import ControlPlane, RunOrder
+from alto.engine.control_plane import ControlPlane
 from alto.service.access import create_key
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
@@ -116,9 +116,9 @@ def test_a_tenant_does_not_go_before_others_by_its_priorities(bench: Bench, monk
     levels: dict[str, int] = {}
     submit = ControlPlane.submit
 
-    def noted(plane: ControlPlane, order: RunOrder) -> None:
-        levels[order.name.partition(".")[0]] = order.priority
-        submit(plane, order)
+    def noted(plane: ControlPlane, name: str, *run: Any, priority: int, **more: Any) -> None:
+        levels[name.partition(".")[0]] = priority
+        submit(plane, name, *run, priority=priority, **more)
 
     monkeypatch.setattr(ControlPlane, "submit", noted)
     first = bench.job("of b", "b")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from services import served
 
+import alto
 from alto.cluster import Launch
-from alto.engine.control_plane import ControlPlane, RunOrder
+from alto.engine.control_plane import ControlPlane
 from alto.service.access import create_key, create_tenant
 from benchmarks.service.plane import simulated_plane
 from benchmarks.service.simulated_cluster import SimulatedCluster
@@ -17,12 +19,12 @@ SHARES = {"open-a": True, "open-b": True, "closed-a": False, "closed-b": False}
 
 
 def test_both_tenants_must_allow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    orders: dict[str, RunOrder] = {}
+    groups: dict[str, str] = {}
     submit = ControlPlane.submit
 
-    def noted(plane: ControlPlane, order: RunOrder) -> None:
-        orders[order.tenant] = order
-        submit(plane, order)
+    def noted(plane: ControlPlane, name: str, run_dir: Path, task: alto.Task, *, shares_with: str, **more: Any) -> None:
+        groups[task.tenant] = shares_with
+        submit(plane, name, run_dir, task, shares_with=shares_with, **more)
 
     monkeypatch.setattr(ControlPlane, "submit", noted)
     bases: dict[str, str] = {}
@@ -42,8 +44,7 @@ def test_both_tenants_must_allow_it(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             client = service.client(key)
             job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client)).id
             assert service.finished(client, job).status == "succeeded"
-    assert set(orders) == set(SHARES)
-    groups = {tenant: order.shares_with for tenant, order in orders.items()}
+    assert set(groups) == set(SHARES)
     assert groups["open-a"] == groups["open-b"]
     assert len(set(groups.values())) == 3, "each of the others is alone"
     assert len(set(bases.values())) == 3, bases

@@ -289,7 +289,7 @@ def test_no_field_of_a_job_is_a_path_or_an_address() -> None:
     ],
 )
 def test_grids_are_counted_before_they_are_made(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alto.spec.expansion.JobConfig.of", lambda *_: pytest.fail("it makes jobs"))
+    monkeypatch.setattr("alto.spec.search.JobConfig.of", lambda *_: pytest.fail("it makes jobs"))
     with pytest.raises(ApiError, match=r"at most|<=|1 to|should"):
         asked(values)
 

@@ -8,7 +8,7 @@ import pytest
 
 from alto.errors import SpecError
 from alto.spec import Task
-from alto.spec.metric import LOSS, check_metric, loss_scale, metric_notes, score_of
+from alto.spec.scoring import LOSS, check_metric, loss_scale, metric_notes, score_of
 
 ROWS = {"model": "alto-tiny", "dataset": "pairs.jsonl"}
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
 from alto.spec import JobConfig, Task
-from alto.spec.expansion import auto_space, usual_learning_rate
 from alto.spec.method import find_method
+from alto.spec.search import auto_space, usual_learning_rate
 from alto.spec.search_space import MAX_JOBS, Sampled, SearchSpace
 
 

@@ -16,8 +16,7 @@ from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, ModelConfig, SFTCo
 
 from alto.errors import AltoError, UnsupportedError
 from alto.spec import Task
-from alto.spec.keys import FIELD_DEFAULTS, NOT_NEEDED_KEYS, UNSUPPORTED_KEYS
-from alto.spec.trainer_keys import TRAINER_OFF_VALUES
+from alto.spec.keys import FIELD_DEFAULTS, NOT_NEEDED_KEYS, TRAINER_OFF_VALUES, UNSUPPORTED_KEYS
 
 METHODS: dict[type[Any], str] = {
     TrainingArguments: "sft",

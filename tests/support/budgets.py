@@ -1,20 +1,23 @@
-"""What a session of tests spends: ``pytest`` proves what users rely on in minutes, ``pytest --all`` runs everything.
+"""Budgets of a session of tests: ``pytest`` proves what users rely on in minutes, ``pytest --all`` runs everything, and
+``pytest --nightly`` tries and kills more often.
 
-``make test`` is the first, ``make test-all`` the second.
+They are ``make test``, ``make test-all`` and ``make test-nightly``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 __all__ = [
     "FULL_EXAMPLES",
+    "NIGHTLY_EXAMPLES",
     "QUICK_EXAMPLES",
     "SLOW_KINDS",
     "examples",
+    "kills",
     "load_budget",
     "reason_to_skip",
     "slowest_first",
@@ -33,20 +36,20 @@ SLOW_KINDS = {
 
 QUICK_EXAMPLES = 10
 FULL_EXAMPLES = 25
-"""Examples that hypothesis tries without and with ``--all``."""
+NIGHTLY_EXAMPLES = 100
+"""Examples that hypothesis tries: without an option, with ``--all``, and with ``--nightly``."""
+
+_LONG_S = 20.0
 
 
-def load_budget(*, is_full: bool) -> None:
+def load_budget(num_examples: int) -> None:
     """Choose how many examples hypothesis tries; before the files of the tests are imported.
 
-    In neither budget does a test fail because the machine is busy.
+    In no budget does a test fail because the machine is busy.
     """
-    name = "full" if is_full else "quick"
+    name = f"{num_examples}-examples"
     settings.register_profile(
-        name,
-        max_examples=FULL_EXAMPLES if is_full else QUICK_EXAMPLES,
-        deadline=None,
-        suppress_health_check=[HealthCheck.too_slow],
+        name, max_examples=num_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow]
     )
     settings.load_profile(name)
 
@@ -56,17 +59,30 @@ def examples(full: int) -> int:
     return min(full, max(5, full * settings.default.max_examples // FULL_EXAMPLES))
 
 
-def slowest_first(items: Sequence[pytest.Item], num_workers: int) -> list[pytest.Item]:
-    """``items`` in an order in which every worker begins with files of slow tests, so that none is left for the end.
+def kills(nightly: int) -> int:
+    """How often a campaign kills now, where ``--nightly`` kills ``nightly`` times; three in ten of them otherwise."""
+    return nightly if settings.default.max_examples >= NIGHTLY_EXAMPLES else max(3, 3 * nightly // 10)
+
+
+def slowest_first(
+    items: Sequence[pytest.Item], num_workers: int, durations: Mapping[str, float] | None = None
+) -> list[pytest.Item]:
+    """``items`` in an order in which every worker begins with files that take long, so that none is left for the end.
 
     A worker of ``--dist worksteal`` begins with its part of the list, and takes tests from the end of another's part
     when its own is done. The tests of a file stay together.
+
+    Args:
+        durations: CPU seconds of files; one that is not there takes long if a test of it is marked ``slow``.
     """
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    slow = [of for of in files.values() if any(item.get_closest_marker("slow") for item in of)]
-    rest = [item for of in files.values() if of not in slow for item in of]
+    unknown = {file: _LONG_S for file, of in files.items() if any(item.get_closest_marker("slow") for item in of)}
+    seconds = unknown | dict(durations or {})
+    long = sorted((file for file in files if seconds.get(file, 0.0) >= _LONG_S), key=lambda file: -seconds[file])
+    slow = [files[file] for file in long]
+    rest = [item for file, of in files.items() if file not in long for item in of]
     order: list[pytest.Item] = []
     for worker in range(num_workers):
         part = [item for of in slow[worker::num_workers] for item in of]

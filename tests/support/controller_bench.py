@@ -13,7 +13,6 @@ from journals import event
 from tiny import make_task
 
 from alto.cluster import Controller, Retrying, TaskTicket
-from alto.records import TaskEstimate
 from alto.runs import Journal, JournalEntry, QueueDir, QueueEntry, RunDir, read_events
 from alto.runs.events import QueueResumed
 from alto.scheduler import schedule_tasks
@@ -71,13 +70,7 @@ class Bench:
                 yield controller
 
     def ticket_of(self, entry: QueueEntry) -> TaskTicket:
-        return TaskTicket(
-            task=entry.task,
-            run_dir=str(self.queue_dir.run_of(entry.task).root),
-            entry="none:none",
-            num_gpus=entry.num_gpus,
-            estimate=entry.estimate,
-        )
+        return TaskTicket.of(entry, run_dir=str(self.queue_dir.run_of(entry.task).root), entry="none:none")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.queue_dir.run.journal_file) if event["event"] == kind]
@@ -92,6 +85,4 @@ def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> Ta
     bench.cluster.seconds[name] = seconds
     run = RunDir(bench.queue_dir.root / "tasks" / name)
     run.begin(make_task(bench.queue_dir.root.parent, name=name))
-    return TaskTicket(
-        task=name, run_dir=str(run.root), entry="none:none", **{"estimate": TaskEstimate(duration_s=seconds)} | changes
-    )
+    return TaskTicket(task=name, run_dir=str(run.root), entry="none:none", **{"duration_s": seconds} | changes)

@@ -1,5 +1,5 @@
-"""What isolation of jobs means, of any method: a job that goes NaN changes no other, it does not matter how the rows
-of a step are divided into micro-batches, and parking loses no bit."""
+"""Checks of the isolation of jobs, for any method: a job that goes NaN changes no other, it does not matter how the
+rows of a step are divided into micro-batches, parking loses no bit, and dropout is PEFT's with the same masks."""
 
 from __future__ import annotations
 
@@ -9,37 +9,52 @@ from typing import Any
 
 import pytest
 import torch
-from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, make_task, state_of
+from oracle import SoloJob
+from resident_jobs import DATA, LOSS_TOLERANCE, Bank, assert_same_step, make_task, state_of
 from transformers import PreTrainedModel
 
 from alto.executor.checkpoint import StateStore, read_state, write_state
-from alto.lora import ModuleNames, write_adapter
+from alto.kernels import DropoutKey
+from alto.kernels.dropout import dropout_factor
+from alto.lora import ModuleNames, adaptable, write_adapter
 from alto.runs import RunDir
+from alto.spec import JobConfig
 
-__all__ = ["assert_continues_to_the_last_bit", "assert_micro_batches_change_nothing", "assert_nan_stays_alone"]
+__all__ = [
+    "assert_continues_to_the_last_bit",
+    "assert_micro_batches_change_nothing",
+    "assert_nan_stays_alone",
+    "compare_dropped",
+]
 
 
-def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1) -> None:
+def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1, poison: str = "weights") -> None:
     """Two steps of all others have the same bits beside a job of NaN.
 
     Args:
         make: Makes a bank, the same each time.
         victim: Index of the job that goes NaN.
+        poison: Where: in its ``weights``, or in its ``moments``.
     """
     banks = [make() for _ in range(2)]
     for bank in banks:
         bank.step()
     broken = banks[1].jobs[victim]
-    banks[1].trainer.bank.params_ZP[broken.slot].fill_(float("nan"))
+    trainer = banks[1].trainer
+    rows = {"weights": trainer.bank.params_ZP, "moments": trainer.optimizer.exp_avg_ZP}[poison]
+    rows[broken.slot].fill_(float("nan"))
     for _ in range(2):
         clean, poisoned = (bank.step() for bank in banks)
         for job in banks[0].jobs:
             if job.id != broken.id:
                 assert clean[job.id].loss == poisoned[job.id].loss
+                assert clean[job.id].grad_norm == poisoned[job.id].grad_norm
                 for kind in ("gradients", "updates"):
                     for name, tensor in getattr(clean[job.id], kind).items():
                         assert torch.equal(tensor, getattr(poisoned[job.id], kind)[name])
     assert poisoned[broken.id].loss != poisoned[broken.id].loss, "the victim itself must be NaN, or nothing was shown"
+    for job, *worths in zip(banks[0].jobs, *(bank.trainer.evaluate(bank.jobs) for bank in banks), strict=True):
+        assert (worths[0] == worths[1]) == (job.id != broken.id)
 
 
 def assert_micro_batches_change_nothing(whole: Bank, split: Bank) -> None:
@@ -80,10 +95,43 @@ def assert_continues_to_the_last_bit(
 
         store.save(before.id, "last", before.step, fill)
         after.step = before.step
-        back.trainer.readmit(after, after.slot, *read_state(store.folder(after.id, "last")))
+        back.trainer.admit(after, after.slot, *read_state(store.folder(after.id, "last")))
     for _ in range(2):
         expected, found = stays.step(), back.step()
         for job in stays.jobs:
             assert found[job.id].loss == expected[job.id].loss
             for name, update in expected[job.id].updates.items():
                 assert torch.equal(found[job.id].updates[name], update)
+
+
+class _SameMask(torch.nn.Module):
+    """PEFT's dropout with the mask that ALTO keys by job, step and what the module reads."""
+
+    def __init__(self, config: JobConfig, number: int) -> None:
+        super().__init__()
+        self._config, self._number, self._step = config, number, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        key = DropoutKey(self._config.lora_dropout, self._config.seed, self._step)
+        self._step += 1
+        return x * dropout_factor(key, self._number, x.shape[1], x.shape[2], x.device)
+
+
+def compare_dropped(model: Callable[[], PreTrainedModel], bank: Bank, num_steps: int = 2) -> None:
+    """Jobs that train one row a step have PEFT's steps under the same masks of dropout.
+
+    PEFT's batch of one row has no padding, so that a token has the place in it that its mask is keyed by.
+    """
+    numbers = {module.name: number for number, module in enumerate(adaptable(bank.backbone.model))}
+    for names in bank.trainer.bank.layout.shared_inputs:
+        numbers |= dict.fromkeys(names, numbers[names[0]])
+    solos = []
+    for job in bank.jobs:
+        masks = (lambda name, _, job=job: _SameMask(job.config, numbers[name])) if job.config.lora_dropout else None
+        solo = SoloJob(model(), DATA.train, job.config, dropout=masks)
+        solo.load(bank.trainer.bank.read(job.slot))
+        solos.append(solo)
+    for _ in range(num_steps):
+        found = bank.step()
+        for job, solo in zip(bank.jobs, solos, strict=True):
+            assert_same_step(found[job.id], solo.train_step())

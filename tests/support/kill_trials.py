@@ -97,7 +97,7 @@ class Instants:
 
         def about_to_train(state: TaskState) -> list[JobState]:
             jobs = active(state)
-            if any(state.selection.is_waiting(job.id) for job in jobs) and self.is_reached("ahead"):
+            if any(state.selection.rungs.is_waiting(job.id) for job in jobs) and self.is_reached("ahead"):
                 die()
             return jobs
 

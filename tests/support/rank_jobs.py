@@ -110,9 +110,9 @@ class Slots:
             if (local_slot := self.trainer.local_slot(job)) is None:
                 continue
             if start is None:
-                self.trainer.admit_fresh(job, local_slot)
+                self.trainer.admit(job, local_slot)
             else:
-                self.trainer.admit_warm(job, local_slot, start.weights)
+                self.trainer.admit(job, local_slot, start.weights)
 
     @property
     def training(self) -> list[JobState]:

@@ -191,9 +191,9 @@ class Bank:
         for job, slot in zip(self.jobs, slots or range(len(self.jobs)), strict=True):
             job.slot = slot
             if start is None:
-                self.trainer.admit_fresh(job, slot)
+                self.trainer.admit(job, slot)
             else:
-                self.trainer.admit_warm(job, slot, start.weights)
+                self.trainer.admit(job, slot, start.weights)
 
     @property
     def training(self) -> list[JobState]:

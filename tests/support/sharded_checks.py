@@ -155,7 +155,7 @@ def peak_after_a_step(trainer: Trainer, jobs: list[JobState]) -> int:
 
 
 def bytes_of_base_and_bank(trainer: Trainer, num_slots: int) -> int:
-    return trainer._backbone.num_bytes + bank_bytes(trainer.bank.layout, num_slots, {"adamw_torch"})
+    return trainer._passes.backbone.num_bytes + bank_bytes(trainer.bank.layout, num_slots, {"adamw_torch"})
 
 
 class Adapted:
@@ -219,7 +219,7 @@ def trainer_of(folder: str, ranks: Ranks, *, gradient_checkpointing: bool = Fals
         job.slot = slot
         local_slot = trainer.local_slot(job)
         if local_slot is not None:
-            trainer.admit_fresh(job, local_slot)
+            trainer.admit(job, local_slot)
     return trainer, jobs
 
 

@@ -193,7 +193,7 @@ def _train_together(folder: Path, data: TaskData) -> tuple[list[_Step], _Exporte
     generator = torch.Generator().manual_seed(5)
     for slot, job in enumerate(jobs):
         job.slot = slot
-        trainer.admit_fresh(job, slot)
+        trainer.admit(job, slot)
         weights = {
             name: (a, torch.randn(b.shape, generator=generator) * 0.1)
             for name, (a, b) in trainer.bank.read(slot).items()

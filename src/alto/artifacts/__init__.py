@@ -3,8 +3,8 @@
 from alto.artifacts.adapter import export_best, is_outdated
 from alto.artifacts.card import ModelUse
 from alto.artifacts.export import ExportSettings, check_before, write_export
-from alto.artifacts.tool_data import Rows
 from alto.artifacts.winner import Winner
+from alto.importing import Rows
 
 __all__ = [
     "ExportSettings",

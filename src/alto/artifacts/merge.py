@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import logging
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from alto.artifacts.winner import Winner
 from alto.backbone import classifier_of, dequantised, load_config, load_network
 from alto.errors import ModelError, UnsupportedError
+from alto.lora import compared_logits, silent_peft
 
-_NUM_TOKENS = 16
 _TOLERANCE = 1e-4
 """Tolerance of the relative difference of float32 logits, in norm.
 
@@ -32,7 +28,7 @@ def check_mergeable() -> None:
         UnsupportedError: PEFT is not installed, or cannot be imported.
     """
     try:
-        with _quiet():
+        with silent_peft():
             import peft  # noqa: F401
     except ImportError as error:
         raise UnsupportedError(
@@ -68,17 +64,18 @@ def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
     if winner.labels is not None:
         network = classifier_of(network, winner.labels)
     _untie(network, winner)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), _quiet():
+    vocabulary = network.config.get_text_config().vocab_size
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), silent_peft():
         try:
             adapted = PeftModel.from_pretrained(network, str(winner.adapter.folder), torch_device="cpu").eval()
-            expected = _logits(adapted)
+            expected = compared_logits(adapted, vocabulary)
             merged: PreTrainedModel = adapted.merge_and_unload().requires_grad_(False)
         except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
             raise ModelError(
                 f"{winner.adapter.folder}: expected an adapter that PEFT merges into {winner.base.id}, found "
                 f"{type(error).__name__}: {error}; name the model it was trained on with --base"
             ) from error
-        found = _logits(merged)
+        found = compared_logits(merged, vocabulary)
     difference = float((found - expected).norm() / expected.norm())
     if not difference <= _TOLERANCE:
         raise ModelError(
@@ -101,24 +98,3 @@ def _untie(network: Any, winner: Winner) -> None:
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
     for config in (network.config, network.config.get_text_config()):
         config.tie_word_embeddings = False
-
-
-def _logits(model: Any) -> Tensor:
-    vocabulary = int(model.config.get_text_config().vocab_size)
-    generator = torch.Generator().manual_seed(0)
-    input_ids_1T = torch.randint(0, vocabulary, (1, _NUM_TOKENS), generator=generator)
-    logits: Tensor = model(input_ids=input_ids_1T, use_cache=False).logits
-    return logits.float()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings of PEFT about tied or renamed weights; the logits are compared instead."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)

@@ -11,9 +11,9 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is in its __init__
 
-from alto.artifacts.tool_data import Rows
 from alto.backbone import SHIPPED_MODELS, resolve_model
 from alto.errors import HubError, SpecError
+from alto.importing import Rows
 from alto.lora import HEAD, SavedAdapter
 from alto.records import LabelSet
 from alto.spec import BaseModelSpec, JobConfig, Task

@@ -86,8 +86,8 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool, now: fl
             {
                 "task": task.task,
                 "state": task.state.value,
-                "num_gpus": task.num_gpus,
-                "expected_s": task.duration_s,
+                "num_gpus": task.demand.num_gpus,
+                "expected_s": task.demand.duration_s,
                 "done": progress.share(task),
                 **_outlook(progress.runs.get(task.task), is_live=is_live and task.state is TaskStage.RUNNING, now=now),
                 "best_validation_loss": progress.best_loss(task),

@@ -1,9 +1,9 @@
 """Runs tasks: a controller owns the GPUs and drives the queue; a cluster launches executors here or on Ray."""
 
-from alto.cluster.attempt import Ending
 from alto.cluster.base import (
     Cluster,
     ClusterEvent,
+    Ending,
     EntryWritten,
     ExecutorEnded,
     GpuCame,
@@ -14,7 +14,7 @@ from alto.cluster.base import (
     check_launch,
 )
 from alto.cluster.choice import open_cluster
-from alto.cluster.controller import Controller
+from alto.cluster.controller import Controller, running_controller
 from alto.cluster.dispatcher import ControllerStatus, Retrying, TaskStatus
 from alto.cluster.entry import Host, HostedRun, error_class, run_entry
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
@@ -48,5 +48,6 @@ __all__ = [
     "open_cluster",
     "past_ends",
     "run_entry",
+    "running_controller",
     "unique_name",
 ]

@@ -13,30 +13,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import signal
+from dataclasses import asdict
 from pathlib import Path
 
 from alto.base import read_json, replace_file, writing
-from alto.cluster.base import Outcome
-from alto.errors import DiskFullError
+from alto.cluster.base import Ending, Outcome
+from alto.errors import DiskFullError, RunWriteError
 
 _UNWRITTEN = {Outcome.FINISHED: 80, Outcome.INTERRUPTED: 81, Outcome.FAILED: 82, Outcome.LOST: 83}
 _DISK_FULL = 84
 """Exit codes of an executor that could not write how it ended. No interpreter or shell uses these codes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How an executor ended.
-
-    Attributes:
-        reason: A sentence; if it finished, notices for the user, usually empty.
-        error: Class of the error; empty if there was none.
-    """
-
-    outcome: Outcome
-    reason: str = ""
-    error: str = ""
 
 
 def exit_code_of(ending: Ending, *, is_written: bool) -> int:
@@ -46,20 +33,36 @@ def exit_code_of(ending: Ending, *, is_written: bool) -> int:
     return _DISK_FULL if ending.error == DiskFullError.__name__ else _UNWRITTEN[ending.outcome]
 
 
-def unwritten_ending(exit_code: int, attempt: AttemptDir, rank: int = 0) -> Ending | None:
-    """Return the end that the exit code of an executor, or of one of its ranks, encodes; None if it encodes none.
+def ending_of_exit(exit_code: int, attempt: AttemptDir | None, rank: int = 0, *, killed_because: str = "") -> Ending:
+    """Return how an executor, or one of its ranks, ended that has not reported it.
 
     Args:
-        attempt: The attempt, for messages.
+        exit_code: Exit code of its process; negative for a signal.
+        attempt: The attempt; None if the process worked on several.
+        killed_because: Why the process was killed, if it was.
     """
-    unwritten = f"could not write down how it ended: the disk of {attempt.run_dir} is full or cannot be written"
+    outcomes = {code: outcome for outcome, code in _UNWRITTEN.items()} | {_DISK_FULL: Outcome.FAILED}
+    if attempt is None or exit_code not in outcomes:
+        how = (
+            f"was killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"ended with exit code {exit_code}"
+        )
+        where = f"; see {attempt.rank_log(rank)}" if attempt is not None else ""
+        who = f"rank {rank}" if rank else "its process"
+        return Ending(outcome=Outcome.LOST, reason=killed_because or f"{who} {how} and reported no reason{where}")
+    reason = f"it could not write down how it ended: the disk of {attempt.run_dir} is full or cannot be written"
     if exit_code == _DISK_FULL:
-        return Ending(outcome=Outcome.FAILED, reason=f"it {unwritten}; free disk space", error=DiskFullError.__name__)
-    outcome = next((outcome for outcome, code in _UNWRITTEN.items() if code == exit_code), None)
-    if outcome is None:
-        return None
+        return Ending(outcome=Outcome.FAILED, reason=f"{reason}; free disk space", error=DiskFullError.__name__)
     said = attempt.last_words(rank)
-    return Ending(outcome=outcome, reason=f"it {unwritten}" + (f"; its log ends with: {said}" if said else ""))
+    return Ending(outcome=outcomes[exit_code], reason=reason + (f"; its log ends with: {said}" if said else ""))
+
+
+def read_ending(path: Path) -> Ending | None:
+    """Return how an executor ended, from a JSON file with the fields of `Ending`; None if it has no valid ones."""
+    try:
+        said = read_json(path)
+        return Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 class AttemptDir:
@@ -94,31 +97,31 @@ class AttemptDir:
         return self.root.parents[1]
 
     def rank_log(self, rank: int) -> Path:
-        """Return the path of the log of a rank after the first."""
-        return self.root / f"rank-{rank}.log"
+        """Return the path of the log of a rank."""
+        return self.root / f"rank-{rank}.log" if rank else self.stderr
 
     def last_words(self, rank: int = 0) -> str:
         """Return the last line of a rank's log; empty if there is none."""
-        log = self.rank_log(rank) if rank else self.stderr
         try:
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = self.rank_log(rank).read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return ""
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def write_ending(self, ending: Ending, rank: int = 0) -> None:
-        """Write how it ended, atomically; the first rank writes it for the executor."""
+    def write_ending(self, ending: Ending, rank: int = 0) -> bool:
+        """Write how it ended, atomically; the first rank writes it for the executor. Return whether that was
+        possible."""
         file = self._ended(rank)
-        with writing(self.run_dir, file):
-            replace_file(file, json.dumps(asdict(ending)) + "\n")
+        try:
+            with writing(self.run_dir, file):
+                replace_file(file, json.dumps(asdict(ending)) + "\n")
+        except RunWriteError:
+            return False
+        return True
 
     def ending(self, rank: int = 0) -> Ending | None:
         """Return how it ended, as written; None if nothing valid was written."""
-        try:
-            said = read_json(self._ended(rank))
-            return Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
+        return read_ending(self._ended(rank))
 
     def _ended(self, rank: int) -> Path:
         return self.root / (f"ended-rank-{rank}.json" if rank else "ended.json")

@@ -7,54 +7,38 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from alto.records import Gpu, Node, TaskEstimate
+from alto.records import Demand, Gpu, Node, Sharing
 from alto.runs import JournalEntry
 from alto.scheduler import TaskDemand
 
-ONE_SECOND = TaskEstimate(duration_s=1.0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskTicket:
+class TaskTicket(Demand):
     """A queued task, from its submission to the process that works on it.
 
     Attributes:
-        task: Name of the task, unique in the queue.
         run_dir: Folder of the run; it exists, and on a cluster every node sees it at this path. An earlier attempt in
             it is resumed.
         entry: ``module:name`` of the executor's work: a function that is called with the run directory and a function
             that returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs.
-        num_gpus: Number of GPUs that it runs on.
         is_parallel: Whether an executor has one process (rank) for each of its GPUs, or else one process for all.
-        estimate: Expected duration, and data for sharing an executor.
+        sharing: Facts for sharing an executor; None: the task has its own.
         base: Key of the base model; tasks with equal, non-empty keys can be trained by one process.
-        tenant: Tenant whose quota it counts against.
-        priority: Higher goes first.
         trust_remote_code: Whether the user allows code of the base model if the task sets this key too.
     """
 
-    task: str
     run_dir: str
     entry: str
     num_gpus: int = 1
+    duration_s: float = 1.0
     is_parallel: bool = False
-    estimate: TaskEstimate = ONE_SECOND
+    sharing: Sharing | None = None
     base: str = ""
-    tenant: str = ""
-    priority: int = 0
     trust_remote_code: bool = False
 
     def demand(self, release_s: float) -> TaskDemand:
         """Return the scheduler's request for the task; ``release_s`` is on the queue's clock."""
-        return TaskDemand(
-            task=self.task,
-            num_gpus=self.num_gpus,
-            duration_s=self.estimate.duration_s,
-            sharing=self.estimate.sharing,
-            release_s=release_s,
-            priority=self.priority,
-            tenant=self.tenant,
-        )
+        return TaskDemand.of(self, release_s=release_s, sharing=self.sharing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +101,20 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an executor ended.
+
+    Attributes:
+        reason: A sentence for the user; if it finished, warnings beside the result.
+        error: Class of the error that ended it; empty if there was none, or it is unknown.
+    """
+
+    outcome: Outcome
+    reason: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EntryWritten:
     """A journal entry of a run, written by the task's executor."""
 
@@ -126,22 +124,26 @@ class EntryWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorEnded:
+class ExecutorEnded(Ending):
     """The end of an attempt: none of its processes runs any more.
 
     One exception: its watcher died alone. The executor then saves and ends by itself, and until then it holds the lock
     of its run, so that the next attempt waits.
-
-    Attributes:
-        reason: A sentence for the user; if it finished, warnings beside the result.
-        error: Class of the error that ended it; empty if there was none, or it is unknown.
     """
 
     task: str
     attempt: int
-    outcome: Outcome
-    reason: str = ""
-    error: str = ""
+
+    @classmethod
+    def of(cls, launch: Launch, ending: Ending) -> ExecutorEnded:
+        """Return the event of a launch that ended so."""
+        return cls(
+            task=launch.task,
+            attempt=launch.attempt,
+            outcome=ending.outcome,
+            reason=ending.reason,
+            error=ending.error,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,8 @@ from alto.cluster.base import Cluster, TaskTicket
 from alto.cluster.dispatcher import ControllerStatus, Dispatcher, Retrying
 from alto.errors import QueueCommandError, TaskInterruptedError
 from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
-from alto.scheduler.queue import Queue
+from alto.scheduler import schedule_tasks
+from alto.scheduler.queue import Queue, QueueSettings, Solve
 
 POLL_S = 0.25
 """Longest wait for the cluster in one turn. Commands and interruptions are handled between turns."""
@@ -332,6 +333,31 @@ class Controller:
 
     def _why_ended(self) -> BaseException:
         return self._error or _EndedError("expected a controller that runs, found one that was closed")
+
+
+@contextlib.contextmanager
+def running_controller(
+    cluster: Cluster,
+    journal: Journal,
+    settings: QueueSettings,
+    solve: Solve = lambda problem, _: schedule_tasks(problem, method="fifo"),
+    *,
+    begin: Callable[[Controller], object] = lambda controller: None,
+    show: Observer = lambda entry: None,
+    is_interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[Controller]:
+    """Yield a controller on its thread, with a new queue; leaving the block kills executors that still run.
+
+    Args:
+        settings, solve: Settings and solver of the queue; by default tasks start in the order of submission.
+        begin: Called with the controller before its thread starts.
+        cluster, journal, show, is_interrupted: See :class:`Controller`.
+    """
+    queue = Queue(tuple(cluster.nodes), settings, solve)
+    with Controller(cluster, queue, journal, show=show, is_interrupted=is_interrupted) as controller:
+        begin(controller)
+        controller.start()
+        yield controller
 
 
 def interruption(status: ControllerStatus) -> TaskInterruptedError:

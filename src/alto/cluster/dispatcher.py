@@ -23,7 +23,7 @@ from alto.cluster.base import (
     TaskTicket,
 )
 from alto.errors import QueueCommandError
-from alto.records import MAX_DURATION_S, Gpu, Node
+from alto.records import MAX_DURATION_S, Demand, Gpu, Node
 from alto.runs import NOT_FOLDABLE, Journal, JournalEntry, Observer, RunDir, RunHistory, has_result, history_before
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
@@ -40,8 +40,8 @@ from alto.scheduler.queue import (
     Prioritised,
     Progressed,
     Queue,
-    QueuedTask,
     QueueEvent,
+    ScheduledTask,
     Started,
     StartTask,
     Stopped,
@@ -73,32 +73,22 @@ class RunningAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStatus:
-    """The current status of one task.
+class TaskStatus(Demand):
+    """The current status of one task; ``duration_s`` is the estimate for the task, or for its next attempt.
 
     Attributes:
-        task: Name of the task.
         state: State in the queue.
-        tenant: Tenant whose quota it counts against.
-        priority: Higher goes first.
-        num_gpus: Number of GPUs that it needs.
         gpus: Its GPUs while it runs; otherwise empty.
         attempt: Number of executors that were started for it.
-        expected_s: Estimated seconds of the task, or of its next attempt, from start to end.
         share_done: Share of its expected training samples that it has trained, in [0, 1], as last reported.
         num_failures: Number of executors in a row that ended with a failure that counts.
         reason: Reason of its latest failure.
         ended: End of its latest executor; None if none has ended.
     """
 
-    task: str
     state: TaskState
-    tenant: str
-    priority: int
-    num_gpus: int
     gpus: tuple[Gpu, ...]
     attempt: int
-    expected_s: float
     share_done: float
     num_failures: int
     reason: str
@@ -117,12 +107,10 @@ class ControllerStatus:
     Attributes:
         nodes: The machines and their GPUs.
         tasks: All submitted tasks by name, in order of submission.
-        is_draining: Whether running executors were asked to save and end, and no others are started.
     """
 
     nodes: tuple[Node, ...]
     tasks: Mapping[str, TaskStatus]
-    is_draining: bool = False
 
     @property
     def open_tasks(self) -> tuple[str, ...]:
@@ -213,15 +201,7 @@ class Dispatcher:
             QueueCommandError: The queue is being drained.
         """
         self.check(ticket)
-        submitted = journaled.TaskSubmitted(
-            task=ticket.task,
-            num_gpus=ticket.num_gpus,
-            duration_s=ticket.estimate.duration_s,
-            priority=ticket.priority,
-            tenant=ticket.tenant,
-            command=command,
-        )
-        self._take_in([ticket], lambda: self._journal.append(submitted))
+        self._take_in([ticket], lambda: self._journal.append(journaled.TaskSubmitted.of(ticket, command=command)))
 
     def check(self, ticket: TaskTicket) -> None:
         """Check that a task can be submitted; errors as in :meth:`submit`."""
@@ -293,7 +273,6 @@ class Dispatcher:
         return ControllerStatus(
             nodes=tuple(self._cluster.nodes),
             tasks=MappingProxyType({name: self._status_of(task) for name, task in self._queue.tasks.items()}),
-            is_draining=self._is_draining,
         )
 
     def turn(self, most_s: float) -> None:
@@ -487,20 +466,16 @@ class Dispatcher:
                 "expected a queue that runs, found one that is being drained; continue with: alto resume"
             )
 
-    def _status_of(self, task: QueuedTask) -> TaskStatus:
+    def _status_of(self, task: ScheduledTask) -> TaskStatus:
         attempt, ended = self._running.get(task.name), self._ended.get(task.name)
         state = task.state
         if self._is_draining and attempt is None and task.has_gpus:  # the queue does not know that it ended
             state = _state_after_drain(state, ended)
-        return TaskStatus(
-            task=task.name,
+        return TaskStatus.of(
+            task.demand,
             state=state,
-            tenant=task.demand.tenant,
-            priority=task.demand.priority,
-            num_gpus=task.demand.num_gpus,
             gpus=task.gpus if attempt is not None else (),
             attempt=task.attempt,
-            expected_s=task.demand.duration_s,
             share_done=_share_of(state, attempt),
             num_failures=task.num_failures,
             reason=task.reason,

@@ -12,8 +12,7 @@ from typing import Protocol, TypeAlias
 
 from alto import errors
 from alto.base import is_disk_full
-from alto.cluster.attempt import Ending
-from alto.cluster.base import Outcome, TaskTicket
+from alto.cluster.base import Ending, Outcome, TaskTicket
 from alto.errors import (
     AltoError,
     DeviceMemoryError,

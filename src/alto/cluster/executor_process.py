@@ -1,20 +1,26 @@
-"""One process on this machine that works on runs, one after the other or several at once, as seen by its cluster."""
+"""A process on this machine that works on runs, one after the other or several at once, and its runs, as seen by its
+cluster.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
 
-from alto.cluster.attempt import AttemptDir, Ending, unwritten_ending
-from alto.cluster.base import Launch, Outcome
-from alto.cluster.orders import EndReport, Orders
+from alto.cluster.attempt import AttemptDir, ending_of_exit
+from alto.cluster.base import ClusterEvent, Ending, EntryWritten, ExecutorEnded, Launch, Outcome
+from alto.cluster.orders import Orders
 from alto.cluster.processes import kill_session
 from alto.cluster.rendezvous import FOLDER, Rendezvous
 from alto.cluster.zygote import Zygote
+from alto.errors import RunError
+from alto.runs import JournalEntry, JournalTail, RunDir
+from alto.runs.events import MeasuringBegun
 
 
 class ProcessGroup:
@@ -132,18 +138,6 @@ class ProcessShape:
         }
 
 
-class Occupant(Protocol):
-    """One run that a process works on."""
-
-    @property
-    def launch(self) -> Launch:
-        """The run and its work."""
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the run's executor has written into its journal."""
-
-
 class ExecutorProcess:
     """A process of a given shape, with all processes that it starts.
 
@@ -154,7 +148,7 @@ class ExecutorProcess:
 
     Attributes:
         shape: Its resources.
-        executors: The runs that it works on.
+        runs: The runs that it works on.
         base: Base model of the latest launch that named one; the process may still hold it.
         is_reusable: Whether it can work on another run.
 
@@ -164,7 +158,7 @@ class ExecutorProcess:
 
     def __init__(self, zygote: Zygote, shape: ProcessShape, entry: str, *, grace_s: float) -> None:
         self.shape = shape
-        self.executors: list[Occupant] = []
+        self.runs: list[WatchedRun] = []
         self.base = ""
         self.is_reusable = True
         self._killed_because = ""
@@ -192,16 +186,28 @@ class ExecutorProcess:
         self.base = launch.base or self.base
         return self._orders.work(launch.ticket, attempt)
 
-    def ended(self, number: int) -> EndReport | None:
+    def ending(self, number: int, attempt: AttemptDir) -> Ending | None:
+        """Return how the attempt of an order ended; None while it works.
+
+        What the process reports counts, or else why it was killed, or else its exit code. If it takes no further
+        orders, its last attempt has ended only once none of its processes is left.
+        """
+        reported = self.reported(number)
+        if reported is not None and (self._orders.takes_more or len(self.runs) > 1):
+            return reported
+        if not self.has_ended():
+            return None
+        return reported or self.reported(number) or self._unreported(attempt)
+
+    def reported(self, number: int) -> Ending | None:
         """Return its report on the end of an order's attempt; None if there is none yet."""
-        report = self._orders.ended(number)
-        if report is not None and not report.is_reusable:
-            self.is_reusable = False
-        return report
+        reported = self._orders.ended(number)
+        self.is_reusable = self.is_reusable and self._orders.takes_more
+        return reported
 
     def ask_to_stop(self, number: int) -> None:
         """Let the attempt of an order save and end; the whole process if it works on nothing else."""
-        if len(self.executors) > 1:
+        if len(self.runs) > 1:
             self._orders.stop(number)
         else:
             self.is_reusable = False
@@ -217,7 +223,7 @@ class ExecutorProcess:
     def has_ended(self) -> bool:
         """Return whether none of its processes is left."""
         if not self._has_ended and self._group.has_ended():
-            self._has_ended, self._was_shared, self.is_reusable = True, len(self.executors) > 1, False
+            self._has_ended, self._was_shared, self.is_reusable = True, len(self.runs) > 1, False
             if self._rendezvous is not None:
                 self._rendezvous.close()
         return self._has_ended
@@ -230,25 +236,160 @@ class ExecutorProcess:
     @property
     def has_begun(self) -> bool:
         """Whether all its runs have written into their journals, so that no model or data is being loaded."""
-        return all(executor.has_begun for executor in self.executors)
+        return all(run.has_begun for run in self.runs)
 
-    def unreported_ending(self, attempt: AttemptDir) -> Ending:
-        """Return how an attempt ended that left no report, after the process has ended."""
+    def _unreported(self, attempt: AttemptDir) -> Ending:
         code = self._group.exit_code
-        said = unwritten_ending(code, attempt) if code is not None and not self._was_shared else None
-        return said or Ending(outcome=Outcome.LOST, reason=self._killed_because or self._why_it_is_gone(attempt))
+        if code is None:
+            why = self._group.why_not_started or "its process ended, together with the process that had started it"
+            return Ending(outcome=Outcome.LOST, reason=self._killed_because or why)
+        return ending_of_exit(code, None if self._was_shared else attempt, killed_because=self._killed_because)
 
     def close(self) -> None:
         """Remove its folder of orders after it has ended."""
         self._orders.remove()
 
-    def _why_it_is_gone(self, attempt: AttemptDir) -> str:
-        code = self._group.exit_code
-        if code is None:
-            return self._group.why_not_started or "its process ended, together with the process that had started it"
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        where = "" if self._was_shared else f"; see {attempt.stderr}"
-        return f"its process {how} and reported no reason{where}"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeouts:
+    """Timeouts of an executor, in seconds.
+
+    Attributes:
+        heartbeat_s: Longest time without a sign of life once it has written into its journal.
+        start_s: Longest time without a sign of life before that, while it loads models and reads data.
+        drain_s: Longest time for saving and ending after it was asked to stop.
+    """
+
+    heartbeat_s: float
+    start_s: float
+    drain_s: float
+
+
+class WatchedRun:
+    """Watches a process that works on the run of ``launch``, and maybe on others.
+
+    Args:
+        process: Works on the run from now on.
+
+    Attributes:
+        launch: The run and its work.
+        has_begun: Whether it has written into its journal anything but measurement progress.
+        process: Works on the run.
+
+    Raises:
+        OSError: The attempt's folder or the order cannot be written (`RunWriteError` is an OSError).
+    """
+
+    def __init__(self, launch: Launch, process: ExecutorProcess, timeouts: Timeouts) -> None:
+        self.launch = launch
+        self.has_begun = False
+        self.process = process
+        self._timeouts = timeouts
+        self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
+        self._tail = JournalTail(RunDir(Path(launch.run_dir)).journal_file)
+        self._skip_past()
+        self._heartbeat: int | None = None
+        self._silence_s = 0.0
+        self._watched_at = time.monotonic()
+        self._drains_until = float("inf")
+        self._can_move = True
+        self._number = process.work(launch, self._attempt)
+        process.runs.append(self)
+
+    def move(self, find: Callable[[], ExecutorProcess]) -> None:
+        """Move the run to another process if its own :attr:`was_ignored`; possible once.
+
+        Args:
+            find: Returns the other process.
+
+        Raises:
+            OSError: The run cannot be moved; its end is reported then.
+        """
+        self._can_move = False
+        process = find()
+        self._number = process.work(self.launch, self._attempt)
+        self.process.runs.remove(self)
+        self.process = process
+        process.runs.append(self)
+        self._watched_at, self._silence_s = time.monotonic(), 0.0
+
+    @property
+    def was_ignored(self) -> bool:
+        """Whether its process, after working on other runs, has ended without starting this one."""
+        return (
+            self._can_move
+            and self._number > 1
+            and self.process.has_ended()
+            and self.process.reported(self._number) is None
+            and self._read_heartbeat() is None
+            and not self.process.is_being_killed
+            and self._drains_until == float("inf")
+        )
+
+    def watch(self) -> list[ClusterEvent]:
+        """Return the new events; the last event of an executor is :class:`ExecutorEnded`."""
+        # First: everything written before the end is read below.
+        ending = None if self.was_ignored else self.process.ending(self._number, self._attempt)
+        entries = self._read_journal()
+        heartbeat = self._read_heartbeat()
+        if heartbeat is None:
+            entries = []  # written by the previous holder of the lock
+        # While its task is measured, it gives no other sign of life, just as while a model is loaded.
+        self.has_begun = self.has_begun or any(not isinstance(entry.event, MeasuringBegun) for entry in entries)
+        if ending is None:
+            self._kill_if_overdue(is_silent=heartbeat == self._heartbeat and not entries)
+        self._heartbeat = heartbeat
+        events: list[ClusterEvent] = [
+            EntryWritten(task=self.launch.task, attempt=self.launch.attempt, entry=entry) for entry in entries
+        ]
+        if ending is None:
+            return events
+        self.process.runs.remove(self)
+        return [*events, ExecutorEnded.of(self.launch, ending)]
+
+    def ask_to_stop(self) -> None:
+        """Let it save and end; kill it if it does not end in time."""
+        self._drains_until = min(self._drains_until, time.monotonic() + self._timeouts.drain_s)
+        try:
+            self.process.ask_to_stop(self._number)
+        except OSError as error:
+            self.process.kill(f"could not be asked to stop: {error}")
+
+    def _skip_past(self) -> None:
+        """Skip the entries of earlier attempts; the executor itself checks whether they are damaged."""
+        with contextlib.suppress(RunError, OSError):
+            self._tail.read()
+
+    def _read_journal(self) -> list[JournalEntry]:
+        """Return the new journal entries; kill an executor whose journal cannot be read, so that it is restarted."""
+        try:
+            return self._tail.read()
+        except RunError as error:
+            self.process.kill(str(error))
+        except OSError as error:
+            self.process.kill(f"the journal of its run cannot be read ({error})")
+        return []
+
+    def _read_heartbeat(self) -> int | None:
+        try:
+            return self._attempt.heartbeat.stat().st_mtime_ns
+        except FileNotFoundError:
+            return None
+
+    def _kill_if_overdue(self, *, is_silent: bool) -> None:
+        # While the process loads a model for one run, its other runs wait.
+        limit_s = self._timeouts.heartbeat_s if self.process.has_begun else self._timeouts.start_s
+        now = time.monotonic()
+        # Time in which this process itself was stopped counts little: it could not see any sign of life.
+        elapsed_s = min(now - self._watched_at, limit_s / 2)
+        self._watched_at = now
+        self._silence_s = self._silence_s + elapsed_s if is_silent else 0.0
+        if self.process.is_being_killed:
+            self.process.kill()
+        elif self._silence_s > limit_s:
+            self.process.kill(f"hung: no sign of life for {self._silence_s:.0f} s")
+        elif now > self._drains_until:
+            self.process.kill(f"was asked to stop and had not ended after {self._timeouts.drain_s:.0f} s")
 
 
 def _allocator() -> dict[str, str]:

@@ -13,10 +13,10 @@ from pathlib import Path
 from types import FrameType
 
 from alto.base import writing
-from alto.cluster.attempt import AttemptDir, Ending, exit_code_of
-from alto.cluster.base import Outcome
+from alto.cluster.attempt import AttemptDir, exit_code_of
+from alto.cluster.base import Ending, Outcome
 from alto.cluster.entry import TRUST_VARIABLE, Entry, Host, HostedRun, ending_of, load_entry, notices_of
-from alto.cluster.orders import EndReport, Orders, WorkOrder
+from alto.cluster.orders import Orders, WorkOrder
 from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunBusyError, RunWriteError
 from alto.runs import RunDir
@@ -222,9 +222,7 @@ class OrderLoop:
         # An unknown error may have left anything behind.
         is_clean = ending.outcome is not Outcome.LOST and not order.ticket.trust_remote_code
         self._is_reusable = self._is_reusable and is_clean and not self._request.is_set
-        with contextlib.suppress(RunWriteError):
-            order.attempt.write_ending(ending)
-        is_reported = self._orders.report(order.number, EndReport(ending=ending, is_reusable=self._is_reusable))
+        is_reported = self._orders.report(order, ending, is_reusable=self._is_reusable)
         if not self._attempts:
             self._exit_code = exit_code_of(ending, is_written=is_reported)
             self._is_reusable = self._is_reusable and is_reported

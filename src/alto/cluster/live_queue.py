@@ -51,34 +51,29 @@ class QueueIntake:
 
 
 class LiveQueue:
-    """Runs the tasks of ``queue_dir`` with ``controller``, and waits for further tasks until :meth:`finish`.
+    """Runs the tasks of ``queue_dir`` with a controller, and waits for further tasks until :meth:`finish`.
 
     Args:
         queue_dir: Locked by this process.
-        controller: Not started yet, and nothing was submitted to it.
         journal: Journal of the queue and the controller.
         intake: Turns a task into a run.
     """
 
-    def __init__(
-        self,
-        queue_dir: QueueDir,
-        controller: Controller,
-        journal: Journal,
-        intake: QueueIntake,
-    ) -> None:
+    _controller: Controller
+
+    def __init__(self, queue_dir: QueueDir, journal: Journal, intake: QueueIntake) -> None:
         self._queue_dir = queue_dir
-        self._controller = controller
         self._journal = journal
         self._intake = intake
         self._keeps_open = True
         self._takes_tasks = True
         self._has_completed = False
         self._mailbox = QueueMailbox(queue_dir.run)
-        controller.on_turn(self._carry_out_commands)
 
-    def begin(self, done: Iterable[str]) -> None:
-        """Submit the folder's tasks that are not ``done`` or cancelled; must be called before the controller starts."""
+    def begin(self, controller: Controller, done: Iterable[str]) -> None:
+        """Submit the folder's tasks that are not ``done`` or cancelled to a controller that was not started yet."""
+        self._controller = controller
+        controller.on_turn(self._carry_out_commands)
         finished = set(done)
         self._cancel_what_waits(finished)
         entries, _ = self._queue_dir.read()
@@ -194,7 +189,6 @@ class LiveQueue:
                 f"{what}: expected a task {which}, or a queue that "
                 "allows it, found neither; start the queue with: alto run --wait-for-tasks --trust-remote-code"
             )
-        task = task.replace(tenant=command.tenant, priority=command.priority)
         return self._submit(task, estimate, command=command.id, trusts=self._intake.trusts_commands)
 
     def _read(self, command: QueueCommand) -> tuple[Task, TaskEstimate]:
@@ -224,16 +218,8 @@ class LiveQueue:
             )
         self._intake.check(task)
         entries, _ = self._queue_dir.read()
-        entry = QueueEntry(
-            task=unique_name(task.name, {entry.task for entry in entries}),
-            num_gpus=task.num_gpus,
-            duration_s=estimate.duration_s,
-            priority=task.priority,
-            tenant=task.tenant,
-            command=command,
-            base=self._intake.base_of(task),
-            sharing=estimate.sharing,
-        )
+        name = unique_name(task.name, {entry.task for entry in entries})
+        entry = QueueEntry.new(name, task, estimate, command=command, base=self._intake.base_of(task))
         ticket = self._ticket(entry, trusts=trusts)
         self._controller.check(ticket)
         self._queue_dir.add(entry, task)
@@ -251,16 +237,13 @@ class LiveQueue:
         self._controller.cancel(task, command=command)
 
     def _ticket(self, entry: QueueEntry, *, trusts: bool = False) -> TaskTicket:
-        return TaskTicket(
-            task=entry.task,
+        return TaskTicket.of(
+            entry,
             run_dir=str(self._queue_dir.run_of(entry.task).root),
             entry=self._intake.entry,
-            num_gpus=entry.num_gpus,
             is_parallel=self._intake.is_parallel,
-            estimate=entry.estimate,
+            sharing=entry.sharing,
             base=entry.base,
-            tenant=entry.tenant,
-            priority=entry.priority,
             trust_remote_code=trusts or entry.task in self._intake.trusted,
         )
 
@@ -285,16 +268,7 @@ class LiveQueue:
         is_new = not self._journal.past  # then its first event, already written, has all tasks
         for entry in entries:
             if entry.task not in submitted and not is_new:
-                self._journal.append(
-                    journaled.TaskSubmitted(
-                        task=entry.task,
-                        num_gpus=entry.num_gpus,
-                        duration_s=entry.duration_s,
-                        priority=entry.priority,
-                        tenant=entry.tenant,
-                        command=entry.command,
-                    )
-                )
+                self._journal.append(journaled.TaskSubmitted.of(entry, command=entry.command))
             if entry.is_cancelled and entry.task not in cancelled:
                 self._journal.append(journaled.TaskCancelled(task=entry.task))
 

@@ -10,8 +10,7 @@ import torch
 
 from alto.cluster.base import ClusterEvent, Launch, check_launch
 from alto.cluster.device_locks import DeviceLocks
-from alto.cluster.executor_process import ProcessShape
-from alto.cluster.local_executor import Timeouts
+from alto.cluster.executor_process import ProcessShape, Timeouts
 from alto.cluster.machine import Machine
 from alto.cluster.processes import num_cores
 from alto.errors import SpecError, UnsupportedError

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
 from functools import partial
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
 from alto.cluster.entry import ending_by
-from alto.cluster.executor_process import ExecutorProcess, ProcessShape
-from alto.cluster.local_executor import LocalExecutor, Timeouts
+from alto.cluster.executor_process import ExecutorProcess, ProcessShape, Timeouts, WatchedRun
 from alto.cluster.zygote import Zygote
 from alto.records import Gpu
 
@@ -41,7 +41,7 @@ class ProcessPool:
             OSError: The process cannot be started, or the executor's process is ending.
         """
         process = self._of_executor(launch) or self._idle(launch, shape)
-        for other in [other for other in self._gpus if other is not process and not other.executors]:
+        for other in [other for other in self._gpus if other is not process and not other.runs]:
             if not set(launch.gpus).isdisjoint(self._gpus[other]):
                 self._end(other)
         process = process or ExecutorProcess(Zygote.shared(), shape, launch.entry, grace_s=self._drain_timeout_s)
@@ -52,7 +52,7 @@ class ProcessPool:
     def end_idle(self) -> None:
         """End the processes that have been idle for too long, and those that cannot be reused."""
         now = time.monotonic()
-        for process in [process for process in self._gpus if not process.executors]:
+        for process in [process for process in self._gpus if not process.runs]:
             since = self._idle_since.setdefault(process, now)
             if not process.is_reusable or process.has_ended() or now - since > self._idle_timeout_s:
                 self._end(process)
@@ -67,7 +67,7 @@ class ProcessPool:
     def _of_executor(self, launch: Launch) -> ExecutorProcess | None:
         """Return the process that works on other runs of the same executor."""
         for process in self._gpus if launch.executor else ():
-            of_it = any(found.launch.executor == launch.executor for found in process.executors)
+            of_it = any(found.launch.executor == launch.executor for found in process.runs)
             if of_it and not process.has_ended():
                 if not process.is_reusable:
                     raise OSError(f"expected {launch.executor} to take a further task, found that it ends")
@@ -79,7 +79,7 @@ class ProcessPool:
         if launch.num_ranks > 1 or launch.trust_remote_code:
             return None
         for process in self._gpus:
-            is_ready = process.is_reusable and not process.executors and not process.has_ended()
+            is_ready = process.is_reusable and not process.runs and not process.has_ended()
             if is_ready and process.shape == shape and process.base == launch.base:
                 return process
         return None
@@ -107,13 +107,13 @@ class Machine:
     def __init__(self, timeouts: Timeouts, *, idle_timeout_s: float) -> None:
         self._timeouts = timeouts
         self._pool = ProcessPool(drain_timeout_s=timeouts.drain_s, idle_timeout_s=idle_timeout_s)
-        self._executors: dict[str, tuple[LocalExecutor, ProcessShape]] = {}
+        self._runs: dict[str, tuple[WatchedRun, ProcessShape]] = {}
         self._events: list[ClusterEvent] = []
 
     @property
     def launches(self) -> list[Launch]:
         """The launches that have not ended."""
-        return [executor.launch for executor, _ in self._executors.values()]
+        return [run.launch for run, _ in self._runs.values()]
 
     def start(self, launch: Launch, shape: ProcessShape) -> None:
         """Let a process work on a run: the process of its executor, an idle process that fits, or a new one.
@@ -123,23 +123,14 @@ class Machine:
             shape: Resources that the process must have.
         """
         try:
-            self._executors[launch.task] = LocalExecutor(launch, self._pool.find(launch, shape), self._timeouts), shape
+            self._runs[launch.task] = WatchedRun(launch, self._pool.find(launch, shape), self._timeouts), shape
         except OSError as error:
-            ending = ending_by(error)
-            self._events.append(
-                ExecutorEnded(
-                    task=launch.task,
-                    attempt=launch.attempt,
-                    outcome=ending.outcome,
-                    reason=str(error),
-                    error=ending.error,
-                )
-            )
+            self._events.append(ExecutorEnded.of(launch, replace(ending_by(error), reason=str(error))))
 
     def stop(self, task: str) -> None:
         """Let a run save and end; kill its process if that takes too long."""
-        if task in self._executors:
-            self._executors[task][0].ask_to_stop()
+        if task in self._runs:
+            self._runs[task][0].ask_to_stop()
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
         """Return the events since the last call, in order for each task; wait up to ``timeout_s`` for some."""
@@ -147,7 +138,7 @@ class Machine:
         while True:
             self._watch()
             # If a process has meanwhile ended, report the end of all its runs together, as no run can join it any more.
-            while self._events and any(executor.process.has_ended() for executor, _ in self._executors.values()):
+            while self._events and any(run.process.has_ended() for run, _ in self._runs.values()):
                 self._watch()
             self._pool.end_idle()
             if self._events or time.monotonic() >= gives_up_at:
@@ -156,16 +147,16 @@ class Machine:
             time.sleep(WATCH_INTERVAL_S)
 
     def _watch(self) -> None:
-        for task, (executor, shape) in list(self._executors.items()):
-            new = executor.watch()
-            if executor.was_ignored:
+        for task, (run, shape) in list(self._runs.items()):
+            new = run.watch()
+            if run.was_ignored:
                 with contextlib.suppress(OSError):  # the next watch reports its end
-                    executor.move(partial(self._pool.find, executor.launch, shape))
+                    run.move(partial(self._pool.find, run.launch, shape))
             self._events += new
             if new and isinstance(new[-1], ExecutorEnded):
-                del self._executors[task]
+                del self._runs[task]
 
     def close(self) -> None:
         """Kill running executors; no process is left when this returns. Idempotent."""
         self._pool.close()
-        self._executors = {}
+        self._runs = {}

@@ -22,8 +22,8 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from alto.base import read_json
-from alto.cluster.attempt import AttemptDir, Ending
-from alto.cluster.base import Outcome, TaskTicket
+from alto.cluster.attempt import AttemptDir, read_ending
+from alto.cluster.base import Ending, TaskTicket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,24 +63,17 @@ Order = WorkOrder | StopOrder
 _KINDS: dict[str, TypeAdapter[Order]] = {kind.__name__: TypeAdapter(kind) for kind in (WorkOrder, StopOrder)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndReport:
-    """How an attempt ended.
+class Orders:
+    """The folder of one process, which only this user can enter.
 
     Attributes:
-        is_reusable: Whether the process can work on another run afterwards.
+        takes_more: Whether the process can work on further runs, as its reports that were read say.
     """
-
-    ending: Ending
-    is_reusable: bool
-
-
-class Orders:
-    """The folder of one process, which only this user can enter."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.output = root / "output.log"
+        self.takes_more = True
         self._num_given = 0
 
     @classmethod
@@ -112,14 +105,12 @@ class Orders:
         self._num_given += 1
         self._give(StopOrder(number=self._num_given, stopped=number))
 
-    def ended(self, number: int) -> EndReport | None:
-        """Return the report on the attempt of order ``number``; None if there is none yet."""
-        try:
-            said = read_json(self._ended(number))
-            ending = Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
-            return EndReport(ending=ending, is_reusable=said["is_reusable"] is True)
-        except (OSError, ValueError, LookupError, TypeError):
-            return None
+    def ended(self, number: int) -> Ending | None:
+        """Return how the attempt of order ``number`` ended; None if the process has not reported it yet."""
+        ending = read_ending(self._ended(number))
+        if ending is not None:
+            self.takes_more = self.takes_more and read_json(self._ended(number)).get("is_reusable") is True
+        return ending
 
     def remove(self) -> None:
         """Remove the folder after its process has ended."""
@@ -139,10 +130,15 @@ class Orders:
             path.unlink()
         return found
 
-    def report(self, number: int, report: EndReport) -> bool:
-        """Report the end of an attempt; return whether the report could be written."""
+    def report(self, order: WorkOrder, ending: Ending, *, is_reusable: bool) -> bool:
+        """Report the end of an attempt, here and in its folder; return whether it could be reported here.
+
+        Args:
+            is_reusable: Whether this process can work on another run afterwards.
+        """
+        order.attempt.write_ending(ending)
         with contextlib.suppress(OSError):
-            self._write(self._ended(number), asdict(report.ending) | {"is_reusable": report.is_reusable})
+            self._write(self._ended(order.number), asdict(ending) | {"is_reusable": is_reusable})
             return True
         return False
 

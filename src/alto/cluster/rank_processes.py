@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from alto.base import writing
-from alto.cluster.attempt import AttemptDir, Ending, exit_code_of, unwritten_ending
-from alto.cluster.base import Outcome
+from alto.cluster.attempt import AttemptDir, ending_of_exit, exit_code_of
+from alto.cluster.base import Ending, Outcome
 from alto.cluster.entry import error_class, run_entry
 from alto.cluster.processes import HELD_SIGNALS
-from alto.errors import RunWriteError
 
 GRACE_S = 5.0
 """Time for other ranks to report the cause of one rank's end; usually they fail with the same error."""
@@ -97,16 +96,8 @@ class RankProcesses:
     def _deaths(self) -> list[Ending]:
         """Return the ends of the ranks that failed, in order of rank."""
         codes = {rank: process.exitcode for rank, process in self._processes.items()}
-        return [self._ending(rank, code) for rank, code in codes.items() if code]
-
-    def _ending(self, rank: int, code: int) -> Ending:
-        said = self._attempt.ending(rank)
-        said = said or unwritten_ending(code, self._attempt, rank)
-        if said is not None:
-            return said
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        reason = f"rank {rank} {how} and reported no reason; see {self._attempt.rank_log(rank)}"
-        return Ending(outcome=Outcome.LOST, reason=reason)
+        attempt = self._attempt
+        return [attempt.ending(rank) or ending_of_exit(code, attempt, rank) for rank, code in codes.items() if code]
 
 
 def _is_cause(death: Ending) -> bool:
@@ -136,11 +127,7 @@ def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -
     threading.Thread(target=_die_with, args=(first,), daemon=True).start()
     ending = run_entry(entry, str(attempt.run_dir), lambda: False)
     is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)
-    is_written = is_well
-    if not is_well:
-        with contextlib.suppress(RunWriteError):
-            attempt.write_ending(ending, rank)
-            is_written = True
+    is_written = is_well or attempt.write_ending(ending, rank)
     with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

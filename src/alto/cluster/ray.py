@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alto.cluster.base import ClusterEvent, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, check_launch
-from alto.cluster.local_executor import Timeouts
+from alto.cluster.base import ClusterEvent, Ending, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, check_launch
+from alto.cluster.executor_process import Timeouts
 from alto.cluster.ray_nodes import RayNodes, slot_resource
 from alto.cluster.ray_starter import Starter
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
@@ -307,7 +307,7 @@ class RayCluster:
                 return
             except RayError as error:
                 if isinstance(error, ActorDiedError) and error.actor_init_failed:
-                    yield from self._end(actor, Outcome.FAILED, _why_it_cannot_start(actor.first, error))
+                    yield from self._end(actor, _why_it_cannot_start(actor.first, error), Outcome.FAILED)
                     return
                 actor.reply = None
                 actor.died_because, actor.watched_at = f"its actor ended: {_first_line(error)}", time.monotonic()
@@ -332,19 +332,19 @@ class RayCluster:
         actor.watched_at = now
         if actor.is_placed and actor.silence_s > self._timeouts.heartbeat_s:
             reason = f"hung: no sign of life of its actor for {actor.silence_s:.0f} s"
-            yield from self._end(actor, Outcome.LOST, reason)
+            yield from self._end(actor, reason)
         elif not actor.is_placed and actor.silence_s > self._placement_timeout_s:
             reason = (
                 f"Ray did not start it within {self._placement_timeout_s:.0f} s; other programs may hold its "
                 f"{self._resource}s, see: ray status"
             )
-            yield from self._end(actor, Outcome.LOST, reason)
+            yield from self._end(actor, reason)
 
-    def _end(self, actor: _Actor, outcome: Outcome, reason: str) -> Iterator[ExecutorEnded]:
+    def _end(self, actor: _Actor, reason: str, outcome: Outcome = Outcome.LOST) -> Iterator[ExecutorEnded]:
         """Release an actor, and report the end of everything that it works on."""
         self._release(actor)
         for launch in actor.launches.values():
-            yield ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)
+            yield ExecutorEnded.of(launch, Ending(outcome=outcome, reason=reason))
 
     def _end_idle(self) -> None:
         """Release actors without a task that cannot get others, or have waited too long for one."""
@@ -373,13 +373,13 @@ class RayCluster:
         for actor in list(self._actors):
             gone = sorted({gpu.node for gpu in actor.first.gpus if self._nodes.id_of(gpu.node) is None})
             if gone:
-                yield from self._end(actor, Outcome.LOST, f"{', '.join(gone)} left the cluster")
+                yield from self._end(actor, f"{', '.join(gone)} left the cluster")
 
     def _lose_dead(self) -> Iterator[ExecutorEnded]:
         """Report the end of executors whose actor died a while ago on a node that lives."""
         for actor in list(self._actors):
             if actor.died_because and time.monotonic() > actor.watched_at + NODE_VERDICT_S:
-                yield from self._end(actor, Outcome.LOST, actor.died_because)
+                yield from self._end(actor, actor.died_because)
 
 
 def _check_version(version: str) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch, Outcome
-from alto.cluster.executor_process import ProcessShape
-from alto.cluster.local_executor import Timeouts
+from alto.cluster.base import ClusterEvent, Ending, ExecutorEnded, Launch, Outcome
+from alto.cluster.executor_process import ProcessShape, Timeouts
 from alto.cluster.machine import Machine
 
 
@@ -31,24 +30,18 @@ class Starter:
         """Start an executor, or give a running executor another run. The GPUs named in the launch are ignored, because
         Ray has chosen them."""
         if launch.num_ranks > 1 and len({gpu.node for gpu in launch.gpus}) > 1:
-            self._events.append(
-                _ended(
-                    launch,
-                    Outcome.LOST,
-                    f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found no such machine "
-                    "any more; add a node, or lower num_gpus",
-                )
+            reason = (
+                f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found no such machine "
+                "any more; add a node, or lower num_gpus"
             )
+            self._events.append(ExecutorEnded.of(launch, Ending(outcome=Outcome.LOST, reason=reason)))
             return
         if not Path(launch.run_dir).is_dir():
-            self._events.append(
-                _ended(
-                    launch,
-                    Outcome.FAILED,
-                    f"expected the folder of the run on every node, found no {launch.run_dir} on "
-                    f"{launch.gpus[0].node}; give an --output-dir on storage that all nodes share, at the same path",
-                )
+            reason = (
+                f"expected the folder of the run on every node, found no {launch.run_dir} on "
+                f"{launch.gpus[0].node}; give an --output-dir on storage that all nodes share, at the same path"
             )
+            self._events.append(ExecutorEnded.of(launch, Ending(outcome=Outcome.FAILED, reason=reason)))
             return
         shape = ProcessShape(
             devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if self._has_gpus else (),
@@ -75,7 +68,3 @@ class Starter:
     def close(self) -> None:
         """Kill the executors; none of their processes is left when this returns."""
         self._machine.close()
-
-
-def _ended(launch: Launch, outcome: Outcome, reason: str) -> ExecutorEnded:
-    return ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)

@@ -7,15 +7,17 @@ as JSON, until stdin ends. Loading the solver takes a second or more, so the pro
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Self
+from typing import Self, TypeVar
+
+from pydantic import TypeAdapter
 
 from alto.cluster.entry import error_class
-from alto.cluster.solver_messages import ANSWERS, CALLS, Answer, Call, decoded, encoded
 from alto.errors import AltoError, UnsupportedError
 from alto.records import Schedule
 from alto.scheduler import LIST_METHODS, SchedulingProblem, schedule_tasks
@@ -25,6 +27,45 @@ FALLBACK = "lpt"
 _PATIENCE = 0.01
 """Time limit of the solver as a share of the makespan's lower bound; a better schedule rarely saves more than that."""
 _LEAST_PATIENCE_S = 0.2
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverCall:
+    """The arguments of :func:`alto.scheduler.schedule_tasks`."""
+
+    problem: SchedulingProblem
+    method: str
+    time_limit_s: float
+    hint: Schedule | None
+    gap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverAnswer:
+    """The schedule; or class and message of the ALTO error that was raised.
+
+    Attributes:
+        schedule: None after an error.
+        error: Class of the error; empty if there is none.
+    """
+
+    schedule: Schedule | None = None
+    error: str = ""
+    message: str = ""
+
+
+CALLS, ANSWERS = TypeAdapter(SolverCall), TypeAdapter(SolverAnswer)
+
+
+def encoded(codec: TypeAdapter[T], value: T) -> bytes:
+    return json.dumps(codec.dump_python(value)).encode()
+
+
+def decoded(codec: TypeAdapter[T], text: bytes) -> T:
+    return codec.validate_python(json.loads(text))
 
 
 class GuardedSolver:
@@ -57,7 +98,7 @@ class GuardedSolver:
         if self._method in LIST_METHODS or not problem.pending:
             return schedule_tasks(problem, method=self._method if self._method in LIST_METHODS else FALLBACK)
         limit_s = min(self._time_limit_s, max(_LEAST_PATIENCE_S, _PATIENCE * _least_makespan_s(problem)))
-        call = Call(problem=problem, method=self._method, time_limit_s=limit_s, hint=hint, gap=self._gap)
+        call = SolverCall(problem=problem, method=self._method, time_limit_s=limit_s, hint=hint, gap=self._gap)
         try:
             if self._process is None:
                 self._process = _Process()
@@ -123,7 +164,7 @@ class _Process:
         self._popen.stdin.close()
         self._popen.stdout.close()
 
-    def ask(self, call: Call, *, timeout_s: float) -> Answer:
+    def ask(self, call: SolverCall, *, timeout_s: float) -> SolverAnswer:
         """Return the answer to ``call``.
 
         Raises:
@@ -154,14 +195,14 @@ def _serve() -> None:
             outcomes.send_bytes(encoded(ANSWERS, _answer(decoded(CALLS, calls.recv_bytes()))))
 
 
-def _answer(call: Call) -> Answer:
+def _answer(call: SolverCall) -> SolverAnswer:
     try:
         schedule = schedule_tasks(
             call.problem, method=call.method, time_limit_s=call.time_limit_s, hint=call.hint, gap=call.gap
         )
     except AltoError as error:
-        return Answer(error=type(error).__name__, message=str(error))
-    return Answer(schedule=schedule)
+        return SolverAnswer(error=type(error).__name__, message=str(error))
+    return SolverAnswer(schedule=schedule)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from alto.cluster.attempt import Ending, exit_code_of
-from alto.cluster.base import Outcome
+from alto.cluster.attempt import exit_code_of
+from alto.cluster.base import Ending, Outcome
 from alto.cluster.entry import TRUST_VARIABLE, ending_of, run_entry
 from alto.cluster.hosting import (
     IDLE_INTERVAL_S,
@@ -30,11 +30,10 @@ from alto.cluster.hosting import (
     redirect_output,
     run_is_busy,
 )
-from alto.cluster.orders import EndReport, Orders, WorkOrder
+from alto.cluster.orders import Orders, WorkOrder
 from alto.cluster.processes import kill_session
 from alto.cluster.rank_processes import WATCH_INTERVAL_S, RankProcesses
 from alto.cluster.rendezvous import remove_rendezvous
-from alto.errors import RunWriteError
 from alto.runs import RunDir
 
 # The ranks of an executor after the first: processes that the first rank starts, watches and ends.
@@ -76,9 +75,7 @@ def _work_as_first_rank(orders: Orders, request: StopRequest, size: int, outlive
         has_ended.acquire()
         is_written = False
         try:
-            with contextlib.suppress(RunWriteError):
-                attempt.write_ending(ending)
-            is_written = orders.report(order.number, EndReport(ending=ending, is_reusable=False))
+            is_written = orders.report(order, ending, is_reusable=False)
         finally:
             _exit(exit_code_of(ending, is_written=is_written))
 

@@ -94,9 +94,9 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     tapes = {job.job: _Tape(job) for job in recording.jobs}
     while selection.training:
         for job in selection.training:
-            while selection.is_training(job) and not selection.is_waiting(job):
+            while selection.is_training(job) and not selection.rungs.is_waiting(job):
                 tapes[job].play_to_next_evaluation(selection)
-        while selection.rung_ready():
+        while selection.rungs.is_ready():
             selection.select()
     winner = selection.winner()
     everything = (

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from alto.early_exit import patterns
 from alto.early_exit.noise import Repeated, leading_group, on_one_scale, ranked_configurations
 from alto.early_exit.policy import Policy
-from alto.early_exit.track import ENDS_COMPETING, Ema, JobTrack
+from alto.early_exit.rungs import Rungs
+from alto.early_exit.track import ENDS_COMPETING, Ema, JobTrack, failed_configurations
 from alto.errors import RunError
-from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing, StartValue
-from alto.spec import rung_step
-
-UNBEATABLE = sys.float_info.max  # above every score
+from alto.records import ExitDecision, FinalistScore, LossPoint, RungResult, StartValue
 
 
 class Selection:
@@ -24,26 +20,21 @@ class Selection:
 
     Its methods `observe_losses`, `observe` and `end` take events and return verdicts. The executor's loop::
 
+        rungs = selection.rungs
         while selection.training:
-            job = any of selection.training that does not wait, or of selection.certain_to_be_kept()
-            train it to its next evaluation step, never past selection.next_stop(job), or selection.furthest_stop(job)
+            job = any of selection.training that does not wait, or of rungs.certain_to_be_kept()
+            train it to its next evaluation step, never past rungs.next_stop(job), or rungs.furthest_stop(job)
             verdict = selection.observe_losses(job, first_step, losses)
             verdict = verdict or selection.observe(job, step, validation_loss, score)
-            while selection.rung_ready():
+            while rungs.is_ready():
                 rung_result = selection.select()
 
     The order in which jobs are observed does not matter: a job is judged by its own history, and a rung waits until
     every job that still trains has been evaluated at it. The state is a function of the calls, so feeding the same
     journal again rebuilds it (`alto.early_exit.journal.selection_of`).
 
-    A job that waits at a rung and is certain to be kept may continue to the rung after that one. The rung at which it
-    waited still ranks it by its value at that rung: verdicts after a rung do not change that rung.
-
     A job ends by a verdict, or it finishes: at its last evaluation no training time can be saved any more, so only a
-    loss that is not finite can end it there. At a rung, a job that trains competes with its latest evaluation, a job
-    that overfit or finished with its best one. A job that diverged, was stopped, failed or was not kept at a rung does
-    not compete any more. If the policy compares equal shares, a job's value at a rung is interpolated to exactly the
-    rung's share of its steps.
+    loss that is not finite can end it there.
 
     Verdicts on one job use its losses; evaluations and jobs are ordered by their scores.
 
@@ -51,12 +42,16 @@ class Selection:
         policy: The policy that judges and ranks.
         ema_alpha: Weight of the newest training loss in its running average, in (0, 1].
         total_steps: Steps of every job, by job id.
-        loss_scales: Scale of a job's loss (:func:`alto.spec.metric.loss_scale`), by job id; jobs without an entry have
+        loss_scales: Scale of a job's loss (:func:`alto.spec.scoring.loss_scale`), by job id; jobs without an entry have
             equal scales.
         configuration_of: Id of the configuration, by job that repeats one with another seed; it is the id of one of the
             jobs. Rungs rank configurations by the means of their jobs.
         row_weights: Weight of every validation row, in the order of evaluation; empty if all evaluations are on all
             rows.
+
+    Attributes:
+        policy: The policy that judges and ranks.
+        rungs: Which jobs compete at rungs.
 
     Raises:
         RunError: Raised by every observing method, if the event is not possible in the present state.
@@ -80,11 +75,11 @@ class Selection:
         self._tracks = {
             job: JobTrack(steps, Ema(ema_alpha), loss_scale=scales.get(job, "")) for job, steps in total_steps.items()
         }
-        self._rungs_held = 0
-        self._ranked_at: list[list[Standing]] = []
+        self.rungs = Rungs(policy, self._tracks, self._configuration_of, row_weights)
         self._num_changes = 0
-        self._scores: dict[str, FinalistScore] = {}
         self._measured: set[str] = set()
+
+    # -- events, and the verdicts that follow ----------------------------------------------------------------------
 
     def observe_losses(self, job: str, first_step: int, losses: Sequence[float]) -> ExitDecision | None:
         """Observe the training losses of consecutive steps from ``first_step`` (1-based) on.
@@ -98,8 +93,9 @@ class Selection:
         track = self._tracks[job]
         due = track.ema.count + 1
         _require(track.trains, f"{job} to train, found that it has ended")
+        last = first_step + len(losses) - 1
         _require(
-            not losses or not self.is_waiting(job) or first_step + len(losses) - 1 <= self.furthest_stop(job),
+            not losses or not self.rungs.is_waiting(job) or last <= self.rungs.furthest_stop(job),
             f"{job} to wait for its rung, found that it continued",
         )
         _require(first_step == due, f"step {due} of {job}, found step {first_step}")
@@ -130,7 +126,7 @@ class Selection:
 
         Args:
             step: Number of steps done.
-            score: Result of :func:`alto.spec.metric.score_of`, a finite number; 0 if only the loss decides.
+            score: Result of :func:`alto.spec.scoring.score_of`, a finite number; 0 if only the loss decides.
             score_rows: The metric on every validation row, if known.
             loss_rows: Loss of every row of the evaluation, in the order of evaluation; empty if evaluations are on all
                 rows.
@@ -149,7 +145,7 @@ class Selection:
                 track.finished = True
                 return None
             judged = on_one_scale(track.history[track.judged_from :], self._row_weights)
-            verdict = self.policy.judge(judged) or self._judge_late(track, job)
+            verdict = self.policy.judge(judged) or self.rungs.judge_late(job)
         if verdict is not None:
             self.end(verdict)
         return verdict
@@ -176,8 +172,19 @@ class Selection:
         """Observe the scores of the answers of the jobs at the next rung, which ranks by them.
 
         Pass no scores if the answers could not be scored; then the rung ranks by the metric."""
-        _require(self.rung_ready(), "every job that trains to wait at the rung that is scored, found that some do not")
-        self._scores = {score.job: score for score in scores}
+        _require(
+            self.rungs.is_ready(), "every job that trains to wait at the rung that is scored, found that some do not"
+        )
+        self.rungs.score(scores)
+
+    def select(self) -> RungResult:
+        """Decide the next rung: rank the jobs, end those that are dropped, and let the others continue."""
+        _require(self.rungs.is_ready(), "every job that trains to wait at the rung, found that some do not")
+        result = self.rungs.hold()
+        for decision in result.dropped:
+            self.end(decision)
+        self._num_changes += 1
+        return result
 
     def end(self, decision: ExitDecision) -> None:
         """End a job: by a verdict of the policy, or from outside (``stopped``, ``failed``, ``budget``)."""
@@ -223,6 +230,8 @@ class Selection:
         self._num_changes += 1
         track.reopen()
 
+    # -- the state -------------------------------------------------------------------------------------------------
+
     @property
     def jobs(self) -> tuple[str, ...]:
         """All jobs, in the order in which they were given."""
@@ -234,97 +243,14 @@ class Selection:
         return tuple(job for job, track in self._tracks.items() if track.trains)
 
     @property
-    def next_rung(self) -> Rung | None:
-        """The next rung; None when there is none left."""
-        rungs = self.policy.rungs
-        return rungs[self._rungs_held] if self._rungs_held < len(rungs) else None
-
-    @property
-    def rungs_held(self) -> int:
-        """Number of decided rungs, which is also the index of `next_rung`."""
-        return self._rungs_held
-
-    @property
     def num_changes(self) -> int:
         """A version number that rises with every change of the training jobs, but not with training losses that end no
         job."""
         return self._num_changes
 
-    def next_stop(self, job: str) -> int:
-        """Return the step at which ``job`` waits for the next rung; its last step if no rung is left."""
-        return self._stop(job, self._rungs_held)
-
-    def furthest_stop(self, job: str) -> int:
-        """Return the step past which ``job`` must not train before the next rung, even if it is certain to be kept."""
-        return self._stop(job, self._rungs_held + 1)
-
     def is_training(self, job: str) -> bool:
         """Return whether ``job`` has neither ended nor finished; a waiting job counts."""
         return self._tracks[job].trains
-
-    def is_waiting(self, job: str) -> bool:
-        """Return whether ``job`` has been evaluated at the next rung and waits for the others."""
-        track = self._tracks[job]
-        is_on_time = track.late_rung is None
-        return track.trains and is_on_time and self.next_rung is not None and track.steps >= self.next_stop(job)
-
-    def certain_to_be_kept(self) -> frozenset[str]:
-        """Return the jobs that wait but may continue: the next rung keeps them whatever the results of the others.
-
-        A job is certain if it would be kept even if all jobs still to come were better. Only users can undo this.
-        """
-        coming = {job for job in self.training if not self.is_waiting(job)}
-        present = [standing for standing in self.standings() if standing.job not in coming]
-        if self.next_rung is None or not any(standing.is_training for standing in present):
-            return frozenset()
-        may_change = self.next_rung.ends_clear_losers or any(standing.score_rows for standing in present)
-        if may_change or self._configuration_of:
-            # A job still to come may change a configuration's mean, or which jobs are within noise or clearly behind.
-            return frozenset()
-        better = [Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE) for job in sorted(coming)]
-        kept = self._select(self._rungs_held, [*present, *better]).kept
-        return frozenset(
-            job for job in kept if self.is_waiting(job) and self._tracks[job].steps < self.furthest_stop(job)
-        )
-
-    def rung_ready(self) -> bool:
-        """Return whether the next rung can be decided: a job has reached it, and all training jobs that are not late
-        wait at it."""
-        on_time = (job for job in self.training if self._tracks[job].late_rung is None)
-        return all(map(self.is_waiting, on_time)) and any(map(self._stands_at_rung, self._tracks))
-
-    def standings(self) -> tuple[Standing, ...]:
-        """Return the states of all jobs that compete at the next rung, by job id."""
-        points = []
-        for job, track in sorted(self._tracks.items()):
-            point = self._at_rung(job, self._rungs_held) if self._stands_at_rung(job) else track.stands_with
-            if point is not None and track.late_rung is None:
-                points.append(point)
-        return tuple(
-            self._tracks[point.job].standing(point, self._scores.get(point.job))
-            for point in on_one_scale(points, self._row_weights)
-        )
-
-    def select(self) -> RungResult:
-        """Decide the next rung: rank the jobs, end those that are dropped, and let the others continue."""
-        _require(self.rung_ready(), "every job that trains to wait at the rung, found that some do not")
-        standings = self.standings()
-        rung_result = self._select(self._rungs_held, standings)
-        for decision in rung_result.dropped:
-            self.end(decision)
-        for standing in standings:
-            self._tracks[standing.job].competes &= standing.job in rung_result.kept
-            self._tracks[standing.job].was_ranked = True
-        self._num_changes += 1
-        self._scores = {}
-        self._ranked_at.append(list(standings))
-        self._rungs_held += 1
-        return rung_result
-
-    def at_rungs(self, job: str) -> tuple[LossPoint, ...]:
-        """Return the values of ``job`` at the rungs it has reached, decided or not, as they are compared there."""
-        points = (self._at_rung(job, index) for index in range(len(self.policy.rungs)))
-        return tuple(itertools.takewhile(lambda point: point is not None, points))  # type: ignore[arg-type]
 
     def start_of(self, job: str) -> StartValue | None:
         """Return the evaluation before the first step of ``job``; None if unknown."""
@@ -346,6 +272,8 @@ class Selection:
         """
         return self._tracks[job].best
 
+    # -- the order of the jobs -----------------------------------------------------------------------------------
+
     def winner(self) -> LossPoint | None:
         """Return the best evaluation of all jobs, however they ended; None if there is none."""
         return next(iter(self.leaders(1)), None)
@@ -357,7 +285,7 @@ class Selection:
     def front_runners(self) -> tuple[str, ...]:
         """Return the jobs that train, best first by their values at the last decided rung, or else by their best
         evaluations. Jobs without a value come last, those with most steps first."""
-        at_rung = (self._at_rung(job, self._rungs_held - 1) for job in self.training if self._rungs_held)
+        at_rung = (self.rungs.at(job, self.rungs.held - 1) for job in self.training)
         points = [point for point in at_rung if point] or [best for best in map(self.best, self.training) if best]
         ranked = [group.members[0].job for group in ranked_configurations(points, {}, set())]
         others = sorted(set(self.training) - set(ranked), key=lambda job: (-self._tracks[job].ema.count, job))
@@ -366,75 +294,18 @@ class Selection:
     def within_noise_of_winner(self) -> list[LossPoint]:
         """Return the best evaluations of other jobs whose scores differ from the winner's, but are within noise of the
         best score; best score first."""
-        ranked, failed = self._ranked_bests(), self._failed_configurations()
+        ranked, failed = self._ranked_bests(), failed_configurations(self._tracks, self._configuration_of)
         best_of = {group.mean.job: group.members[0] for group in ranked}
         competing = [one.mean for one in ranked if one.mean.job not in failed] or [one.mean for one in ranked]
         group = leading_group(competing)
         others = [point for point in group if point.score != group[0].score]
         return [best_of[point.job] for point in sorted(others, key=lambda point: (point.sort_key, point.job))]
 
-    def _select(self, rung_index: int, standings: Sequence[Standing]) -> RungResult:
-        return self.policy.select(
-            rung_index,
-            standings,
-            self._num_entered(standings),
-            configuration_of=self._configuration_of,
-            failed=self._failed_configurations(),
-        )
-
-    def _num_entered(self, standings: Sequence[Standing]) -> int:
-        entered = {job for job, track in self._tracks.items() if track.was_ranked} | {one.job for one in standings}
-        return len({self._configuration_of.get(job, job) for job in entered})
-
     def _ranked_bests(self) -> list[Repeated[LossPoint]]:
         bests = on_one_scale([track.best for track in self._tracks.values() if track.best], self._row_weights)
-        ranked = ranked_configurations(bests, self._configuration_of, self._failed_configurations())
+        failed = failed_configurations(self._tracks, self._configuration_of)
+        ranked = ranked_configurations(bests, self._configuration_of, failed)
         return sorted(ranked, key=lambda group: not self._measured.issuperset(one.job for one in group.members))
-
-    def _failed_configurations(self) -> set[str]:
-        """Return the repeated configurations of which a job has diverged or failed."""
-        return {name for job, name in self._configuration_of.items() if self._tracks[job].has_failed}
-
-    def _judge_late(self, track: JobTrack, job: str) -> ExitDecision | None:
-        """Return the verdict of the decided rungs that a late job has reached now."""
-        while track.late_rung is not None:
-            point = self._at_rung(job, track.late_rung)
-            if track.late_rung == len(self.policy.rungs) or (point is not None and track.late_rung == self._rungs_held):
-                track.late_rung = None  # it waits at the next rung with the others
-                break
-            if point is None:
-                break
-            standing, ranked = track.standing(point), self._ranked_at[track.late_rung]
-            ranked.append(standing)
-            result = self._select(track.late_rung, ranked)
-            track.was_ranked = True
-            self._num_changes += 1
-            if job not in result.kept:
-                verdict = next(decision for decision in result.dropped if decision.job == job)
-                progress = self.policy.rungs[track.late_rung].progress
-                return replace(verdict, evidence={**verdict.evidence, "progress": progress})
-            track.late_rung += 1
-        return None
-
-    def _stop(self, job: str, rung_index: int) -> int:
-        rungs, total_steps = self.policy.rungs, self._tracks[job].total_steps
-        return rung_step(rungs[rung_index], total_steps) if rung_index < len(rungs) else total_steps
-
-    def _at_rung(self, job: str, index: int) -> LossPoint | None:
-        """Return the value of ``job`` at rung number ``index``; None if it has not reached it or there is no such
-        rung."""
-        if index >= len(self.policy.rungs):
-            return None
-        return self._tracks[job].at_rung(
-            self.policy.rungs[index], self._row_weights if self.policy.equal_shares else None
-        )
-
-    def _stands_at_rung(self, job: str) -> bool:
-        """Return whether ``job`` waits at the next rung, or trained past it and a verdict ended it there."""
-        point, track = self._at_rung(job, self._rungs_held), self._tracks[job]
-        if point is None or track.late_rung is not None:
-            return False
-        return track.stands_at(point, is_equal_share=self.policy.equal_shares)
 
 
 def _require(condition: bool, expected_and_found: str) -> None:

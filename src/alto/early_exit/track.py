@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alto.early_exit.noise import is_better, is_within_noise, on_scale_of
@@ -216,3 +216,8 @@ class JobTrack:
             decision=None,
             judged_from=len(self.history),
         )
+
+
+def failed_configurations(tracks: Mapping[str, JobTrack], configuration_of: Mapping[str, str]) -> set[str]:
+    """Return the repeated configurations of which a job has diverged or failed."""
+    return {name for job, name in configuration_of.items() if tracks[job].has_failed}

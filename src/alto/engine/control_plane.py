@@ -8,16 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket
+from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket, running_controller
 from alto.data import read_task_rows
 from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
-from alto.engine.queue_setup import QueueSetup, replanning
+from alto.engine.queue_setup import QueueSetup, journal_begin, replanning
 from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
 from alto.runs import Action, Answer, Journal, RunDir
-from alto.runs.events import QueueResumed, QueueStarted
-from alto.scheduler.queue import Queue, QueueSettings, TaskState
+from alto.scheduler.queue import QueueSettings, TaskState
 from alto.spec import Task
 
 MAX_PLANNED = 32
@@ -26,28 +25,8 @@ solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunOrder:
-    """A run to be trained.
-
-    Attributes:
-        name: Unique among all orders that the control plane ever had.
-        run_dir: Folder of the run; exists already.
-        tenant: Tenant whose GPU quota the run counts against.
-        priority: Higher goes first, across all tenants; may be negative.
-        shares_with: Runs with the same text may share a process if they have the same base model.
-    """
-
-    name: str
-    run_dir: Path
-    task: Task
-    tenant: str = ""
-    priority: int = 0
-    shares_with: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OrderState:
-    """The current state of an order.
+    """The current state of a submitted run.
 
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
@@ -107,28 +86,34 @@ class ControlPlane:
         """Store how long ``task`` took on this cluster, for :meth:`estimate`."""
         self._setup.remember_duration(task, self._cluster, duration_s)
 
-    def submit(self, order: RunOrder) -> None:
+    def submit(self, name: str, run_dir: Path, task: Task, *, priority: int = 0, shares_with: str = "") -> None:
         """Put a run into the queue; an earlier attempt in its folder is resumed.
+
+        Args:
+            name: Unique among all runs that the control plane ever had.
+            run_dir: Folder of the run; exists already.
+            task: Its task; its own priority is not used.
+            priority: Higher goes first, across all tenants; may be negative.
+            shares_with: Runs with the same text may share a process if they have the same base model.
 
         Raises:
             SpecError: The name is taken, or the cluster can never provide the GPUs.
             QueueCommandError: The control plane is drained.
         """
-        estimate = self.estimate(order.task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
-        if estimate.sharing is not None:
-            sharing = replace(estimate.sharing, base=f"{estimate.sharing.base} {order.shares_with}")
-            estimate = replace(estimate, sharing=sharing)
+        estimate = self.estimate(task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
+        sharing = estimate.sharing
         ticket = TaskTicket(
-            task=order.name,
-            run_dir=str(order.run_dir),
+            task=name,
+            run_dir=str(run_dir),
             entry=TRAIN,
-            num_gpus=order.task.num_gpus,
-            estimate=estimate,
+            num_gpus=task.num_gpus,
+            duration_s=estimate.duration_s,
+            sharing=sharing and replace(sharing, base=f"{sharing.base} {shares_with}"),
             is_parallel=self._setup.is_parallel,
-            trust_remote_code=order.task.needs_trust,
-            base=f"{base_key(order.task)} {order.shares_with}",
-            tenant=order.tenant,
-            priority=order.priority,
+            trust_remote_code=task.needs_trust,
+            base=f"{base_key(task)} {shares_with}",
+            tenant=task.tenant,
+            priority=priority,
         )
         self._controller.submit(ticket)
 
@@ -177,7 +162,7 @@ class ControlPlane:
         self._controller.call(change)
 
     def states(self) -> dict[str, OrderState]:
-        """Return the current state of all orders, by name."""
+        """Return the current state of all runs, by name."""
         return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
 
     def num_gpus(self) -> tuple[int, int]:
@@ -212,15 +197,9 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
         replanning(method) as solve,
         Journal(folder.journal_file, check=folder.check_lock) as journal,
     ):
+        journal_begin(journal, cluster, method)
         settings = QueueSettings(quotas=quotas, max_planned=MAX_PLANNED)
-        scheduling = Queue(nodes=tuple(cluster.nodes), settings=settings, solve=solve)
-        if journal.past:
-            journal.append(QueueResumed(done=(), notes=()))
-        else:
-            devices = "gpus" if cluster.has_gpus else "cpu slots"
-            journal.append(QueueStarted(method=method, devices=devices, nodes=tuple(cluster.nodes), tasks=()))
-        with Controller(cluster, scheduling, journal) as controller:
-            controller.start()
+        with running_controller(cluster, journal, settings, solve) as controller:
             yield ControlPlane(setup, cluster, controller, quotas)
 
 

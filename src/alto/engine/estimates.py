@@ -16,15 +16,14 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from alto.base import is_number, scratch_folder
-from alto.cluster import Cluster, Controller, Outcome, TaskTicket
+from alto.cluster import Cluster, Controller, Outcome, TaskTicket, running_controller
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE
 from alto.errors import ProfileError
 from alto.executor import cache
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate, TaskPlan
 from alto.runs import Journal, JournalEntry, RunDir
 from alto.runs.events import MeasuringBegun, TaskRelayed
-from alto.scheduler import schedule_tasks
-from alto.scheduler.queue import Queue, QueueSettings
+from alto.scheduler.queue import QueueSettings
 from alto.spec import Task
 
 UNKNOWN_DURATION_S = 3600.0
@@ -196,28 +195,24 @@ class Measurement:
 
     def _measure(self, tasks: Mapping[str, Task]) -> dict[int, TaskEstimate]:
         relayed = deque[JournalEntry]()  # filled on the thread of the controller
-        with scratch_folder("alto-plan-") as folder:
-            queue = Queue(
-                self.cluster.nodes, _ONE_ATTEMPT, lambda problem, hint: schedule_tasks(problem, method="fifo")
-            )
-            with (
-                Journal(folder / "journal.jsonl") as journal,
-                Controller(self.cluster, queue, journal, show=relayed.append) as controller,
-            ):
-                controller.start()
-                at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]
-                found: dict[int, TaskEstimate] = {}
-                for group in at_once:
-                    for index in group:
-                        controller.submit(self._run(index, tasks[index], folder / index))
-                    for index in group:
-                        while not controller.wait(index, timeout_s=_WAIT_S):
-                            self._relay(tasks, relayed)
-                            self._check(controller, tasks)
+        with (
+            scratch_folder("alto-plan-") as folder,
+            Journal(folder / "journal.jsonl") as journal,
+            running_controller(self.cluster, journal, _ONE_ATTEMPT, show=relayed.append) as controller,
+        ):
+            at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]
+            found: dict[int, TaskEstimate] = {}
+            for group in at_once:
+                for index in group:
+                    controller.submit(self._run(index, tasks[index], folder / index))
+                for index in group:
+                    while not controller.wait(index, timeout_s=_WAIT_S):
                         self._relay(tasks, relayed)
                         self._check(controller, tasks)
-                        found[int(index)] = self._estimate(tasks[index], folder / index)
-                return found
+                    self._relay(tasks, relayed)
+                    self._check(controller, tasks)
+                    found[int(index)] = self._estimate(tasks[index], folder / index)
+            return found
 
     def _relay(self, tasks: Mapping[str, Task], relayed: deque[JournalEntry]) -> None:
         """Pass the executors' progress reports to ``on_measuring``."""

@@ -11,7 +11,16 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from alto.base import note_resumption, resume_command, scratch_folder
-from alto.cluster import Controller, ExecutorEnded, Outcome, Retrying, TaskTicket, error_class, open_cluster
+from alto.cluster import (
+    Controller,
+    ExecutorEnded,
+    Outcome,
+    Retrying,
+    TaskTicket,
+    error_class,
+    open_cluster,
+    running_controller,
+)
 from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
@@ -30,8 +39,7 @@ from alto.runs import (
     task_outcome,
 )
 from alto.runs.events import CheckpointSaved, MeasuringBegun, TaskRelayed, TaskResumed
-from alto.scheduler import schedule_tasks
-from alto.scheduler.queue import Queue, QueueSettings
+from alto.scheduler.queue import QueueSettings
 from alto.spec import Task
 from alto.trackers import chosen_trackers
 
@@ -123,21 +131,22 @@ class LaunchedRunner:
             is_parallel=True,
             trust_remote_code=task.needs_trust,
         )
+
+        def begin(controller: Controller) -> None:
+            controller.retry_by(Retrying(interrupted=False, how_far=how_far))
+            controller.begin([ticket])
+
         with (
             scratch_folder("alto-control-") as folder,
             contextlib.closing(open_cluster("local", total_gpus=task.num_gpus)) as cluster,
             Journal(folder / "journal.jsonl") as journal,
+            running_controller(
+                cluster, journal, _SETTINGS, begin=begin, show=relay.observe, is_interrupted=self._is_interrupted
+            ) as controller,
         ):
-            queue = Queue(cluster.nodes, _SETTINGS, lambda problem, hint: schedule_tasks(problem, method="fifo"))
-            with Controller(
-                cluster, queue, journal, show=relay.observe, is_interrupted=self._is_interrupted
-            ) as controller:
-                controller.retry_by(Retrying(interrupted=False, how_far=how_far))
-                controller.begin([ticket])
-                controller.start()
-                with contextlib.suppress(TaskInterruptedError):  # the executor's own end says more
-                    controller.wait()
-                status = controller.status().tasks[task.name]
+            with contextlib.suppress(TaskInterruptedError):  # the executor's own end says more
+                controller.wait()
+            status = controller.status().tasks[task.name]
         assert status.ended is not None, "it was launched with all GPUs at once"
         return status.ended, status.num_failures
 

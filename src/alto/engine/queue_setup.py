@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -16,6 +16,8 @@ from alto.errors import SpecError
 from alto.executor import cache
 from alto.executor.profiling.meter import capacity_bytes
 from alto.records import Node, Schedule, TaskEstimate
+from alto.runs import Journal, QueueEntry
+from alto.runs.events import QueuedTask, QueueResumed, QueueStarted
 from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
 from alto.spec import Task
 
@@ -169,6 +171,38 @@ def first_as_given(
         return solve(problem, hint)
 
     return answer
+
+
+def journal_begin(
+    journal: Journal,
+    cluster: Cluster,
+    method: str,
+    entries: Sequence[QueueEntry] = (),
+    done: Collection[str] = (),
+) -> None:
+    """Write the event that starts or resumes a queue. Results may exist even if the journal was lost.
+
+    Args:
+        entries: All tasks of the queue.
+        done: Names of the tasks that have a result.
+    """
+    notes = []
+    if journal.num_lines_cut > 1:  # a single line was cut off while it was written
+        notes.append(
+            f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines were damaged and "
+            "were removed. Tasks that have their results keep them; the others resume from their own checkpoints."
+        )
+    if not journal.past:
+        journal.append(
+            QueueStarted(
+                method=method,
+                devices="gpus" if cluster.has_gpus else "cpu slots",
+                nodes=tuple(cluster.nodes),
+                tasks=tuple(QueuedTask.of(entry, is_unmeasured=entry.is_unmeasured) for entry in entries),
+            )
+        )
+    if journal.past or done or notes:
+        journal.append(QueueResumed(done=tuple(sorted(done)), notes=tuple(notes)))
 
 
 def check_method(method: str) -> None:

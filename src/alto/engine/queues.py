@@ -18,12 +18,21 @@ from alto.cluster import (
     QueueIntake,
     answer_past_ends,
     past_ends,
+    running_controller,
 )
 from alto.data import read_task_rows
 from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key
 from alto.engine.gpus import STRATEGIES
 from alto.engine.objects import IN_A_QUEUE, check_has_id
-from alto.engine.queue_setup import QueueSetup, check_method, first_as_given, first_schedule, replanning, unique_names
+from alto.engine.queue_setup import (
+    QueueSetup,
+    check_method,
+    first_as_given,
+    first_schedule,
+    journal_begin,
+    replanning,
+    unique_names,
+)
 from alto.engine.runner import portable
 from alto.engine.task_queue import TaskQueue, past_of_finished, queue_results, write_report_of
 from alto.engine.work import TRAIN
@@ -31,9 +40,9 @@ from alto.errors import ProfileError, RunError, SpecError, TaskInterruptedError,
 from alto.records import Placement, Schedule, TaskEstimate
 from alto.results import TaskResult
 from alto.runs import Journal, JournalEntry, Observer, QueueDir, QueueEntry, has_result, load_run_task
-from alto.runs.events import NO_SEQ, MeasuringBegun, QueuedTask, QueueResumed, QueueStarted, TaskMeasured
+from alto.runs.events import NO_SEQ, MeasuringBegun, TaskMeasured
 from alto.scheduler import METHODS
-from alto.scheduler.queue import Queue, QueueSettings
+from alto.scheduler.queue import QueueSettings
 from alto.spec import Task
 
 LOCAL = "local"
@@ -269,16 +278,7 @@ class QueueRunner:
         estimate = TaskEstimate(duration_s=UNKNOWN_DURATION_S if placement is None else placement.duration_s)
         if placement is None or placement.executor:
             estimate = self._setup.known_estimate(task, cluster) or estimate
-        return QueueEntry(
-            task=name,
-            num_gpus=task.num_gpus,
-            duration_s=estimate.duration_s,
-            priority=task.priority,
-            tenant=task.tenant,
-            base=base_key(task),
-            sharing=estimate.sharing,
-            is_unmeasured=placement is None,
-        )
+        return QueueEntry.new(name, task, estimate, base=base_key(task), is_unmeasured=placement is None)
 
     @contextlib.contextmanager
     def _working(
@@ -306,24 +306,25 @@ class QueueRunner:
             with Journal(queue_dir.run.journal_file, self._observers, check=queue_dir.run.check_lock) as journal:
                 for entry in journal.past:
                     self._show(replace(entry, is_replayed=True))
-                _journal_begin(journal, entries, done, method, cluster)
+                journal_begin(journal, cluster, method, entries, done)
                 open_entries = [entry for entry in entries if entry.task not in done and not entry.is_cancelled]
                 if any(entry.is_unmeasured for entry in open_entries):
                     open_tasks = {entry.task: tasks[entry.task] for entry in open_entries if entry.task in tasks}
                     first = self._measured(queue_dir, open_tasks, setup, cluster, method, journal)
-                scheduling = Queue(
-                    nodes=tuple(cluster.nodes),
-                    settings=QueueSettings(quotas=setup.quotas),
-                    solve=first_as_given(first, solver),
-                )
-                with Controller(
-                    cluster, scheduling, journal, show=self._show, is_interrupted=self._is_interrupted
-                ) as controller:
-                    live = LiveQueue(queue_dir, controller, journal, intake)
-                    live.begin(done)
-                    controller.start()
-                    with _saving(live, controller):
-                        yield TaskQueue(queue_dir, live, controller)
+                live = LiveQueue(queue_dir, journal, intake)
+                with (
+                    running_controller(
+                        cluster,
+                        journal,
+                        QueueSettings(quotas=setup.quotas),
+                        first_as_given(first, solver),
+                        begin=lambda controller: live.begin(controller, done),
+                        show=self._show,
+                        is_interrupted=self._is_interrupted,
+                    ) as controller,
+                    _saving(live, controller),
+                ):
+                    yield TaskQueue(queue_dir, live, controller)
         except TaskInterruptedError as error:
             raise TaskInterruptedError(f"{error}; continue with: {resume_command(queue_dir.root)}") from None
         except KeyboardInterrupt as error:
@@ -372,34 +373,6 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
     return found
 
 
-def _journal_begin(
-    journal: Journal, entries: Sequence[QueueEntry], done: Collection[str], method: str, cluster: Cluster
-) -> None:
-    """Write the event that starts or resumes the queue. Results may exist even if the journal was lost."""
-    notes = _notes_on(journal)
-    if not journal.past:
-        journal.append(
-            QueueStarted(
-                method=method,
-                devices="gpus" if cluster.has_gpus else "cpu slots",
-                nodes=tuple(cluster.nodes),
-                tasks=tuple(
-                    QueuedTask(
-                        task=entry.task,
-                        num_gpus=entry.num_gpus,
-                        duration_s=entry.duration_s,
-                        priority=entry.priority,
-                        tenant=entry.tenant,
-                        is_unmeasured=entry.is_unmeasured,
-                    )
-                    for entry in entries
-                ),
-            )
-        )
-    if journal.past or done or notes:
-        journal.append(QueueResumed(done=tuple(sorted(done)), notes=tuple(notes)))
-
-
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
     """Return the cluster of a resumed queue: the one that the caller names, else ``local`` or ``auto`` from its file.
 
@@ -426,13 +399,3 @@ def _check_settings(settings: Mapping[str, Any], queue_dir: QueueDir) -> None:
                 f"{key}: expected one of {', '.join(names)} in queue.yaml of {queue_dir.root}, found "
                 f"{settings[key]!r}; put the file back as it was, or run the tasks in a new queue"
             )
-
-
-def _notes_on(journal: Journal) -> list[str]:
-    """Return notices about lost lines of a queue's journal, except for a last line that was cut off while written."""
-    if journal.num_lines_cut < 2:
-        return []
-    return [
-        f"The journal of the queue was damaged: its last {journal.num_lines_cut} lines were damaged and "
-        "were removed. Tasks that have their results keep them; the others resume from their own checkpoints."
-    ]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,9 +16,11 @@ from alto.backbone import Backbone, classifier_of, is_out_of_memory
 from alto.evaluation.target import loaded_adapters
 from alto.lora import (
     HEAD,
+    NUM_COMPARED,
     PREFIX,
     SavedAdapter,
     as_in_peft,
+    compared_logits,
     eject,
     extra_in_peft,
     is_bias,
@@ -29,10 +29,10 @@ from alto.lora import (
     module_of,
     module_of_whole,
     read_saved_adapter,
+    silent_peft,
 )
 from alto.records import AdapterCheck, LabelSet
 
-_NUM_TOKENS = 16
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Tolerances of the relative difference of logits, in norm.
 
@@ -60,7 +60,7 @@ class PeftCheck:
         if self._num_ranks > 1:
             return AdapterCheck(status="unchecked", why=f"the base model is sharded over {self._num_ranks} GPUs")
         try:
-            with _quiet():
+            with silent_peft():
                 import peft
         except ImportError as error:
             why = "peft is not installed" if error.name == "peft" else f"peft cannot be imported ({_first_line(error)})"
@@ -76,7 +76,7 @@ class PeftCheck:
                 return AdapterCheck(status="unchecked", why=why, peft=version)
             model = self._model_for(adapter)
             ours_TV = self._own_logits(adapter, model)
-            with _quiet(), _restored(self._backbone.model, filter(is_bias, adapter.weights.extras)):
+            with silent_peft(), _restored(self._backbone.model, filter(is_bias, adapter.weights.extras)):
                 faults, theirs_TV = self._peft_logits(peft.PeftModel.from_pretrained, adapter, model)
         except Exception as error:  # no error here may fail the task: its adapter is already saved
             if is_out_of_memory(error):
@@ -113,7 +113,7 @@ class PeftCheck:
         with (
             loaded_adapters(backbone, [adapter], backbone.path) as served,
             backbone.own_attention(),
-            served.use(served.schedule([_NUM_TOKENS])),
+            served.use(served.schedule([NUM_COMPARED])),
         ):
             return self._logits(model)
 
@@ -130,11 +130,8 @@ class PeftCheck:
             return [*_faults(adapter, layers), *_faults_of_extras(adapter, model)], self._logits(model)
 
     def _logits(self, model: Callable[..., Any]) -> Tensor:
-        vocabulary = int(self._backbone.model.config.get_text_config().vocab_size)
-        generator = torch.Generator().manual_seed(0)
-        input_ids_1T = torch.randint(0, vocabulary, (1, _NUM_TOKENS), generator=generator).to(self._backbone.device)
-        logits: Tensor = model(input_ids=input_ids_1T, use_cache=False).logits[0].float()
-        return logits
+        vocabulary = self._backbone.model.config.get_text_config().vocab_size
+        return compared_logits(model, vocabulary, self._backbone.device)
 
 
 def _faults(adapter: SavedAdapter, layers: Mapping[str, Any]) -> list[str]:
@@ -188,19 +185,6 @@ def _named(names: Sequence[str]) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0][:300]
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence warnings of PEFT and of bitsandbytes, which it imports; the check compares results instead."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 @contextmanager

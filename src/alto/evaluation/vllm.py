@@ -76,7 +76,7 @@ def complete_with_vllm(
             )
     except ValueError as error:
         raise DataError(
-            f"exact_match: expected prompts that vLLM accepts, found: {error}; leave long rows out, or use a base "
+            f"backend: expected prompts that vLLM accepts, found: {error}; leave long rows out, or use a base "
             "model with more positions"
         ) from error
     texts = [_without_end(output.outputs[0].token_ids, ends) for output in outputs]

@@ -2,9 +2,8 @@
 
 from alto.executor.beginning import RunStart, model_notes
 from alto.executor.conclusion import Hooks
-from alto.executor.context import TaskContext
+from alto.executor.context import JobState, TaskContext, initial_states
 from alto.executor.executor import Executor, run_alone
-from alto.executor.job_state import JobState, initial_states
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import PlannedJob, plan_jobs, resolve_early_exit, resolve_rungs
 from alto.executor.ranks import Ranks

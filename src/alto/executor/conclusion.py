@@ -177,7 +177,7 @@ def hold_rung(
     """Decide the next rung, which all jobs have reached, and end the jobs that it drops; for the arguments see
     :func:`_score_rung`."""
     selection = state.selection
-    rung, index = selection.next_rung, selection.rungs_held
+    rung, index = selection.rungs.next, selection.rungs.held
     assert rung is not None
     # The selection counts the steps of a job that ran ahead, so the journal records them too.
     for job in state.jobs.values():
@@ -206,10 +206,10 @@ def _score_rung(
         TaskInterruptedError: The run was stopped; a resumed run scores the rung again.
     """
     selection, scoring = state.selection, state.context.task.scoring
-    rung, index = selection.next_rung, selection.rungs_held
+    rung, index = selection.rungs.next, selection.rungs.held
     if judge is None or rung is None or scoring is None or not scoring.is_at(rung.progress):
         return
-    standings = [one for one in selection.standings() if math.isfinite(one.validation_loss)]
+    standings = [one for one in selection.rungs.standings() if math.isfinite(one.validation_loss)]
     if len(standings) < 2:
         return
     try:

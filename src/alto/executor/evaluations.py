@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
+from alto.executor.evaluator import Evaluated
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState
 from alto.executor.start_adapter import beginning_with
-from alto.executor.tally import Evaluated
 from alto.records import LossPoint, StartValue
 from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 
@@ -45,7 +45,7 @@ def evaluate_base(state: TaskState, recorder: JournalRecorder) -> None:
             validation_loss=value.loss,
             score=score,
             score_rows=value.rows_of(state.context.row_metric),
-            loss_rows=state.context.kept_rows(value),
+            loss_rows=value.kept_rows(state.context),
         )
         for job in jobs:
             state.selection.observe_base(job.id, start)
@@ -76,7 +76,7 @@ def evaluate_jobs(
             value.loss,
             score_of(context.task.metric, value.metrics),
             value.rows_of(context.row_metric),
-            context.kept_rows(value),
+            value.kept_rows(context),
         )
         for job, value in zip(jobs, found, strict=True)
     ]
@@ -139,7 +139,7 @@ def measure_best(state: TaskState, recorder: JournalRecorder) -> None:
             [value] = state.trainer.evaluate([job], rows=[context.evaluation_order[:num_rows]])
         found.append((best, value))
     for best, value in found:
-        selection.observe_measured(best.job, value.loss, context.kept_rows(value))
+        selection.observe_measured(best.job, value.loss, value.kept_rows(context))
     tested = _tested_best(state, [best for best, _ in found])
     for best, value in found:
         recorder.best_measured(best, value, context, tested.get(best.job))

@@ -10,7 +10,7 @@ from typing import ParamSpec
 import torch
 
 from alto.errors import DeviceMemoryError
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank
@@ -179,7 +179,7 @@ class Executor:
             no_memory = error
         else:
             failures = self._prepare_next(jobs_of)
-        values = [None] * len(jobs) if trainer.balance is None else trainer.balance.values()
+        values = trainer.added_losses(jobs)  # a collective of its own, before that of the losses
         of_jobs = zip(jobs, trainer.read(losses), values, strict=True)
         losses_of = {id(job): (loss, router_loss) for job, loss, router_loss in of_jobs}
         duration_s, num_tokens = time.perf_counter() - began_s, sum(job.next_step_tokens for job in jobs)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from alto.errors import JobCommandError, SpecError
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throughput
@@ -257,7 +257,7 @@ class Exploration:
     def _num_able(self) -> int:
         """Return the number of jobs that can use a slot now: jobs that have not ended and do not wait at a rung."""
         selection, ahead = self._state.selection, self._state.ahead
-        return sum(not selection.is_waiting(job) or job in ahead for job in selection.training)
+        return sum(not selection.rungs.is_waiting(job) or job in ahead for job in selection.training)
 
     def _chosen(self) -> list[JobState]:
         """Return the jobs that the search has chosen, oldest first."""
@@ -290,7 +290,7 @@ class Exploration:
         """Return a job as a trial: its values at exactly equal shares of the steps, and how it ended."""
         selection = self._state.selection
         decision, best = selection.decision_on(job.id), selection.best(job.id)
-        reached = map(self._value_of, selection.at_rungs(job.id))
+        reached = map(self._value_of, selection.rungs.reached(job.id))
         has_ended = not selection.is_training(job.id)
         is_done = has_ended and decision is None and best is not None
         return Trial(

@@ -1,4 +1,5 @@
-"""The assignment of a forward pass's tokens to slots, and the dropout masks and noise drawn for them."""
+"""The forward passes of a bank's jobs: their rows on this rank, the slots of their tokens, the dropout masks and the
+noise drawn for them."""
 
 from __future__ import annotations
 
@@ -11,19 +12,18 @@ import torch
 
 from alto.backbone import Backbone, changed_embeddings
 from alto.data import EncodedDataset, JobRows, TokenBatch, collate, dummy_batch, share_rows
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule
-from alto.lora import ForwardContext, adapter_scale
+from alto.lora import AdapterBank, BankHeads, ForwardContext, adapter_scale
+from alto.objectives import Learners
 from alto.scheduler import RankSlots
-
-# The batches and schedules of the next step's micro-batches, made on the host while the device computes the present
-# step.
 
 
 class PreparedStep:
-    """Batches and schedules of the micro-batches that are expected next, found by their inputs.
+    """Batches and schedules of the micro-batches that are expected next, found by their inputs. They are made on the
+    host while the device computes the present step.
 
     If a step turns out differently (a job ended, or memory ran out and the micro-batches are smaller), it finds nothing
     here and makes its own. The computed values never depend on what was prepared.
@@ -67,35 +67,54 @@ JobBatch: TypeAlias = tuple[JobState, EncodedDataset, tuple[int, ...]]
 """A job, its dataset, and the rows of one of its batches."""
 
 
-class RankShare:
-    """This rank's share of the work. All ranks are given the same work.
+class Passes:
+    """The forward passes of the jobs in a bank, on this rank. All ranks are given the same work.
 
     Args:
-        backbone: The base model.
+        backbone: The base model, whose targeted modules are wrapped for ``bank``.
+        bank: Bank of this rank; the banks of all ranks have the same number of slots.
+        forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
         micro_batches: Splits work into micro-batches that fit into memory.
         ranks: This process among the ranks that train together.
-        per_rank: Slots of every rank's bank.
 
     Attributes:
         slots: Maps slots to ranks and local slots.
+        heads: The classification heads in the bank.
+        prepared: The micro-batches that are expected next.
     """
 
-    def __init__(self, backbone: Backbone, micro_batches: MicroBatches, ranks: Ranks, per_rank: int) -> None:
-        self._backbone = backbone
-        self._micro_batches = micro_batches
-        self._ranks = ranks
-        self.slots = RankSlots(num_ranks=ranks.size, per_rank=per_rank)
+    def __init__(
+        self,
+        backbone: Backbone,
+        bank: AdapterBank,
+        forward_context: ForwardContext,
+        micro_batches: MicroBatches,
+        ranks: Ranks,
+    ) -> None:
+        self.backbone = backbone
+        self.bank = bank
+        self.forward_context = forward_context
+        self.micro_batches = micro_batches
+        self.ranks = ranks
+        self.slots = RankSlots(num_ranks=ranks.size, per_rank=bank.num_slots)
+        self.heads = BankHeads(bank)
+        self.prepared = PreparedStep()
 
     def local_slot(self, job: JobState) -> int | None:
         """Return the local slot of a resident job in this rank's bank; None if the job is on another rank."""
         slot = slot_of(job)
-        if job.is_data_parallel or self.slots.rank_of(slot) == self._ranks.rank:
+        if job.is_data_parallel or self.slots.rank_of(slot) == self.ranks.rank:
             return self.slots.local_slot_of(slot)
         return None
 
     def here(self, jobs: Sequence[JobState]) -> dict[int, JobState]:
         """Return the jobs among ``jobs`` that are in this rank's bank, by local slot."""
         return {local_slot: job for job in jobs if (local_slot := self.local_slot(job)) is not None}
+
+    def index_of(self, jobs: Sequence[JobState]) -> dict[int, int]:
+        """Return the index in ``jobs`` of each job that is in this rank's bank, by local slot."""
+        slots = map(self.local_slot, jobs)
+        return {local_slot: index for index, local_slot in enumerate(slots) if local_slot is not None}
 
     def work(
         self, batches: Sequence[JobBatch], *, split_jobs: bool = False, is_step: bool = False
@@ -107,53 +126,67 @@ class RankShare:
             split_jobs: Whether the rows of a job may be split over micro-batches.
             is_step: Whether the rows of each job are the rows of one training step.
         """
-        of_rank: list[list[JobRows]] = [[] for _ in range(self._ranks.size)]
+        of_rank: list[list[JobRows]] = [[] for _ in range(self.ranks.size)]
         for job, dataset, rows in batches:
             slot = slot_of(job)
             has_means = is_step and job.context.objective.has_head  # transformers' Trainer takes means of micro-steps
             factors = job.config.row_factors(len(rows)) if has_means else ()
-            shares = self._backbone.shares_beginnings and job.planned.treats_tokens_alike
+            shares = self.backbone.shares_beginnings and job.planned.treats_tokens_alike
             part = JobRows(dataset, self.slots.local_slot_of(slot), rows, factors=factors, shares_beginnings=shares)
             if job.is_data_parallel:
                 for work, share in zip(of_rank, share_rows(part, len(of_rank)), strict=True):
                     work += [share] if share is not None else []
             else:
                 of_rank[self.slots.rank_of(slot)].append(part)
-        if self._ranks.is_alone:
+        if self.ranks.is_alone:
             return of_rank[0], 0
-        num_micro_batches = max(self._micro_batches.count(work, split_jobs=split_jobs) for work in of_rank)
-        return of_rank[self._ranks.rank], num_micro_batches
+        num_micro_batches = max(self.micro_batches.count(work, split_jobs=split_jobs) for work in of_rank)
+        return of_rank[self.ranks.rank], num_micro_batches
 
     def collate(self, parts: Sequence[JobRows]) -> TokenBatch:
         """Return a micro-batch of ``parts``; a dummy batch if this rank has none."""
-        return collate(parts, self._backbone.device) if parts else dummy_batch(self._backbone.device)
+        return collate(parts, self.backbone.device) if parts else dummy_batch(self.backbone.device)
+
+    def learners(self, jobs: Sequence[JobState]) -> list[Learners]:
+        """Return the jobs of a micro-batch, grouped by task."""
+        groups = [list(group) for _, group in itertools.groupby(jobs, key=lambda job: id(job.context))]
+        return [
+            Learners(of_task[0].context.objective, tuple(job.config for job in of_task), self.heads)
+            for of_task in groups
+        ]
+
+    def evaluating(self, batch: TokenBatch, here: Mapping[int, JobState]) -> AbstractContextManager[None]:
+        """Return a context in which a forward pass over ``batch`` has no dropout and no noise.
+
+        Args:
+            here: The jobs in this rank's bank, by local slot.
+        """
+        return self.forward_context.use(schedule_of(batch, here, training=False))
+
+    def training(self, batch: TokenBatch, here: Mapping[int, JobState]) -> AbstractContextManager[None]:
+        """Return a context in which a forward pass over ``batch`` is part of a training step, with dropout and noise;
+        for the arguments see :meth:`evaluating`."""
+        schedule = self.prepared.schedule(schedule_of(batch, here, training=True))
+        return self._drawn(schedule, _noise_of(batch, here, self.backbone.device))
+
+    @contextmanager
+    def _drawn(self, schedule: TokenSchedule, noise: TokenNoise | None) -> Iterator[None]:
+        noisy = nullcontext() if noise is None else changed_embeddings(self.backbone, noise.add_to)
+        with self.forward_context.use(schedule), noisy:
+            yield
+
+
+def divided(rows: JobRows, micro_batches: MicroBatches, ranks: Ranks) -> tuple[list[JobRows], int]:
+    """Return this rank's share of rows that belong to no single job, and the largest number of micro-batches of any
+    rank."""
+    work = [[] if share is None else [share] for share in share_rows(rows, ranks.size)]
+    return work[ranks.rank], max(micro_batches.count(of_one, split_jobs=True) for of_one in work)
 
 
 def slot_of(job: JobState) -> int:
     """Return the slot of a resident job."""
     assert job.slot is not None, f"{job.id} has no slot"
     return job.slot
-
-
-def training_pass(
-    backbone: Backbone,
-    forward_context: ForwardContext,
-    batch: TokenBatch,
-    by_local_slot: Mapping[int, JobState],
-    prepared: PreparedStep,
-) -> AbstractContextManager[None]:
-    """Enter a context in which a forward pass over ``batch`` is part of a training step, with dropout and noise."""
-    schedule = prepared.schedule(schedule_of(batch, by_local_slot, training=True))
-    return _drawn(backbone, forward_context, schedule, _noise_of(batch, by_local_slot, backbone.device))
-
-
-@contextmanager
-def _drawn(
-    backbone: Backbone, forward_context: ForwardContext, schedule: TokenSchedule, noise: TokenNoise | None
-) -> Iterator[None]:
-    noisy = nullcontext() if noise is None else changed_embeddings(backbone, noise.add_to)
-    with forward_context.use(schedule), noisy:
-        yield
 
 
 def schedule_of(

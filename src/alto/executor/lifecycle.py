@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from alto.errors import DeviceMemoryError
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState
+from alto.executor.evaluator import Evaluated
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState
-from alto.executor.tally import Evaluated
 from alto.records import ExitDecision, ExitReason, Throughput
 from alto.runs import RunDir
 from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
@@ -265,7 +265,7 @@ class Admission:
         selection = self._state.selection
         scoring = self._state.context.task.scoring
         # Scored rungs need the adapter as it is at the rung, and a job that runs ahead no longer has it.
-        certain = selection.certain_to_be_kept() if scoring is None or not scoring.rungs else frozenset()
+        certain = selection.rungs.certain_to_be_kept() if scoring is None or not scoring.rungs else frozenset()
         for job in self._state.competing():
             yield JobDemand(
                 job=job.id,
@@ -273,7 +273,7 @@ class Admission:
                 num_tokens=job.step_tokens,
                 slot=job.slot,
                 is_data_parallel=job.is_data_parallel,
-                is_waiting=selection.is_waiting(job.id),
+                is_waiting=selection.rungs.is_waiting(job.id),
                 may_run_ahead=job.id in certain,
                 has_started=job.step > 0,
             )

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState, TaskContext
+from alto.executor.evaluator import Evaluated
 from alto.executor.micro_batches import MemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import note_refusal, refusal_event
-from alto.executor.tally import Evaluated
 from alto.records import AdapterCheck, ExitDecision, FinalistScore, Judgement, LossPoint, Rung, RungResult, Samples
 from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (
@@ -105,7 +104,7 @@ class JournalRecorder:
                 validation_loss=value.loss,
                 metrics=value.metrics,
                 metric_rows=value.rows_of(context.row_metric),
-                loss_rows=context.kept_rows(value) or _compact(value.rows_of(LOSS)),
+                loss_rows=value.kept_rows(context) or _compact(value.rows_of(LOSS)),
                 **_test_facts(test),
             )
             for jobs, value, test in found
@@ -250,7 +249,7 @@ class JournalRecorder:
                 is_best=is_best,
                 metrics=found.metrics,
                 metric_rows=found.rows_of(job.context.row_metric),
-                loss_rows=job.context.kept_rows(found)
+                loss_rows=found.kept_rows(job.context)
                 or (_compact(found.rows_of(LOSS)) if is_best or job.step in job.planned.ranking_steps else ()),
                 **_test_facts(test),
             )
@@ -270,7 +269,7 @@ class JournalRecorder:
                 step=best.step,
                 validation_loss=found.loss,
                 metrics=found.metrics,
-                loss_rows=context.kept_rows(found),
+                loss_rows=found.kept_rows(context),
                 **_test_facts(test),
             )
         )

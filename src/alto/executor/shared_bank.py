@@ -12,8 +12,8 @@ import torch
 
 from alto.backbone import Backbone, release_memory
 from alto.errors import DeviceMemoryError
-from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState, TaskContext
+from alto.executor.forward_plan import Passes
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, NoMemoryError, watching
 from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
@@ -149,7 +149,7 @@ def build_trainer(
     bank.keep_square_sums(choose_backend(device=backbone.device).gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
     optimizer = SlotAdamW(bank, size.optims, size.state_dtype)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
-    return Trainer(backbone, bank, optimizer, forward_context, micro_batches, ranks or Ranks())
+    return Trainer(Passes(backbone, bank, forward_context, micro_batches, ranks or Ranks()), optimizer)
 
 
 class BankMember(Protocol):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,14 +14,38 @@ import torch
 from alto.early_exit import Selection
 from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
-from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState, TaskContext
 from alto.executor.micro_batches import OnMemoryEvent
 from alto.executor.shared_bank import SharedBank
-from alto.executor.tally import Stopwatch
 from alto.executor.trainer import Trainer
-from alto.lora import AdapterWeights, ModuleNames, read_adapter, write_adapter
+from alto.lora import AdapterWeights, ModuleNames, OptimizerState, read_adapter, write_adapter
 from alto.runs import RunDir
+
+
+class Stopwatch:
+    """Adds up the time that a task spends on each activity.
+
+    Args:
+        before_s: Seconds by activity, from before the task was interrupted.
+
+    Attributes:
+        time_s: Seconds by activity: ``training``, ``evaluation``, ``saving``.
+    """
+
+    def __init__(self, before_s: Mapping[str, float] | None = None) -> None:
+        self.time_s = {"training": 0.0, "evaluation": 0.0, "saving": 0.0, **(before_s or {})}
+
+    def add(self, what: Literal["training", "evaluation", "saving"], seconds: float) -> None:
+        self.time_s[what] += seconds
+
+    @contextlib.contextmanager
+    def timing(self, what: Literal["training", "evaluation", "saving"]) -> Iterator[None]:
+        """Add the time until the block is left."""
+        began_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(what, time.perf_counter() - began_s)
 
 
 class SlotManager:
@@ -128,19 +153,21 @@ class SlotManager:
         if local_slot is None:
             return
         try:
-            if job.step:
-                self.trainer.readmit(job, local_slot, *read_state(self._store.folder(job.id, "last")))
-            elif job.starts_warm:
-                self.trainer.admit_warm(job, local_slot, read_adapter(self._run_dir.job(job.id, "start")))
-            elif (start := self.context.start) is not None:
-                self.trainer.admit_warm(job, local_slot, start.weights)
-            else:
-                self.trainer.admit_fresh(job, local_slot)
+            self.trainer.admit(job, local_slot, *self._beginning_of(job))
         except Exception:
             job.slot = None
             if not self.trainer.bank.is_free(local_slot):
                 self.trainer.release(local_slot)
             raise
+
+    def _beginning_of(self, job: JobState) -> tuple[AdapterWeights | None, OptimizerState | None]:
+        """Return the weights and the optimizer state with which a job enters a slot; None for new ones."""
+        if job.step:
+            return read_state(self._store.folder(job.id, "last"))
+        if job.starts_warm:
+            return read_adapter(self._run_dir.job(job.id, "start")), None
+        start = self.context.start
+        return None if start is None else start.weights, None
 
     def evict(self, job: JobState) -> int:
         """Save the job's state, then free its slot and return the slot's number."""
@@ -230,7 +257,7 @@ class SlotManager:
         job.slot = next(slot for slot in range(self.num_slots) if self.is_free(slot))
         local_slot = self.trainer.local_slot(job)
         if local_slot is not None:
-            self.trainer.admit_warm(job, local_slot, read_adapter(self._store.folder(job.id, "best")))
+            self.trainer.admit(job, local_slot, read_adapter(self._store.folder(job.id, "best")))
         try:
             yield
         finally:
@@ -356,4 +383,4 @@ class TaskState:
         return (self.jobs[job] for job in self.selection.training)
 
     def _trains(self, job: JobState) -> bool:
-        return job.id in self.ahead or not self.selection.is_waiting(job.id)
+        return job.id in self.ahead or not self.selection.rungs.is_waiting(job.id)

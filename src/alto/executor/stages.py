@@ -6,35 +6,35 @@ load base -> context (plan the jobs) -> reference log-probs -> bank -> train (:c
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from alto.backbone import Backbone, is_out_of_memory, load_backbone
 from alto.base import resume_command
+from alto.data import EncodedDataset, JobRows, collate, digest_of, dummy_batch
 from alto.early_exit import Selection, selection_of
-from alto.errors import DeviceMemoryError, TaskInterruptedError
+from alto.errors import DeviceMemoryError, ModelError, TaskInterruptedError
+from alto.executor import cache
 from alto.executor.beginning import RunStart
 from alto.executor.conclusion import Hooks
-from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState, initial_states
-from alto.executor.micro_batches import MicroBatches, OnMemoryEvent
+from alto.executor.context import JobState, TaskContext, initial_states
+from alto.executor.forward_plan import divided
+from alto.executor.micro_batches import MicroBatches, OnMemoryEvent, RowTooLargeError, watching
 from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
-from alto.executor.references import find_references
 from alto.executor.shared_bank import SharedBank
-from alto.executor.slot_manager import SlotManager, TaskState
-from alto.executor.tally import Stopwatch
+from alto.executor.slot_manager import SlotManager, Stopwatch, TaskState
+from alto.executor.start_adapter import Within, beginning_with
+from alto.objectives import reference_sums
 from alto.runs import RunDir
-from alto.runs.events import (
-    JobAdded,
-    JobExited,
-    JobReopened,
-    ReferenceFact,
-)
+from alto.runs.events import JobAdded, JobExited, JobReopened, ReferenceFact
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Job, Task, loss_scale, plain
 
 
@@ -120,30 +120,6 @@ def check_resumable(context: TaskContext, resume_state: ResumeState) -> None:
         check_jobs(resume_state.started, {job.id: job.config for job in context.jobs}, context.task)
 
 
-def with_references(
-    context: TaskContext,
-    micro_batches: MicroBatches,
-    on_turn: Callable[[], None] = lambda: None,
-    restore: Callable[[], None] = lambda: None,
-) -> TaskContext:
-    """Return ``context`` with the log-probs of every reply in its data under the jobs' starting point (the base model,
-    or the adapter that ``init_adapter`` names), if its objective needs them.
-
-    Args:
-        micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
-        on_turn: Called before every micro-batch, on all ranks; an error that it raises ends the stage.
-        restore: Puts the adapters of other tasks back after the jobs' starting adapter has replaced them.
-
-    Raises:
-        DeviceMemoryError, ModelError: See :func:`alto.executor.references.find_references`.
-    """
-    if not context.objective.needs_reference:
-        return context
-    found = find_references(context, micro_batches, on_turn, restore)
-    fact = ReferenceFact(is_cached=found.is_cached, duration_s=found.duration_s)
-    return replace(context, data=found.data, references=fact)
-
-
 def build_state(
     context: TaskContext,
     resume_state: ResumeState,
@@ -223,3 +199,139 @@ def _selection(context: TaskContext, jobs: list[JobState], resume_state: ResumeS
         configuration_of=context.task.repetitions,
         row_weights=context.row_weights,
     )
+
+
+# -- reference log-probs -----------------------------------------------------------------------------------------
+
+COLUMNS = 4
+"""Numbers for every pair: the log-probs of both replies, and for each reply the part that comes from tokens beyond the
+length of the shorter reply."""
+
+PART_ROWS = 2048
+"""Pairs that are computed and saved together. A later run does not recompute the parts that an interrupted run has
+saved."""
+
+
+def with_references(
+    context: TaskContext,
+    micro_batches: MicroBatches,
+    on_turn: Callable[[], None] = lambda: None,
+    restore: Callable[[], None] = lambda: None,
+) -> TaskContext:
+    """Return ``context`` with the reference log-probs of every reply in its data, if its objective needs them: the
+    log-probabilities under the starting point of its jobs, which is the base model, or the adapter on it that
+    ``init_adapter`` names, as in TRL.
+
+    They are computed once for all jobs. The adapters of a bank are never active meanwhile. Each rank computes its share
+    of the rows. The results are cached, except for a base model that was given as an object and that no name loads,
+    because its fingerprint only samples its weights.
+
+    Args:
+        context: The task's context, equal on all ranks.
+        micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
+        on_turn: Called before every micro-batch, on all ranks; an error that it raises ends the stage.
+        restore: Puts the adapters of a bank back after the jobs' starting adapter has replaced them.
+
+    Raises:
+        DeviceMemoryError: A single pair does not fit into memory; or a micro-batch does not, and other ranks have
+            already begun it.
+        ModelError: The base model gives a reply a log-probability that is not finite.
+    """
+    if not context.objective.needs_reference:
+        return context
+    ranks, is_cached, began = context.ranks, True, time.perf_counter()
+    splits = []
+    for split in context.data.splits:
+        found = []
+        for part in split.parts(PART_ROWS):
+            key = _reference_key(context, part)
+            known = _cached_references(key, len(part)) if ranks.is_first and context.base.is_loadable else None
+            references = ranks.broadcast_tensor(known, (len(part), COLUMNS), torch.float64)
+            if references is None:
+                is_cached = False
+                references = _computed_references(context, part, micro_batches, on_turn, restore)
+                if ranks.is_first and context.base.is_loadable:
+                    cache.save("references", key, references.tolist())
+            found.append(references)
+        sums, tails = torch.cat(found).split(2, dim=1)
+        splits.append(split.with_references(sums.contiguous(), tails.contiguous()))
+    fact = ReferenceFact(is_cached=is_cached, duration_s=time.perf_counter() - began)
+    return replace(context, data=context.data.with_splits(splits), references=fact)
+
+
+def _cached_references(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
+    found = cache.load("references", key)
+    if found is None:
+        return None
+    try:
+        known = torch.tensor(found, dtype=torch.float64)
+        if known.shape != (num_rows, COLUMNS) or not bool(known.isfinite().all()):
+            raise ValueError(f"not {COLUMNS} finite numbers for each of {num_rows} pairs")
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        cache.discard("references", key, error)
+        return None
+    return known
+
+
+@torch.no_grad()
+def _computed_references(
+    context: TaskContext,
+    dataset: EncodedDataset,
+    micro_batches: MicroBatches,
+    on_turn: Callable[[], None],
+    restore: Callable[[], None],
+) -> Tensor:
+    backbone, ranks = context.backbone, context.ranks
+    everything = JobRows(dataset, 0, tuple(range(len(dataset))))
+    work, num_micro_batches = divided(everything, micro_batches, ranks)
+    found: dict[int, Sequence[float]] = {}
+
+    def compute(parts: Sequence[JobRows], within: Within) -> None:
+        on_turn()
+        with watching("evaluation"):
+            batch = collate(parts, backbone.device) if parts else dummy_batch(backbone.device)
+            with within(sum(batch.job_tokens)):
+                log_probs = torch.cat(reference_sums(backbone, batch), dim=1).tolist()
+        found.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
+
+    try:
+        with beginning_with(context.start, backbone, restore) as within:
+            micro_batches.run(
+                work,
+                lambda parts: compute(parts, within),
+                forget=found.clear,
+                split_jobs=True,
+                num_micro_batches=num_micro_batches,
+            )
+    except RowTooLargeError as error:
+        raise DeviceMemoryError(
+            f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
+            f"{backbone.device}; lower max_length, or {LOAD_IN_4BIT}"
+        ) from error
+    numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0,) * COLUMNS)]
+    references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, COLUMNS)
+    num_broken = int((~references.isfinite()).any(1).sum())
+    if num_broken:
+        raise ModelError(
+            f"expected finite log-probabilities of every reply under the base model, found infinite or NaN ones in "
+            f"{num_broken} of {len(dataset)} pairs; the model's weights are broken, or {backbone.dtype} is too narrow "
+            "for it (dtype: float32)"
+        )
+    return references
+
+
+def _reference_key(context: TaskContext, dataset: EncodedDataset) -> dict[str, Any]:
+    """Return everything that the log-probs depend on: the loaded files and precision of the base model, not the
+    requested ones."""
+    backbone = context.backbone
+    return {
+        "base": context.base.key() | {"id": backbone.path, "dtype": str(backbone.dtype)},
+        "commit": getattr(backbone.model.config, "_commit_hash", None),
+        "weights": cache.weights_of(context.base.id),
+        "versions": cache.versions(),
+        "device": backbone.device.type,
+        "columns": COLUMNS,
+        "data": digest_of(dataset),
+        "tenant": context.task.tenant,  # a cache hit is reported, and must not reveal what another tenant has trained
+        **({} if context.start is None else {"adapter": context.start.fact.fingerprint}),
+    }

@@ -1,6 +1,21 @@
-"""Import of LLaMA-Factory, Axolotl and TRL configurations as tasks; neither torch nor these tools are needed."""
+"""Configurations of LLaMA-Factory, Axolotl and TRL, read as tasks and written for jobs; none of the tools is needed."""
 
+from alto.importing.axolotl_data import NAMED_TYPES
 from alto.importing.draft import Note, NoteKind
 from alto.importing.imported import TOOLS, ImportedFile, ImportedTask, import_file, imported_task
+from alto.importing.keys import ExportedJob, Rows
+from alto.importing.sources import check_dataset
 
-__all__ = ["TOOLS", "ImportedFile", "ImportedTask", "Note", "NoteKind", "import_file", "imported_task"]
+__all__ = [
+    "NAMED_TYPES",
+    "TOOLS",
+    "ExportedJob",
+    "ImportedFile",
+    "ImportedTask",
+    "Note",
+    "NoteKind",
+    "Rows",
+    "check_dataset",
+    "import_file",
+    "imported_task",
+]

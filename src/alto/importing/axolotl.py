@@ -1,4 +1,4 @@
-"""Import of Axolotl configurations (``axolotl train``)."""
+"""Axolotl configurations (``axolotl train``), read and written."""
 
 from __future__ import annotations
 
@@ -7,17 +7,30 @@ from typing import Any
 
 from alto.base import quoted
 from alto.errors import UnsupportedError
-from alto.importing.axolotl_data import read_datasets
-from alto.importing.draft import Answers, Draft, checked
+from alto.importing.axolotl_data import read_datasets, written_dataset
+from alto.importing.draft import Draft, checked
+from alto.importing.keys import (
+    TRAINER_KEYS,
+    WARMUP_KEYS,
+    ExportedJob,
+    Key,
+    KeyTable,
+    ToolFiles,
+    checkpointing,
+    output_dir,
+    same,
+)
 from alto.importing.trainer import (
     compares_replies_as_tool,
     local_model,
+    packed_rows,
     read_template_file,
     read_trainer_keys,
+    report_own_template,
     set_defaults,
     validation_share,
 )
-from alto.spec import find_method
+from alto.spec import ALL_LINEAR, find_method
 
 PREFIXES = ("swanlab_", "comet_", "otel_", "gradio_", "trackio_")
 """Prefixes of keys for other trackers and for a chat in the browser, which have no effect alone."""
@@ -159,24 +172,84 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-ANSWERS = Answers(
-    not_needed={key: why for why, keys in _NOT_NEEDED.items() for key in keys},
-    not_supported={key: why for why, keys in _NOT_SUPPORTED.items() for key in keys},
-    renamed={
-        "num_epochs": "num_train_epochs",
-        "lora_r": "r",
-        "lora_modules_to_save": "modules_to_save",
-        "lora_target_parameters": "target_parameters",
-        "lora_rank_pattern": "rank_pattern",
-        "lora_alpha_pattern": "alpha_pattern",
-        "peft_use_rslora": "use_rslora",
-        "peft_use_dora": "use_dora",
-        "peft_init_lora_weights": "init_lora_weights",
-        "dpo_beta": "beta",
-        "orpo_alpha": "beta",
-        "dpo_loss_type": "loss_type",
-        "dpo_loss_weights": "loss_weights",
-    },
+_METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
+"""Methods by Axolotl's kind of training."""
+
+
+def _kind(job: ExportedJob) -> str | None:
+    if job.task.method == "dpo" and job.config.objective.model_dump()["loss_type"] == "ipo":
+        return "ipo"
+    return next(kind for kind, method in _METHODS.items() if method == job.task.method)
+
+
+def _is_linear(job: ExportedJob) -> bool:
+    return job.config.target_modules == ALL_LINEAR
+
+
+_AXOLOTL_NAMES = {
+    "per_device_train_batch_size": Key("per_device_train_batch_size", "micro_batch_size", by_code=True),
+    "num_train_epochs": Key("num_train_epochs", "num_epochs"),
+    "lr_scheduler_type": Key("lr_scheduler_type", "lr_scheduler"),
+    "optim": Key("optim", "optimizer"),
+    "neftune_noise_alpha": Key("neftune_noise_alpha", "neftune_noise_alpha", also=("noisy_embedding_alpha",)),
+}
+"""Keys of ``TrainingArguments`` that have names of their own."""
+
+KEYS = KeyTable(
+    keys=(
+        Key("model", "base_model", lambda job: job.model),
+        *same("trust_remote_code"),
+        Key("", "adapter", lambda job: "qlora" if job.task.load_in_4bit else "lora"),
+        *same("load_in_4bit", "load_in_8bit"),
+        Key("method", "rl", _kind),
+        Key("beta", "rl_beta", also=("dpo_beta", "orpo_alpha")),
+        Key("loss_type", None, also=("dpo_loss_type",)),
+        Key("loss_weights", None, also=("dpo_loss_weights",)),
+        Key("label_smoothing", "dpo_label_smoothing", methods=("dpo",), by_code=True),
+        Key("desirable_weight", "kto_desirable_weight"),
+        Key("undesirable_weight", "kto_undesirable_weight"),
+        *same("cpo_alpha", "simpo_gamma"),
+        Key("r", "lora_r"),
+        *same("lora_alpha", "lora_dropout"),
+        Key("target_modules", "lora_target_linear", lambda job: _is_linear(job) or None),
+        Key(
+            "target_modules",
+            "lora_target_modules",
+            lambda job: None if _is_linear(job) else job.setting("target_modules"),
+        ),
+        Key("target_parameters", "lora_target_parameters"),
+        Key("modules_to_save", "lora_modules_to_save"),
+        Key("rank_pattern", None, also=("lora_rank_pattern",)),
+        Key("alpha_pattern", None, also=("lora_alpha_pattern",)),
+        Key("exclude_modules", "lora_exclude_modules"),
+        Key("layers_to_transform", "peft_layers_to_transform"),
+        Key("layers_pattern", "peft_layers_pattern"),
+        Key("use_rslora", "peft_use_rslora"),
+        Key("use_dora", "peft_use_dora"),
+        Key("init_lora_weights", "peft_init_lora_weights"),
+        *same("loraplus_lr_ratio"),
+        Key("dataset", "datasets", lambda job: [written_dataset(job)]),
+        Key("chat_template", "chat_template", lambda job: "jinja" if job.task.chat_template else None),
+        Key("chat_template", "chat_template_jinja", lambda job: job.task.base_model.chat_template),
+        Key(
+            "train_on",
+            "train_on_inputs",
+            lambda job: job.task.train_on == "all",
+            methods=("sft",),
+        ),
+        Key("validation_split", "val_set_size", by_code=True),
+        Key("max_length", "sequence_len", by_code=True),
+        Key("", "excess_length_strategy", lambda job: "truncate"),
+        Key("", "sample_packing", lambda job: False),
+        *(_AXOLOTL_NAMES.get(key.ours, key) for key in TRAINER_KEYS),
+        *WARMUP_KEYS,
+        Key("dtype", "bf16", lambda job: job.task.dtype == "bfloat16"),
+        Key("dtype", "fp16", lambda job: job.task.dtype == "float16" or None),
+        Key("gradient_checkpointing", "gradient_checkpointing", checkpointing),
+        Key("", "output_dir", output_dir),
+    ),
+    unneeded=_NOT_NEEDED,
+    unsupported=_NOT_SUPPORTED,
     off={
         "dataset_processes": (0,),
         "generation_do_sample": (True,),
@@ -201,7 +274,6 @@ MARKS = frozenset(
 )
 """Keys that identify a configuration of Axolotl."""
 
-_METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
 _ADAPTERS = ("lora", "qlora")
 
 _DEFAULTS = {
@@ -212,19 +284,9 @@ _DEFAULTS = {
 }
 _WARMUP = 0.03
 
-_OTHER_NAMES = {
-    "optimizer": "optim",
-    "lr_scheduler": "lr_scheduler_type",
-    "noisy_embedding_alpha": "neftune_noise_alpha",
-    "peft_layers_to_transform": "layers_to_transform",
-    "peft_layers_pattern": "layers_pattern",
-    "lora_exclude_modules": "exclude_modules",
-}
+_RENAMED_FIRST = ("optimizer", "lr_scheduler")
+"""Keys that are read like those of all tools."""
 
-_PACKED = (
-    "rows that are concatenated without padding and stay separate; a packed row of Axolotl holds as many rows as fit "
-    "into sequence_len: raise per_device_train_batch_size to about that number"
-)
 _KERNEL_PLUGINS = ("liger", "cut_cross_entropy", "kernels")
 """Substrings in the names of plugins that replace kernels without changing results."""
 
@@ -251,8 +313,9 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
     read_datasets(draft, method)
     validation_share(draft, "val_set_size")
     _read_template(draft)
-    for key, name in _OTHER_NAMES.items():
-        draft.rename(key, name)
+    names = KEYS.names(method)
+    for key in _RENAMED_FIRST:
+        draft.rename(key, names[key])
     _read_schedule(draft)
     read_trainer_keys(draft)
     _read_batch(draft)
@@ -268,7 +331,7 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
         else:
             draft.not_needed("train_on_inputs", f"method {method.name} learns only from replies")
     draft.drop(PREFIXES)
-    draft.pass_on(ANSWERS, method)
+    draft.pass_on(KEYS, method)
     set_defaults(draft, _DEFAULTS)
     compares_replies_as_tool(draft, method)
 
@@ -330,11 +393,7 @@ def _read_template(draft: Draft) -> None:
     name = draft.take_text("chat_template", "tokenizer_default")
     read_template_file(draft, "chat_template_jinja")
     if "chat_template" not in draft.values and name not in ("tokenizer_default", "jinja"):
-        draft.not_supported(
-            "chat_template",
-            f"{quoted(name)} is one of Axolotl's own templates: rows are written by the template of the model's "
-            "tokenizer; write the Jinja text of a different template in chat_template",
-        )
+        report_own_template(draft, "chat_template", name, "Axolotl")
 
 
 def _read_schedule(draft: Draft) -> None:
@@ -368,7 +427,7 @@ def _read_batch(draft: Draft) -> None:
     draft.put("per_device_train_batch_size", rows)
     draft.put("gradient_accumulation_steps", parts)
     if draft.take("sample_packing"):
-        draft.used("sample_packing", _PACKED)
+        draft.used("sample_packing", packed_rows("Axolotl", "as many rows as fit into sequence_len"))
 
 
 def _read_targets(draft: Draft) -> None:
@@ -422,3 +481,12 @@ def _read_tokens(draft: Draft) -> None:
             f"special_tokens.{key}",
             "the tokenizer is not changed: save a tokenizer with this token, and name its folder in 'model'",
         )
+
+
+def axolotl_files(job: ExportedJob) -> ToolFiles | None:
+    """Return the configuration of ``axolotl train``; None for methods, or forms of CPO's loss, that Axolotl does not
+    have."""
+    method = job.task.method
+    if method not in _METHODS.values() or (method == "cpo" and job.setting("loss_type") != "simpo"):
+        return None
+    return ToolFiles(keys=KEYS.written(job), command=("axolotl", "train"))

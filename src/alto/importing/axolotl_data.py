@@ -1,4 +1,4 @@
-"""Import of Axolotl's datasets: paths and types of rows."""
+"""Axolotl's datasets: paths and types of rows, read and written."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from typing import Any
 from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Draft, checked
-from alto.importing.sources import Source, message_form, put_sources, readable_path
+from alto.importing.keys import ExportedJob
+from alto.importing.sources import (
+    BUILDERS,
+    Source,
+    builder_of,
+    message_form,
+    put_sources,
+    readable_path,
+    tool_columns,
+)
 from alto.spec import Method
 
-_BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 _OWN_PROMPT = "'### Instruction:'"
 
 _SFT_TYPES: Mapping[str, tuple[str, Mapping[str, str]]] = {
@@ -50,7 +58,38 @@ _LABELLED_TYPES: Mapping[str, str] = {
 """The prompt column of labelled replies, by the part of the type after the template; empty if the completion is a whole
 conversation."""
 
-_ROLES = {"user": ["human", "user"], "assistant": ["gpt", "assistant"], "system": ["system"], "tool": ["tool"]}
+_CUSTOM_FIELDS = {"field_instruction": "prompt", "field_output": "completion", "field_system": "system"}
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "messages": {"field_messages": "messages", "field_tools": "tools"},
+    "sharegpt": {"field_messages": "messages"},
+    "text": {"field": "text"},
+    "prompt_completion": _CUSTOM_FIELDS,
+    "raw_prompt_completion": _CUSTOM_FIELDS,
+    "alpaca": {
+        "field_instruction": "instruction",
+        "field_input": "input",
+        "field_output": "output",
+        "field_system": "system",
+    },
+    "preference": {f"field_{role}": role for role in ("prompt", "chosen", "rejected", "system")},
+    "unpaired_preference": {f"field_{role}": role for role in ("prompt", "completion", "label", "system")},
+}
+"""Our names of columns by Axolotl's keys in the entry of a dataset or in its custom type, for every form of rows."""
+
+_NAMED_TYPES: Mapping[str, Mapping[str, Any]] = {
+    "messages": {"type": "chat_template", "field_messages": "messages"},
+    "sharegpt": {
+        "type": "chat_template",
+        "field_messages": "conversations",
+        "message_property_mappings": {"role": "from", "content": "value"},
+    },
+    "text": {"type": "completion", "field": "text"},
+}
+"""Forms of rows that have a ``type`` with a name, and its keys if the columns have their usual names."""
+
+NAMED_TYPES = tuple(_NAMED_TYPES)
+"""Forms of rows that have a ``type`` with a name; the others are written as a custom type."""
+
 _LEGACY_KEYS = {"role": "message_field_role", "content": "message_field_content"}
 
 _REPORTED = {
@@ -185,7 +224,7 @@ def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
         raise UnsupportedError(
             f"{where}.data_files: expected one file, found {quoted(files)}. Write one entry of datasets per file."
         )
-    if path in _BUILDERS:
+    if path in BUILDERS:
         return readable_path(draft, files[0], f"{where}.data_files")
     inside = draft.locate(f"{path}/{files[0]}")
     if inside == f"{path}/{files[0]}":
@@ -273,9 +312,6 @@ def _report_mapped(draft: Draft, entry: Mapping[str, Any], where: str) -> None:
 
 def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dict[str, str]]:
     """Return form and columns of a custom type, which names its columns and prompt format."""
-    prompt, extra, reply = (kind.get(f"field_{part}") for part in ("instruction", "input", "output"))
-    prompt, reply = prompt or "instruction", reply or "output"
-    system = {"system": kind["field_system"]} if kind.get("field_system") else {}
     if kind.get("system_prompt"):
         draft.not_supported(f"{where}.type.system_prompt", "put the message into the rows, as a column system")
     for key in ("format", "no_input_format", "system_format"):
@@ -284,14 +320,13 @@ def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dic
                 f"{where}.type.{key}",
                 "prompts are written by the model's chat template; write a different template in chat_template",
             )
-    if extra:
-        return "alpaca", {**system, "instruction": prompt, "input": extra, "output": reply}
-    return "prompt_completion", {**system, "prompt": prompt, "completion": reply}
+    form = "alpaca" if kind.get("field_input") else "prompt_completion"
+    return form, _named_columns(kind, form)
 
 
 def _pair_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: str) -> dict[str, str]:
     if isinstance(kind, Mapping):
-        return _custom_columns(draft, kind, ("prompt", "chosen", "rejected"), where)
+        return _custom_columns(draft, kind, "preference", where)
     template, _, name = str(kind or "").partition(".")
     if template == "chat_template" and name in ("", "default"):
         _message_form(entry, {"role": "role", "content": "content"}, where)
@@ -306,7 +341,7 @@ def _pair_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: s
 
 def _labelled_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: str) -> dict[str, str]:
     if isinstance(kind, Mapping):
-        return _custom_columns(draft, kind, ("prompt", "completion", "label"), where)
+        return _custom_columns(draft, kind, "unpaired_preference", where)
     template, _, name = str(kind or "").partition(".")
     if name not in _LABELLED_TYPES:
         raise UnsupportedError(
@@ -321,15 +356,21 @@ def _labelled_columns(draft: Draft, entry: Mapping[str, Any], kind: object, wher
     }
 
 
-def _custom_columns(draft: Draft, kind: Mapping[str, Any], roles: tuple[str, ...], where: str) -> dict[str, str]:
+def _custom_columns(draft: Draft, kind: Mapping[str, Any], form: str, where: str) -> dict[str, str]:
     for key in ("prompt_format", "chosen_format", "rejected_format", "completion_format"):
         if kind.get(key) and kind[key] != "{" + key.removesuffix("_format") + "}":
             draft.not_supported(
                 f"{where}.type.{key}",
                 "texts are written by the model's chat template; write a different template in chat_template",
             )
-    system = {"system": kind["field_system"]} if kind.get("field_system") else {}
-    return {**system, **{role: kind.get(f"field_{role}") or role for role in roles}}
+    return _named_columns(kind, form)
+
+
+def _named_columns(kind: Mapping[str, Any], form: str) -> dict[str, str]:
+    """Return the columns of a custom type by our names; all but the system message have usual names."""
+    found = {role: kind.get(key) or key.removeprefix("field_") for key, role in _FIELDS[form].items()}
+    system = found.pop("system")
+    return {"system": system, **found} if kind.get("field_system") else found
 
 
 def _written_by(draft: Draft, template: str, where: str) -> None:
@@ -338,3 +379,22 @@ def _written_by(draft: Draft, template: str, where: str) -> None:
             f"{where}.type",
             f"names of columns; rows are written by the model's chat template, not Axolotl's {quoted(template)}",
         )
+
+
+def written_dataset(job: ExportedJob) -> dict[str, Any]:
+    """Return the entry of ``datasets`` for the rows of ``job``.
+
+    Raises:
+        UnsupportedError: Axolotl cannot read the rows.
+    """
+    task, form = job.task, job.rows.form
+    builder = builder_of(task)
+    source = {
+        "path": str(task.dataset),
+        "ds_type": builder,
+        "name": None if builder else task.dataset_config,
+        "split": None if builder else task.dataset_train_split or "train",
+    }
+    named = tool_columns("Axolotl", job.rows, _FIELDS)
+    kind = {**_NAMED_TYPES[form], **named} if form in NAMED_TYPES else {"type": named}
+    return {key: value for key, value in (source | kind).items() if value is not None}

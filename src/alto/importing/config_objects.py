@@ -14,8 +14,9 @@ from typing import Any
 
 from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
-from alto.importing.draft import Answers, Draft, Note, NoteKind
+from alto.importing.draft import Draft, Note, NoteKind
 from alto.importing.imported import searched_fields
+from alto.importing.keys import KeyTable
 from alto.importing.trl import FORM, read_adapter, read_trl
 from alto.spec import (
     AUTO,
@@ -43,7 +44,7 @@ _ALIASES = {**TASK_ALIASES, **JOB_ALIASES, **SETTING_ALIASES}
 _TOKENS = "_token"
 """Suffix of the keys whose values ``to_dict`` of transformers hides."""
 
-_NOTHING = Answers(not_needed={}, not_supported={})
+_NOTHING = KeyTable(keys=())
 
 _ANY_MODULES = ("",)
 """A placeholder for target modules that the configuration does not set."""

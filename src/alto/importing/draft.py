@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from alto.base import nearest_key, quoted
 from alto.errors import SpecError
+from alto.importing.keys import KeyTable
 from alto.spec import JOB_FIELDS, NOT_NEEDED_KEYS, TASK_FIELDS, UNSUPPORTED_KEYS, Method, asks_for_nothing
 
 _REMOVE = re.compile(r"[;.]?( [Rr]emove the key)?\.?$")
@@ -57,32 +58,6 @@ class Note:
 
     def __str__(self) -> str:
         return f"{self.key}: {self.kind}{' ' if self.kind is NoteKind.USED else ': '}{self.text}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answers:
-    """Tables for the keys of a tool that are imported or reported without code of their own.
-
-    Attributes:
-        renamed: Names of task fields, by the tool's keys. A table is per tool, because tools use one key for different
-            fields: ``alpha`` of TRL's CPO is not ``lora_alpha``.
-        not_needed: Keys that do not affect training, and why.
-        not_supported: Keys that affect training, and what to do instead.
-        off: Values by key, in addition to null, false and empty values, that request nothing.
-        never_off: Keys for which false and empty values are not ignored.
-    """
-
-    not_needed: Mapping[str, str]
-    not_supported: Mapping[str, str]
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    off: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    never_off: Collection[str] = ()
-
-    def is_off(self, key: str, value: object) -> bool:
-        """Return whether ``key`` with ``value`` requests nothing."""
-        if value is None or value in self.off.get(key, ()):
-            return True
-        return key not in self.never_off and (value is False or value in ("", [], {}))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -197,20 +172,19 @@ class Draft:
                 return path
         return path
 
-    def pass_on(self, answers: Answers, method: Method) -> None:
+    def pass_on(self, table: KeyTable, method: Method) -> None:
         """Process all keys that are not read yet: copy those that are task fields, and report the others.
 
         Args:
-            answers: Tables for the tool's own keys.
             method: Method of the task, which determines its settings.
         """
-        names = {**method.aliases, **answers.renamed}
+        names = table.names(method)
         fields = {*JOB_FIELDS, *TASK_FIELDS, *method.fields}
         for key, value in self.given.items():
             name = names.get(key, key)
-            if key in answers.not_needed or key in answers.not_supported:
-                if not answers.is_off(key, value):
-                    self._answer(key, answers.not_needed, answers.not_supported)
+            if key in table.not_needed or key in table.not_supported:
+                if not table.is_off(key, value):
+                    self._answer(key, table.not_needed, table.not_supported)
             elif name in fields and name not in self.values:
                 self.put(name, value)
             elif value is None or asks_for_nothing(key, value):

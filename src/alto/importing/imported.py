@@ -12,6 +12,7 @@ from alto.base import quoted, read_json
 from alto.errors import SpecError, UnsupportedError
 from alto.importing import axolotl, llamafactory, trl
 from alto.importing.draft import Draft, Note
+from alto.importing.keys import ExportedJob, ToolFiles
 from alto.spec import (
     JOB_ALIASES,
     SETTING_ALIASES,
@@ -82,23 +83,30 @@ def _default(key: str, method: Method) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool whose configurations can be imported.
+    """A tool whose configurations are imported and exported.
 
     Attributes:
         title: Name of the tool in messages.
         marks: Keys that identify its configurations.
         read: Converts a draft to a task; its second argument is the method that the user named, or None.
+        files: Returns the files that make the tool train a job; None if it has no such method.
     """
 
     title: str
     marks: frozenset[str]
     read: Callable[[Draft, str | None], None]
+    files: Callable[[ExportedJob], ToolFiles | None]
 
 
 TOOLS: Mapping[str, Tool] = {
-    "llamafactory": Tool(title="LLaMA-Factory", marks=llamafactory.MARKS, read=llamafactory.read_llamafactory),
-    "axolotl": Tool(title="Axolotl", marks=axolotl.MARKS, read=axolotl.read_axolotl),
-    "trl": Tool(title="TRL", marks=trl.MARKS, read=trl.read_trl),
+    "llamafactory": Tool(
+        title="LLaMA-Factory",
+        marks=llamafactory.MARKS,
+        read=llamafactory.read_llamafactory,
+        files=llamafactory.llamafactory_files,
+    ),
+    "axolotl": Tool(title="Axolotl", marks=axolotl.MARKS, read=axolotl.read_axolotl, files=axolotl.axolotl_files),
+    "trl": Tool(title="TRL", marks=trl.MARKS, read=trl.read_trl, files=trl.trl_files),
 }
 """All tools by their names in the option ``--from``."""
 

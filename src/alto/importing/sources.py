@@ -1,4 +1,5 @@
-"""Conversion of other tools' datasets to the dataset of a task: a single one, or the sources of a mixture."""
+"""Datasets of a task and of other tools: conversion of theirs to one source or a mixture, and checks before ours are
+written for them."""
 
 from __future__ import annotations
 
@@ -6,12 +7,26 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 from alto.base import quoted
 from alto.errors import UnsupportedError
 from alto.importing.draft import Draft, checked
-from alto.spec import default_name
+from alto.importing.keys import Rows
+from alto.spec import Task, default_name
+
+_BUILDERS: Mapping[str, str] = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+"""Names of the formats of files in the package ``datasets``, by their suffix."""
+
+BUILDERS = (*dict.fromkeys(_BUILDERS.values()), "text")
+"""Names of the formats of files in the package ``datasets``."""
 
 _MAX_NAME_CHARS = 40
 
@@ -24,6 +39,8 @@ _ROLES: Mapping[str, tuple[str, ...]] = {
     "function": ("function_call",),
 }
 """Names of speakers in rows, by the role that ALTO gives them."""
+
+_FORMS_OF_TEXTS = ("prompt_completion", "preference", "unpaired_preference")
 
 _ONLY_SHAREGPT = ("human", "gpt", "chatgpt", "model", "observation", "function_call")
 
@@ -166,3 +183,58 @@ def message_form(role_key: object, content_key: object, roles: Mapping[str, obje
                     "the speaker in the rows."
                 )
     return form
+
+
+def check_dataset(task: Task) -> None:
+    """Check that other tools can read the dataset of ``task``.
+
+    Raises:
+        UnsupportedError: It is a mixture, a preset, or a file in a format that the package ``datasets`` cannot read.
+    """
+    if task.sources:
+        raise UnsupportedError(
+            f"config: expected a task with one dataset, found a mixture of {len(task.sources)} sources, whose weights "
+            "other tools read differently; export the configuration of a run on one source, or write the file by hand"
+        )
+    dataset = str(task.dataset)
+    if not os.path.isabs(dataset) and "/" not in dataset:
+        raise UnsupportedError(
+            f"config: expected a dataset in a file or on the hub (owner/name), found {dataset!r}, a name that "
+            "other tools do not know; tune with dataset: owner/name"
+        )
+    if os.path.isabs(dataset) and PurePath(dataset).suffix not in _BUILDERS:
+        raise UnsupportedError(
+            f"config: expected a dataset in a file of the kinds {', '.join(_BUILDERS)}, found {dataset}; convert it, "
+            "and tune with that file"
+        )
+
+
+def builder_of(task: Task) -> str | None:
+    """Return the name of the format of the task's file in the package ``datasets``; None for a hub dataset."""
+    path = str(task.dataset)
+    return _BUILDERS[PurePath(path).suffix] if os.path.isabs(path) else None
+
+
+def tool_columns(title: str, rows: Rows, forms: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the columns of ``rows`` by the tool's names.
+
+    Args:
+        title: Name of the tool.
+        forms: Our names of columns by those of the tool, for every form of rows that the tool reads.
+
+    Raises:
+        UnsupportedError: The tool reads no rows of this form, or the columns hold lists of messages, which it would
+            treat as text or fail on.
+    """
+    if rows.form in _FORMS_OF_TEXTS and rows.of_messages:
+        raise UnsupportedError(
+            f"config: expected texts in the columns of {rows.form}, because {title} reads no other form, found lists "
+            "of messages; write each conversation as texts, or as one list in a column messages, and tune with that "
+            "file"
+        )
+    if rows.form not in forms:
+        raise UnsupportedError(
+            f"config: expected rows in a form that {title} reads, found {rows.form}; convert them into messages, and "
+            "tune with that file"
+        )
+    return {name: rows.columns[role] for name, role in forms[rows.form].items() if role in rows.columns}

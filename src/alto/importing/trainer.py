@@ -54,6 +54,27 @@ def local_model(draft: Draft, name: object) -> object:
     return found if isinstance(found, str) and os.path.isdir(found) else name
 
 
+def packed_rows(tool: str, num_rows: str = "several rows") -> str:
+    """Return how packing of ``tool`` is replaced.
+
+    Args:
+        num_rows: The number of rows that the tool packs into one.
+    """
+    return (
+        "rows that are concatenated without padding and stay separate; a packed row of "
+        f"{tool} holds {num_rows}: raise per_device_train_batch_size to about that number"
+    )
+
+
+def report_own_template(draft: Draft, key: str, name: object, tool: str) -> None:
+    """Report that ``key`` names one of the tool's own chat templates, which is not used."""
+    draft.not_supported(
+        key,
+        f"{quoted(name)} is one of {tool}'s own templates: rows are written by the template of the model's "
+        "tokenizer; write the Jinja text of a different template in chat_template",
+    )
+
+
 def read_template_file(draft: Draft, key: str) -> None:
     """Read a chat template from ``key``, which holds its text or the path of a file."""
     given = draft.take_text(key)

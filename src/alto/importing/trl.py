@@ -1,23 +1,25 @@
-"""Import of TRL configurations: files of ``trl sft --config``, and JSON of ``TrainingArguments``, ``SFTConfig`` and
-similar classes."""
+"""TRL configurations: files of ``trl sft --config``, read and written, and JSON of ``TrainingArguments``, ``SFTConfig``
+and similar classes, read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
-from alto.importing.draft import Answers, Draft, checked
-from alto.importing.sources import Source, put_sources, readable_path, report_split
+from alto.importing.draft import Draft, checked
+from alto.importing.keys import TRAINER_KEYS, ExportedJob, Key, KeyTable, ToolFiles, checkpointing, output_dir, same
+from alto.importing.sources import BUILDERS, Source, builder_of, put_sources, readable_path, report_split
 from alto.importing.trainer import (
     compares_replies_as_tool,
     local_model,
+    packed_rows,
     read_template_file,
     read_trainer_keys,
     set_defaults,
 )
-from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, find_method
+from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, TEMPLATE_NAME, find_method
 
 FORM = "dataset_format"
 """The task key under which the tokenisation of texts is reported; TRL has no key for it."""
@@ -53,7 +55,6 @@ _LEARNING_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "cpo": 1e-6, "orpo": 1
 _MAX_LENGTH = 1024
 _SIMPO_GAMMA = 0.5
 _UNLIMITED = 2**20
-_BUILDERS = ("json", "csv", "parquet", "arrow", "text")
 
 _RAW_FORMS: Mapping[str, tuple[str, str | None]] = {
     "sft": ("prompts and completions", "raw_prompt_completion"),
@@ -63,30 +64,81 @@ _RAW_FORMS: Mapping[str, tuple[str, str | None]] = {
 """By method, a description of columns that may hold texts, and the form of rows that joins texts as TRL does, if any.
 """
 
-_ROWS_OF_A_STEP = (
-    "rows that are concatenated without padding and stay separate; a packed row of TRL holds several rows: raise "
-    "per_device_train_batch_size to about that number"
-)
 _KEYS_OF_A_DATASET = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 
-_ANSWERS = Answers(
-    not_needed={
-        "env": "set environment variables in the shell that starts ALTO",
-        "generate_during_eval": "'alto eval' generates answers",
-        "is_encoder_decoder": "ALTO trains models that continue a text",
-        "label_pad_token_id": "there is no padding",
-        "padding_value": "there is no padding",
-    },
-    not_supported={},
-    renamed={
-        "max_seq_length": "max_length",
-        "lora_r": "r",
-        "lora_target_modules": "target_modules",
-        "lora_target_parameters": "target_parameters",
-        "lora_modules_to_save": "modules_to_save",
+_WRITTEN_METHODS = ("sft", "dpo", "kto")
+"""Methods that have a command of TRL."""
+
+
+def _bnb(value: Any) -> Callable[[ExportedJob], Any]:
+    return lambda job: value if job.task.load_in_4bit else None
+
+
+def _of_hub(name: str) -> Key:
+    """Return the key of a setting that only a hub dataset has."""
+    theirs = "dataset_name" if name == "dataset" else name
+    return Key(name, theirs, lambda job: None if builder_of(job.task) else getattr(job.task, name))
+
+
+def _files(job: ExportedJob) -> list[dict[str, Any]] | None:
+    builder = builder_of(job.task)
+    return [{"path": builder, "data_files": str(job.task.dataset), "split": "train"}] if builder else None
+
+
+def _template(job: ExportedJob) -> str | None:
+    """Return the file of the chat template, which only ``trl sft`` reads."""
+    has_one = job.task.base_model.chat_template is not None and job.task.method == "sft"
+    return str(job.folder / TEMPLATE_NAME) if has_one else None
+
+
+KEYS = KeyTable(
+    keys=(
+        Key("model", "model_name_or_path", lambda job: job.model),
+        *same("dtype", "load_in_4bit"),
+        Key("", "bnb_4bit_quant_type", _bnb("nf4")),
+        Key("", "use_bnb_nested_quant", _bnb(True)),
+        *same("load_in_8bit", "trust_remote_code"),
+        Key("", "use_peft", lambda job: True),
+        Key("r", "lora_r"),
+        *same("lora_alpha", "lora_dropout"),
+        Key("target_modules", "lora_target_modules"),
+        Key("target_parameters", "lora_target_parameters"),
+        Key("modules_to_save", "lora_modules_to_save"),
+        *same("use_rslora", "use_dora"),
+        Key("dataset", "datasets", _files),
+        Key(
+            "validation_split",
+            "test_split_size",
+            lambda job: job.task.validation_split if builder_of(job.task) else None,
+        ),
+        *map(_of_hub, ("dataset", "dataset_config", "dataset_train_split", "dataset_test_split")),
+        Key("chat_template", "chat_template_path", _template),
+        *TRAINER_KEYS,
+        *same("warmup_steps"),
+        Key("train_on", "completion_only_loss", lambda job: job.trained.get("completion_only_loss")),
+        Key("train_on", "assistant_only_loss", lambda job: job.trained.get("assistant_only_loss")),
+        *same("beta", "loss_type", "loss_weights", "label_smoothing", "ld_alpha", "f_divergence_type"),
+        *same("f_alpha_divergence_coef", "discopop_tau", "desirable_weight", "undesirable_weight"),
+        *same("router_aux_loss_coef"),
+        Key("max_length", "max_length", also=("max_seq_length",)),
+        Key(
+            "lora_dropout",
+            "disable_dropout",
+            lambda job: False if job.task.method != "sft" and job.config.lora_dropout else None,
+        ),
+        Key("dtype", "bf16", lambda job: False),
+        Key("gradient_checkpointing", "gradient_checkpointing", checkpointing),
+        Key("", "output_dir", output_dir),
+    ),
+    unneeded={
+        "set environment variables in the shell that starts ALTO": ("env",),
+        "'alto eval' generates answers": ("generate_during_eval",),
+        "ALTO trains models that continue a text": ("is_encoder_decoder",),
+        "there is no padding": ("label_pad_token_id", "padding_value"),
     },
     off={"label_pad_token_id": (-100,)},
 )
+"""Handling of the keys of TRL."""
 
 
 def read_trl(draft: Draft, method_name: str | None) -> None:
@@ -133,7 +185,7 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
         _read_cpo(draft)
     if name in _SMOOTHED:
         _leave_out_smoothing(draft, name)
-    draft.pass_on(_ANSWERS, method)
+    draft.pass_on(KEYS, method)
     set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
     compares_replies_as_tool(draft, method, drops_out=drops_out)
 
@@ -267,7 +319,7 @@ def _entry(draft: Draft, item: Any, index: int) -> Source:
     if not isinstance(item, Mapping):
         raise SpecError(f"{where}: expected a mapping with a path, found {quoted(item)}. Correct it.")
     files, path = item.get("data_files"), item.get("path")
-    if item.get("data_dir") is not None or not isinstance(files, str | None) or (files and path not in _BUILDERS):
+    if item.get("data_dir") is not None or not isinstance(files, str | None) or (files and path not in BUILDERS):
         raise UnsupportedError(
             f"{where}: expected a hub dataset, or path: json with one file in data_files, found data_dir, "
             "several files or files of a hub dataset. Give one file with --set dataset=FILE."
@@ -332,7 +384,7 @@ def _read_masks(draft: Draft) -> None:
     if column != "text":
         draft.put("columns", {"text": column})
     if draft.take("packing"):
-        draft.used("packing", _ROWS_OF_A_STEP)
+        draft.used("packing", packed_rows("TRL"))
 
 
 def _report_texts(draft: Draft, method_name: str) -> None:
@@ -370,3 +422,13 @@ def read_adapter(draft: Draft, *, has_defaults: bool = False) -> None:
     elif isinstance(targets, list) and len(targets) == 1 and targets[0] == "all-linear":
         draft.given.pop("lora_target_modules", None)
         draft.put("target_modules", "all-linear")
+
+
+def trl_files(job: ExportedJob) -> ToolFiles | None:
+    """Return the configuration of ``trl sft --config``, ``trl dpo`` or ``trl kto``; None for methods without such a
+    command."""
+    if job.task.method not in _WRITTEN_METHODS:
+        return None
+    template = job.task.base_model.chat_template
+    others = {TEMPLATE_NAME: template} if template is not None and job.task.method == "sft" else {}
+    return ToolFiles(keys=KEYS.written(job), command=("trl", job.task.method, "--config"), others=others)

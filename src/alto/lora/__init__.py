@@ -10,12 +10,15 @@ from alto.lora.linear import ForwardContext, MultiLoraLinear
 from alto.lora.magnitudes import is_magnitude, magnitude_of
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
 from alto.lora.peft_format import (
+    NUM_COMPARED,
     PREFIX,
     adapter_scale,
     as_in_peft,
+    compared_logits,
     extra_in_peft,
     module_of,
     read_adapter,
+    silent_peft,
     write_adapter,
 )
 from alto.lora.peft_targets import ModuleNames, untrained_notes
@@ -37,6 +40,7 @@ from alto.lora.targets import adaptable, default_targets, find_shared_inputs, fi
 __all__ = [
     "ADAPTER_DTYPES",
     "HEAD",
+    "NUM_COMPARED",
     "PREFIX",
     "AdapterBank",
     "AdapterShape",
@@ -63,6 +67,7 @@ __all__ = [
     "biases_of",
     "check_fit",
     "check_optimizer",
+    "compared_logits",
     "compile_kernels",
     "default_targets",
     "eject",
@@ -85,6 +90,7 @@ __all__ = [
     "read_saved_adapter",
     "saved_settings",
     "serving",
+    "silent_peft",
     "tying_notes",
     "untrained_notes",
     "vllm_obstacle",

@@ -7,11 +7,15 @@ Format: https://huggingface.co/docs/peft/developer_guides/checkpoint
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Collection
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -183,3 +187,33 @@ def _adapter_config(
         # PEFT refuses dropout together with target_parameters; dropout matters only in training.
         described |= {"target_parameters": targets.parameters, "lora_dropout": 0.0}
     return described
+
+
+NUM_COMPARED = 16
+"""Number of tokens whose logits are compared with those of PEFT."""
+
+
+@contextmanager
+def silent_peft() -> Iterator[None]:
+    """Silence warnings of PEFT about tied or renamed weights, and of bitsandbytes, which it imports; results are
+    compared instead."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def compared_logits(model: Callable[..., Any], vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return the logits of ``model`` for a few random tokens, in float32.
+
+    Args:
+        vocabulary: Number of tokens in the vocabulary.
+    """
+    generator = torch.Generator().manual_seed(0)
+    input_ids_1T = torch.randint(0, vocabulary, (1, NUM_COMPARED), generator=generator).to(device)
+    logits: Tensor = model(input_ids=input_ids_1T, use_cache=False).logits[0]
+    return logits.float()

@@ -25,23 +25,20 @@ from alto.lora.bank import AdapterBank
 from alto.lora.heads import whole_name
 from alto.lora.linear import AdaptedWeight, ForwardContext, FrozenWeight, InjectedModule
 
-# Token embeddings with an adapter per slot (``target_modules: [embed_tokens]``), or with a separate table per job
-# (``modules_to_save``).
 
-
-class MultiLoraEmbedding(InjectedModule):
-    """Frozen embeddings with one adapter per slot. Outside of a schedule they act as the base embeddings.
+class _VocabularyModule(InjectedModule):
+    """A frozen module of the vocabulary with one adapter per slot; a job may also train its weight in full.
 
     Args:
         name: Full name in the model.
-        bank: Adapters of all slots, and the tables that jobs train in full.
-        operands: Adapters of the embeddings; None if no job has one.
+        bank: Adapters of all slots, and the weights that jobs train in full.
+        operands: Adapters of the module; None if no job has one.
         ops: The kernel backend module.
     """
 
     def __init__(
         self,
-        base: nn.Embedding,
+        base: nn.Module,
         name: str,
         bank: AdapterBank,
         operands: LoraOperands | None,
@@ -53,11 +50,33 @@ class MultiLoraEmbedding(InjectedModule):
         self._name = name
         self._bank = bank
         self._operands = operands
-        self._tables = bank.tensors(whole_name(name))  # tables trained in full; None if no job trains one
+        self._whole = bank.tensors(whole_name(name))  # weights trained in full; None if no job trains one
         self._context = context
         self._ops = ops
         # Some models, such as Gemma 3, scale embeddings in their own class.
         self._factor = float(getattr(base, "embed_scale", 1.0))
+
+    @property
+    def weight(self) -> Tensor:
+        """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
+        weight: Tensor = self.base.weight
+        return AdaptedWeight.of(weight, self._name) if self.is_in_forward else weight
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward pass with adapters is in progress."""
+        return self._context.schedule is not None
+
+    def _has_matrices(self, slot: int) -> bool:
+        return self._operands is not None and slot in self._operands.slots
+
+    def _has_whole(self, slot: int) -> bool:
+        return self._whole is not None and slot in self._whole
+
+
+class MultiLoraEmbedding(_VocabularyModule):
+    """Frozen token embeddings with one adapter per slot (``target_modules: [embed_tokens]``), or with a separate table
+    per job (``modules_to_save``). Outside of a schedule they act as the base embeddings."""
 
     def __getattr__(self, name: str) -> Any:
         """Return attributes of the base, because models read settings of their embeddings."""
@@ -66,17 +85,11 @@ class MultiLoraEmbedding(InjectedModule):
         except AttributeError:
             return getattr(super().__getattr__("base"), name)
 
-    @property
-    def weight(self) -> Tensor:
-        """The frozen weight. Under a schedule it cannot be used in computations."""
-        weight: Tensor = self.base.weight
-        return AdaptedWeight.of(weight, self._name) if self._context.schedule is not None else weight
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, input_ids: Tensor) -> Tensor:
         y: Tensor = self.base(input_ids)
         schedule = self._context.schedule
-        if schedule is None or not any(self._is_trained(slot) for slot in schedule.slots):
+        if schedule is None or not any(self._has_matrices(slot) or self._has_whole(slot) for slot in schedule.slots):
             return y
         places, ids_T1 = self._context.places(), input_ids.reshape(-1, 1)
         num_positions = places.num_positions if places is not None else schedule.num_tokens
@@ -88,10 +101,10 @@ class MultiLoraEmbedding(InjectedModule):
         if places is not None:
             ids_T1 = places.collect(ids_T1)
         ids_T, settings = ids_T1[:, 0], {"factor": self._factor, "padding_idx": self.base.padding_idx}
-        if self._tables is not None and self._tables.is_in(schedule):
+        if self._whole is not None and self._whole.is_in(schedule):
             y_PH = y.reshape(-1, y.shape[-1])
             y_TH = y_PH if places is None else places.collect(y_PH)
-            own_TH = slot_embeddings(self._bank.anchor, y_TH, ids_T, self._tables, schedule, **settings)
+            own_TH = slot_embeddings(self._bank.anchor, y_TH, ids_T, self._whole, schedule, **settings)
             if places is None:
                 y = own_TH.view(y.shape)
             else:  # padding keeps the base embeddings
@@ -103,10 +116,6 @@ class MultiLoraEmbedding(InjectedModule):
         if places is not None:
             change = places.spread(change)
         return (y + change.view(y.shape)).to(y.dtype)
-
-    def _is_trained(self, slot: int) -> bool:
-        has_matrices = self._operands is not None and slot in self._operands.slots
-        return has_matrices or (self._tables is not None and slot in self._tables)
 
 
 # The output head of a causal LM with an adapter per slot (``target_modules: [lm_head]``), or with a separate head per
@@ -135,50 +144,14 @@ class _Tokens(Protocol):
     def loss_positions_S(self) -> Tensor: ...  # noqa: N802  # a shape
 
 
-class MultiLoraHead(InjectedModule):
-    """A frozen output head with one adapter per slot; without a token schedule it computes the base head's output.
-
-    Args:
-        name: Full name in the model.
-        bank: Adapters of all slots, and the heads that jobs train in full.
-        operands: Adapters of the head; None if no job has one.
-        ops: The kernel backend module.
-    """
-
-    def __init__(
-        self,
-        base: nn.Linear,
-        name: str,
-        bank: AdapterBank,
-        operands: LoraOperands | None,
-        context: ForwardContext,
-        ops: ModuleType,
-    ) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
-        self._bank = bank
-        self._operands = operands
-        self._heads = bank.tensors(whole_name(name))  # heads trained in full; None if no job trains one
-        self._context = context
-        self._ops = ops
-
-    @property
-    def weight(self) -> Tensor:
-        """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
-        weight: Tensor = self.base.weight
-        return AdaptedWeight.of(weight, self._name) if self.is_in_forward else weight
+class MultiLoraHead(_VocabularyModule):
+    """A frozen output head with one adapter per slot; without a token schedule it computes the base head's output."""
 
     @property
     def bias(self) -> Tensor | None:
         """The frozen bias."""
         bias: Tensor | None = self.base.bias
         return bias
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward pass with adapters is in progress."""
-        return self._context.schedule is not None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, x: Tensor) -> Tensor:
@@ -194,9 +167,9 @@ class MultiLoraHead(InjectedModule):
         else:
             (y_SV,) = grouped_lora_linear(x_SH, self._bank.anchor, [frozen], self._operands, schedule, self._ops)
         for slot, start, end in schedule.segments:
-            if self._heads is not None and slot in self._heads:
+            if self._whole is not None and slot in self._whole:
                 assert not torch.is_grad_enabled(), "heads are trained through the loss head"
-                y_SV[start:end] = F.linear(x_SH[start:end], self._heads.of_slot(slot)[0].to(x_SH.dtype))
+                y_SV[start:end] = F.linear(x_SH[start:end], self._whole.of_slot(slot)[0].to(x_SH.dtype))
         return y_SV.view(*x.shape[:-1], -1)
 
     def runs(self, tokens: _Tokens) -> list[tuple[int, _HeadAdapters | _OwnHead | None]]:
@@ -214,8 +187,8 @@ class MultiLoraHead(InjectedModule):
             slots, counts, starts = zip(*of_run, strict=True)
             end = first + sum(counts)
             adapters: _HeadAdapters | _OwnHead | None = None
-            if own_slot is not None and self._heads is not None:
-                adapters = _OwnHead(self._bank.anchor, *self._heads.of_slot(own_slot), self.base.weight.dtype)
+            if own_slot is not None and self._whole is not None:
+                adapters = _OwnHead(self._bank.anchor, *self._whole.of_slot(own_slot), self.base.weight.dtype)
             elif is_adapted and end > first and self._operands is not None:
                 adapters = _HeadAdapters(
                     self._bank.anchor,
@@ -232,8 +205,7 @@ class MultiLoraHead(InjectedModule):
     def _kind(self, slot: int) -> tuple[bool, int | None]:
         """Return whether ``slot`` has low-rank matrices on the head, and the slot itself if it has its own head, else
         None."""
-        has_own = self._heads is not None and slot in self._heads
-        return self._operands is not None and slot in self._operands.slots, slot if has_own else None
+        return self._has_matrices(slot), slot if self._has_whole(slot) else None
 
 
 class _HeadAdapters:

@@ -1,6 +1,6 @@
 """Objectives, which turn the losses of tokens into one loss per job."""
 
-from alto.objectives.base import DerivedMetrics, Objective, ObjectiveImplementation, Terms, run_sums
+from alto.objectives.base import AuxiliaryTerm, DerivedMetrics, Objective, ObjectiveImplementation, Terms, run_sums
 from alto.objectives.micro_batch import (
     Heads,
     Learners,
@@ -16,6 +16,7 @@ from alto.objectives.pairs import Pairs, preference_metrics
 from alto.objectives.registry import find_objective
 
 __all__ = [
+    "AuxiliaryTerm",
     "DerivedMetrics",
     "Heads",
     "Learners",

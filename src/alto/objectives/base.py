@@ -1,9 +1,10 @@
-"""The interface of objectives, which turn the losses of trained tokens into one loss per job."""
+"""The interfaces of objectives, which turn the losses of trained tokens into one loss per job, and of what is added to
+it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from alto.backbone import is_out_of_memory
 from alto.base import naming_errors
-from alto.data import EncodedDataset, TokenBatch
+from alto.data import EncodedDataset, JobRows, TokenBatch
 from alto.errors import DataError, UnsupportedError
 from alto.records import LabelSet
 from alto.spec import OBJECTIVES, JobConfig, Method
@@ -203,6 +204,54 @@ class Objective:
         return naming_errors(
             f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
         )
+
+
+class AuxiliaryTerm:
+    """A part of the loss of some jobs that depends on more than one micro-batch, such as a mean over a whole batch.
+
+    One object serves one step, or one evaluation. The trainer calls it without knowing whose it is; a subclass
+    overrides what it needs.
+    """
+
+    def prepare(self) -> None:
+        """Compute what must be known before the first micro-batch. Called before every attempt.
+
+        Raises:
+            RowTooLargeError: A single row does not fit into memory.
+            DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
+        """
+
+    def completed(self, batch: TokenBatch, indices_J: Tensor) -> TokenBatch:
+        """Return a micro-batch with the values that its objective reads.
+
+        Args:
+            batch: The micro-batch.
+            indices_J: Index in the step of every job of ``batch``, on the device.
+        """
+        return batch
+
+    def recording(self) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch's forward pass. It is not entered for a dummy batch."""
+        return nullcontext()
+
+    def losses(self, parts: Sequence[JobRows]) -> Tensor | None:
+        """Return the loss to be trained beside that of the objective, for each job of the micro-batch whose forward
+        pass was recorded last: ``[J]`` float32; None if this term has no loss.
+
+        If a job's rows are in several micro-batches, its losses add up over them.
+
+        Args:
+            parts: The rows of the micro-batch.
+        """
+        return None
+
+    def forget(self) -> None:
+        """Forget all micro-batches so far, because the work starts again."""
+
+    def values(self) -> Sequence[float | None]:
+        """Return the loss of every job of the step, without its factor; None for jobs without this loss. Called on all
+        ranks, after the backward pass. An empty list stands for a term without losses."""
+        return ()
 
 
 # Sums of runs of losses, each run by itself.

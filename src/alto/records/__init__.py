@@ -58,6 +58,7 @@ from alto.records.results import (
 from alto.records.scheduling import (
     MAX_DURATION_S,
     MIN_DURATION_S,
+    Demand,
     Gpu,
     Node,
     Placement,
@@ -74,6 +75,7 @@ __all__ = [
     "AdapterCheck",
     "AdapterEvaluation",
     "DataPreview",
+    "Demand",
     "Evaluation",
     "EvaluationResult",
     "ExitDecision",

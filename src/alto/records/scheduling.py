@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 MIN_DURATION_S, MAX_DURATION_S = 1e-6, 1e12
 """Bounds of a task's estimated duration in seconds: beyond them, sums and shares of times lose precision."""
@@ -64,6 +64,30 @@ class TaskEstimate:
 
     duration_s: float
     sharing: Sharing | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """A queued task, as all who plan, record or start it know it.
+
+    Attributes:
+        task: Name of the task, unique in its queue.
+        num_gpus: Number of GPUs on which it runs.
+        duration_s: Estimated seconds, early exit included.
+        priority: Higher goes first.
+        tenant: Tenant whose quota the GPUs count against; empty if none was named.
+    """
+
+    task: str
+    num_gpus: int
+    duration_s: float
+    priority: int = 0
+    tenant: str = ""
+
+    @classmethod
+    def of(cls, demand: Demand, **more: Any) -> Self:
+        """Return an object of this class with the fields of ``demand``, and the fields ``more``."""
+        return cls(**({field.name: getattr(demand, field.name) for field in fields(Demand)} | more))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -83,15 +83,12 @@ class QueueCommand:
         id: Id that sorts commands by the time they were given.
         task: Name in the queue of the task to cancel.
         values: Values of a submitted task, in the form that :class:`alto.spec.Task` takes; paths are absolute.
-        tenant, priority: Tenant and priority of a submitted task.
     """
 
     id: str
     action: QueueAction
     task: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
-    tenant: str = ""
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -305,7 +302,7 @@ class QueueMailbox(_Mailbox[QueueCommand]):
     _remedy = "alto list"
 
     def submit(self, values: Mapping[str, Any], *, tenant: str = "", priority: int = 0) -> str:
-        """Submit a task and return the command's id. Arguments as in `QueueCommand`, errors as in :meth:`ask`."""
+        """Submit a task for a tenant, with a priority, and return the command's id. Errors as in :meth:`ask`."""
         return self._send({"action": QueueAction.SUBMIT, "values": values, "tenant": tenant, "priority": priority})
 
     def ask(self, action: QueueAction, task: str = "") -> str:
@@ -319,11 +316,13 @@ class QueueMailbox(_Mailbox[QueueCommand]):
 
     @staticmethod
     def _parse(facts: dict[str, Any]) -> QueueCommand:
+        # The file keeps them apart from the task's own values, which they replace.
+        given = {"tenant": facts.pop("tenant", ""), "priority": facts.pop("priority", 0)}
         command = QueueCommand(**{**facts, "action": QueueAction(facts["action"])})
-        is_text = isinstance(command.task, str) and isinstance(command.tenant, str)
-        if not (is_text and isinstance(command.values, dict) and type(command.priority) is int):
+        is_text = isinstance(command.task, str) and isinstance(given["tenant"], str)
+        if not (is_text and isinstance(command.values, dict) and type(given["priority"]) is int):
             raise TypeError("a field of the wrong type")
-        return command
+        return replace(command, values={**command.values, **given})
 
 
 def _remove(path: Path) -> None:

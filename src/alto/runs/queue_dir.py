@@ -25,7 +25,7 @@ import yaml
 
 from alto.base import is_number, read_bytes, replace_file, writing
 from alto.errors import RunError, RunNotFoundError
-from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate
+from alto.records import MAX_DURATION_S, MIN_DURATION_S, Demand, Sharing, TaskEstimate
 from alto.runs.run_dir import RunDir, claim, temporary_folder
 from alto.spec import Task
 
@@ -40,13 +40,10 @@ _MOST = 2.0**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueEntry:
-    """One task of a queue.
+class QueueEntry(Demand):
+    """One task of a queue; ``duration_s`` is the estimate for an executor of its own.
 
     Attributes:
-        task: Its name, unique in the queue.
-        duration_s: Estimated seconds in its own executor, early exit included.
-        priority, tenant: See :class:`alto.spec.Task`.
         command: Id of the command that submitted it; empty if it was there from the start, or was submitted by the
             process that works on the queue.
         base: Its base model, equal for tasks that one process can train; empty if unknown.
@@ -55,21 +52,24 @@ class QueueEntry:
             until then.
     """
 
-    task: str
-    num_gpus: int
-    duration_s: float
-    priority: int = 0
-    tenant: str = ""
     command: str = ""
     is_cancelled: bool = False
     base: str = ""
     sharing: Sharing | None = None
     is_unmeasured: bool = False
 
-    @property
-    def estimate(self) -> TaskEstimate:
-        """Its estimated duration, with the facts for sharing an executor."""
-        return TaskEstimate(duration_s=self.duration_s, sharing=self.sharing)
+    @classmethod
+    def new(cls, name: str, task: Task, estimate: TaskEstimate, **more: Any) -> QueueEntry:
+        """Return the entry of ``task`` under ``name``, with the fields ``more``."""
+        return cls(
+            task=name,
+            num_gpus=task.num_gpus,
+            duration_s=estimate.duration_s,
+            priority=task.priority,
+            tenant=task.tenant,
+            sharing=estimate.sharing,
+            **more,
+        )
 
 
 class QueueDir:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
-from alto.records import Gpu, Node, Placement
+from alto.records import Demand, Gpu, Node, Placement
 from alto.runs import events
 from alto.runs.events import Event, JournalEntry, MeasuringBegun, TaskMeasured, TaskRelayed, TaskResumed, TaskStarted
 from alto.runs.history import RunHistory, history_before, read_history
@@ -58,30 +58,29 @@ class TaskHistory:
     """The state of one task after the events seen so far.
 
     Attributes:
-        task: Name in the queue.
-        duration_s: Estimated seconds, made before the queue began.
+        demand: The task as submitted, with the estimate that was made before the queue began.
         attempts: Its executor runs so far.
         first_plan: Its placement in the first schedule that includes it; its start is in seconds since the queue began,
             without interruptions. None before that.
         failure: Why it was given up.
-        tenant, priority: Tenant and priority as submitted.
         is_cancelled: Whether it was cancelled; its running executor saves and ends.
         measuring: The measurement of its steps that is under way; None if there is none.
-        is_unmeasured: Whether it will be measured before the first schedule; ``duration_s`` is a guess until then.
+        is_unmeasured: Whether it will be measured before the first schedule; its estimate is a guess until then.
     """
 
-    task: str
-    num_gpus: int = 1
-    duration_s: float = 0.0
+    demand: Demand
     state: TaskStage = TaskStage.WAITING
     attempts: list[Attempt] = field(default_factory=list)
     first_plan: Placement | None = None
     failure: str = ""
-    tenant: str = ""
-    priority: int = 0
     is_cancelled: bool = False
     measuring: events.MeasuringBegun | None = None
     is_unmeasured: bool = False
+
+    @property
+    def task(self) -> str:
+        """Name in the queue."""
+        return self.demand.task
 
     def spent_s(self, now: float) -> float:
         """Return the seconds that all its attempts took until ``now`` (unix seconds)."""
@@ -207,7 +206,8 @@ class QueueHistory(JournalFold):
                 self._measuring_since = time if self._measuring_since is None else self._measuring_since
             case events.TaskMeasured() if event.task in self.tasks:
                 task = self.tasks[event.task]
-                task.measuring, task.is_unmeasured, task.duration_s = None, False, event.duration_s
+                task.measuring, task.is_unmeasured = None, False
+                task.demand = replace(task.demand, duration_s=event.duration_s)
                 if not any(other.measuring for other in self.tasks.values()):
                     self._end_measuring(time)
             case events.SchedulePlanned():
@@ -234,12 +234,8 @@ class QueueHistory(JournalFold):
 
     def _add(self, entry: events.QueuedTask | events.TaskSubmitted) -> None:
         self.tasks[entry.task] = TaskHistory(
-            task=entry.task,
+            demand=entry,
             state=TaskStage.FINISHED if entry.task in self._done else TaskStage.WAITING,
-            num_gpus=entry.num_gpus,
-            duration_s=entry.duration_s,
-            tenant=entry.tenant,
-            priority=entry.priority,
             is_unmeasured=isinstance(entry, events.QueuedTask) and entry.is_unmeasured,
         )
 

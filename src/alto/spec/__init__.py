@@ -11,23 +11,24 @@ from alto.spec.base_model import (
     quantisation_of,
     with_base_objects,
 )
-from alto.spec.data_forms import RowFormName
 from alto.spec.data_keys import (
     TEMPLATE_NAME,
     TOOLS_TEMPLATE,
     DataKeys,
+    MixtureSource,
     OnBadRow,
+    RowFormName,
     TrainOn,
     chat_template_text,
     default_name,
     is_template_text,
 )
 from alto.spec.early_exit import EARLIEST_IN_WARMUP, EarlyExit, ceil_share, places_at, rung_step
-from alto.spec.expansion import AUTO, Job, auto_space, usual_learning_rate
 from alto.spec.initial_weights import InitLoraWeights
 from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, SHAPE_FIELDS, JobConfig
 from alto.spec.keys import (
     JOB_ALIASES,
+    NOT_NEEDED_KEYS,
     TASK_ALIASES,
     UNSUPPORTED_KEYS,
     asks_for_nothing,
@@ -37,8 +38,6 @@ from alto.spec.labels import LABELS_NAME, labels_beside
 from alto.spec.load import build_task, load_task, overridden, parse_override, read_mapping, read_run_task
 from alto.spec.lr_schedules import EIGHT_BIT_OPTIMIZERS, OptimizerName
 from alto.spec.method import OWN_METHODS, SETTING_ALIASES, Method, find_method, learns_from_pairs
-from alto.spec.metric import LEAST_SCORE, LOSS, loss_scale, metric_notes, score_of, source_metric, source_of
-from alto.spec.mixture import MixtureSource
 from alto.spec.module_names import ALL_LINEAR, PEFT_DEFAULT, module_matches, of_module, per_module, targeted_modules
 from alto.spec.objective_settings import (
     CPO_LOSS_TYPES,
@@ -59,14 +58,24 @@ from alto.spec.objective_settings import (
 )
 from alto.spec.row_objects import first_row
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
-from alto.spec.scoring import Scoring, parse_metric, parse_select_by
-from alto.spec.search import Budget, Search
+from alto.spec.scoring import (
+    LEAST_SCORE,
+    LOSS,
+    Scoring,
+    loss_scale,
+    metric_notes,
+    parse_metric,
+    parse_select_by,
+    score_of,
+    source_metric,
+    source_of,
+)
+from alto.spec.search import AUTO, Budget, Job, Search, auto_space, usual_learning_rate
 from alto.spec.search_space import MAX_JOBS, Axis, Sampled, SearchSpace, written
 from alto.spec.simulation import MAX_S, MIN_S, ArrivingTask, Simulation, load_simulation
 from alto.spec.strict_yaml import NotYamlError, read_yaml, write_yaml
 from alto.spec.task import TASK_FIELDS, TRACKERS, AdapterDtype, Keep, Task
 from alto.spec.task_checks import Refit
-from alto.spec.trainer_keys import NOT_NEEDED_KEYS
 from alto.spec.validation import SpecModel, is_finite_number, plain
 
 __all__ = [

@@ -21,6 +21,7 @@ from pydantic import (
 
 from alto.base import quoted
 from alto.errors import UnsupportedError
+from alto.spec.data_keys import MIXTURE_WEIGHTS, Weights, normalised
 from alto.spec.initial_weights import InitLoraWeights, check_targets, parameter_names, supported_init
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.lr_schedules import (
@@ -35,7 +36,6 @@ from alto.spec.lr_schedules import (
     supported_scheduler,
 )
 from alto.spec.method import Method, find_method
-from alto.spec.mixture import MIXTURE_WEIGHTS, Weights, normalised
 from alto.spec.module_names import (
     ALL_LINEAR,
     PEFT_DEFAULT,

@@ -1,4 +1,8 @@
-"""Names of keys: other spellings of fields, unsupported keys, and suggestions for misspelt keys."""
+"""Names of keys: other spellings of fields, unsupported keys, and suggestions for misspelt keys.
+
+Sources of other programs' keys: the dataclasses of transformers 5.23, TRL 1.16 and PEFT 0.21, and keys of their earlier
+versions.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,233 @@ from typing import Any
 
 from alto.base import nearest_key, quoted
 from alto.errors import ConflictingKeysError, SpecError, UnknownKeyError, UnsupportedError
-from alto.spec.trainer_keys import (
-    FIELD_DEFAULTS,
-    NOT_NEEDED_KEYS,
-    TRAINER_OFF_VALUES,
-    UNSUPPORTED_TRAINER_KEYS,
+
+_NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
+    "ALTO keeps the best and the last checkpoint of every job": (
+        *("save_strategy", "save_steps", "save_total_limit", "save_only_model", "save_on_each_node"),
+        *("load_best_model_at_end", "enable_jit_checkpoint", "save_safetensors"),
+    ),
+    "every run has its own folder": ("overwrite_output_dir",),
+    "the best checkpoint is the one of the lowest validation loss, or the best by the task's 'metric'": (
+        "metric_for_best_model",
+        "greater_is_better",
+    ),
+    "every step and every evaluation is in the run's journal, and 'report_to' names trackers": (
+        *("logging_strategy", "logging_steps", "logging_first_step", "logging_nan_inf_filter", "logging_dir"),
+        *("log_level", "log_level_replica", "log_on_each_node", "disable_tqdm"),
+        *("include_num_input_tokens_seen", "include_tokens_per_second"),
+    ),
+    "trackers take such settings from their own environment variables": (
+        *("run_name", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
+    ),
+    "every job is evaluated at equal shares of its own steps ('eval_steps: 0.05'), by the loss of its method": (
+        *("eval_strategy", "evaluation_strategy", "eval_delay", "eval_on_start", "per_device_eval_batch_size"),
+        *("eval_accumulation_steps", "eval_do_concat_batches", "eval_use_gather_object", "batch_eval_metrics"),
+        *("prediction_loss_only", "include_for_metrics", "do_eval"),
+        *("bf16_full_eval", "fp16_full_eval", "label_names"),
+    ),
+    "'alto tune' trains": ("do_train",),
+    "'alto eval RUN' evaluates held-out rows": ("do_predict",),
+    "the folder of runs is not a setting of a task ('alto tune' takes it as --output-dir)": ("output_dir",),
+    "nothing is uploaded: the best adapter is in 'best' of the run's folder": (
+        *("push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push"),
+        "hub_revision",
+    ),
+    "'alto resume RUN' continues an interrupted run from its checkpoints": (
+        *("resume_from_checkpoint", "ignore_data_skip", "restore_callback_states_from_checkpoint"),
+    ),
+    "ALTO starts its own processes, and 'num_gpus' shards the base model over several GPUs": (
+        *("deepspeed", "fsdp", "fsdp_config", "local_rank", "parallelism_config", "accelerator_config", "use_cpu"),
+        *("ddp_backend", "ddp_broadcast_buffers", "ddp_bucket_cap_mb", "ddp_find_unused_parameters"),
+        *("ddp_static_graph", "ddp_timeout", "no_cuda", "ignore_bias_buffers"),
+    ),
+    "a job's loss is the mean over all trained tokens of its step, for any number of GPUs": (
+        "average_tokens_across_devices",
+    ),
+    "all rows are tokenised once for all jobs, and batches are made of tokens in memory or on disk": (
+        *("dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent_workers"),
+        *("dataloader_prefetch_factor", "dataloader_multiprocessing_context", "dataloader_in_order"),
+        *("dataset_num_proc", "length_column_name", "dataset_streaming", "streaming"),
+    ),
+    "columns without a role are not read": ("remove_unused_columns",),
+    "rows are shuffled in every epoch": ("shuffle_dataset",),
+    "sequences are concatenated without padding, and never attend to each other": (
+        *("padding_free", "pad_to_multiple_of", "pad_token", "packing_strategy", "eval_packing"),
+    ),
+    "the memory is measured before training, and a step that does not fit is split": (
+        *("auto_find_batch_size", "torch_empty_cache_steps", "skip_memory_metrics", "runtime_config"),
+    ),
+    "ALTO chooses its kernels and its attention by the device": (
+        *("use_liger_kernel", "liger_kernel_config", "attn_implementation", "use_cache"),
+        *("flash_attention", "flash_attn", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
+        *("use_flash_attention_2", "use_flash_attn", "use_unsloth"),
+    ),
+    "how layers are recomputed and compiled is fixed; 'gradient_checkpointing' and 'torch_compile' switch it on": (
+        *("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+        *("torch_compile_backend", "torch_compile_mode"),
+    ),
+    "dropout of the base model is never applied, and 'lora_dropout' sets that of the adapter": ("disable_dropout",),
+    "the reference of a preference loss is the frozen base": ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+    "4 bits are NF4 with double quantisation": (*("use_bnb_nested_quant", "bnb_4bit_quant_storage"),),
+    "every job trains a LoRA adapter": ("use_peft",),
+}
+
+NOT_NEEDED_KEYS: Mapping[str, str] = {key: reason for reason, keys in _NOT_NEEDED.items() for key in keys}
+"""Keys that would not change what is learned, with the reason why they are not needed."""
+
+_ORDER = (
+    "Every job shuffles its rows in every epoch, by its own 'seed', and keeps the last, smaller batch; remove the key."
 )
+_DETERMINISM = (
+    "ALTO's own kernels are deterministic, other operations are torch's own; a run is repeated with 'alto tune "
+    "--packing-from RUN'. Remove the key."
+)
+
+_OBJECTS = "Give it in 'config', a list of a peft.LoraConfig and the arguments of a trainer, or its settings as keys."
+_METRICS = "Write 'metric', or score the answers of the best jobs with 'select_by'."
+_OPTIMIZER = "Write 'optim', 'optim_args' and 'lr_scheduler_type'."
+
+_OF_TRAINERS: Mapping[str, str] = {
+    "args": _OBJECTS,
+    "peft_config": _OBJECTS,
+    "processing_class": "The tokenizer is that of 'model'. If the model is an object, write 'tokenizer' too.",
+    "formatting_func": "Write 'columns' and 'dataset_format', or give rows that are formatted already.",
+    "data_collator": "Rows are concatenated without padding; 'train_on' says which tokens are trained. Remove the key.",
+    "compute_loss_func": "Write an objective of your own (docs/objectives.md), and name it in 'method'.",
+    "compute_metrics": _METRICS,
+    "preprocess_logits_for_metrics": _METRICS,
+    "callbacks": "Give them to alto.Engine(observers=[...]); jobs are stopped early as 'early_exit' says.",
+    "optimizers": _OPTIMIZER,
+    "optimizer_cls_and_kwargs": _OPTIMIZER,
+}
+"""Arguments of the trainer classes that are not keys of a task, with the remedy."""
+
+UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
+    **_OF_TRAINERS,
+    "activation_offloading": "Write 'gradient_checkpointing: true' to save the memory of activations.",
+    "assistant_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
+    "bnb_4bit_quant_type": "4 bits are NF4 with double quantisation; remove the key.",
+    "completion_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
+    "dataloader_drop_last": _ORDER,
+    "dataset_kwargs": "Rows are read as 'dataset_format' and 'columns' say; remove the key.",
+    "dataset_text_field": "Name the column of texts with 'columns: {text: <its name>}'.",
+    "debug": "ALTO has no such checks, but a loss that is not finite ends its job; remove the key.",
+    "eos_token": "A turn ends as the model's tokenizer says; save a changed tokenizer, and give its folder in 'model'.",
+    "full_determinism": _DETERMINISM,
+    "group_by_length": _ORDER,
+    "lora_task_type": "CAUSAL_LM is trained, and SEQ_CLS with method: classification; remove the key.",
+    "model_init_kwargs": "Write 'dtype', 'load_in_4bit', 'load_in_8bit' and 'trust_remote_code' in the task.",
+    "model_revision": "A hub model is loaded in its latest revision; download the revision and give its folder in "
+    "'model'.",
+    "optim_target_modules": "Only optimizers of whole layers use it, and they are not supported; remove the key.",
+    "tf32": "Products in float32 keep torch's own precision; write 'dtype: bfloat16' for faster ones.",
+    "train_sampling_strategy": _ORDER,
+}
+"""Keys that would change what is learned, with what to do instead."""
+
+_ACCELERATOR = {
+    "split_batches": False,
+    "dispatch_batches": None,
+    "even_batches": True,
+    "use_seedable_sampler": True,
+    "non_blocking": False,
+    "gradient_accumulation_kwargs": None,
+}
+"""The default of ``accelerator_config``, as transformers writes it to files."""
+
+TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "optimizers": ((None, None), [None, None]),
+    **dict.fromkeys(
+        (
+            *("batch_eval_metrics", "bf16_full_eval", "fp16_full_eval", "dataloader_drop_last"),
+            *("dataloader_persistent_workers", "dataset_streaming", "streaming", "enable_jit_checkpoint"),
+            *("eval_on_start", "eval_packing", "eval_use_gather_object", "full_determinism", "group_by_length"),
+            *("hub_always_push", "ignore_bias_buffers", "ignore_data_skip", "logging_first_step", "no_cuda"),
+            *("overwrite_output_dir", "prediction_loss_only", "push_to_hub"),
+            *("restore_callback_states_from_checkpoint", "save_on_each_node", "save_only_model"),
+            *("activation_offloading", "auto_find_batch_size", "use_cache", "use_cpu", "use_liger_kernel"),
+            *("flash_attention", "sdp_attention", "xformers_attention", "eager_attention", "flex_attention"),
+            *("use_flash_attention_2", "use_flash_attn", "use_unsloth"),
+            *("disable_dropout", "include_tokens_per_second", "hub_private_repo", "tf32"),
+        ),
+        (False,),
+    ),
+    **dict.fromkeys(
+        (
+            *("average_tokens_across_devices", "dataloader_in_order"),
+            *("eval_do_concat_batches", "log_on_each_node", "logging_nan_inf_filter", "remove_unused_columns"),
+            *("save_safetensors", "skip_memory_metrics", "use_peft"),
+        ),
+        (True,),
+    ),
+    # ALTO always does what these keys switch on.
+    **dict.fromkeys(
+        (
+            *("do_eval", "do_train", "load_best_model_at_end", "padding_free", "shuffle_dataset"),
+            "use_bnb_nested_quant",
+        ),
+        (True, False),
+    ),
+    "dataloader_pin_memory": (True, False),
+    **dict.fromkeys(("completion_only_loss", "assistant_only_loss"), (True,)),
+    "accelerator_config": ({}, _ACCELERATOR),
+    "bnb_4bit_quant_type": ("nf4",),
+    "dataset_kwargs": ({},),
+    "dataset_text_field": ("text",),
+    "dataloader_num_workers": (0,),
+    "ddp_timeout": (1800,),
+    "debug": ("", [], False),
+    "deepspeed": ("", False),
+    "disable_tqdm": (False, True),
+    "do_predict": (False,),
+    # YAML 1.1 reads "no" without quotes as false.
+    "eval_strategy": ("no", False),
+    "evaluation_strategy": ("no", False),
+    "eval_delay": (0,),
+    "fsdp": ("", [], False),
+    "fsdp_config": ({},),
+    "greater_is_better": (False,),
+    "hub_strategy": ("every_save",),
+    # Placeholders that transformers writes for a token that is hidden or not set.
+    "hub_token": ("<HUB_TOKEN>",),
+    "eos_token": ("<EOS_TOKEN>",),
+    "pad_token": ("<PAD_TOKEN>",),
+    "include_for_metrics": ([],),
+    "include_num_input_tokens_seen": ("no", False),
+    "length_column_name": ("length",),
+    "local_rank": (-1, 0),
+    "log_level": ("passive",),
+    "log_level_replica": ("warning",),
+    "logging_steps": (10, 500),
+    "logging_strategy": ("steps",),
+    "lora_task_type": ("CAUSAL_LM",),
+    "metric_for_best_model": ("loss", "eval_loss"),
+    "model_init_kwargs": ({},),
+    "model_revision": ("main",),
+    "output_dir": ("trainer_output",),
+    "packing_strategy": ("bfd",),
+    "pad_to_multiple_of": ("auto",),
+    "per_device_eval_batch_size": (8,),
+    "project": ("huggingface",),
+    "ref_model_mixup_alpha": (0.6,),
+    "ref_model_sync_steps": (512,),
+    "resume_from_checkpoint": (False,),
+    "runtime_config": ({}, {"ephemeral_gpu_offload": False}),
+    "save_steps": (500,),
+    "save_strategy": ("steps", "no", False),
+    "torch_empty_cache_steps": (0,),
+    "train_sampling_strategy": ("random",),
+}
+"""Values, besides null, with which these keys need nothing that ALTO does not do; most are the trainers' defaults."""
+
+FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "data_seed": (None,),
+    "eval_steps": (None,),
+    "gradient_checkpointing": (None,),
+    "max_steps": (-1,),
+}
+"""Values that mean the default in transformers' ``TrainingArguments``, and therefore in ALTO, by field of a task."""
+
 
 JOB_ALIASES: Mapping[str, str] = {
     "lr": "learning_rate",

@@ -9,8 +9,7 @@ from typing import Any, get_args
 from alto.base import quoted, read_json
 from alto.errors import ConflictingKeysError, RunError, SpecError, UnsupportedError
 from alto.records import LabelSet, ProblemType
-from alto.spec.data_forms import label_names
-from alto.spec.data_keys import DataKeys
+from alto.spec.data_keys import DataKeys, label_names
 from alto.spec.keys import TASK_ALIASES
 from alto.spec.method import Method, find_method
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 from alto.base import cache_home, quoted
 from alto.errors import DataError, SpecError
-from alto.spec.data_forms import ROW_COLUMNS
+from alto.spec.data_keys import ROW_COLUMNS
 
 _KEYS = {"train": "dataset", "validation": "validation_dataset", "test": "test_dataset"}
 """The key of the task that names the rows of each split."""

@@ -13,10 +13,10 @@ from typing import Any, get_args
 
 from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError
+from alto.spec.data_keys import MIXTURE_WEIGHTS
 from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.method import Method, find_method
-from alto.spec.mixture import MIXTURE_WEIGHTS
 from alto.spec.validation import plain
 
 # Conversion of Optuna, Ray Tune and W&B sweep distributions in a search space into ranges and lists.

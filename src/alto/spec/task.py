@@ -21,18 +21,15 @@ from alto.spec.base_model import (
     quantisation_of,
     with_base_objects,
 )
-from alto.spec.data_keys import DataKeys, chat_template_text, default_name
+from alto.spec.data_keys import DataKeys, chat_template_text, default_name, parse_sources
 from alto.spec.early_exit import EarlyExit
-from alto.spec.expansion import AUTO, Expansion, Job, auto_space
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
 from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
-from alto.spec.metric import LOSS, check_metric, check_metric_name
-from alto.spec.mixture import parse_sources
 from alto.spec.row_objects import with_config_objects, with_rows_in_files
-from alto.spec.scoring import Scoring, parse_select_by
-from alto.spec.search import Search
+from alto.spec.scoring import LOSS, Scoring, check_metric, check_metric_name, parse_select_by
+from alto.spec.search import AUTO, Expansion, Job, Search, auto_space
 from alto.spec.search_space import SearchSpace, written
 from alto.spec.strict_yaml import write_yaml
 from alto.spec.task_checks import (
@@ -212,7 +209,7 @@ class Task(DataKeys):
         if isinstance(given.get("refit"), Mapping):
             given["refit"] = Refit.parse(given["refit"])
         if isinstance(given.get("dataset"), list | tuple):
-            given["dataset"] = parse_sources(given["dataset"], default_name)
+            given["dataset"] = parse_sources(given["dataset"])
         space = given.get("search_space", {})
         auto = auto_space(fixed=fixed, compares_replies=method.compares_replies)
         given["search_space"] = auto if space == AUTO else _search_space(space, method)

@@ -10,11 +10,10 @@ from pydantic import Field
 
 from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError, UnsupportedError
-from alto.spec.data_keys import DataKeys
+from alto.spec.data_keys import DataKeys, MixtureSource
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JobConfig
 from alto.spec.method import Method
-from alto.spec.mixture import MixtureSource
 from alto.spec.scoring import Scoring
 from alto.spec.search import Search
 from alto.spec.search_space import SearchSpace

@@ -178,9 +178,9 @@ def task_list(progress: QueueProgress) -> RenderableType:
         table.add_row(
             clean(task.task),
             Text(task.state.value, style=STYLES[task.state]),
-            clean(task.tenant),
-            str(task.priority),
-            str(task.num_gpus),
+            clean(task.demand.tenant),
+            str(task.demand.priority),
+            str(task.demand.num_gpus),
             format_share(progress.share(task)),
         )
     return Group(table, *_unreadable(progress))
@@ -288,13 +288,13 @@ class _TaskTable:
 def _gpus(task: TaskHistory) -> str:
     if task.state is TaskStage.RUNNING and task.attempts:
         return " ".join(str(gpu.index) for gpu in task.attempts[-1].gpus)
-    return f"×{task.num_gpus}"
+    return f"×{task.demand.num_gpus}"
 
 
 def _time(task: TaskHistory, now: float, *, is_short: bool) -> str:
     """Describe elapsed and planned duration; only one of them on a narrow terminal."""
     spent_s = task.spent_s(now)
-    expected = format_duration(task.duration_s)
+    expected = format_duration(task.demand.duration_s)
     if not task.attempts:
         return "not measured yet" if task.is_unmeasured else f"about {expected}"
     return format_duration(spent_s) if is_short else f"{format_duration(spent_s)} (planned {expected})"

@@ -125,8 +125,8 @@ def test_who_is_about_to_be_given_up_holds_no_gpus_and_can_be_stopped():
     submit(queue, 0, "a", "b")
     failed = queue.apply(Failed(time_s=1, task="a", attempt=1, reason="boom", is_retryable=True))
     assert started(failed) == ["b"]
-    assert queue.plan is not None
-    assert [placement.task for placement in queue.plan.placements] == ["b"]
+    (planned,) = (action for action in failed if isinstance(action, Planned))
+    assert [placement.task for placement in planned.schedule.placements] == ["b"]
     queue.apply(Stopped(time_s=2, task="a"))
     assert queue.apply(Woken(time_s=11)) == []
     assert queue.tasks["a"].state is TaskState.STOPPED
@@ -196,8 +196,8 @@ def test_a_moved_estimate_leads_to_a_plan_and_a_small_move_does_not():
     assert isinstance(planned, Planned)
     assert planned.reason == "a is now estimated to take 220 s, not 100 s"
     assert planned.schedule.placements[0].start_s == 200
-    assert queue.plan is not None
-    assert queue.plan.placements[0].start_s == 220
+    assert queue._plan is not None
+    assert queue._plan.placements[0].start_s == 220
 
 
 def test_priorities_that_change_lead_to_one_plan_of_the_tasks_that_wait():

@@ -19,8 +19,7 @@ from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError
-from alto.executor.context import TaskContext
-from alto.executor.job_state import JobState
+from alto.executor.context import JobState, TaskContext
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, RowTooLargeError
 from alto.executor.planned_job import PlannedJob, plan_jobs
 from alto.executor.profiling.budget import LEAST_TIMED_S, MOST_TIMES, MeasuringBudget
@@ -182,7 +181,7 @@ def measure(
     planned = [jobs[index * len(jobs) // num_jobs] for index in range(num_jobs)]
     chosen = [JobState(planned=job, context=context) for job in planned]
     for slot, job in enumerate(chosen):
-        trainer.admit_fresh(job, slot)
+        trainer.admit(job, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
     budget = measuring_budget(

@@ -236,7 +236,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
             limits,
             validation_tokens=validation_tokens,
             rungs=rungs,
-            limit_s=limit_s - references_s,
+            limit_s=limit_s,
         )
     changed = () if fitted == rungs else tuple(rung for rung in fitted if rung.max_kept is None)
 
@@ -245,7 +245,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
             return estimate_duration_s(works, throughput, limits, validation_tokens=validation_tokens)
         return expected_duration_s(works, throughput, limits, validation_tokens=validation_tokens, rungs=fitted)
 
-    budget_notes = _budget_notes(changed, references_s + expected(profile.throughput), limit_s) if changed else ()
+    budget_notes = _budget_notes(changed, expected(profile.throughput), limit_s) if changed else ()
     modules = {module.name for job in jobs for module in job.shape.targets}
     parameters = [job.shape.num_parameters for job in jobs]
     return TaskPlan(

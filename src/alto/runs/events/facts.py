@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
+
+from alto.records import Demand
 
 IF_ABSENT = "if_absent"
 ALWAYS = "always"
@@ -197,21 +199,14 @@ class TiedJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueuedTask:
+class QueuedTask(Demand):
     """One task of a queue.
 
     Attributes:
-        task: Its name, unique in the queue.
-        num_gpus: GPUs on which it runs.
-        duration_s: Estimated seconds, early exit included.
-        priority: A higher one goes first.
-        tenant: Its tenant; empty if none was named.
         is_unmeasured: Whether it still has to be measured; ``duration_s`` is a guess until then.
     """
 
-    task: str
-    num_gpus: int
-    duration_s: float
-    priority: int = field(metadata=wire(if_absent=0))
-    tenant: str = field(metadata=wire(if_absent=""))
+    ALWAYS_WRITTEN: ClassVar[tuple[str, ...]] = ("priority", "tenant")
+    """Inherited fields that are written even if they have their defaults."""
+
     is_unmeasured: bool = False

@@ -21,8 +21,8 @@ _REASONS = {"spreads": "data_parallel"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobAdmitted:
-    """A job enters a slot for the first time.
+class _SlotEntered:
+    """A job enters a slot.
 
     Attributes:
         job: Job id.
@@ -40,22 +40,13 @@ class JobAdmitted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobResumed:
-    """A parked job enters a slot again.
+class JobAdmitted(_SlotEntered):
+    """A job enters a slot for the first time."""
 
-    Attributes:
-        job: Job id.
-        slot: Same as in ``job_admitted``.
-        step: Steps done.
-        reason: Why this job was chosen; empty if the journal does not have it.
-        ranks: Ranks that train it; empty if there is only one.
-    """
 
-    job: str
-    slot: int
-    step: int = field(metadata=wire(if_absent=0))
-    reason: str = field(metadata=wire(if_absent="", value_aliases=_REASONS))
-    ranks: tuple[int, ...] = ()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResumed(_SlotEntered):
+    """A parked job enters a slot again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from alto.records import Gpu, Node, Placement
+from alto.records import Demand, Gpu, Node, Placement
 from alto.runs.events.facts import QueuedTask, wire
 from alto.runs.events.run_events import FORMAT
 
@@ -46,23 +46,13 @@ class QueueResumed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSubmitted:
+class TaskSubmitted(Demand):
     """A task was submitted after the queue had started.
 
     Attributes:
-        task: Name of the task in the queue.
-        num_gpus: GPUs on which it runs.
-        duration_s: Estimated seconds, early exit included.
-        priority: A higher one goes first.
-        tenant: Its tenant; empty if none was named.
         command: Id of the command that submitted it; empty if the process that works on the queue submitted it.
     """
 
-    task: str
-    num_gpus: int
-    duration_s: float
-    priority: int = 0
-    tenant: str = ""
     command: str = ""
 
 

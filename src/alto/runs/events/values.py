@@ -78,9 +78,10 @@ def _key(key: object) -> str:
 
 def _fields_to_wire(value: Any) -> dict[str, Any]:
     written = {}
+    always = getattr(value, "ALWAYS_WRITTEN", ())
     for field in dataclasses.fields(value):
         held = getattr(value, field.name)
-        if field.metadata.get(ALWAYS) or not _is_default(field, held):
+        if field.name in always or field.metadata.get(ALWAYS) or not _is_default(field, held):
             written[field.name] = to_wire(held)
     return written
 

@@ -11,28 +11,19 @@ from typing import Literal
 
 from alto.base import is_number
 from alto.errors import SpecError
-from alto.records import MAX_DURATION_S, MIN_DURATION_S, Gpu, Node, Placement, Schedule, Sharing
+from alto.records import MAX_DURATION_S, MIN_DURATION_S, Demand, Gpu, Node, Placement, Schedule, Sharing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskDemand:
-    """A waiting task, for the scheduler.
+class TaskDemand(Demand):
+    """A waiting task, for the scheduler; it never delays a waiting task of a higher priority.
 
     Attributes:
-        task: Name, unique among all tasks of a problem.
-        duration_s: Estimated duration on ``num_gpus`` GPUs.
         release_s: Earliest start, in seconds from now.
-        priority: A task never delays a waiting task of a higher priority.
-        tenant: The tenant whose quota the GPUs count against.
         sharing: Facts for sharing an executor, which only tasks on one GPU do; None: the task has its own executor.
     """
 
-    task: str
-    num_gpus: int
-    duration_s: float
     release_s: float = 0.0
-    priority: int = 0
-    tenant: str = ""
     sharing: Sharing | None = None
 
     def lasting(self, duration_s: float) -> TaskDemand:

@@ -17,11 +17,11 @@ _ROUNDING = 1e-9
 
 @dataclass(slots=True, kw_only=True)
 class _Use:
-    """One executor: its GPUs and their tenant, the shortest span for which it holds them, and its running and placed
-    tasks."""
+    """One executor: its GPUs, its first task, whose tenant they count against, the shortest span for which it holds
+    them, and its running and placed tasks."""
 
     gpus: tuple[Gpu, ...]
-    tenant: str
+    first: RunningTask | TaskDemand
     start_s: float
     end_s: float
     running: list[RunningTask] = field(default_factory=list)
@@ -109,13 +109,13 @@ def _uses(problem: SchedulingProblem, schedule: Schedule) -> dict[str | int, _Us
     numbers = itertools.count()
     uses: dict[str | int, _Use] = {}
     for task in problem.running:
-        new = _Use(gpus=task.gpus, tenant=task.tenant, start_s=0.0, end_s=0.0)
+        new = _Use(gpus=task.gpus, first=task, start_s=0.0, end_s=0.0)
         use = uses.setdefault(task.executor or next(numbers), new)
         use.running.append(task)
         use.end_s = max(use.end_s, task.remaining_s)
     for placement in schedule.placements:
-        tenant = demands[placement.task].tenant
-        new = _Use(gpus=placement.gpus, tenant=tenant, start_s=placement.start_s, end_s=placement.end_s)
+        first = demands[placement.task]
+        new = _Use(gpus=placement.gpus, first=first, start_s=placement.start_s, end_s=placement.end_s)
         uses.setdefault(placement.executor or next(numbers), new).placed.append(placement)
     for use in uses.values():
         # The running tasks of an executor share it with the tasks that join, so it also does their own work.
@@ -193,7 +193,7 @@ def _check_overlaps(uses: Sequence[_Use]) -> None:
 
 def _check_quotas(problem: SchedulingProblem, uses: Sequence[_Use]) -> None:
     for tenant, quota in problem.quotas.items():
-        theirs = [use for use in uses if use.tenant == tenant]
+        theirs = [use for use in uses if use.first.tenant == tenant]
         # The number of GPUs in use can rise only when an executor starts.
         for at_s in {use.start_s for use in theirs if not use.running}:
             count = sum(

@@ -21,7 +21,7 @@ from alto.scheduler.queue.events import (
     Woken,
 )
 from alto.scheduler.queue.queue import Queue, Solve
-from alto.scheduler.queue.task import QueuedTask, QueueSettings, TaskState
+from alto.scheduler.queue.task import QueueSettings, ScheduledTask, TaskState
 
 __all__ = [
     "Action",
@@ -38,7 +38,7 @@ __all__ = [
     "Queue",
     "QueueEvent",
     "QueueSettings",
-    "QueuedTask",
+    "ScheduledTask",
     "Solve",
     "StartTask",
     "Started",

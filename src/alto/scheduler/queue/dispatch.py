@@ -13,9 +13,9 @@ from operator import attrgetter
 
 from alto.records import Node, Schedule
 from alto.scheduler.inter_task import LIST_ORDERS, SchedulingProblem, TaskDemand, fewest_nodes, schedule_tasks
-from alto.scheduler.queue.task import QueuedTask
+from alto.scheduler.queue.task import ScheduledTask
 
-_Entry = tuple[tuple[float, ...], int, QueuedTask]
+_Entry = tuple[tuple[float, ...], int, ScheduledTask]
 _number = attrgetter("number")
 
 
@@ -29,14 +29,14 @@ class Waiting:
     def __init__(self, list_method: str) -> None:
         self._order = LIST_ORDERS[list_method]
         self._is_strict = list_method == "fifo"
-        self._by_number: list[QueuedTask] = []
+        self._by_number: list[ScheduledTask] = []
         self._shapes: dict[tuple[int, str], list[_Entry]] = {}
         self._priorities: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def __iter__(self) -> Iterator[QueuedTask]:
+    def __iter__(self) -> Iterator[ScheduledTask]:
         return iter(self._by_number)
 
     @property
@@ -44,12 +44,12 @@ class Waiting:
         """Whether priorities differ."""
         return len(self._priorities) > 1
 
-    def add(self, task: QueuedTask) -> None:
+    def add(self, task: ScheduledTask) -> None:
         bisect.insort(self._by_number, task, key=_number)
         bisect.insort(self._shapes.setdefault(self._shape(task), []), self._entry(task))
         self._priorities[task.demand.priority] += 1
 
-    def remove(self, task: QueuedTask) -> None:
+    def remove(self, task: ScheduledTask) -> None:
         """Remove ``task``, whose demand must be unchanged since it was added."""
         del self._by_number[bisect.bisect_left(self._by_number, task.number, key=_number)]
         shape = self._shapes[self._shape(task)]
@@ -58,7 +58,7 @@ class Waiting:
         if not self._priorities[task.demand.priority]:
             del self._priorities[task.demand.priority]
 
-    def first(self, num_free: int, now_s: float) -> Iterable[Iterator[QueuedTask]]:
+    def first(self, num_free: int, now_s: float) -> Iterable[Iterator[ScheduledTask]]:
         """Yield, for every shape, the first tasks in the method's order that fit on ``num_free`` GPUs together.
 
         Tasks of one shape (GPUs and tenant) differ only in their durations, so later tasks of the shape cannot start
@@ -67,14 +67,14 @@ class Waiting:
         for entries in self._shapes.values():
             yield _within((task for *_, task in entries if task.ready_s <= now_s and not task.waits_for), num_free)
 
-    def _shape(self, task: QueuedTask) -> tuple[int, str]:
+    def _shape(self, task: ScheduledTask) -> tuple[int, str]:
         return (0, "") if self._is_strict else (task.demand.num_gpus, task.demand.tenant)
 
-    def _entry(self, task: QueuedTask) -> _Entry:
+    def _entry(self, task: ScheduledTask) -> _Entry:
         return self._order(task.demand), task.number, task
 
 
-def _within(tasks: Iterable[QueuedTask], num_free: int) -> Iterator[QueuedTask]:
+def _within(tasks: Iterable[ScheduledTask], num_free: int) -> Iterator[ScheduledTask]:
     for task in tasks:
         num_free -= task.demand.num_gpus
         if num_free < 0:

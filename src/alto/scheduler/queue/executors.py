@@ -11,7 +11,7 @@ from types import MappingProxyType
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Placement, Schedule, Sharing
 from alto.scheduler.inter_task import Member, RunningTask, finish_times_s, member_of, members_ending_at
-from alto.scheduler.queue.task import LEAST_S, QueuedTask, TaskState
+from alto.scheduler.queue.task import LEAST_S, ScheduledTask, TaskState
 
 
 class GpuPool:
@@ -96,14 +96,14 @@ class _Executor:
 
     Attributes:
         gpus: Its GPUs, held from the start of its first task to the end of its last.
-        tenant: Tenant of the first task; the GPUs count against this tenant's quota.
+        first: The first task, even after its end; the GPUs count against its tenant's quota.
         tasks: Its tasks by name, in the order of their starts.
         is_lost: Whether one of its tasks was lost. The executor probably was lost too, so no task may join it.
     """
 
     gpus: tuple[Gpu, ...]
-    tenant: str
-    tasks: dict[str, QueuedTask] = field(default_factory=dict)
+    first: ScheduledTask
+    tasks: dict[str, ScheduledTask] = field(default_factory=dict)
     is_lost: bool = False
 
 
@@ -123,13 +123,13 @@ class Executors:
         self._pool = pool
         self._quotas = quotas
         self._executors: dict[_Key, _Executor] = {}
-        self._tasks: dict[str, QueuedTask] = {}
+        self._tasks: dict[str, ScheduledTask] = {}
         self._num_named = 0
         self.in_use: Counter[str] = Counter()
         """GPUs in use by tenant."""
 
     @property
-    def tasks(self) -> Mapping[str, QueuedTask]:
+    def tasks(self) -> Mapping[str, ScheduledTask]:
         """The tasks that hold GPUs, in the order of their starts."""
         return MappingProxyType(self._tasks)
 
@@ -152,7 +152,7 @@ class Executors:
         executor = self._executors.get((placement.executor, "")) if placement.executor else None
         return executor is not None and executor.gpus == placement.gpus and self._may_be_joined(executor)
 
-    def may_start(self, task: QueuedTask, placement: Placement) -> bool:
+    def may_start(self, task: ScheduledTask, placement: Placement) -> bool:
         """Return whether a task can start as placed: in a running executor, or on free GPUs within the quota."""
         if self.is_there(placement):
             return True
@@ -163,7 +163,7 @@ class Executors:
     def are_free(self, gpus: Iterable[Gpu]) -> bool:
         return self._pool.free.issuperset(gpus)
 
-    def start(self, task: QueuedTask, placement: Placement, now_s: float, *, is_open: bool) -> None:
+    def start(self, task: ScheduledTask, placement: Placement, now_s: float, *, is_open: bool) -> None:
         """Begin an attempt of ``task`` where it is placed.
 
         Args:
@@ -178,7 +178,7 @@ class Executors:
         if key not in self._executors:
             self._pool.take(placement.gpus)
             self.in_use[task.demand.tenant] += len(placement.gpus)
-            self._executors[key] = _Executor(gpus=placement.gpus, tenant=task.demand.tenant)
+            self._executors[key] = _Executor(gpus=placement.gpus, first=task)
         executor = self._executors[key]
         others = list(executor.tasks.values())
         self._tasks[task.name] = executor.tasks[task.name] = task
@@ -187,7 +187,7 @@ class Executors:
             alone = member_of(task.demand.duration_s, _step_share(task) * task.demand.duration_s)
             _expect([*others, task], [*_members(others, now_s), alone], now_s)
 
-    def leave(self, task: QueuedTask, now_s: float, *, is_lost: bool = False) -> bool:
+    def leave(self, task: ScheduledTask, now_s: float, *, is_lost: bool = False) -> bool:
         """End an attempt of ``task``.
 
         Args:
@@ -210,7 +210,7 @@ class Executors:
         else:
             del self._executors[key]
             self._pool.give_back(executor.gpus)
-            self.in_use[executor.tenant] -= len(executor.gpus)
+            self.in_use[executor.first.demand.tenant] -= len(executor.gpus)
         return shared
 
     def running(self, now_s: float) -> tuple[RunningTask, ...]:
@@ -234,7 +234,7 @@ class Executors:
                 )
         return tuple(found)
 
-    def _sharing(self, task: QueuedTask, remaining_s: float) -> Sharing | None:
+    def _sharing(self, task: ScheduledTask, remaining_s: float) -> Sharing | None:
         sharing = task.demand.sharing
         if not task.executor or sharing is None or not self._may_be_joined(self._executors[task.executor, ""]):
             return None
@@ -253,24 +253,24 @@ class Executors:
         return f"executor-{self._num_named}"
 
 
-def _key(name: str, task: QueuedTask) -> _Key:
+def _key(name: str, task: ScheduledTask) -> _Key:
     return name, "" if name else task.name
 
 
-def _members(tasks: Iterable[QueuedTask], now_s: float) -> list[Member]:
+def _members(tasks: Iterable[ScheduledTask], now_s: float) -> list[Member]:
     """Return the remaining work of tasks that share an executor, computed from their expected ends."""
     found = list(tasks)
     ends_s = [max(task.expected_end_s - now_s, 0.0) for task in found]
     return members_ending_at(ends_s, [_step_share(task) for task in found])
 
 
-def _expect(tasks: Iterable[QueuedTask], members: list[Member], now_s: float) -> None:
+def _expect(tasks: Iterable[ScheduledTask], members: list[Member], now_s: float) -> None:
     """Set the expected ends of ``tasks``, assuming that no task joins or leaves."""
     for task, end_s in zip(tasks, finish_times_s(members), strict=True):
         task.expected_end_s = now_s + end_s
         task.planned_s = max(task.expected_end_s - task.started_s, LEAST_S)
 
 
-def _step_share(task: QueuedTask) -> float:
+def _step_share(task: ScheduledTask) -> float:
     sharing = task.demand.sharing
     return sharing.step_s / task.demand.duration_s if sharing is not None else 0.0

@@ -34,7 +34,7 @@ from alto.scheduler.queue.events import (
     Woken,
 )
 from alto.scheduler.queue.executors import Executors, GpuPool
-from alto.scheduler.queue.task import LEAST_S, MAX_ATTEMPTS_IN_ALL, QueuedTask, QueueSettings, TaskState
+from alto.scheduler.queue.task import LEAST_S, MAX_ATTEMPTS_IN_ALL, QueueSettings, ScheduledTask, TaskState
 
 Solve = Callable[[SchedulingProblem, Schedule | None], Schedule]
 """Makes a schedule of the waiting tasks. Its hint is the unstarted rest of the previous plan, on the same clock. A task
@@ -62,22 +62,17 @@ class Queue:
         self._solve = solve
         self._pool = GpuPool(nodes)
         self._now_s = 0.0
-        self._tasks: dict[str, QueuedTask] = {}
+        self._tasks: dict[str, ScheduledTask] = {}
         self._waiting = Waiting(settings.list_method)
         self._executors = Executors(self._pool, settings.quotas)
-        self._to_come: list[tuple[float, int, QueuedTask]] = []  # heap of tasks that may not start yet
-        self._plan: Schedule | None = None
+        self._to_come: list[tuple[float, int, ScheduledTask]] = []  # heap of tasks that may not start yet
+        self._plan: Schedule | None = None  # the latest one, on the queue's clock
         self._next: list[Placement] = []  # unstarted placements of the plan, on the queue's clock
 
     @property
-    def tasks(self) -> Mapping[str, QueuedTask]:
+    def tasks(self) -> Mapping[str, ScheduledTask]:
         """All tasks ever submitted, in the order of submission."""
         return MappingProxyType(self._tasks)
-
-    @property
-    def plan(self) -> Schedule | None:
-        """The latest plan, with its times on the queue's clock; None if there is none."""
-        return self._plan
 
     @property
     def next_wake_s(self) -> float | None:
@@ -201,7 +196,7 @@ class Queue:
 
     def _submit(self, event: Submitted) -> str:
         demand = event.demand
-        task = QueuedTask(
+        task = ScheduledTask(
             number=len(self._tasks),
             demand=replace(demand, release_s=0.0) if demand.release_s else demand,
             submitted_s=self._now_s,
@@ -212,7 +207,7 @@ class Queue:
         self._wait(task)
         return f"{task.name} submitted"
 
-    def _stop(self, task: QueuedTask, actions: list[Action]) -> str:
+    def _stop(self, task: ScheduledTask, actions: list[Action]) -> str:
         if task.state is TaskState.WAITING:
             self._waiting.remove(task)
             self._end(task, TaskState.STOPPED)
@@ -234,14 +229,14 @@ class Queue:
                 task.state = TaskState.SHRINKING
                 actions.append(StopTask(task=task.name))
 
-    def _shrink(self, task: QueuedTask, offer: Offered) -> str:
+    def _shrink(self, task: ScheduledTask, offer: Offered) -> str:
         task.demand = replace(task.demand.lasting(max(offer.duration_s, LEAST_S)), num_gpus=offer.num_gpus)
         task.planned_s, task.ready_s = task.demand.duration_s, self._now_s
         task.state = TaskState.WAITING
         self._wait(task)
         return f"{task.name} continues with {offer.num_gpus} of its {len(task.gpus)} GPUs"
 
-    def _fail(self, task: QueuedTask, event: Failed, actions: list[Action]) -> str:
+    def _fail(self, task: ScheduledTask, event: Failed, actions: list[Action]) -> str:
         was_stopping, is_shrinking = task.state is TaskState.STOPPING, task.state is TaskState.SHRINKING
         # A task that is being stopped also ends with `Failed`; if its executor was lost, the other tasks in it report.
         is_lost = event.is_retryable and not (was_stopping or is_shrinking or task.has_lost_gpu)
@@ -268,7 +263,7 @@ class Queue:
         self._wait(task)
         return f"{task.name} {'lost a GPU' if task.has_lost_gpu else 'failed'}"
 
-    def _verdict(self, task: QueuedTask, event: Failed) -> str:
+    def _verdict(self, task: ScheduledTask, event: Failed) -> str:
         """Return why the task is not tried again; empty if it is. An executor whose GPU is lost cannot report the
         loss."""
         if not event.is_retryable and not task.has_lost_gpu:
@@ -277,16 +272,16 @@ class Queue:
             return f"{event.reason} (attempt {task.attempt}, counting attempts whose GPUs were lost)"
         return ""
 
-    def _is_spent(self, task: QueuedTask) -> bool:
+    def _is_spent(self, task: ScheduledTask) -> bool:
         """Return whether the task has used up its attempts; it is given up after its pause, unless a lost GPU explains
         a failure."""
         return task.num_failures >= self._settings.max_attempts
 
-    def _give_up_spent(self, task: QueuedTask, actions: list[Action]) -> str:
+    def _give_up_spent(self, task: ScheduledTask, actions: list[Action]) -> str:
         verdict = f"{task.reason} (attempt {task.num_failures} of {self._settings.max_attempts})"
         return self._give_up(task, verdict, actions)
 
-    def _give_up(self, task: QueuedTask, verdict: str, actions: list[Action]) -> str:
+    def _give_up(self, task: ScheduledTask, verdict: str, actions: list[Action]) -> str:
         task.reason = verdict
         self._end(task, TaskState.FAILED)
         actions.append(GaveUp(task=task.name, reason=verdict))
@@ -304,7 +299,7 @@ class Queue:
                 task.ready_s = self._now_s
                 task.isolated_by = 0 if task.isolated_by == task.attempt else task.isolated_by
 
-    def _moved(self, task: QueuedTask, estimate_s: float) -> str:
+    def _moved(self, task: ScheduledTask, estimate_s: float) -> str:
         if abs(estimate_s - task.planned_s) <= self._settings.estimate_change * task.planned_s:
             return ""
         before, task.planned_s = task.planned_s, max(estimate_s, LEAST_S)
@@ -312,13 +307,13 @@ class Queue:
 
     # Waiting and ended tasks.
 
-    def _wait(self, task: QueuedTask) -> None:
+    def _wait(self, task: ScheduledTask) -> None:
         self._waiting.add(task)
         self._note_what_is_missing(task)
         if task.ready_s > self._now_s:
             heapq.heappush(self._to_come, (task.ready_s, task.number, task))
 
-    def _end(self, task: QueuedTask, state: TaskState) -> None:
+    def _end(self, task: ScheduledTask, state: TaskState) -> None:
         task.state = state
         task.ended_s = self._now_s
 
@@ -384,7 +379,7 @@ class Queue:
             now_s=self._now_s,
         )
 
-    def _note_what_is_missing(self, *tasks: QueuedTask) -> None:
+    def _note_what_is_missing(self, *tasks: ScheduledTask) -> None:
         num_gpus = len(self._pool)
         for task in tasks:
             wanted = task.demand.num_gpus
@@ -420,14 +415,14 @@ class Queue:
             self._next[:num_due] = blocked
         return started
 
-    def _start(self, task: QueuedTask, placement: Placement) -> StartTask:
+    def _start(self, task: ScheduledTask, placement: Placement) -> StartTask:
         self._waiting.remove(task)
         is_open = self._plan is not None and self._plan.method != "fifo"
         self._executors.start(task, placement, self._now_s, is_open=is_open)
         return StartTask(task=task.name, gpus=placement.gpus, attempt=task.attempt, executor=task.executor)
 
 
-def _waits_until(ready_s: float, _: int, task: QueuedTask) -> bool:
+def _waits_until(ready_s: float, _: int, task: ScheduledTask) -> bool:
     return task.state is TaskState.WAITING and task.ready_s == ready_s
 
 

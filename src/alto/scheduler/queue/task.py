@@ -32,7 +32,7 @@ class TaskState(StrEnum):
 
 
 @dataclass(slots=True, kw_only=True)
-class QueuedTask:
+class ScheduledTask:
     """One task of a queue. Only the queue changes it; times are on the queue's clock.
 
     Attributes:

@@ -49,7 +49,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outlook:
+class Forecast:
     """A forecast for one task, valid while no task joins or leaves its executor.
 
     Attributes:
@@ -68,7 +68,7 @@ class Outlook:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Executor:
+class SimulatedExecutor:
     """One executor; its tasks advance by the model of time in :mod:`alto.scheduler.inter_task.colocation`.
 
     Attributes:
@@ -93,19 +93,19 @@ class Executor:
         self._advance(now_s)
         self.works.remove(work)
 
-    def outlooks(self) -> Iterator[Outlook]:
+    def forecasts(self) -> Iterator[Forecast]:
         """Yield the forecast for each of its tasks, counted from the last change."""
         members = [work.member for work in self.works]
         ends_s, rates = finish_times_s(members), alone_rates(members)
         for work, last_s, rate in zip(self.works, ends_s, rates, strict=True):
             end_s = self._since_s + work.remaining_s / rate
             if self.crash_s < end_s:
-                yield Outlook(work=work, end_s=self.crash_s, is_lost=True)
+                yield Forecast(work=work, end_s=self.crash_s, is_lost=True)
                 continue
             half_s = (1 - _TOLD_AT) * work.left_s
             told_s = max(end_s - half_s / rate, self._since_s)
             remaining_s = half_s if len(members) == 1 else max(self._since_s + last_s - told_s, 0.0)
-            yield Outlook(work=work, end_s=end_s, told_s=None if work.has_told else told_s, remaining_s=remaining_s)
+            yield Forecast(work=work, end_s=end_s, told_s=None if work.has_told else told_s, remaining_s=remaining_s)
 
     def _advance(self, now_s: float) -> None:
         for work, rate in zip(self.works, alone_rates([work.member for work in self.works]), strict=True):

@@ -6,6 +6,8 @@ import math
 import random
 from dataclasses import dataclass
 
+from alto.records import Sharing
+from alto.scheduler.inter_task import TaskDemand
 from alto.spec import MAX_S, MIN_S, ArrivingTask, Simulation
 
 _Z99 = 2.3263478740408408
@@ -32,6 +34,28 @@ class SimulatedTask:
     def step_share(self) -> float:
         """Share of its work that its steps take regardless of the tokens trained."""
         return self.task.step_share
+
+    def demand(self, expected_share: float) -> TaskDemand:
+        """Return the task as the queue sees it. Memory is not simulated, so any tasks fit together.
+
+        Args:
+            expected_share: Average share of its work that a task does.
+        """
+        task = self.task
+        duration_s = max(task.duration_s * expected_share * self.estimate_factor, MIN_S)
+        sharing = None
+        if task.base and task.gpus == 1:
+            step_s = self.step_share * duration_s
+            sharing = Sharing(base=task.base, step_s=step_s, num_slots=1, slot_bytes=0, pass_bytes=0, capacity_bytes=0)
+        return TaskDemand(
+            task=self.name,
+            num_gpus=task.gpus,
+            duration_s=duration_s,
+            release_s=task.arrival_s,
+            priority=task.priority,
+            tenant=task.tenant,
+            sharing=sharing,
+        )
 
 
 def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:

@@ -8,8 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from alto.records import Gpu, Node, Placement, Schedule, Sharing
-from alto.scheduler.inter_task import TaskDemand
+from alto.records import Gpu, Node, Placement, Schedule
 from alto.scheduler.queue import (
     Failed,
     Finished,
@@ -26,9 +25,9 @@ from alto.scheduler.queue import (
     Submitted,
     Woken,
 )
-from alto.scheduler.simulate.executors import Executor, Work
+from alto.scheduler.simulate.executors import SimulatedExecutor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
-from alto.spec import MIN_S, Simulation
+from alto.spec import Simulation
 
 _MIN_GPU_CHANGES = 1000
 _CHANGES_PER_GPU = 20
@@ -62,12 +61,12 @@ class World:
         self._queue = queue
         self._early_exit = early_exit
         self._works: dict[str, Work] = {}
-        self._executors: dict[str, Executor] = {}  # by task
+        self._executors: dict[str, SimulatedExecutor] = {}  # by task
         self._open: set[str] = set()
         self._num_running = 0
         self._num_gpu_changes = 0
         self._order = itertools.count()
-        self._to_come: list[tuple[float, int, QueueEvent, Executor | None, int]] = []
+        self._to_come: list[tuple[float, int, QueueEvent, SimulatedExecutor | None, int]] = []
         self._gpu_luck = {
             gpu: random.Random(f"{gpu.node} {gpu.index} {simulation.seed}")
             for node in nodes
@@ -89,16 +88,7 @@ class World:
             true_s = task.task.duration_s * (task.exit_share if self._early_exit else 1.0)
             luck = random.Random(f"{task.name} {self._simulation.seed}")
             self._works[task.name] = Work(task=task, left_s=true_s, luck=luck)
-            demand = TaskDemand(
-                task=task.name,
-                num_gpus=task.task.gpus,
-                duration_s=max(task.task.duration_s * expected_share * task.estimate_factor, MIN_S),
-                release_s=task.task.arrival_s,
-                priority=task.task.priority,
-                tenant=task.task.tenant,
-            )
-            if task.task.base and task.task.gpus == 1:
-                demand = replace(demand, sharing=_sharing(task, demand.duration_s))
+            demand = task.demand(expected_share)
             self._at(task.task.arrival_s, Submitted(time_s=task.task.arrival_s, demand=demand))
         for gpu in self._gpu_luck:
             self._lose_later(gpu, 0.0)
@@ -150,7 +140,7 @@ class World:
     def _is_only_gpus(events: Sequence[QueueEvent]) -> bool:
         return all(isinstance(event, GpuLost | GpuAdded) for event in events)
 
-    def _at(self, time_s: float, event: QueueEvent, executor: Executor | None = None) -> None:
+    def _at(self, time_s: float, event: QueueEvent, executor: SimulatedExecutor | None = None) -> None:
         """Schedule ``event`` for ``time_s``; if ``executor`` is given, only if no task joins or leaves it before."""
         version = executor.version if executor is not None else 0
         heapq.heappush(self._to_come, (time_s, next(self._order), event, executor, version))
@@ -168,28 +158,28 @@ class World:
         if executor is None:
             rate = self._simulation.crashes_per_hour / 3600
             crash_s = self.now_s + work.luck.expovariate(rate) if rate else float("inf")
-            executor = Executor(name=start.executor, crash_s=crash_s)
+            executor = SimulatedExecutor(name=start.executor, crash_s=crash_s)
         executor.join(work, self.now_s)
         self._executors[start.task] = executor
         self._at(self.now_s, Started(time_s=self.now_s, task=start.task, attempt=start.attempt))
         self._foresee(executor)
 
-    def _running(self, name: str) -> Executor | None:
+    def _running(self, name: str) -> SimulatedExecutor | None:
         if not name:
             return None
         return next((found for found in self._executors.values() if found.name == name), None)
 
-    def _foresee(self, executor: Executor) -> None:
+    def _foresee(self, executor: SimulatedExecutor) -> None:
         """Schedule the events of the tasks of ``executor``, valid while it does not change."""
-        for outlook in executor.outlooks():
-            name, attempt, end_s = outlook.work.task.name, outlook.work.attempt, outlook.end_s
-            if outlook.told_s is not None:
+        for forecast in executor.forecasts():
+            name, attempt, end_s = forecast.work.task.name, forecast.work.attempt, forecast.end_s
+            if forecast.told_s is not None:
                 progress = Progressed(
-                    time_s=outlook.told_s, task=name, attempt=attempt, remaining_s=outlook.remaining_s
+                    time_s=forecast.told_s, task=name, attempt=attempt, remaining_s=forecast.remaining_s
                 )
-                self._at(outlook.told_s, progress, executor)
+                self._at(forecast.told_s, progress, executor)
             end: QueueEvent = Finished(time_s=end_s, task=name, attempt=attempt)
-            if outlook.is_lost:
+            if forecast.is_lost:
                 end = Failed(time_s=end_s, task=name, attempt=attempt, reason="crashed", is_retryable=True)
             self._at(end_s, end, executor)
 
@@ -255,15 +245,3 @@ class World:
             self._foresee(executor)
         work.gpus = ()
         self._num_running -= 1
-
-
-def _sharing(task: SimulatedTask, duration_s: float) -> Sharing:
-    """Return the task's sharing facts; memory is not simulated, so any tasks fit together."""
-    return Sharing(
-        base=task.task.base,
-        step_s=task.step_share * duration_s,
-        num_slots=1,
-        slot_bytes=0,
-        pass_bytes=0,
-        capacity_bytes=0,
-    )

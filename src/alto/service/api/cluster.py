@@ -68,7 +68,7 @@ class ClusterView:
 
 def is_measured(task: TaskHistory) -> bool:
     """Return whether a task's expected duration was measured on an earlier task of this kind."""
-    return task.duration_s != UNKNOWN_DURATION_S
+    return task.demand.duration_s != UNKNOWN_DURATION_S
 
 
 def job_of(task: str) -> str:

@@ -17,7 +17,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from alto.engine.control_plane import ControlPlane, OrderState, RunOrder
+from alto.engine.control_plane import ControlPlane, OrderState
 from alto.engine.runner import portable
 from alto.errors import AltoError, QueueCommandError
 from alto.records import ExitReason
@@ -127,7 +127,7 @@ class _Live:
     """A job that was submitted to the control plane."""
 
     order: str
-    tenant: str
+    task: Task
     projection: Projection
     level: int
     is_cancelled: bool = False
@@ -306,7 +306,7 @@ class Coordinator:
         working = [live for live in begun.values() if not live.has_ended]
         with self._service.store.reading() as session:
             wanted = wanted_jobs(session, [*begun, *self._put_off])
-        order = in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.tenant for live in working))
+        order = in_turns([(job, tenant) for job, tenant, _ in wanted], Counter(live.task.tenant for live in working))
         levels = levels_of(wanted)
         next_ones = order[: max(0, min(MOST_SUBMITTED, 2 * num_gpus) - len(working))]
         moved: dict[str, int] = {}
@@ -346,17 +346,8 @@ class Coordinator:
                 # cannot overwrite a newer lease.
                 run.lease(lease)
             order = f"{job.id}.{lease}"
-            plane.submit(
-                RunOrder(
-                    name=order,
-                    run_dir=root,
-                    task=task,
-                    tenant=job.tenant,
-                    priority=level,
-                    shares_with=self._shares_with(job.tenant),
-                )
-            )
-            self._live[job.id] = _Live(order, job.tenant, projection, level)
+            plane.submit(order, root, task, priority=level, shares_with=self._shares_with(job.tenant))
+            self._live[job.id] = _Live(order, task, projection, level)
 
     def _shares_with(self, tenant: str) -> str:
         """Return the sharing group of a tenant's tasks: empty if they may be trained with other tenants' tasks."""

@@ -1,0 +1,109 @@
+"""CPU seconds of every file of tests: measured, written to ``tests/durations.json``, and compared with it.
+
+They are the CPU time of a test's process and of the processes that it has waited for, which a busy machine does not
+change. So no test fails for being run beside others.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections import Counter
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+import forks
+import pytest
+
+__all__ = ["DURATIONS", "FLOOR_S", "Durations", "cpu_s", "over_budget", "read_durations"]
+
+DURATIONS = Path(__file__).parents[1] / "durations.json"
+"""The table: CPU seconds by file, of a run with ``--nightly``."""
+
+FLOOR_S = 20.0
+"""Budget of the files that take less, and of new ones."""
+
+_FACTOR = 3
+_PROPERTY = "cpu_s"
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, of the children that it has waited for, and of the fork server and its children."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages) + forks.cpu_s()
+
+
+def read_durations(file: Path = DURATIONS) -> dict[str, float]:
+    """The table; empty where there is none."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def over_budget(found: Mapping[str, float], expected: Mapping[str, float], floor_s: float = FLOOR_S) -> list[str]:
+    """A line for each file that took more than three times its budget."""
+    budgets = {file: max(expected.get(file, 0.0), floor_s) for file in found}
+    return [
+        f"{file}: expected at most {_FACTOR * budgets[file]:g} s of CPU time, three times its budget, found "
+        f"{seconds:.1f} s; make it faster, or write tests/durations.json anew (make durations)"
+        for file, seconds in sorted(found.items())
+        if seconds > _FACTOR * budgets[file]
+    ]
+
+
+class Durations:
+    """A plugin of pytest that adds up the CPU time of every file, over all workers.
+
+    Args:
+        checks: Fail the run if a file takes more than three times its budget.
+        writes: Write what was measured into the table; files that did not run keep their entries while they exist.
+    """
+
+    def __init__(
+        self, *, checks: bool, writes: bool, file: Path = DURATIONS, root: Path | None = None, floor_s: float = FLOOR_S
+    ) -> None:
+        self._checks, self._writes, self._file, self._floor_s = checks, writes, file, floor_s
+        self._root = root or file.parents[1]
+        self._seconds: Counter[str] = Counter()
+        self._problems: list[str] = []
+
+    def _measured(self, item: pytest.Item) -> Generator[None, None, None]:
+        before = cpu_s()
+        try:
+            return (yield)
+        finally:
+            item.user_properties.append((_PROPERTY, cpu_s() - before))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, None, None]:
+        return (yield from self._measured(item))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, None, None]:
+        return (yield from self._measured(item))
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, None, None]:
+        return (yield from self._measured(item))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":  # it has what was measured in all three
+            parts = [value for name, value in report.user_properties if name == _PROPERTY]
+            self._seconds[report.nodeid.partition("::")[0]] += sum(map(float, parts))  # type: ignore[arg-type]
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        has_ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if hasattr(session.config, "workerinput") or not has_ended:
+            return
+        if self._writes:
+            table = read_durations(self._file) | {file: round(seconds, 1) for file, seconds in self._seconds.items()}
+            kept = {file: table[file] for file in sorted(table) if (self._root / file).exists()}
+            self._file.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        if self._checks:
+            self._problems = over_budget(self._seconds, read_durations(self._file), self._floor_s)
+            if self._problems:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._problems:
+            terminalreporter.section("files over their budget")
+            for line in self._problems:
+                terminalreporter.write_line(line)
