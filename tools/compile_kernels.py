@@ -1,12 +1,12 @@
-"""Compile every Triton kernel in every configuration it can be launched with, on a machine that needs no GPU, and
-write what each takes of one to ``docs/kernels-compiled.md``.
+"""Compile every Triton kernel in every configuration in which it can be launched, and write the resources of each to
+``docs/kernels-compiled.md``. This needs no GPU.
 
     python -m tools.compile_kernels
     python -m tools.compile_kernels --check --arch 90 --narrow 16 64 --dtypes bfloat16-float32
 
-With ``--check`` nothing is written: the configurations named are compiled and compared with the page. Figures depend on
-the compiler, so they are compared under the Triton version of the page only; a spill or too much shared memory fails
-under any.
+With ``--check`` nothing is written: the named configurations are compiled and compared with the page. The figures
+depend on the compiler, so they are compared only under the Triton version of the page. A spill or too much shared
+memory fails under any version.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "kernels-compiled.md"
 
 ARCHES = (80, 90, 100)
 NARROWS = (64, 128, 256)
-"""The most narrow columns a slot may have: ranks of one module, or of all modules that share an input. One in between
-is compiled as the next, a larger one as the last."""
+"""Largest numbers of narrow columns of a slot: ranks of one module, or of all modules that share an input. A number in
+between is compiled as the next larger one, and a larger number as the last one."""
 DTYPES = {
     f"{wide}-{bank}": (getattr(torch, wide), getattr(torch, bank))
     for wide, bank in [
@@ -75,7 +75,7 @@ DTYPES = {
 }
 """Dtypes of base and bank."""
 SHARED_LIMIT = 99 * 1024
-"""Bytes of shared memory that a program may have on the smallest GPUs from sm_80 on."""
+"""Bytes of shared memory that a program may use on the smallest GPUs from sm_80 on."""
 
 PRODUCTS = {
     "shrink": (shrink_kernel, shrink_config),
@@ -97,12 +97,12 @@ ALIGNED = [["tt.divisibility", 16]]
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """One kernel as it is launched for one op: on adapters whose every number is where vectors may begin.
+    """One kernel as it is launched for one op, on adapters that are aligned for vector loads.
 
     Attributes:
         op: Key of ``PRODUCTS`` or ``OF_ROWS``.
-        rounds: Whether AdamW's moments are bfloat16, rounded at random; else they have the dtype of the bank.
-        wide: Dtype of the base's tensors; None for the optimizer, which sees none.
+        rounds: Whether AdamW's moments are bfloat16, rounded at random; otherwise they have the dtype of the bank.
+        wide: Dtype of the base's tensors; None for the optimizer, which reads none of them.
     """
 
     op: str
@@ -120,7 +120,7 @@ class Build:
 
     @property
     def name(self) -> str:
-        """The first cells of its line."""
+        """First cells of its line in the page."""
         constants = self.config.constants
         tiles = "×".join(str(constants[name]) for name in ("TILE", "BLOCK_T", "BLOCK_W", "BLOCK") if name in constants)
         dtypes = " / ".join(str(dtype).removeprefix("torch.") for dtype in (self.wide, self.bank) if dtype)
@@ -181,7 +181,7 @@ class Build:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What one program takes: registers of a thread, bytes a thread spills, bytes of shared memory."""
+    """Resources of one program: registers per thread, spilled bytes per thread, bytes of shared memory."""
 
     registers: int
     spilled: int
@@ -189,7 +189,7 @@ class Usage:
 
 
 def builds(arches: Iterable[int], narrows: Iterable[int], dtypes: Iterable[str]) -> Iterator[Build]:
-    """Every build of the named architectures, narrow columns and dtypes, once each."""
+    """Yield every build of the named architectures, narrow columns and dtypes, once each."""
     seen = set()
     for arch in arches:
         for build in _builds_of(arch, list(narrows), list(dtypes)):
@@ -214,7 +214,7 @@ def _builds_of(arch: int, narrows: list[int], dtypes: list[str]) -> Iterator[Bui
 
 
 def compile_build(build: Build | LayerBuild) -> Usage:
-    """Compile, and ask the program's own binary what it takes."""
+    """Compile a build, and read the resources from the binary of the program."""
     target = GPUTarget("cuda", build.arch, 32)
     compiled = triton.compile(build.source(), target=target, options=build.config.options)
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -237,7 +237,7 @@ def line(build: Build | LayerBuild, usage: Usage) -> str:
 
 
 def page(lines: Iterable[str]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join(
         [
             "# Resources of the kernels on a GPU",
@@ -267,7 +267,7 @@ def page(lines: Iterable[str]) -> str:
 
 
 def faults(build: Build | LayerBuild, usage: Usage) -> list[str]:
-    """Why a build must not be shipped."""
+    """Return the reasons why a build must not be shipped."""
     found = []
     if usage.spilled:
         found.append(f"spills {usage.spilled} bytes: {build.name}")
@@ -277,7 +277,7 @@ def faults(build: Build | LayerBuild, usage: Usage) -> list[str]:
 
 
 def differences(build: Build | LayerBuild, usage: Usage, written: str) -> list[str]:
-    """What the page says otherwise."""
+    """Return the differences from the page."""
     known = next((known for known in written.splitlines() if known.startswith(build.name)), None)
     if known is None:
         return [f"not in the page: {build.name}"]

@@ -127,12 +127,12 @@ REASONS = {
     "trained. TRL trains this end, or fails too.",
     "B": "The template refuses the turns, so both fail.",
 }
-"""What a letter of the tables means."""
+"""Meaning of each letter in the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masked:
-    """A row: token ids, and which of them are trained."""
+    """A row: token ids, and whether each is trained."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
@@ -140,7 +140,7 @@ class Masked:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings of transformers about rows and templates."""
+    """Suppress the warnings of transformers about rows and templates inside the context."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -152,7 +152,7 @@ def _quietly() -> Iterator[None]:
 
 
 def make_tokenizer(model: str) -> Any:
-    """alto-tiny's tokenizer with the template and the special tokens of ``model``."""
+    """Return alto-tiny's tokenizer with the template and the special tokens of ``model``."""
     file, bos, eos = TEMPLATES[model]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
     template = resources.files("trl").joinpath("chat_templates", f"{file}.jinja").read_text(encoding="utf-8")
@@ -164,7 +164,7 @@ def make_tokenizer(model: str) -> Any:
 
 
 def of_alto(case: dict[str, Any], tokenizer: Any) -> list[Masked] | str:
-    """ALTO's rows, or why it refuses."""
+    """Return ALTO's rows, or why it refuses them."""
     row = RawRow("row 1", case)
     try:
         rows: list[EncodedRow] = encode_conversation(to_conversation(row, find_layout([row], "auto", {})), tokenizer)
@@ -174,7 +174,7 @@ def of_alto(case: dict[str, Any], tokenizer: Any) -> list[Masked] | str:
 
 
 def of_trl(case: dict[str, Any], tokenizer: Any, template: str | None) -> Masked | str:
-    """What ``SFTTrainer`` makes of the row with ``assistant_only_loss``, under ``template``; or why it fails."""
+    """Return the row that ``SFTTrainer`` makes with ``assistant_only_loss`` under ``template``, or why it fails."""
     try:
         found = _tokenize(
             tokenizer,
@@ -189,7 +189,8 @@ def of_trl(case: dict[str, Any], tokenizer: Any, template: str | None) -> Masked
 
 
 def of_trl_completion(case: dict[str, Any], tokenizer: Any) -> Masked | str:
-    """What ``SFTTrainer`` makes of the row as a prompt and a completion, under the model's own template."""
+    """Return the row that ``SFTTrainer`` makes of a prompt and a completion under the model's own template, or why it
+    fails."""
     prompt, completion = case["prompt"], case["completion"]
     try:
         before = _tokenize(tokenizer, prompt, add_generation_prompt=True, tools=case.get("tools"))["input_ids"]
@@ -201,7 +202,7 @@ def of_trl_completion(case: dict[str, Any], tokenizer: Any) -> Masked | str:
 
 
 def trained_text(row: Masked, tokenizer: Any) -> str:
-    """The trained tokens, with ``…`` for every run of others."""
+    """Return the text of the trained tokens, with ``…`` for every run of other tokens."""
     text, was_trained = "", True
     for token, on in zip(row.ids, row.mask, strict=True):
         text += tokenizer.decode([token]) if on else "…" if was_trained else ""
@@ -210,10 +211,10 @@ def trained_text(row: Masked, tokenizer: Any) -> str:
 
 
 def compared(ours: list[Masked] | str, theirs: Masked | str, eos: int) -> str:
-    """The letters of :data:`REASONS` that say how both differ.
+    """Return the letters of :data:`REASONS` that explain the difference.
 
     Raises:
-        ValueError: They differ in a way that has no reason.
+        ValueError: No reason explains the difference.
     """
     if isinstance(ours, str):
         return "C" if "shows calls" in ours else "B" if isinstance(theirs, str) else _unexplained(ours, theirs)
@@ -237,7 +238,7 @@ def compared(ours: list[Masked] | str, theirs: Masked | str, eos: int) -> str:
 
 
 def _is_opening(ours: Sequence[bool], theirs: Sequence[bool]) -> bool:
-    """Whether all that TRL trains besides stands right before a run of tokens that both train."""
+    """Return whether all tokens that only TRL trains are directly before a run of tokens that both train."""
     also = [theirs_on and not ours_on for ours_on, theirs_on in zip(ours, theirs, strict=True)]
     is_covered = all(theirs_on for ours_on, theirs_on in zip(ours, theirs, strict=True) if ours_on)
     follows = zip(also, [*also[1:], False], [*ours[1:], False], strict=True)
@@ -250,7 +251,7 @@ def _unexplained(ours: object, theirs: object) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     with _quietly():
         own, marked, completions = [], [], []
         examples: dict[tuple[str, str], str] = {}
@@ -287,7 +288,7 @@ def page() -> str:
 
 
 def _of_result() -> str:
-    """The counts of the check of templates in several styles, and where they come from."""
+    """Return the counts of the check of templates in several styles, with their origin."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     counts = [f"| {name.replace('_', ' ')} | {count} |" for name, count in result["figures"].items()]
     return "\n".join(["| comparisons | |", "|---|---|", *counts, "", *provenance(result)])
