@@ -97,8 +97,8 @@ class _Trainer(SFTTrainer):
     """TRL's trainer with additions for the comparison, which cost a few scalar operations per batch.
 
     The additions are rows in a given order, the loss of each step, evaluation time, and the validation loss as the mean
-    over all trained tokens. TRL's own validation loss weights the mean of each batch by its rows, so it changes with the
-    evaluation batch size.
+    over all trained tokens. TRL's own validation loss weights the mean of each batch by its rows, so it changes with
+    the evaluation batch size.
     """
 
     def __init__(
