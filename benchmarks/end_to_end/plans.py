@@ -60,7 +60,7 @@ class Size:
         dtype: Precision of the base model; adapters and their optimizers are as in each system.
         concurrent_trials: Number of trials that Ray Tune runs at a time: one per core, or as many as fit into a GPU.
         at_once: Resident jobs of ``loop`` and ``lorafusion``.
-        batched_baselines: Those of ``loop`` and ``lorafusion`` that can be timed on such a machine.
+        batched_baselines: The ones of ``loop`` and ``lorafusion`` that can be timed on such a machine.
     """
 
     model: str = "alto-tiny"

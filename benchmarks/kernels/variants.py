@@ -244,7 +244,7 @@ class Ours:
             self._trainer.admit(job, local_slot)
 
     def jobs(self, batch_size: int) -> list[JobState]:
-        """The jobs, in their slots, before their first step."""
+        """Return the jobs, in their slots, before their first step."""
         if batch_size not in self._runs:
             task = self._workload.task(batch_size)
             jobs = initial_states(TaskContext.of(task, self._backbone, self._workload.data, self._ranks))

@@ -63,7 +63,7 @@ class Workload:
         ]
 
     def _task(self, batch_size: int) -> Task:
-        """The jobs as a task, each with its own seed."""
+        """Return the jobs as a task, each with its own seed."""
         numbers = list(range(len(self.ranks)))
         return Task(
             model="random",

@@ -1,4 +1,4 @@
-"""Every benchmark by name: the tables and figures of the paper, and the others."""
+"""All benchmarks by name: the tables and figures of the paper, and the others."""
 
 from __future__ import annotations
 
