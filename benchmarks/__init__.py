@@ -1,1 +1,2 @@
-"""Measurements: what ALTO takes and gives, beside what people use today. `python -m benchmarks.paper` runs them."""
+"""Measurements of ALTO's cost and benefit, compared with the tools that people use today. ``python -m
+benchmarks.paper`` runs them."""

@@ -1,6 +1,6 @@
-"""Six small tasks on one base model: one executor for all against one for each and against what ALTO plans, on the same
-cores, with rows of about 90 and of about 250 tokens; what a process that is kept saves at the start of a task; and how
-fairly tasks whose rows differ in length are treated.
+"""Measures six small tasks on one base model: one executor for all tasks is compared with one executor for each, and
+with ALTO's plan, on the same cores, with rows of about 90 and of about 250 tokens. It also measures the time that a
+kept process saves at the start of a task, and how fairly tasks with rows of different lengths are treated.
 
     python -m benchmarks.paper colocation --scale cpu
 """
@@ -44,7 +44,8 @@ GOALS = {
 
 NUM_TASKS = 6
 DATA = {"cot_flan": "cot_flan/train.jsonl.gz", "gsm8k": "gsm8k/train.jsonl"}
-"""Where the rows of each set of tasks are: its six kinds of questions, a task each; or six samples of one kind."""
+"""File of the rows for each set of tasks: one task for each of its six kinds of questions, or six samples of one
+kind."""
 
 ROW_TOKENS = (50, 100, 200, 400, 700, 1000)
 
@@ -53,18 +54,18 @@ import sys
 from alto.cluster import run_entry
 print(run_entry(sys.argv[1], sys.argv[2], lambda: False).outcome)
 """
-"""A process that has nothing imported, as every executor of version 0.1 was."""
+"""A process that has imported nothing, as every executor of version 0.1 was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What one scale runs.
+    """The work of one scale.
 
     Attributes:
-        data: Sets of tasks, of ``DATA``.
-        rows: Of each task.
-        epochs: Of each task.
-        repeats: Of both ways, by turns.
+        data: Sets of tasks, keys of ``DATA``.
+        rows: Rows of each task.
+        epochs: Epochs of each task.
+        repeats: Repetitions of both ways, in turn.
         turns: Turns of the executor over which tokens are counted.
     """
 
@@ -124,11 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One of the two ways, once.
+    """One run of one of the two ways.
 
     Attributes:
-        seconds: From the call to the last adapter.
-        most_processes: Different executors.
+        seconds: Seconds from the call to the last adapter.
+        most_processes: Number of different executors.
     """
 
     seconds: float
@@ -137,7 +138,7 @@ class Run:
 
 
 def both_ways(tasks: Sequence[Task], repeats: int, folder: Path) -> dict[str, list[Run]]:
-    """Both ways by turns, so many times."""
+    """Run both ways in turn, as often as ``repeats``."""
     number = itertools.count()
     ways = ("separate", "colocated", "planned")
     rounds = list(by_turns({way: lambda way=way: run(way, tasks, folder / str(next(number))) for way in ways}, repeats))
@@ -145,7 +146,7 @@ def both_ways(tasks: Sequence[Task], repeats: int, folder: Path) -> dict[str, li
 
 
 def make_tasks(scale: Scale, data: Path, folder: Path) -> list[Task]:
-    """Small tasks, each on rows of its own: of one kind each where the data has kinds."""
+    """Return small tasks, each on its own rows; if the data has kinds, each on the rows of one kind."""
     folder.mkdir()
     rows = read_rows(data)
     kinds = sorted({row["task"] for row in rows if "task" in row})
@@ -210,7 +211,7 @@ def timed(way: str, engine: Engine, tasks: Sequence[Task], schedule: Schedule) -
 
 
 def gate(runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """What makes the timings worthless: not the executors that were meant, or other adapters."""
+    """Return what invalidates the timings: unexpected executors, or other adapters."""
     failures = []
     for way, expected in (("separate", NUM_TASKS), ("colocated", 1)):
         failures += [
@@ -227,7 +228,8 @@ def gate(runs: Mapping[str, Sequence[Run]]) -> list[str]:
 
 
 def measure_starts(task: Task, folder: Path, repeats: int) -> dict[str, list[float]]:
-    """Seconds from the start of a task to the admission of its first job: cold, forked, and by a kept process."""
+    """Return the seconds from the start of a task to the admission of its first job: in a cold, a forked and a kept
+    process."""
     folder.mkdir()
     found: dict[str, list[float]] = {"cold": [], "forked": [], "kept": []}
     for repeat in range(repeats):
@@ -266,7 +268,7 @@ def _first_admission(root: Path) -> float:
 
 
 def measure_fairness(folder: Path, turns: int) -> dict[int, int]:
-    """Tokens that equal tasks with rows of such lengths train in so many turns of one executor."""
+    """Return the tokens that equal tasks with rows of these lengths train in a number of turns of one executor."""
     folder.mkdir()
     backbone = load_base(BaseModelSpec(id="alto-tiny"), torch.device("cpu"), Ranks())
     bank = SharedBank(backbone, Ranks(), "float32")
@@ -287,7 +289,7 @@ def measure_fairness(folder: Path, turns: int) -> dict[int, int]:
 
 
 def _task_of_rows(row_tokens: int, turns: int, folder: Path, tokenizer: Any) -> Task:
-    """Two jobs on rows of about ``row_tokens`` tokens, with more steps than there are turns."""
+    """Return a task of two jobs on rows of about ``row_tokens`` tokens, with more steps than there are turns."""
     num_tokens = len(tokenizer(" ".join(map(str, range(1000, 1100))))["input_ids"]) / 100  # of a number of four digits
     count = int((row_tokens - 20) / num_tokens)
     rows = [
@@ -315,7 +317,7 @@ def figures(
     starts: Mapping[str, Sequence[float]],
     tokens: Mapping[int, int],
 ) -> dict[str, float]:
-    """The figures that they come to: medians."""
+    """Return the figures: medians."""
     seconds = {
         name: {way: statistics.median(found.seconds for found in several) for way, several in runs.items()}
         for name, runs in runs_of.items()

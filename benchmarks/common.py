@@ -1,7 +1,7 @@
-"""What every benchmark shares: the result file, the table, and where the numbers were measured.
+"""Common parts of all benchmarks: the result file, the table, and the origin of the numbers.
 
 A benchmark measures, builds one ``Result`` with ``Result.of`` and calls ``publish``. A result whose correctness gate
-failed carries no figures: it says why instead (law 7 of the design).
+failed has no figures, only the reason (law 7 of the design).
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ __all__ = [
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS_DIR = ROOT / "benchmarks" / "results"
 DATA_DIR = ROOT.parent / "shared" / "data"
-"""The real datasets, where they are there: beside the project, never in it."""
+"""Folder of the real datasets, if it exists; it is beside the project, never in it."""
 GSM8K = DATA_DIR / "gsm8k" / "train.jsonl"
 PREFERENCE_PAIRS = DATA_DIR / "pref_mix" / "pairs.jsonl.gz"
 REAL_MODEL = ROOT / ".models" / "smollm2-135m"
-"""A pretrained model, where ``tools/make_real_model.py`` has made it."""
+"""Folder of a pretrained model, if ``tools/make_real_model.py`` has made it."""
 SCALES = ("smoke", "cpu", "gpu", "model")
 GATES = ("passed", "partly passed", "failed")
 PACKAGES = (
@@ -78,16 +78,16 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What one run of one benchmark found; the fields of the result file, in its order.
+    """The result of one run of one benchmark; the fields of the result file, in its order.
 
     Attributes:
         benchmark: Topic; with ``scale`` it names the file.
-        gate: ``"passed"``; ``"failed"``, which has no figures; or ``"partly passed"``: of several gates some failed,
-            and the figures are those behind the others.
-        figures: Name to finite number: what is published.
+        gate: ``"passed"``; ``"failed"``, without figures; or ``"partly passed"``: some of several gates failed, and the
+            figures are those of the others.
+        figures: Published figures: finite numbers by name.
         goals: Figure name to ``(comparison, bound)``, such as ``(">=", 2.5)``.
-        rows: What the figures were made from, one mapping per measurement.
-        notes: Sentences a reader needs: subsets taken, choices that favour a baseline, why a gate failed.
+        rows: Measurements from which the figures were made, one mapping per measurement.
+        notes: Sentences that a reader needs: subsets, choices that favour a baseline, why a gate failed.
     """
 
     benchmark: str
@@ -134,11 +134,11 @@ class Result:
         rows: Sequence[Mapping[str, Any]] = (),
         notes: Sequence[str] = (),
     ) -> Result:
-        """A result of this process, commit and machine, now.
+        """Return a result of this process, commit and machine, with the current time.
 
         Args:
-            gate_failures: What was found wrong, a sentence each; empty means the gate passed. When it is not empty,
-                ``figures`` are dropped and the sentences lead the notes.
+            gate_failures: Faults, one sentence each; empty means that the gate passed. Otherwise ``figures`` are
+                dropped, and the sentences come first in the notes.
         """
         return cls(
             benchmark=benchmark,
@@ -156,11 +156,11 @@ class Result:
         )
 
     def verdict(self, name: str) -> bool:
-        """Whether figure ``name`` reaches its goal; a goal whose figure is absent is missed."""
+        """Return whether figure ``name`` reaches its goal; a goal without its figure is missed."""
         return name in self.figures and goal_reached(self.figures[name], self.goals[name])
 
     def table(self) -> str:
-        """Figures against goals as plain text, then the notes."""
+        """Return figures with their goals as plain text, then the notes."""
         rows = []
         for name in dict.fromkeys((*self.goals, *self.figures)):
             value = f"{self.figures[name]:.4g}" if name in self.figures else "none"
@@ -176,11 +176,12 @@ class Result:
         return "\n".join(part for part in parts if part)
 
     def to_json(self) -> str:
-        """The result file's text: strict JSON; NaN and infinities in rows become ``"nan"``, ``"inf"``, ``"-inf"``."""
+        """Return the text of the result file: strict JSON, in which NaN and infinities in rows are ``"nan"``,
+        ``"inf"``, ``"-inf"``."""
         return strict_json(asdict(self))
 
     def write(self, directory: Path = RESULTS_DIR) -> Path:
-        """Write ``<benchmark>-<scale>.json`` into ``directory``, whole or not at all; returns its path."""
+        """Write ``<benchmark>-<scale>.json`` into ``directory``, whole or not at all, and return its path."""
         path = directory / f"{self.benchmark}-{self.scale}.json"
         write_file(path, self.to_json())
         return path
@@ -195,8 +196,8 @@ def option_parser(
     threads: bool = False,
     out: Path = RESULTS_DIR,
 ) -> argparse.ArgumentParser:
-    """The options that benchmarks have in common: ``--scale`` and ``--out``; ``--model`` and ``--dataset`` where their
-    default is given; ``--threads`` where asked for."""
+    """Return the options that benchmarks have in common: ``--scale`` and ``--out``; ``--model`` and ``--dataset`` if
+    their default is given; ``--threads`` if requested."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper NAME" if out == RESULTS_DIR else None,
         description=description,
@@ -220,7 +221,7 @@ def option_parser(
 
 
 def readable_model(name: str) -> str:
-    """``name``, if a base model of that name can be read: as the type of an option."""
+    """Return ``name`` if a base model of that name can be read; for use as the type of an option."""
     from alto.backbone import load_tokenizer
     from alto.spec import BaseModelSpec
 
@@ -232,7 +233,8 @@ def readable_model(name: str) -> str:
 
 
 def publish(result: Result, directory: Path = RESULTS_DIR) -> int:
-    """Print the table, write the file, and give the exit code: 0 if the gate passed, else 1 (a missed goal is 0)."""
+    """Print the table, write the file, and return the exit code: 0 if the gate passed, else 1. A missed goal does not
+    change it."""
     print(result.table())
     path = result.write(directory)
     print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}")
@@ -249,14 +251,14 @@ def publish_figures(
     rows: Sequence[Mapping[str, Any]] = (),
     notes: Sequence[str] = (),
 ) -> int:
-    """Publish what a program has measured at ``options.scale`` in ``options.out``; the smallest scale has no goals.
+    """Publish the measurements of a program at ``options.scale`` in ``options.out``; the smallest scale has no goals.
 
     Args:
-        options: Of :func:`option_parser`.
-        benchmark: As of :class:`Result`, as are rows and notes.
-        gate_failures: As of :meth:`Result.of`.
-        figures: Computes them; called only where the gate has passed.
-        goals: Of the scales at which they mean something.
+        options: Options of :func:`option_parser`.
+        benchmark: See :class:`Result`, also for rows and notes.
+        gate_failures: See :meth:`Result.of`.
+        figures: Function that computes the figures; called only if the gate has passed.
+        goals: Goals by scale, for scales at which they mean something.
     """
     result = Result.of(
         benchmark=benchmark,
@@ -271,7 +273,7 @@ def publish_figures(
 
 
 def strict_json(value: Any) -> str:
-    """``value`` as strict JSON: NaN and infinities become ``"nan"``, ``"inf"``, ``"-inf"``."""
+    """Return ``value`` as strict JSON, in which NaN and infinities are ``"nan"``, ``"inf"``, ``"-inf"``."""
     return json.dumps(_strict(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -290,14 +292,14 @@ def write_file(path: Path, text: str) -> None:
 
 
 def goal_reached(value: float, goal: tuple[str, float]) -> bool:
-    """Whether ``value`` satisfies ``goal``, such as ``(">=", 2.5)``; NaN never does."""
+    """Return whether ``value`` satisfies ``goal``, such as ``(">=", 2.5)``; NaN never does."""
     comparison, bound = goal
     return _COMPARE[comparison](value, bound)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """Repeated measurements of one thing: their median, extremes and number."""
+    """Repeated measurements of one quantity: their median, extremes and number."""
 
     median: float
     minimum: float
@@ -306,7 +308,7 @@ class Spread:
 
     @property
     def relative(self) -> float:
-        """Range over median: 0.1 says that the extremes lie 10 % of the median apart."""
+        """Range divided by the median: 0.1 means that the extremes differ by 10 % of the median."""
         return (self.maximum - self.minimum) / self.median if self.median else 0.0
 
     def __str__(self) -> str:
@@ -314,7 +316,7 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """The ``Spread`` of measurements.
+    """Return the ``Spread`` of measurements.
 
     Raises:
         ValueError: There are none, or one is not finite.
@@ -326,7 +328,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Columns of plain text, numbers to the right; empty text if there are no rows."""
+    """Return columns of plain text, with numbers aligned right; empty text if there are no rows."""
     cells = [[_cell(value) for value in row] for row in rows]
     if not cells:
         return ""
@@ -344,13 +346,13 @@ def format_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> st
 
 
 def command_line() -> str:
-    """How this process was started, with paths relative to the repository where they lie in it."""
+    """Return the command line of this process, with paths relative to the repository if they are in it."""
     _, *arguments = sys.orig_argv
     return shlex.join(["python", *map(_relative, arguments)])
 
 
 def provenance(result: Mapping[str, Any]) -> list[str]:
-    """Where the figures of a result file come from, and its notes, as the items of a list in Markdown."""
+    """Return the origin of the figures in a result file, and its notes, as the items of a Markdown list."""
     machine = ", ".join(f"{key} {value}" for key, value in result["machine"].items())
     versions = ", ".join(f"{key} {value}" for key, value in result["versions"].items())
     return [
@@ -362,7 +364,8 @@ def provenance(result: Mapping[str, Any]) -> list[str]:
 
 
 def commit_id(root: Path = ROOT) -> str:
-    """The commit; with ``-dirty`` if files that could change a figure differ from it, ``unknown`` without git."""
+    """Return the commit, with ``-dirty`` if files that could change a figure differ from it; ``unknown`` without
+    git."""
     try:
         head = _git(root, "rev-parse", "HEAD").strip()
         # What benchmarks write, and what is written about it, must not make the measured code look changed.
@@ -375,7 +378,7 @@ def commit_id(root: Path = ROOT) -> str:
 
 
 def machine_info() -> dict[str, Any]:
-    """CPU model, usable cores, memory in bytes, platform, torch's threads, and the GPUs if there are any."""
+    """Return CPU model, usable cores, memory in bytes, platform, torch's threads, and the GPUs if there are any."""
     import torch
 
     info: dict[str, Any] = {
@@ -401,7 +404,7 @@ def machine_info() -> dict[str, Any]:
 
 @cache
 def source_digest() -> str:
-    """SHA-256 over the names and contents of ALTO's sources and of the benchmarks'."""
+    """Return the SHA-256 of the names and contents of ALTO's sources and of the benchmarks' sources."""
     files = [path for folder in ("src/alto", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
     files += (ROOT / "benchmarks").glob("*/*lengths.json")
     digest = hashlib.sha256()
@@ -412,7 +415,7 @@ def source_digest() -> str:
 
 
 def package_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python and of those ``packages`` that are installed."""
+    """Return the versions of Python and of the installed ones of ``packages``."""
     found = {package: version_of(package) for package in packages}
     return {"python": platform.python_version()} | {
         package: version for package, version in found.items() if version is not None

@@ -1,13 +1,13 @@
-"""Greedy answers of many adapters on one base, all at once, against PEFT, one adapter at a time.
+"""Compares greedy answers of many adapters on one base, generated all at once, with PEFT, one adapter at a time.
 
     python -m benchmarks.paper generate --scale cpu
 
-``alto-tiny`` and generated word problems; adapters of random weights, of other ranks, scales and modules each. ``peft``
-answers with one adapter after the other, all its questions in one padded batch of ``generate``; ``mixed`` gives PEFT
-rows of all adapters in a batch (``adapter_names``); ``alto`` lets every adapter answer in the same passes. Model and
-adapters are in memory before any begins. The gate: every adapter writes the same tokens with ``alto`` as with ``peft``,
-or parts from it where two tokens are as likely to the last digits of float32; and the adapters do not all write the
-same.
+The model is ``alto-tiny``, with generated word problems and adapters of random weights, each with another rank, scale
+and set of modules. ``peft`` answers with one adapter after the other, with all its questions in one padded batch of
+``generate``. ``mixed`` gives PEFT rows of all adapters in a batch (``adapter_names``). ``alto`` lets every adapter
+answer in the same passes. Model and adapters are in memory before any of them begins. The gate: every adapter writes
+the same tokens with ``alto`` as with ``peft``, or differs first where two tokens are equally likely up to the last
+digits of float32; and the adapters do not all write the same text.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from benchmarks.turns import by_turns, median_seconds
 MODEL = "alto-tiny"
 GOALS = {"generation_speedup": (">=", 3.0)}
 TIE = 1e-4
-"""Two logits this near are as likely as each other to float32 sums in another order."""
+"""Difference of two logits up to which float32 sums in another order may exchange them."""
 
 BATCH_SIZE = 128
-"""Texts at a time where adapters share a batch."""
+"""Number of texts at a time when adapters share a batch."""
 
 Texts = list[list[list[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """So many adapters answer so many questions each, with at most so many tokens."""
+    """Numbers of adapters, of questions for each adapter, and of tokens of an answer."""
 
     num_adapters: int
     num_questions: int
@@ -62,7 +62,7 @@ PLANS = {
         Case(num_adapters=1, num_questions=16, max_new_tokens=128, repeats=5),
     ),
 }
-"""Cases of every scale; the first one is the figure."""
+"""Cases by scale; the first one makes the figure."""
 
 CONFIGS = (
     {"r": 8},
@@ -74,7 +74,7 @@ CONFIGS = (
     {"r": 16, "use_rslora": True, "target_modules": ["k_proj", "down_proj"]},
     {"r": 2, "lora_alpha": 8},
 )
-"""Of the adapters, in turn."""
+"""Settings of the adapters, used in turn."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
-    """The row of one case."""
+    """Return the row of one case."""
     backbone = load_backbone(BaseModelSpec(id=MODEL))
     adapters = [_adapter(backbone, number, folder / f"adapter-{number}") for number in range(case.num_adapters)]
     prompts = questions(backbone.tokenizer, case.num_questions)
@@ -146,7 +146,7 @@ def measure(case: Case, folder: Path, failures: list[str]) -> dict[str, Any]:
 
 
 class _Peft:
-    """A model of its own with all adapters on it, of which one is in effect at a time."""
+    """A separate model with all adapters on it, of which one at a time is active."""
 
     def __init__(self, adapters: Sequence[SavedAdapter], ends: frozenset[int]) -> None:
         network, first = load_network(BaseModelSpec(id=MODEL)), adapters[0]
@@ -164,7 +164,7 @@ class _Peft:
         return texts
 
     def complete_mixed(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        """What each adapter would answer, batch by batch of rows that say whose they are."""
+        """Return each adapter's answers, batch by batch, from rows that name their adapter."""
         rows = [(name, prompt) for prompt in sorted(prompts, key=len) for name in self._names]
         for start in range(0, len(rows), BATCH_SIZE):
             names, batch = zip(*rows[start : start + BATCH_SIZE], strict=True)
@@ -185,7 +185,7 @@ class _Peft:
 
     @torch.no_grad()
     def logits(self, number: int, tokens: Sequence[int]) -> torch.Tensor:
-        """Of the token behind ``tokens``, by adapter ``number``."""
+        """Return the logits of the token after ``tokens``, by adapter ``number``."""
         self._choose(number)
         found: torch.Tensor = self._model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
         return found
@@ -198,7 +198,7 @@ class _Peft:
 
 
 def _compare(expected: Texts, found: Texts, prompts: Sequence[Sequence[int]], peft: _Peft, failures: list[str]) -> int:
-    """How many texts part at a tie; those that part elsewhere go to ``failures``."""
+    """Return the number of texts that differ first at a tie; texts that differ elsewhere go to ``failures``."""
     ties = 0
     for number, (of_peft, of_alto) in enumerate(zip(expected, found, strict=True)):
         for question, (first, second) in enumerate(zip(of_peft, of_alto, strict=True)):
@@ -217,7 +217,7 @@ def _compare(expected: Texts, found: Texts, prompts: Sequence[Sequence[int]], pe
 
 
 def questions(tokenizer: Any, count: int) -> list[list[int]]:
-    """Word problems as the model is asked them."""
+    """Return word problems in the form in which the model is asked."""
     spec = importlib.util.spec_from_file_location("make_word_problems", ROOT / "examples" / "make_word_problems.py")
     assert spec is not None
     assert spec.loader is not None
@@ -230,7 +230,7 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
 
 
 def _adapter(backbone: Backbone, number: int, folder: Path) -> SavedAdapter:
-    """A random adapter that bends what the base writes, in a folder that both ways read."""
+    """Write a random adapter, which changes the base's text, into a folder that both ways read."""
     config = JobConfig(**CONFIGS[number % len(CONFIGS)])
     generator = torch.Generator().manual_seed(number)
     modules = linear_modules(backbone.model)

@@ -1,9 +1,9 @@
-"""Eleven tasks on one machine, four ways: the paper's ablation on real executors.
+"""Measures eleven tasks on one machine in four ways: the paper's ablation on real executors.
 
-``B`` trains the configurations of a task together (batching alone): every job to its end, tasks in the order they came.
-``B+S`` schedules the tasks, ``B+EE`` ends losing jobs early, ``B+S+EE`` does both. All start from the same measured
-profiles, run on the same slots, and are timed from the schedule to the last exported adapter. Where tasks are
-scheduled, those on one base may share an executor.
+``B`` trains the configurations of a task together (batching alone): every job to its end, and tasks in the order in
+which they came. ``B+S`` also schedules the tasks, ``B+EE`` also ends losing jobs early, and ``B+S+EE`` does both. All
+start from the same measured profiles, run on the same slots, and are timed from the schedule to the last exported
+adapter. If tasks are scheduled, those on one base may share an executor.
 
     python -m benchmarks.paper makespan --scale cpu
 """
@@ -34,19 +34,19 @@ MODES = {
     "B+EE": ("fifo", True),
     "B+S+EE": ("cp-sat", True),
 }
-"""Name to method of scheduling and whether early exit is on."""
+"""Method of scheduling by name, and whether early exit is on."""
 
 _RATES = (1e-4, 5e-4, 2e-3, 3e-3, 5e-3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one scale runs.
+    """The work of one scale.
 
     Attributes:
-        slots: CPU slots; a task on n of them has n of as many shares of the cores.
-        rows: Drawn from GSM8K before the 90/10 split.
-        tasks: Slots, epochs, learning rates, ranks and batch sizes of each.
+        slots: Number of CPU slots; a task on n of them has n such shares of the cores.
+        rows: Rows drawn from GSM8K before the 90/10 split.
+        tasks: Slots, epochs, learning rates, ranks and batch sizes of each task.
     """
 
     slots: int
@@ -107,10 +107,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """One of the four ways.
+    """The measurement of one of the four ways.
 
     Attributes:
-        seconds: From the schedule to the last adapter.
+        seconds: Seconds from the schedule to the last adapter.
         planned_s: Makespan of the first plan.
     """
 
@@ -121,7 +121,7 @@ class Measured:
 
 
 def make_tasks(plan: Plan, data: Path, folder: Path) -> list[Task]:
-    """The tasks, whose rows lie in files in ``folder``."""
+    """Return the tasks, whose rows are in files in ``folder``."""
     seed = 42
     rows = read_rows(data)
     if len(rows) < plan.rows:
@@ -147,7 +147,7 @@ def make_tasks(plan: Plan, data: Path, folder: Path) -> list[Task]:
 
 
 def run(name: str, tasks: Sequence[Task], plan: Plan, output_dir: Path) -> Measured:
-    """Schedule and run ``tasks`` one of the four ways."""
+    """Schedule and run ``tasks`` in one of the four ways."""
     method, exits = MODES[name]
     tasks = _with_exits(tasks, exits)
     began = time.perf_counter()
@@ -161,9 +161,10 @@ def run(name: str, tasks: Sequence[Task], plan: Plan, output_dir: Path) -> Measu
 
 
 def gate(found: dict[str, Measured]) -> list[str]:
-    """What makes the timings worthless: GPUs shared, tasks run twice, other adapters because of where tasks ran.
+    """Return what invalidates the timings: shared GPUs, tasks that ran twice, or adapters that depend on where tasks
+    ran.
 
-    What early exit does to the best adapters is a figure with a goal.
+    The effect of early exit on the best adapters is a figure with a goal.
     """
     failures = []
     for name, measured in found.items():
@@ -179,18 +180,18 @@ def gate(found: dict[str, Measured]) -> list[str]:
 
 
 def profile(tasks: Sequence[Task], plan: Plan) -> float:
-    """Measure what ``tasks`` take, which whoever comes after finds on disk; seconds."""
+    """Measure memory and time of ``tasks``, so that later runs find them on disk; return the seconds."""
     began = time.perf_counter()
     Engine(strategy="single", total_gpus=plan.slots).schedule(tasks, method="lpt")
     return time.perf_counter() - began
 
 
 def figures(found: dict[str, Measured], profile_s: float) -> dict[str, float]:
-    """The figures that the four come to.
+    """Return the figures of the four ways.
 
     Args:
-        profile_s: How long it took to measure what the tasks take, seconds. Tasks with early exit share most of it with
-            those without, so all of it counts whichever is scheduled.
+        profile_s: Seconds in which memory and time of the tasks were measured. Tasks with early exit share most of this
+            with those without, so all of it counts for each.
     """
     seconds = {name: measured.seconds for name, measured in found.items()}
     ratios = [
@@ -225,7 +226,7 @@ def _with_exits(tasks: Sequence[Task], exits: bool) -> list[Task]:
 
 
 def _shared_gpus(attempts: Sequence[Attempt]) -> list[str]:
-    """GPUs that two attempts had at a time, which did not share an executor."""
+    """Return GPUs that two attempts had at a time without sharing an executor."""
     return [
         f"{gpu.node}:{gpu.index}"
         for one, other in itertools.combinations(attempts, 2)

@@ -1,4 +1,5 @@
-"""Long measurements in parts, which a killed run does not measure again, and what tells measurements apart."""
+"""Long measurements in parts, which are not measured again after a kill, and the facts that distinguish
+measurements."""
 
 from __future__ import annotations
 
@@ -17,11 +18,10 @@ __all__ = ["Part", "forget_parts", "measured_rows", "origin"]
 
 
 def origin(inputs: Iterable[Path | str] = ()) -> dict[str, Any]:
-    """What a measurement is of: source, machine, packages and inputs, as strict JSON has them.
+    """Return the origin of a measurement: source, machine, packages and inputs, as values of strict JSON.
 
     Args:
-        inputs: Files and folders, of which the contents count; other names, such as those of the hub, stand for
-            themselves.
+        inputs: Files and folders, whose contents count; other names, such as hub ids, count as they are.
     """
     found: dict[str, Any] = json.loads(
         strict_json(
@@ -37,7 +37,7 @@ def origin(inputs: Iterable[Path | str] = ()) -> dict[str, Any]:
 
 
 def _input_digest(named: Path | str) -> str:
-    """SHA-256 of a file or of all files of a folder; another name is its own digest."""
+    """Return the SHA-256 of a file or of all files of a folder; any other name is its own digest."""
     path = Path(named)
     if not path.exists():
         return str(named)
@@ -52,7 +52,7 @@ def _input_digest(named: Path | str) -> str:
 
 @cache
 def _content_digest(file: Path, size: int, changed_ns: int) -> bytes:
-    """Of a file as it is; the weights of a large model are read once."""
+    """Return the digest of a file in its present state, cached so that the weights of a large model are read once."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").digest()
 
@@ -62,8 +62,8 @@ class Part:
     """A part of a long measurement.
 
     Attributes:
-        measure: Called with an empty folder; gives rows, and what is wrong.
-        inputs: As of :func:`origin`.
+        measure: Function of an empty folder that returns rows and faults.
+        inputs: See :func:`origin`.
     """
 
     measure: Callable[[Path], tuple[Sequence[Mapping[str, Any]], Sequence[str]]]
@@ -71,13 +71,13 @@ class Part:
 
 
 def measured_rows(folder: Path, parts: Mapping[str, Part]) -> tuple[list[Mapping[str, Any]], list[str]]:
-    """The rows of all parts of a long measurement, and what is wrong with them, as phrases that begin with the part.
+    """Return the rows of all parts of a long measurement, and the faults, as phrases that begin with the part.
 
-    A part with nothing wrong is kept beside the results: a run that is killed does not measure it again.
+    A part without faults is kept beside the results, so that it is not measured again after a kill.
 
     Args:
-        folder: Of results.
-        parts: By a name that no other measurement has.
+        folder: Folder of results.
+        parts: Parts by names that no other measurement uses.
     """
     rows, failures = list[Mapping[str, Any]](), list[str]()
     for name, part in parts.items():
@@ -93,13 +93,14 @@ def measured_rows(folder: Path, parts: Mapping[str, Part]) -> tuple[list[Mapping
 
 
 def forget_parts(folder: Path, names: Iterable[str]) -> None:
-    """Forget parts that were kept: they stand in a result, and are measured anew the next time."""
+    """Remove kept parts: they are in a result, and are measured anew the next time."""
     for name in names:
         _part_file(folder, name).unlink(missing_ok=True)
 
 
 def _kept_rows(folder: Path, name: str, part: Part) -> Sequence[Mapping[str, Any]] | None:
-    """Those of a part that was measured of this source, machine, set of packages and inputs; else None."""
+    """Return the rows of a part that was measured with this source, machine, set of packages and inputs; None
+    otherwise."""
     try:
         found = json.loads(_part_file(folder, name).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

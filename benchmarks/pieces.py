@@ -1,10 +1,10 @@
-"""A benchmark in pieces: measured one by one, in one command or in several, and put together into one result file.
+"""A benchmark in pieces, which are measured one by one, in one command or in several, and merged into one result file.
 
-A long run may end before its last figure: at a limit of time, in a driver, by one way of doing things that does not fit
-into the memory. So every piece (a stage of one model, say) is written to ``<benchmark>-<scale>.pieces/`` as it grows,
-what fails in it is recorded there, and the others go on. The result file is made of the pieces that one machine has
-measured of one state of the source, under the same versions. A study that takes longer than a day may span several
-states of the source: then every row names its commit, and times are compared between pieces of one commit alone.
+A long run may end before its last figure: at a time limit, in a driver, or because one variant does not fit into the
+memory. So every piece (a stage of one model, for instance) is written to ``<benchmark>-<scale>.pieces/`` as it grows. A
+failure in a piece is recorded there, and the other pieces continue. The result file is made of the pieces that one
+machine has measured from one state of the source, with the same versions. A study that takes longer than a day may span
+several states of the source. Then every row names its commit, and times are compared only between pieces of one commit.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _MEMORY_TOLERANCE = 0.01
 
 
 class GateFailedError(Exception):
-    """The correctness gate of a piece is red: nothing of it may be published. Its sentences say what was wrong."""
+    """Raised if the correctness gate of a piece failed, so that nothing of it may be published; its sentences are the
+    faults."""
 
     def __init__(self, failures: Sequence[str]) -> None:
         super().__init__("; ".join(failures))
@@ -66,11 +67,11 @@ class GateFailedError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where figures come from; those of two origins are not put into one result.
+    """The origin of figures; figures of two origins are not merged into one result.
 
     Attributes:
-        source: Digest of the files that could change a figure: it tells apart what a commit with changes, or none, does
-            not.
+        source: Digest of the files that could change a figure. It distinguishes states that the commit does not: with
+            changes, or without a commit.
     """
 
     commit: str
@@ -80,15 +81,15 @@ class Origin:
 
     @classmethod
     def here(cls) -> Origin:
-        """This process's."""
+        """Return the origin of this process."""
         return cls(commit=commit_id(), source=source_digest(), machine=machine_info(), versions=package_versions())
 
     def differences(self, other: Origin) -> list[str]:
-        """What keeps the two apart, a phrase each; empty where they are one.
+        """Return the differences of two origins, one phrase each; empty if they are the same.
 
-        Two machines of one kind are one: a borrowed machine is often another the next time. The kernel's name is not
-        compared, and memory only to a hundredth, because both differ between such machines. A commit that is not known
-        (a checkout without git) is that of the same source.
+        Two machines of one kind count as the same, because a borrowed machine is often another one the next time. The
+        name of the kernel is not compared, and memory only to a hundredth, because both differ between such machines.
+        An unknown commit (a checkout without git) counts as that of the same source.
         """
         found = []
         if self.source != other.source:
@@ -110,14 +111,14 @@ class Origin:
 
 @dataclass(slots=True, kw_only=True)
 class Piece:
-    """What one piece has found so far.
+    """The findings of one piece so far.
 
     Attributes:
-        failures: What its gate found wrong, a sentence each. What they are about is not timed: it has neither rows nor
-            figures.
-        errors: What else failed (out of memory, an exception), a sentence each.
+        failures: Faults that its gate found, one sentence each. Variants with faults are not timed: they have neither
+            rows nor figures.
+        errors: Other failures (out of memory, an exception), one sentence each.
         figures, rows, notes: Parts of a ``Result``.
-        is_finished: Whether it came to its end.
+        is_finished: Whether the piece is finished.
     """
 
     name: str
@@ -133,15 +134,15 @@ class Piece:
 
     @property
     def is_sound(self) -> bool:
-        """Whether all that it was to measure was measured, behind a green gate."""
+        """Whether everything was measured, and the gate passed."""
         return self.is_finished and not self.failures and not self.errors
 
 
 Flush = Callable[[], None]
-"""Writes what a piece has found so far."""
+"""Function that writes the findings of a piece so far."""
 
 Action = Callable[[Piece, Flush], None]
-"""Measures a piece; raises ``GateFailedError`` where nothing of it may be published."""
+"""Function that measures a piece; it raises ``GateFailedError`` if nothing of the piece may be published."""
 
 
 def _own_figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
@@ -150,11 +151,11 @@ def _own_figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """What a benchmark measures at a scale.
+    """The measurements of a benchmark at a scale.
 
     Attributes:
         pieces: Names of all pieces, in the order of the result.
-        figures: From pieces by name to the figures; as a rule, those of the pieces themselves.
+        figures: Function from pieces by name to the figures; usually those of the pieces themselves.
         spans_sources: Whether pieces of other states of the source count too.
     """
 
@@ -167,7 +168,7 @@ class Study:
     spans_sources: bool = False
 
     def differences(self, piece: Piece, origin: Origin) -> list[str]:
-        """Return what keeps ``piece`` out of a result of ``origin``, a phrase each."""
+        """Return the reasons why ``piece`` cannot be in a result of ``origin``, one phrase each."""
         found = origin_of(piece)
         if self.spans_sources:
             found = replace(found, commit=origin.commit, source=origin.source)
@@ -179,20 +180,20 @@ class Study:
 
 
 def piece_name(model: str, stage: str) -> str:
-    """Of a stage of a model: what :func:`run_chosen` chooses by."""
+    """Return the name of the piece for a stage of a model, by which :func:`run_chosen` chooses."""
     return f"{model} {stage}"
 
 
 def piece_options(
     description: str | None, models: Mapping[str, Sequence[str]], stages: Sequence[str], arguments: Sequence[str] | None
 ) -> argparse.Namespace:
-    """The options of a benchmark whose pieces are stages of models.
+    """Return the options of a benchmark whose pieces are stages of models.
 
     Args:
         models: Names of the models of every scale.
 
     Raises:
-        SystemExit: They are not understood, or the scale needs a GPU that is not there.
+        SystemExit: The options are not valid, or the scale needs a GPU and there is none.
     """
     parser = option_parser(description, models, threads=True)
     parser.add_argument("--models", nargs="+", help="of these models alone")
@@ -208,7 +209,7 @@ def piece_options(
 
 
 def run_chosen(study: Study, actions: Mapping[str, Action], options: argparse.Namespace) -> int:
-    """:func:`run_pieces` for the models and stages of ``options``; then prints a table of each kind of row."""
+    """Call :func:`run_pieces` for the models and stages of ``options``, and print a table of each kind of row."""
     if options.scale == "gpu" and not torch.cuda.is_available():
         raise SystemExit(
             f"--scale {options.scale}: expected an NVIDIA GPU, found none that torch {torch.__version__} can use; run "
@@ -229,12 +230,12 @@ def run_chosen(study: Study, actions: Mapping[str, Action], options: argparse.Na
 
 
 def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int:
-    """Measure the pieces of ``actions`` one after the other and write them and the result to ``folder``.
+    """Measure the pieces of ``actions`` one after the other, and write them and the result to ``folder``.
 
-    Pieces of the same origin that lie there already count in; others are named and left out.
+    Pieces of the same origin that are already there are included; others are named and left out.
 
     Returns:
-        The exit code: 0 if every one of ``actions`` is sound.
+        Exit code: 0 if all pieces of ``actions`` are sound.
     """
     origin, measured = Origin.here(), []
     for name, action in actions.items():
@@ -266,7 +267,7 @@ def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int
 
 
 def describe_error(error: Exception) -> str:
-    """One line: out of memory, or the type and the first line of what it says."""
+    """Return a description in one line: out of memory, or the type and the first line of the message."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
     said = str(error).strip().splitlines()
@@ -274,7 +275,8 @@ def describe_error(error: Exception) -> str:
 
 
 def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
-    """The result of pieces of one origin: figures of those whose gate is green, and what is missing in the notes."""
+    """Return the result of pieces of one origin: the figures of pieces whose gate passed; the notes name what is
+    missing."""
     by_name = {piece.name: piece for piece in pieces}
     ordered = {name: by_name[name] for name in study.pieces if name in by_name}
     if not ordered:
@@ -320,7 +322,7 @@ def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
 
 
 def read_pieces(study: Study, folder: Path) -> list[Piece]:
-    """The pieces that lie in ``folder``, in the order of the study."""
+    """Return the pieces in ``folder``, in the order of the study."""
     found = []
     for name in study.pieces:
         file = _file(study, name, folder)
@@ -343,7 +345,7 @@ def _writer(study: Study, piece: Piece, folder: Path) -> Flush:
 
 
 def write_piece(study: Study, piece: Piece, folder: Path) -> None:
-    """Write what a piece has found so far."""
+    """Write the findings of a piece so far."""
     write_file(_file(study, piece.name, folder), strict_json(asdict(piece)))
 
 
@@ -352,7 +354,7 @@ def _file(study: Study, name: str, folder: Path) -> Path:
 
 
 def origin_of(piece: Piece) -> Origin:
-    """Of a piece that was measured."""
+    """Return the origin of a piece."""
     assert piece.origin is not None
     return piece.origin
 

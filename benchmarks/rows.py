@@ -14,11 +14,11 @@ __all__ = ["read_rows", "write_rows"]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, which may be compressed (``.gz``).
+    """Return the rows of a file of JSON lines, which may be compressed (``.gz``).
 
     Raises:
         DataFileNotFoundError: There is no such file.
-        DataFormatError: A line is no JSON object.
+        DataFormatError: A line is not a JSON object.
     """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "nothing"
@@ -40,6 +40,6 @@ def _row(line: str, path: Path, number: int) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> str:
-    """Write ``rows`` as JSON lines; returns the path as tasks take it."""
+    """Write ``rows`` as JSON lines, and return the path in the form that tasks take."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)

@@ -1,8 +1,8 @@
-"""The inter-task scheduler on the paper's case and on clusters: how far from the best possible, and how soon.
+"""Measures the inter-task scheduler on the paper's case and on clusters: its distance from the optimum, and its time.
 
-Workloads are drawn: durations lognormal, GPUs a task 1, 2, 4 or 8, on nodes of 8. A gap is relative to a bound that
-is proven for the drawn tasks; the worst of several draws is published. Last queues are simulated with a virtual clock:
-one of many tasks, and the paper's ablation on three clusters.
+Workloads are drawn: lognormal durations, and tasks of 1, 2, 4 or 8 GPUs, on nodes of 8. A gap is relative to a bound
+that is proven for the drawn tasks, and the worst gap of several draws is published. Finally queues are simulated with a
+virtual clock: one of many tasks, and the paper's ablation on three clusters.
 
     python -m benchmarks.paper scheduler --scale cpu
 """
@@ -34,15 +34,16 @@ GOALS = {
 METHODS = ("cp-sat", "lpt", "sjf", "fifo")
 GPUS_PER_NODE = 8
 NUM_GPUS, SHARES = (1, 2, 4, 8), (50, 25, 15, 10)
-"""GPUs of a task, and how many of 100 tasks ask for as many."""
+"""Number of GPUs of a task, and how many of 100 tasks ask for this number."""
 
 SIGMA, HEAVY_SIGMA = 0.5, 1.0
-"""Of the logarithm of a duration. The larger it is, the more the longest task alone decides, for every method."""
+"""Deviation of the logarithm of a duration. If it is larger, the longest task alone determines the makespan of every
+method."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Tasks drawn for a cluster; ``figure`` is where its gap is published."""
+    """Tasks drawn for a cluster; ``figure`` names the figure of its gap."""
 
     figure: str
     num_tasks: int
@@ -53,10 +54,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What one scale runs.
+    """The work of one scale.
 
     Attributes:
-        replan_tasks, replan_nodes: Tasks that wait when a replan is asked for, and the cluster.
+        replan_tasks, replan_nodes: Waiting tasks at the time of a replan, and the cluster.
         simulated_tasks, simulated_nodes: Tasks of the simulated queue, and its cluster.
         ablation_nodes: Clusters of the ablation.
     """
@@ -96,10 +97,10 @@ SIZES = {
     ),
 }
 REPLAN_LIMIT_S = 1.0
-"""As a live queue has it."""
+"""Time limit of a replan, as in a live queue."""
 
 TASKS_PER_NODE = 25
-"""In the ablation, all there from the beginning."""
+"""Number of tasks per node in the ablation; all are present from the beginning."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,9 +144,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def paper_case() -> SchedulingProblem:
-    """The paper's mix: 11 tasks on one node of 8 GPUs, two of 4 GPUs, three of 2 and six of 1, the wide ones longest.
+    """Return the paper's mix: 11 tasks on one node of 8 GPUs, two of 4 GPUs, three of 2 and six of 1, the wide ones
+    longest.
 
-    Durations, seconds, are made up: hours for large models on many GPUs, less for small ones.
+    Durations, in seconds, are invented: hours for large models on many GPUs, less for small ones.
     """
     tasks = [(4, 5400), (4, 4320), (2, 7200), (2, 3960), (2, 2520)]
     tasks += [(1, 9000), (1, 2880), (1, 2160), (1, 1620), (1, 1260), (1, 900)]
@@ -163,7 +165,7 @@ def cluster(num_nodes: int) -> tuple[Node, ...]:
 
 
 def drawn(num_tasks: int, num_nodes: int, seed: int, *, sigma: float = SIGMA) -> SchedulingProblem:
-    """Tasks of an hour, more or less, in whole tenths of a second."""
+    """Return tasks of about an hour, in whole tenths of a second."""
     draw = random.Random(seed)
     return SchedulingProblem(
         nodes=cluster(num_nodes),
@@ -179,7 +181,8 @@ def drawn(num_tasks: int, num_nodes: int, seed: int, *, sigma: float = SIGMA) ->
 
 
 def replan_case(num_waiting: int, num_nodes: int, seed: int) -> tuple[SchedulingProblem, Schedule]:
-    """A cluster at work with so many tasks waiting, at the moment one has ended early; and its schedule until then."""
+    """Return a busy cluster with a number of waiting tasks, at the moment when a task has ended early; and its schedule
+    until then."""
     problem = drawn(num_waiting + 3 * num_nodes, num_nodes, seed)
     schedule = schedule_tasks(problem, method="lpt")
     started, waiting = schedule.placements[:-num_waiting], {item.task for item in schedule.placements[-num_waiting:]}
@@ -200,7 +203,7 @@ def replan_case(num_waiting: int, num_nodes: int, seed: int) -> tuple[Scheduling
 def measure(
     name: str, problem: SchedulingProblem, seed: int, time_limit_s: float, hint: Schedule | None = None
 ) -> list[dict[str, Any]]:
-    """A row for every method."""
+    """Return a row for every method."""
     rows = []
     for method in METHODS:
         start = time.perf_counter()
@@ -224,7 +227,7 @@ def measure(
 
 
 def simulated(num_tasks: int, num_nodes: int) -> dict[str, Any]:
-    """A row for a queue of so many tasks from its first to its last, by the method a queue has by itself."""
+    """Return a row for a queue of a number of tasks, from the first to the last, with the default method of a queue."""
     simulation = Simulation(
         nodes=num_nodes,
         gpus_per_node=GPUS_PER_NODE,
@@ -256,7 +259,7 @@ def simulated(num_tasks: int, num_nodes: int) -> dict[str, Any]:
 
 
 def ablation(num_nodes: int, seed: int) -> list[dict[str, Any]]:
-    """A row for every mode of the paper's ablation, simulated."""
+    """Return a row for every mode of the paper's ablation, simulated."""
     simulation = Simulation(
         nodes=num_nodes,
         gpus_per_node=GPUS_PER_NODE,
@@ -289,7 +292,7 @@ def _ablation_case(num_nodes: int) -> str:
 
 
 def invalid(problem: SchedulingProblem, schedule: Schedule) -> str:
-    """What the validator says against a schedule; empty where it is valid."""
+    """Return the validator's complaints about a schedule; empty if it is valid."""
     try:
         check_schedule(problem, schedule)
     except ScheduleError as error:
@@ -298,7 +301,7 @@ def invalid(problem: SchedulingProblem, schedule: Schedule) -> str:
 
 
 def gate(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What is wrong: a schedule that is not valid, one of CP-SAT that ends after that of ``lpt``."""
+    """Return the faults: a schedule that is not valid, or a schedule of CP-SAT that ends later than that of ``lpt``."""
     failures = [f"{row['case']} {row['seed']} {row['method']}: {row['invalid']}" for row in rows if row["invalid"]]
     lpt = {(row["case"], row["seed"]): row["makespan_s"] for row in rows if row["method"] == "lpt"}
     for row in rows:
@@ -309,7 +312,7 @@ def gate(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def figures(rows: Sequence[Mapping[str, Any]], size: Size) -> dict[str, float]:
-    """Of several draws the worst; gaps of all methods are relative to the highest bound."""
+    """Return figures: the worst of several draws; gaps of all methods are relative to the highest bound."""
 
     def of(case: str, method: str) -> list[Mapping[str, Any]]:
         return [row for row in rows if (row["case"], row["method"]) == (case, method)]
@@ -341,7 +344,7 @@ def figures(rows: Sequence[Mapping[str, Any]], size: Size) -> dict[str, float]:
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How much longer than CP-SAT the other methods take for the paper's case."""
+    """Return the makespans of the other methods for the paper's case, divided by that of CP-SAT."""
     makespans_s = {row["method"]: row["makespan_s"] for row in rows if row["case"] == "paper"}
     others = [f"{method} {makespans_s[method] / makespans_s['cp-sat']:.3f}" for method in METHODS[1:]]
     return f"Paper's case, makespan over that of cp-sat: {', '.join(others)}."

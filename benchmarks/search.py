@@ -1,13 +1,14 @@
-"""Searches that learn while they train, against the grid and against Optuna around PEFT, at equal wall-clock time.
+"""Compares searches that learn while they train with the grid, and with Optuna around PEFT, at equal wall-clock time.
 
-``tpe`` and ``pbt`` are ALTO's, ``grid`` ALTO's grid with early exit; ``optuna`` is Optuna's TPE sampler and Hyperband
-pruner driving PEFT one job at a time. All have the same rows, search space and seconds, loading included. Adapters are
-chosen by the validation rows and judged on test rows that chose nothing, outside the measured time.
+``tpe`` and ``pbt`` are ALTO's searches, and ``grid`` is ALTO's grid with early exit. ``optuna`` is Optuna's TPE sampler
+and Hyperband pruner, which control PEFT, one job at a time. All have the same rows, search space and seconds, including
+loading. Adapters are chosen by the validation rows, and judged outside of the measured time on test rows that were not
+used for the choice.
 
-ALTO runs with its defaults. Its journal says which adapter led when; afterwards each job that ever led is trained again
-alone up to its last lead, and its adapters are judged at the steps at which they led: a job alone is the job in the
-search. Only a population evaluates its leaders on the test rows while it runs, and pays for it, as a copy of another
-job cannot be trained alone.
+ALTO runs with its defaults. Its journal says which adapter led at which time. Afterwards each job that ever led is
+trained again alone up to its last lead, and its adapters are judged at the steps at which they led, because a job alone
+equals the job in the search. Only a population evaluates its leaders on the test rows while it runs, in its own time,
+because a copy of another job cannot be trained alone.
 
     python -m benchmarks.paper search --scale cpu
 """
@@ -56,17 +57,17 @@ Best = tuple[float, float, float]
 
 MOST_DRIFT = 0.02
 """Relative difference of the smoothed training losses of a job in the search and alone that the gate allows. Float32
-rounding grows where training is chaotic: 0.4 % were seen."""
+rounding grows if training is chaotic: 0.4 % were measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """What one scale runs.
+    """The work of one scale.
 
     Attributes:
         rows: Training, validation and test rows of GSM8K.
-        duration_s: Of each search; infinite where samples and trials limit it, however slow the machine is.
-        samples, trials: Limits of ALTO's searches and of Optuna's, where time is none.
+        duration_s: Seconds of each search; infinite if samples and trials limit it, however slow the machine is.
+        samples, trials: Limits of ALTO's searches and of Optuna's, if time is no limit.
     """
 
     rows: tuple[int, int, int]
@@ -102,7 +103,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def searches(size: Size, seed: int, model: str, data: Path, folder: Path) -> list[dict[str, Any]]:
-    """Every system once; Optuna between ALTO's, so that a slow minute hits each of them in some seed."""
+    """Run every system once, with Optuna between ALTO's searches, so that a slow minute affects each of them in some
+    seed."""
     with data.open(encoding="utf-8") as lines:
         splits = carve_rows([json.loads(line) for line in lines], size.rows, seed)
     write_rows(folder, splits)
@@ -127,7 +129,8 @@ def write_rows(folder: Path, splits: Sequence[Sequence[Mapping[str, str]]]) -> N
 
 
 def with_alto(algorithm: str, size: Size, seed: int, model: str, folder: Path) -> tuple[list[Best], float]:
-    """The best adapters so far of one search, by the journal, and the drift of the jobs that were trained again."""
+    """Return the best adapters over time of one search, by the journal, and the drift of the jobs that were trained
+    again."""
     limit = {"samples": size.samples} if math.isinf(size.duration_s) else {"duration_s": size.duration_s}
     shared = {
         "model": model,
@@ -164,7 +167,7 @@ def with_alto(algorithm: str, size: Size, seed: int, model: str, folder: Path) -
 
 
 def tested_in_run(entries: Sequence[JournalEntry], began: float, size: Size) -> list[Best]:
-    """The best adapters so far of a run that evaluated them on the test rows as soon as they led."""
+    """Return the best adapters over time of a run that evaluated them on the test rows as soon as they led."""
     bests: list[Best] = []
     for entry in entries:
         event, at = entry.event, entry.time - began
@@ -176,7 +179,7 @@ def tested_in_run(entries: Sequence[JournalEntry], began: float, size: Size) -> 
 
 
 def leaders_of(entries: Sequence[JournalEntry]) -> list[tuple[float, LossPoint]]:
-    """The time and evaluation of every new leader: what the run would have returned from then on."""
+    """Return time and evaluation of every new leader, which the run would have returned from then on."""
     measured = [number for number, entry in enumerate(entries, start=1) if isinstance(entry.event, BestMeasured)]
     found: list[tuple[float, LossPoint]] = []
     for number, entry in enumerate(entries, start=1):
@@ -192,7 +195,7 @@ def leaders_of(entries: Sequence[JournalEntry]) -> list[tuple[float, LossPoint]]
 
 
 def configs_of(entries: Sequence[JournalEntry]) -> dict[str, Mapping[str, Any]]:
-    """The configuration of every job of a run."""
+    """Return the configuration of every job of a run."""
     configs: dict[str, Mapping[str, Any]] = {}
     for entry in entries:
         if isinstance(entry.event, TaskStarted):
@@ -203,13 +206,13 @@ def configs_of(entries: Sequence[JournalEntry]) -> dict[str, Mapping[str, Any]]:
 
 
 def judge_alone(task: Task, points: Sequence[LossPoint], num_rows: int, folder: Path) -> dict[int, JobEvaluated]:
-    """The evaluations of the one job of ``task`` after the steps of ``points``; it is trained no further.
+    """Return the evaluations of the one job of ``task`` after the steps of ``points``; it is trained no further.
 
     Args:
-        task: With the test rows as its validation rows, which decide nothing about a job that is alone.
+        task: Task with the test rows as its validation rows, which decide nothing about a single job.
         points: Evaluations of this job in a search.
         num_rows: Number of test rows.
-        folder: Of the run.
+        folder: Folder of the run.
     """
     evaluations: dict[int, JobEvaluated] = {}
     steps = sorted({point.step for point in points})
@@ -289,12 +292,14 @@ def with_optuna(size: Size, seed: int, model: str, splits: Sequence[Sequence[Map
 
 
 def time_to(bests: Sequence[Best], loss: float) -> float:
-    """Seconds until the adapter that the validation rows choose has a test loss of ``loss``; infinite if never."""
+    """Return the seconds until the adapter that the validation rows choose has a test loss of ``loss``; infinite if
+    never."""
     return next((at for at, _, tested in bests if tested <= loss), math.inf)
 
 
 def figures(rows: Sequence[Mapping[str, Any]], size: Size) -> dict[str, float]:
-    """Medians over the seeds. The loss that both must reach is the worse of the two that the systems end with."""
+    """Return medians over the seeds. The loss that both must reach is the worse of the final losses of the two
+    systems."""
     by = {(row["seed"], row["system"]): row["bests"] for row in rows}
     found: dict[str, float] = {}
     for system in (*ALGORITHMS, "optuna"):
@@ -316,10 +321,10 @@ def figures(rows: Sequence[Mapping[str, Any]], size: Size) -> dict[str, float]:
 
 
 def gate(rows: Sequence[Mapping[str, Any]], size: Size) -> list[str]:
-    """What is wrong; empty where every system has found adapters in time, each later than the one before, and jobs that
-    were trained again were as in their search.
+    """Return the faults; empty if every system has found adapters in time, each later than the one before, and jobs
+    that were trained again were as in their search.
 
-    Validation losses have to fall where all are on the same rows: not in ``tpe`` and ``grid``.
+    Validation losses must fall if all are on the same rows, which is not so in ``tpe`` and ``grid``.
     """
     failures = []
     for row in rows:

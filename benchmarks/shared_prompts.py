@@ -1,9 +1,9 @@
-"""Preference pairs whose prompt goes through the model once, against both talks whole, as trainers usually have them.
+"""Compares preference pairs whose prompt goes through the model once with two whole conversations, as in most trainers.
 
     python -m benchmarks.paper shared-prompts --scale cpu
 
-DPO steps of several jobs on ``pref_mix``, and on each of its sources, as their prompts are of unlike length; both ways
-in turns, from the same adapters, in the same batches. The gate: every step has the same losses both ways.
+DPO steps of several jobs run on ``pref_mix``, and on each of its sources, whose prompts have different lengths. Both
+ways take turns, from the same adapters, in the same batches. The gate: every step has the same losses in both ways.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ ALL = "all"
 MAX_TOKENS = 4096
 NUM_JOBS, RANK, BATCH_SIZE = 4, 16, 4
 TOLERANCE = 1e-4
-"""Of losses, relative: both ways add in other orders, and training carries that on."""
+"""Relative tolerance of losses: both ways add in other orders, and training carries the difference on."""
 
 GOALS = {"shared_over_whole": (">=", 1.0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Pairs of the mixture, and of each of its sources where ``by_source``, cut at ``max_length``; and steps."""
+    """Number of pairs of the mixture, and of each of its sources if ``by_source``, cut at ``max_length``; and of
+    steps."""
 
     by_source: bool
     num_pairs: int
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(source: str, pairs: Sequence[dict[str, str]], size: Size, failures: list[str]) -> dict[str, Any]:
-    """The row of ``pairs``."""
+    """Return the row of ``pairs``."""
     ways = {name: _Way(pairs, size, share_prompts=name == "shared") for name in ("whole", "shared")}
     rounds = list(by_turns({name: way.step for name, way in ways.items()}, size.num_steps))
     for step, found in enumerate(rounds):
@@ -133,7 +134,7 @@ class _Way:
             self._trainer.admit(job, slot)
 
     def step(self) -> list[float]:
-        """Losses of all jobs."""
+        """Take a step, and return the losses of all jobs."""
         losses = list(self._trainer.step(self._jobs))
         for job in self._jobs:
             job.step += 1
@@ -141,5 +142,5 @@ class _Way:
 
 
 def read_pairs(path: Path) -> list[dict[str, str]]:
-    """All pairs of the mixture whose replies differ."""
+    """Return all pairs of the mixture whose replies differ."""
     return [pair for pair in read_rows(path) if pair["chosen"].strip() != pair["rejected"].strip()]

@@ -1,4 +1,4 @@
-"""Ways of doing the same thing take turns, so that a slow minute of the machine hits all of them."""
+"""Lets several ways of doing the same work take turns, so that a slow minute of the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 __all__ = ["Round", "by_turns", "median_seconds"]
 
 Round = Mapping[str, tuple[Any, float]]
-"""What each way gave, by name, and the seconds that it took."""
+"""Result of each way, by name, and its seconds."""
 
 
 def by_turns(ways: Mapping[str, Callable[[], Any]], repeats: int) -> Iterator[Round]:
-    """Rounds in which every way has its turn; in every other one they go in reverse order."""
+    """Yield rounds in which every way has its turn; every other round is in reverse order."""
     for number in range(repeats):
         found = {}
         for name in reversed(ways) if number % 2 else ways:
@@ -25,5 +25,5 @@ def by_turns(ways: Mapping[str, Callable[[], Any]], repeats: int) -> Iterator[Ro
 
 
 def median_seconds(rounds: Sequence[Round]) -> dict[str, float]:
-    """Of each way, by name."""
+    """Return the median seconds of each way, by name."""
     return {name: statistics.median(found[name][1] for found in rounds) for name in rounds[0]}

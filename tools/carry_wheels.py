@@ -1,17 +1,18 @@
-"""Collect what another machine lacks as wheels, to carry there: a machine with a GPU may have its own torch, and no
-network.
+"""Collect the packages that another machine lacks as wheels, to carry them there: a machine with a GPU may have its own
+torch, and no network.
 
     python tools/carry_wheels.py --describe > machine.json     # on that machine: what it has; needs nothing but Python
     python tools/carry_wheels.py --machine machine.json        # here: wheels/ gets what it lacks
 
-and on that machine, with the checkout and ``wheels/`` in it::
+On that machine, with the checkout and ``wheels/`` in it, run::
 
     python -m pip install --no-index --no-deps --target carried wheels/*.whl
     PYTHONPATH=carried make bench-gpu
 
-Wanted are the base dependencies of ``pyproject.toml``, but for those that only reports need, with ``--tests`` the test
-runner too, and all that they require in turn under that machine's Python. Without a description of the machine it is
-taken to have what comes with torch, Triton, transformers and PEFT (``--has`` names others).
+The wanted packages are the base dependencies of ``pyproject.toml``, except those that only reports need, and with
+``--tests`` also the test runner; and all packages that these require in turn under that machine's Python. Without a
+description, the machine is assumed to have torch, Triton, transformers and PEFT with their dependencies (``--has``
+names others).
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ FOR_REPORTS_ONLY = ("plotly",)
 """Base dependencies that neither a benchmark nor a test marked ``gpu`` imports."""
 
 TEST_RUNNER = ("pytest", "hypothesis")
-"""What tests need, of the extra ``dev``."""
+"""Packages of the extra ``dev`` that tests need."""
 
 OWN = ("torch", "triton", "transformers", "peft", "numpy", "tokenizers")
-"""Packages that go with a machine's GPU, driver and each other: never carried."""
+"""Packages that must fit a machine's GPU, its driver and each other; they are never carried."""
 
 USUALLY_THERE = (
     *OWN,
@@ -47,17 +48,17 @@ USUALLY_THERE = (
     *("markupsafe", "mdurl", "mpmath", "networkx", "packaging", "psutil", "pygments", "pyyaml", "regex", "rich"),
     *("safetensors", "setuptools", "shellingham", "sympy", "tqdm", "typer", "typing-extensions"),
 )
-"""What comes with torch, Triton, transformers and PEFT."""
+"""Packages that are installed with torch, Triton, transformers and PEFT."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Where the wheels are carried to.
+    """The machine to which the wheels are carried.
 
     Attributes:
-        python_version: Such as ``"3.12"``.
-        platforms: Tags of wheels that it takes, such as ``"manylinux_2_28_x86_64"``.
-        packages: Installed packages by normal name; the version is None where it is not known, and taken to fit.
+        python_version: Version such as ``"3.12"``.
+        platforms: Tags of wheels that it accepts, such as ``"manylinux_2_28_x86_64"``.
+        packages: Installed packages by normal name; a version of None is unknown, and assumed to fit.
     """
 
     python_version: str
@@ -66,7 +67,7 @@ class Machine:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the markers of requirements are judged by."""
+        """Values by which the markers of requirements are evaluated."""
         architecture = next((name for name in ("x86_64", "aarch64") if self.platforms[0].endswith(name)), "x86_64")
         return {
             "python_version": self.python_version,
@@ -81,11 +82,12 @@ class Machine:
 
 
 class CannotCarryError(ValueError):
-    """A package is wanted that cannot be carried; says which, why, and what to do."""
+    """Raised if a wanted package cannot be carried; the message names the package, the reason and the remedy."""
 
 
 Fetch = Callable[[str, Machine, Path], Path]
-"""From a requirement such as ``"pydantic>=2.12"``, the machine, and a folder to the wheel that is put there."""
+"""Function that gets a requirement such as ``"pydantic>=2.12"``, the machine and a folder, and returns the wheel that
+it has put there."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def describe() -> dict[str, Any]:
-    """This machine, for ``--machine`` on another one."""
+    """Return a description of this machine, for ``--machine`` on another one."""
     _, libc = platform.libc_ver()
     newest = int(libc.split(".")[1]) if libc else 17
     tags = [f"manylinux_2_{minor}_{platform.machine()}" for minor in range(newest, 4, -1)]
@@ -120,7 +122,7 @@ def describe() -> dict[str, Any]:
 
 
 def wanted_packages(pyproject: str, *, tests: bool) -> list[str]:
-    """Requirements of the GPU benchmarks, and with ``tests`` of the tests, as ``pyproject.toml`` has them."""
+    """Return the requirements of the GPU benchmarks, and with ``tests`` of the tests, from ``pyproject.toml``."""
     from packaging.requirements import Requirement
 
     project = tomllib.loads(pyproject)["project"]
@@ -131,10 +133,12 @@ def wanted_packages(pyproject: str, *, tests: bool) -> list[str]:
 
 
 def collect(wanted: Sequence[str], machine: Machine, folder: Path, fetch: Fetch | None = None) -> list[Path]:
-    """Fetch what ``machine`` lacks of ``wanted`` and of all that it requires; ``folder`` holds these wheels alone then.
+    """Fetch the wheels of ``wanted``, and of all their requirements, that ``machine`` lacks. ``folder`` then holds only
+    these wheels.
 
     Raises:
-        CannotCarryError: A package of ``OWN`` is missing there or too old, or no wheel satisfies all who require it.
+        CannotCarryError: A package of ``OWN`` is missing there or too old, or no wheel satisfies all packages that
+            require it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     bounds: dict[str, list[str]] = {}
@@ -148,7 +152,7 @@ def collect(wanted: Sequence[str], machine: Machine, folder: Path, fetch: Fetch 
 
 
 class _DoesNotFitError(Exception):
-    """A wheel that was fetched for one requirement does not satisfy another."""
+    """Raised if a wheel that was fetched for one requirement does not satisfy another."""
 
     def __init__(self, name: str, specifier: str) -> None:
         self.name, self.specifier = name, specifier
@@ -157,7 +161,7 @@ class _DoesNotFitError(Exception):
 def _walk(
     wanted: Sequence[str], machine: Machine, folder: Path, fetch: Fetch, bounds: Mapping[str, Sequence[str]]
 ) -> list[Path]:
-    """One walk through the requirements; ``bounds`` are specifiers, by package, known beforehand."""
+    """Walk once through the requirements; ``bounds`` are specifiers by package that are known beforehand."""
     from packaging.requirements import Requirement
 
     wheels: dict[str, Path] = {}

@@ -1,8 +1,10 @@
-"""Checks how docstrings begin: a function's with a verb, no sentence and no entry with a word that makes it a riddle.
+"""Checks how docstrings begin: a function's docstring with a verb, and no sentence or entry with a word that makes it a
+riddle.
 
     python -m tools.check_docstrings
 
-ruff's rule D401 finds verbs that are not imperatives; this finds what it takes for one.
+ruff's rule D401 finds verbs that are not imperatives; this tool finds first words that are not verbs, but that ruff
+takes for verbs.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ __all__ = ["complaints", "main"]
 SOURCE = Path(__file__).parents[1] / "src" / "alto"
 
 NOWHERE = frozenset({"As", "Of", "That", "Those", "What", "Which", "Whose"})
-"""Words that begin no docstring and no entry of one."""
+"""Words that must not begin a docstring or an entry of one."""
 
 NO_VERBS = frozenset(
     re.findall(
@@ -29,7 +31,7 @@ NO_VERBS = frozenset(
         Whether Who Why With Without""",
     )
 )
-"""Words that begin no docstring of a function: it begins with a verb in the imperative."""
+"""Words that must not begin a docstring of a function, which begins with a verb in the imperative."""
 
 ENTRY = re.compile(r"^(?P<indent>\s+)(?P<name>[*\w`., ]+): (?P<word>\w+)")
 SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Raises|Yields):$")
@@ -46,7 +48,7 @@ def main() -> int:
 
 
 def complaints(text: str) -> Iterator[str]:
-    """Yield what is wrong with the docstrings of a module, each with its line."""
+    """Yield the faults of a module's docstrings, each with its line."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -73,14 +75,14 @@ def _complaints_of(string: ast.Constant, *, is_function: bool) -> Iterator[str]:
 
 
 def _is_function(node: ast.AST) -> bool:
-    """Whether ``node`` is a function that is called: a property's docstring begins with a noun."""
+    """Return whether ``node`` is a function that is called. A property is not: its docstring begins with a noun."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return False
     return not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
 
 
 def _attributes(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.Constant]]:
-    """Yield assignments and the strings below them, which describe them."""
+    """Yield assignments with the strings below them, which describe them."""
     for statement, after in itertools.pairwise(body):
         if isinstance(statement, ast.Assign | ast.AnnAssign) and (string := _string(after)):
             yield statement, string

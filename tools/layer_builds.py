@@ -1,4 +1,4 @@
-"""The kernels of the base's layers as ``tools/compile_kernels.py`` compiles them."""
+"""Builds of the kernels of the base's layers for ``tools/compile_kernels.py``."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _KERNELS: dict[str, Any] = {
     "losses, gradient": cross_entropy_kernel,
 }
 _COUNTED = ("num_q", "num_k")
-"""Whole numbers that need not divide by 16."""
+"""Integers that need not be divisible by 16."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerBuild:
-    """One kernel of a layer, on tensors whose rows begin where vectors may.
+    """One kernel of a layer, on tensors whose rows are aligned for vector loads.
 
     Attributes:
         op: Key of ``_KERNELS``.
-        config: How it is compiled.
+        config: Compile-time configuration.
         constants: Constants besides those of ``config``.
         base: Dtype of the activations.
-        arch: 90 for sm_90.
+        arch: Architecture: 90 for sm_90.
     """
 
     op: str
@@ -71,7 +71,7 @@ class LayerBuild:
 
     @property
     def name(self) -> str:
-        """The first cells of its line."""
+        """First cells of its line in the page."""
         known = self.config.constants
         tiles = "×".join(str(known[name]) for name in ("ROWS", "HEADS", "BLOCK") if name in known)
         base = str(self.base).removeprefix("torch.")
@@ -98,7 +98,7 @@ class LayerBuild:
 
 
 def layer_builds(arches: Iterable[int], bases: Iterable[torch.dtype]) -> Iterator[LayerBuild]:
-    """Every kernel, for widths of usual models."""
+    """Yield every kernel, for widths of usual models."""
     kinds = list(dict.fromkeys(bases))
     for arch in arches:
         for base in kinds:

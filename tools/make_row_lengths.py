@@ -1,8 +1,8 @@
-"""Write ``benchmarks/kernels/gsm8k_lengths.json``: how long GSM8K's first training rows are under two tokenizers.
+"""Write ``benchmarks/kernels/gsm8k_lengths.json``: the lengths of GSM8K's first training rows under two tokenizers.
 
     python -m tools.make_row_lengths GSM8K_TRAIN_JSONL GPT2_FOLDER
 
-with GSM8K's ``train.jsonl`` and a folder with GPT-2's ``encoder.json.gz`` and ``vocab.bpe.gz``.
+The arguments are GSM8K's ``train.jsonl`` and a folder with GPT-2's ``encoder.json.gz`` and ``vocab.bpe.gz``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_ROWS = 256
 
 
 def derive(data: Path, gpt2: Path) -> dict[str, list[RowLength]]:
-    """The lengths of ``data``'s first rows under both tokenizers."""
+    """Return the lengths of the first rows in ``data`` under both tokenizers."""
     lines = data.read_text(encoding="utf-8").splitlines()[:NUM_ROWS]
     rows = [(row["question"], row["answer"]) for row in map(json.loads, lines)]
     return {"alto-tiny": _alto_tiny(rows), "gpt2": _gpt2(rows, gpt2)}

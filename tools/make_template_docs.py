@@ -1,10 +1,10 @@
-"""Write ``docs/chat-templates.md``: which tokens ALTO trains under well-known chat templates, beside TRL's masks.
+"""Write ``docs/chat-templates.md``: the tokens that ALTO and TRL train under well-known chat templates.
 
     python -m tools.make_template_docs
 
 Templates are read from the installed ``trl``; the tokenizer is alto-tiny's with each template's special tokens added.
-The script fails where a difference has no reason in :data:`REASONS`. The last section says what ``python -m
-tools.templates`` has found, from its result file.
+The script fails if a difference has no reason in :data:`REASONS`. The last section shows the result file of ``python -m
+tools.templates``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ TEMPLATES: dict[str, tuple[str, str, str]] = {
     "Phi-3": ("phi3", "<s>", "<|endoftext|>"),
     "Cohere2": ("cohere2", "<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
 }
-"""Of every model: the template's file in ``trl``, and its BOS and EOS tokens."""
+"""For each model: the template's file in ``trl``, and its BOS and EOS tokens."""
 
 _SPECIAL = re.compile(r"<[|｜][^<>\s'\"]+?[|｜]>|</?think>|</?tool_call>|<(?:start|end)_of_turn>|\[gMASK\]|<sop>")
 
@@ -110,28 +110,29 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 REASONS = {
-    "=": "The same tokens, with the same trained tokens.",
-    "E": "ALTO ends every row with the tokenizer's EOS token, at which engines stop, where the template does not.",
-    "N": "GLM's template writes no end of a turn: the next turn's first token ends it, and is trained. TRL's template "
-    "writes such a token after the last turn as well; ALTO ends the row with the EOS token.",
-    "O": "TRL's marks include the opening of a reply, which the model is given and never writes; ALTO trains from "
-    "where the reply begins.",
-    "R": "The template writes earlier replies differently once another turn follows: it removes thoughts, or ends them "
-    "with another token. ALTO trains a row for every reply, each as the model writes it; TRL trains one row.",
-    "T": "TRL swaps in a training template that writes another text than the model's own. ALTO keeps the model's own, "
-    "and reports how many replies that shortens.",
-    "F": "The template fails on messages as TRL passes them; ALTO passes the same in a form that it accepts "
-    "(arguments as JSON text, an empty content).",
-    "C": "The template does not show calls. ALTO refuses a reply that consists only of calls, of which only the end "
-    "would be trained, as in TRL; or TRL fails as well.",
-    "B": "The template refuses the turns: both fail.",
+    "=": "The tokens and the trained tokens are the same.",
+    "E": "The template does not end the row with the tokenizer's EOS token, at which inference engines stop. ALTO adds "
+    "it.",
+    "N": "GLM's template writes no end of a turn. The first token of the next turn ends it, and is trained. TRL's "
+    "template writes such a token after the last turn too; ALTO ends the row with the EOS token.",
+    "O": "TRL's marks include the opening of a reply. The model gets the opening as input and never writes it, so ALTO "
+    "trains only the reply.",
+    "R": "The template changes an earlier reply when another turn follows: it removes thoughts, or ends the reply with "
+    "another token. ALTO trains one row for every reply, as the model writes it; TRL trains one row in all.",
+    "T": "TRL uses a training template that writes another text than the model's own. ALTO keeps the model's own "
+    "template, and reports how many replies it shortens.",
+    "F": "The template fails on messages in the form in which TRL passes them. ALTO passes them in a form that the "
+    "template accepts (arguments as JSON text, an empty content).",
+    "C": "The template does not show calls. ALTO refuses a reply of calls alone, because only its end would be "
+    "trained. TRL trains this end, or fails too.",
+    "B": "The template refuses the turns, so both fail.",
 }
-"""What a letter of the tables means."""
+"""Meaning of each letter in the tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Masked:
-    """A row: token ids, and which of them are trained."""
+    """A row: token ids, and whether each is trained."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
@@ -139,7 +140,7 @@ class Masked:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings of transformers about rows and templates."""
+    """Suppress the warnings of transformers about rows and templates inside the context."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -151,7 +152,7 @@ def _quietly() -> Iterator[None]:
 
 
 def make_tokenizer(model: str) -> Any:
-    """alto-tiny's tokenizer with the template and the special tokens of ``model``."""
+    """Return alto-tiny's tokenizer with the template and the special tokens of ``model``."""
     file, bos, eos = TEMPLATES[model]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
     template = resources.files("trl").joinpath("chat_templates", f"{file}.jinja").read_text(encoding="utf-8")
@@ -163,7 +164,7 @@ def make_tokenizer(model: str) -> Any:
 
 
 def of_alto(case: dict[str, Any], tokenizer: Any) -> list[Masked] | str:
-    """ALTO's rows, or why it refuses."""
+    """Return ALTO's rows, or why it refuses them."""
     row = RawRow("row 1", case)
     try:
         rows: list[EncodedRow] = encode_conversation(to_conversation(row, find_layout([row], "auto", {})), tokenizer)
@@ -173,7 +174,7 @@ def of_alto(case: dict[str, Any], tokenizer: Any) -> list[Masked] | str:
 
 
 def of_trl(case: dict[str, Any], tokenizer: Any, template: str | None) -> Masked | str:
-    """What ``SFTTrainer`` makes of the row with ``assistant_only_loss``, under ``template``; or why it fails."""
+    """Return the row that ``SFTTrainer`` makes with ``assistant_only_loss`` under ``template``, or why it fails."""
     try:
         found = _tokenize(
             tokenizer,
@@ -188,7 +189,8 @@ def of_trl(case: dict[str, Any], tokenizer: Any, template: str | None) -> Masked
 
 
 def of_trl_completion(case: dict[str, Any], tokenizer: Any) -> Masked | str:
-    """What ``SFTTrainer`` makes of the row as a prompt and a completion, under the model's own template."""
+    """Return the row that ``SFTTrainer`` makes of a prompt and a completion under the model's own template, or why it
+    fails."""
     prompt, completion = case["prompt"], case["completion"]
     try:
         before = _tokenize(tokenizer, prompt, add_generation_prompt=True, tools=case.get("tools"))["input_ids"]
@@ -200,7 +202,7 @@ def of_trl_completion(case: dict[str, Any], tokenizer: Any) -> Masked | str:
 
 
 def trained_text(row: Masked, tokenizer: Any) -> str:
-    """The trained tokens, with ``…`` for every run of others."""
+    """Return the text of the trained tokens, with ``…`` for every run of other tokens."""
     text, was_trained = "", True
     for token, on in zip(row.ids, row.mask, strict=True):
         text += tokenizer.decode([token]) if on else "…" if was_trained else ""
@@ -209,10 +211,10 @@ def trained_text(row: Masked, tokenizer: Any) -> str:
 
 
 def compared(ours: list[Masked] | str, theirs: Masked | str, eos: int) -> str:
-    """The letters of :data:`REASONS` that say how both differ.
+    """Return the letters of :data:`REASONS` that explain the difference.
 
     Raises:
-        ValueError: They differ in a way that has no reason.
+        ValueError: No reason explains the difference.
     """
     if isinstance(ours, str):
         return "C" if "shows calls" in ours else "B" if isinstance(theirs, str) else _unexplained(ours, theirs)
@@ -236,7 +238,7 @@ def compared(ours: list[Masked] | str, theirs: Masked | str, eos: int) -> str:
 
 
 def _is_opening(ours: Sequence[bool], theirs: Sequence[bool]) -> bool:
-    """Whether all that TRL trains besides stands right before a run of tokens that both train."""
+    """Return whether all tokens that only TRL trains are directly before a run of tokens that both train."""
     also = [theirs_on and not ours_on for ours_on, theirs_on in zip(ours, theirs, strict=True)]
     is_covered = all(theirs_on for ours_on, theirs_on in zip(ours, theirs, strict=True) if ours_on)
     follows = zip(also, [*also[1:], False], [*ours[1:], False], strict=True)
@@ -249,7 +251,7 @@ def _unexplained(ours: object, theirs: object) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     with _quietly():
         own, marked, completions = [], [], []
         examples: dict[tuple[str, str], str] = {}
@@ -286,7 +288,7 @@ def page() -> str:
 
 
 def _of_result() -> str:
-    """The counts of the check of templates in several styles, and where they come from."""
+    """Return the counts of the check of templates in several styles, with their origin."""
     result = json.loads(RESULT.read_text(encoding="utf-8"))
     counts = [f"| {name.replace('_', ' ')} | {count} |" for name, count in result["figures"].items()]
     return "\n".join(["| comparisons | |", "|---|---|", *counts, "", *provenance(result)])
@@ -308,17 +310,18 @@ def _code(text: str) -> str:
     return "`` " + text.replace("\n", "⏎") + " ``"
 
 
-PAGE_TEXT = """# What is trained under which chat template
+PAGE_TEXT = """# Which tokens are trained under each chat template
 
-Generated by `tools/make_template_docs.py` against TRL {version}, whose own code makes the masks that ALTO's are
-compared with; do not edit. Templates are those in the `trl` package, the tokenizer is alto-tiny's with their special
-tokens added.
+Generated by `tools/make_template_docs.py` against TRL {version}, whose own code makes the masks that
+ALTO's masks are compared with; do not edit. The templates are those in the `trl` package. The tokenizer is that of
+alto-tiny, with the special tokens of each template added.
 
-The rules are these. A turn of the assistant is trained, with its tool calls and its end; all other turns, tool results
-included, are shown. Where a template marks the assistant's text with `{{% generation %}}`, that is
-trained. Elsewhere a reply begins at the first token in which the turns so far with the opening of a reply, and
-those with the reply itself, differ: a token that merges the opening's last blank with the reply's first letters is
-trained. Where a template writes no end of a turn, the next turn's first token is its end.
+ALTO trains every turn of the assistant, with its tool calls and its end. The model sees all other turns, such
+as tool results, but they are not trained. If a template marks the assistant's text with `{{% generation %}}`,
+the marked text is trained. Otherwise ALTO writes the turns so far twice with the template: once with the
+opening of a reply, and once with the reply itself. The reply begins at the first token that differs. So a token
+that merges the last blank of the opening with the first letters of the reply is trained. If a template writes
+no end of a turn, the first token of the next turn is the end.
 
 ## The letters
 
@@ -326,36 +329,38 @@ trained. Where a template writes no end of a turn, the next turn's first token i
 
 ## The model's own template
 
-Rows of messages, beside TRL with `assistant_only_loss=True`, which swaps in a training template of its own.
+Rows of messages, compared with TRL with `assistant_only_loss=True`, which uses a training template of its own
+instead of the model's.
 
 {own}
 
 ## Templates with generation marks
 
-The training templates of TRL, set on the tokenizer: both follow the marks.
+The tokenizer has TRL's training template here, and both libraries follow its marks.
 
 {marked}
 
 ## A prompt and a completion
 
-The same rows with all but the last turn as the prompt, beside TRL's `completion_only_loss`, both under the model's own
-template.
+The same rows with the last turn as the completion and all other turns as the prompt, compared with TRL's
+`completion_only_loss`; both use the model's own template.
 
 {completions}
 
-## Examples of what differs
+## Examples of differences
 
-The trained tokens of a row, with … for all others and ⏎ for a line break.
+Only the trained tokens of a row are shown: … replaces all others, and ⏎ is a line break.
 
 {examples}
 
 ## Seven styles of templates, every `train_on`
 
-Twelve kinds of conversations, five raw prompts with completions and two texts under seven chat templates (alto-tiny's
-own, and six in the style of ChatML, Llama 3, Qwen 2.5, Qwen 3, Mistral and Gemma), each with every `train_on`: token
-ids and trained tokens beside those of TRL's own preprocessing; `python -m tools.templates --scale cpu` compares them.
-The row of every difference in `tools/results/templates-cpu.json` has its reason and both texts, the trained part of
-each in brackets. A difference without a known reason fails the gate.
+`python -m tools.templates --scale cpu` compares token ids and trained tokens with those of TRL's own
+preprocessing. The rows are twelve kinds of conversations, five raw prompts with completions, and two texts.
+Each is written by seven chat templates (alto-tiny's own, and six in the style of ChatML, Llama 3, Qwen 2.5,
+Qwen 3, Mistral and Gemma) and trained with every `train_on`. `tools/results/templates-cpu.json` has a row for
+every difference, with its reason and both texts, in which the trained part is in brackets. A difference without
+a known reason fails the gate.
 
 {styles}
 """

@@ -1,6 +1,6 @@
-"""What share of the work the default early exit does: by replay on random parts of the recorded sweep.
+"""Measures the share of the work that the default early exit leaves, by replay on random parts of the recorded sweep.
 
-Prints the numbers for ``MEASURED_EXIT_SHARES`` in ``src/alto/spec/simulation.py``::
+It prints the numbers for ``MEASURED_EXIT_SHARES`` in ``src/alto/spec/simulation.py``::
 
     python -m tools.measure_exit_shares
 """
@@ -20,7 +20,8 @@ MIN_JOBS = 10
 
 
 def exit_shares(recording: Recording) -> list[float]:
-    """Shares of the budgeted samples that are trained, of parts of 10 jobs up to all, smallest first."""
+    """Return the shares of the budgeted samples that are trained, for parts of 10 jobs up to all jobs, smallest part
+    first."""
     draw, settings = random.Random(0), EarlyExit()
     num_jobs = len(recording.jobs)
     sizes = [MIN_JOBS + index * (num_jobs - MIN_JOBS) // (NUM_PARTS - 1) for index in range(NUM_PARTS)]

@@ -2,9 +2,10 @@
 
     python -m tools.measure_token_cache [--megabytes 32]
 
-Makes a file of random words, and, in a process of its own for every way, reads it, tokenises it and collates every row
-of one epoch in batches. Prints a row for each: the largest resident memory above that of the process before, and rows a
-second of processor time, which other processes of the machine change little. The tokens of all ways are compared.
+The tool makes a file of random words. For every way, a separate process reads it, tokenises it and collates every row
+of one epoch in batches. The tool prints a row for each: the largest resident memory above that of the process before,
+and rows per second of processor time, which other processes of the machine change little. It also checks that all ways
+give the same tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Of one way: bytes above those of the process before, seconds of processor time, rows, tokens and their digest."""
+    """The measurement of one way: bytes above those of the process before, seconds of processor time, rows, tokens and
+    their digest."""
 
     way: str
     peak_bytes: int
@@ -60,7 +62,8 @@ def main() -> None:
 
 
 def measure(folder: Path, num_bytes: int) -> list[Measured]:
-    """What every way needs for a file of ``num_bytes`` bytes in ``folder``; their tokens are equal."""
+    """Return the measurement of every way for a file of ``num_bytes`` bytes in ``folder``, after checking that their
+    tokens are equal."""
     file = write_rows(folder / "rows.jsonl", num_bytes)
     os.environ["ALTO_CACHE"] = str(folder / "cache")
     found = [_in_a_child(file, way, folder / "measured.json") for way in WAYS]
@@ -69,7 +72,7 @@ def measure(folder: Path, num_bytes: int) -> list[Measured]:
 
 
 def write_rows(file: Path, num_bytes: int) -> Path:
-    """A file of about ``num_bytes`` bytes, every row a text of random words."""
+    """Write a file of about ``num_bytes`` bytes, whose rows are texts of random words."""
     words = random.Random(0)
     with file.open("w", encoding="utf-8") as rows:
         while rows.tell() < num_bytes:
@@ -79,7 +82,7 @@ def write_rows(file: Path, num_bytes: int) -> Path:
 
 
 def _in_a_child(file: Path, way: str, result: Path) -> Measured:
-    """What ``way`` needs in a process of its own."""
+    """Return the measurement of ``way`` in a process of its own."""
     child = os.fork()
     if child == 0:
         try:
@@ -116,7 +119,7 @@ def _measured(file: Path, way: str) -> Measured:
 
 
 def _memory(name: str) -> int:
-    """Bytes of this process: ``VmRSS`` is what it holds, ``VmHWM`` the most that it held."""
+    """Return bytes of this process: ``VmRSS`` is the memory that it holds, ``VmHWM`` the most that it held."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 

@@ -1,4 +1,4 @@
-"""Paragraphs of hand-written pages that state measured figures: made from the result files, between two marks."""
+"""Paragraphs with measured figures in hand-written pages, made from the result files and placed between two marks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POLICIES = ("default", "cautious", "greedy", "paper")
 
 
 def with_blocks(page: str, results: Path) -> str:
-    """``page`` with what stands between ``<!-- measured: NAME -->`` and ``<!-- end -->`` made anew.
+    """Return ``page`` with the text between ``<!-- measured: NAME -->`` and ``<!-- end -->`` made anew.
 
     Raises:
         KeyError: A name is not in ``BLOCKS``.
@@ -88,7 +88,7 @@ def _policies(results: Path) -> str:
 
 
 BLOCKS = {"end-to-end": _end_to_end, "others": _others, "policies": _policies}
-"""By the name in the mark: what writes the paragraph from the folder of the result files."""
+"""Functions by the name in the mark; each writes its paragraph from the folder of the result files."""
 
 
 def _read(results: Path, topic: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Put the pieces of a benchmark that several commands have written, perhaps each on a machine of its own, into one
-result file.
+"""Merge the pieces of a benchmark, which several commands have written, perhaps on several machines, into one result
+file.
 
     python -m tools.merge_results kernels --scale gpu FOLDER...
 
-All must come from one commit, one kind of machine and the same versions. Where a piece lies in several folders, the
-latest counts. Pieces that were measured where there was no git get this checkout's commit, if its source is the one
-that they were measured of.
+All pieces must come from one commit, one kind of machine and the same versions. If a piece is in several folders, the
+latest one is used. Pieces that were measured without git get the commit of this checkout, provided that its source is
+the one that was measured.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def merge(study: Study, folders: Sequence[Path], target: Path) -> Result:
-    """The result of the pieces in ``folders``; it is written to ``target`` with them.
+    """Return the result of the pieces in ``folders``; it is also written to ``target``, with the pieces.
 
-    Where a piece lies in several folders, the latest counts. Measured where there was no git, pieces get the commit of
-    this checkout if its source is the one that they were measured of.
+    If a piece is in several folders, the latest one is used. Pieces that were measured without git get the commit of
+    this checkout, provided that its source is the one that was measured.
 
     Raises:
-        ValueError: There are none, or two are not of one origin.
+        ValueError: There are no pieces, or two of them differ in their origin.
     """
     latest: dict[str, Piece] = {}
     for folder in folders:

@@ -1,4 +1,5 @@
-"""How many programs of a kernel a multiprocessor holds at a time, from NVIDIA's table of compute capabilities."""
+"""Computes how many programs of a kernel a multiprocessor holds at a time, from NVIDIA's table of compute
+capabilities."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ _REGISTERS, _WARPS = 65536, 64
 _SHARED = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 """Bytes of shared memory of a multiprocessor, by architecture."""
 _REGISTER_UNIT = 256
-"""Registers are given to a warp in multiples of this."""
+"""Granularity in which registers are allocated to a warp."""
 _RESERVED = 1024
-"""Bytes of shared memory that each program takes beside its own."""
+"""Bytes of shared memory that each program uses in addition to its own."""
 
 
 def resident_programs(*, registers: int, shared: int, num_warps: int, arch: int) -> int:
-    """Programs of ``num_warps`` warps that are resident at once.
+    """Return the number of programs of ``num_warps`` warps that are resident at once.
 
     Args:
-        registers: Of a thread.
-        shared: Bytes of shared memory of a program.
-        num_warps: Warps of a program.
+        registers: Registers per thread.
+        shared: Bytes of shared memory per program.
+        num_warps: Warps per program.
         arch: 80, 90 or 100.
     """
     of_warp = math.ceil(registers * 32 / _REGISTER_UNIT) * _REGISTER_UNIT

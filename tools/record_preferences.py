@@ -1,8 +1,8 @@
-"""Record the paper's grid of preference tuning, every job trained to its end: ``dpo-alto-tiny-1``, ``-2`` and ``-3`` of
-``benchmarks/recordings``, which differ in their seeds.
+"""Record the paper's grid of preference tuning, with every job trained to its end: ``dpo-alto-tiny-1``, ``-2`` and
+``-3`` of ``benchmarks/recordings``, which differ in their seeds.
 
-The jobs are those of the benchmark ``dpo`` on more pairs, and validated at more points, so that policies with other
-rungs can be judged on them. A recording takes 7 to 15 minutes: most of it are evaluations.
+The jobs are those of the benchmark ``dpo``, on more pairs and validated at more points, so that policies with other
+rungs can be judged on them. A recording takes 7 to 15 minutes, most of it for evaluations.
 
     python -m tools.record_preferences --seeds 1 2 3
 """
@@ -27,7 +27,7 @@ from benchmarks.dpo.program import DATA_SEED, SIZES, Size, make_task, read_pairs
 RECORDINGS = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
 SIZE = replace(SIZES["cpu"], train=384, validation=160)
 POINTS = (0.01, 0.025, 0.05)
-"""Shares of its steps at which a job is validated, beside every tenth."""
+"""Shares of a job's steps at which it is validated, besides every tenth."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def record(size: Size, seed: int) -> Recording:
-    """The curves of every job of the sweep with ``seed``."""
+    """Return the curves of every job of the sweep with ``seed``."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         result = Engine(output_dir=folder / "runs").tune(plan(size, seed, folder))
@@ -52,7 +52,7 @@ def record(size: Size, seed: int) -> Recording:
 
 
 def plan(size: Size, seed: int, folder: Path) -> Task:
-    """The sweep as a task, its pairs written into ``folder``; nobody is ended."""
+    """Return the sweep as a task that ends no job early; its pairs are written into ``folder``."""
     train, validation, _ = carve_rows(
         read_pairs(PREFERENCE_PAIRS), (size.train, size.validation, size.heldout), DATA_SEED
     )

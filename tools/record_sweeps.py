@@ -1,14 +1,15 @@
-"""Record the sweeps on which early-exit policies are judged: every job trained to its end, validated at many points.
+"""Record the sweeps on which early-exit policies are judged, with every job trained to its end and validated at many
+points.
 
 Each recording has its own training, validation and test rows; nothing is trained on the test rows or selected by them.
-It is made in parts of 8 to 16 jobs, each a run of its own; a part that is on disk is not made again. ``--list`` shows
-the recordings. Those on ``alto-small`` need its folder, made by::
+A recording is made in parts of 8 to 16 jobs, and each part is a run. A part that is on disk is not made again.
+``--list`` shows the recordings. Recordings on ``alto-small`` need its folder, which this command makes::
 
     python -m tools.train_base --size small --data ../shared/data --output build/alto-small
 
     python -m tools.record_sweeps --data ../shared/data --small build/alto-small --only gsm8k-warmup
 
-A part takes 10 to 25 minutes of a quiet core: most of it are evaluations.
+A part takes 10 to 25 minutes on a quiet core, most of them for evaluations.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from alto.runs import read_entries
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
 POINTS = (0.005, 0.01, 0.025, 0.05, 0.15)
-"""Shares of its steps at which a job is validated, beside every tenth."""
+"""Shares of a job's steps at which it is validated, besides every tenth."""
 
 OBSERVE = EarlyExit(
     rungs=tuple((point, 1.0) for point in POINTS),
@@ -40,7 +41,7 @@ OBSERVE = EarlyExit(
     detect_overfitting=False,
     evaluation_share="all",
 )
-"""Evaluates at all points and ends nobody."""
+"""Early-exit settings that evaluate at all points and end no job."""
 
 SHORT_SOURCES = ("rasbt/instruction-data-with-preference", "pandalm/testset-v1", "hh-rlhf/harmless-base/test")
 MAX_PAIR_CHARS = 900
@@ -52,13 +53,13 @@ class Plan:
     """One recording.
 
     Attributes:
-        what: What it adds to the others.
-        file: Rows, below the data folder.
-        rows: Training, validation and test rows.
+        what: The purpose of the recording beside the others.
+        file: File of the rows, relative to the data folder.
+        rows: Numbers of training, validation and test rows.
         spaces: Search space of every part.
         fixed: Further keys of the task.
         base: ``alto-tiny`` or ``alto-small``.
-        columns: Columns of the rows by role.
+        columns: Column of the rows for each role.
     """
 
     what: str
@@ -167,7 +168,7 @@ def main() -> int:
 
 
 def part(name: str, number: int, options: argparse.Namespace) -> Recording:
-    """One part of a recording: from disk, or made now."""
+    """Return one part of a recording, from disk or made now."""
     path: Path = options.output / "parts" / f"{name}-{number + 1}.json.gz"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -178,7 +179,7 @@ def part(name: str, number: int, options: argparse.Namespace) -> Recording:
 
 
 def join(parts: Sequence[Recording]) -> Recording:
-    """The jobs of all parts as those of one sweep."""
+    """Return the jobs of all parts as the jobs of one sweep."""
     jobs = [job for one in parts for job in one.jobs]
     return replace(parts[0], jobs=tuple(replace(job, job=f"job-{index:03d}") for index, job in enumerate(jobs)))
 
@@ -193,7 +194,7 @@ def record(name: str, plan: Plan, number: int, data: Path, small: Path | None) -
 
 
 def make_task(name: str, plan: Plan, number: int, data: Path, small: Path | None, folder: Path) -> Task:
-    """The task of a part of ``plan``, its rows written into ``folder``."""
+    """Return the task of a part of ``plan``; its rows are written into ``folder``."""
     files = {}
     for split, rows in zip(("train", "validation", "test"), carved(plan, data), strict=True):
         files[split] = folder / f"{split}.jsonl"
@@ -216,7 +217,7 @@ def make_task(name: str, plan: Plan, number: int, data: Path, small: Path | None
 
 
 def carved(plan: Plan, data: Path) -> list[list[dict[str, Any]]]:
-    """Rows of the three splits, without the columns that nothing reads."""
+    """Return the rows of the three splits, without columns that nothing reads."""
     path = data / plan.file
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as lines:
         rows = [json.loads(line) for line in lines]

@@ -1,13 +1,14 @@
 """Make a small base model: ``alto-tiny``, which ships inside the package, or the larger ``alto-small`` for recordings.
 
-A Llama-architecture causal LM of about one (or ten) million parameters, its byte-level BPE tokenizer and its chat
-template, trained from scratch on public-domain books and short reasoning chains. The recipe and the held-out
-losses are written into the model card, so that the folder says by itself how it came to be.
+The model is a Llama-architecture causal LM of about one (or ten) million parameters, with a byte-level BPE tokenizer
+and a chat template, trained from scratch on public-domain books and short reasoning chains. The model card has the
+recipe and the held-out losses, so that the folder documents its own origin.
 
     python -m tools.train_base --data ../shared/data --output src/alto/assets/alto-tiny
     python -m tools.train_base --size small --data ../shared/data --output build/alto-small
 
-Needs about half an hour (an hour) on two CPU cores. GSM8K is never read: adapters are tuned and judged on it.
+It takes about half an hour (an hour) on two CPU cores. GSM8K is never read, because adapters are tuned and judged on
+it.
 """
 
 from __future__ import annotations
@@ -66,13 +67,13 @@ SIZES = {
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a gzipped JSONL file."""
+    """Read the rows of a gzipped JSONL file."""
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of ``VOCAB_SIZE`` entries; digits stay single so that arithmetic has a chance."""
+    """Train a byte-level BPE of ``VOCAB_SIZE`` entries; digits stay separate, so that arithmetic can be learned."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -94,12 +95,12 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def chain_text(row: dict[str, Any]) -> str:
-    """A reasoning chain in the chat form that tuning will use."""
+    """Return a reasoning chain in the chat form that tuning will use."""
     return f"{USER}{row['prompt']}{END}{ASSISTANT}{row['response']}{END}"
 
 
 def token_stream(tokenizer: PreTrainedTokenizerFast, texts: list[str], ending: str) -> torch.Tensor:
-    """All texts end to end as one vector of token ids."""
+    """Return all texts end to end as one vector of token ids."""
     encoded = tokenizer([text + ending for text in texts], add_special_tokens=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in ids], dtype=torch.long)
 
@@ -113,7 +114,8 @@ def split_held_out(texts: list[str], rng: random.Random) -> tuple[list[str], lis
 
 
 def batches(streams: list[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
-    """Endless batches ``[SEQUENCES_PER_STEP, SEQUENCE_LENGTH]``; every stream gives an equal part of each."""
+    """Yield endless batches ``[SEQUENCES_PER_STEP, SEQUENCE_LENGTH]``; every stream contributes an equal part of
+    each."""
     generator = torch.Generator().manual_seed(seed)
     per_stream = SEQUENCES_PER_STEP // len(streams)
     while True:
@@ -126,7 +128,7 @@ def batches(streams: list[torch.Tensor], seed: int) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, max_windows: int = 64) -> float:
-    """Mean next-token loss in nats over non-overlapping windows of a held-out stream."""
+    """Return the mean next-token loss, in nats, over non-overlapping windows of a held-out stream."""
     model.eval()
     windows = stream[: stream.numel() // SEQUENCE_LENGTH * SEQUENCE_LENGTH].view(-1, SEQUENCE_LENGTH)[:max_windows]
     losses = [model(input_ids=window, labels=window).loss.item() for window in windows.split(16)]
@@ -135,7 +137,7 @@ def held_out_loss(model: LlamaForCausalLM, stream: torch.Tensor, max_windows: in
 
 
 def learning_rate_at(step: int, num_steps: int, peak: float) -> float:
-    """Linear warmup over the first 3 %, then cosine to a twentieth of the peak."""
+    """Return the learning rate: a linear warmup over the first 3 %, then a cosine to a twentieth of the peak."""
     warmup = max(1, int(0.03 * num_steps))
     if step < warmup:
         return peak * (step + 1) / warmup

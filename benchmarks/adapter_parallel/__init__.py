@@ -1,1 +1,1 @@
-"""The ways to train adapters on several ranks, the gate between them, and the model on paper."""
+"""The ways to train adapters on several ranks, the gate that compares them, and a computed model of larger clusters."""

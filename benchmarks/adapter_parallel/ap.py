@@ -1,4 +1,4 @@
-"""``ap``: ALTO. The base sharded over the ranks, the adapters dealt out to them."""
+"""``ap``: ALTO. The base is sharded over the ranks, and the adapters are distributed among them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["AdapterParallel"]
 
 
 class AdapterParallel:
-    """The trainer as the executor has it, with as many adapters on every rank."""
+    """The trainer as the executor uses it, with equally many adapters on every rank."""
 
     def __init__(self, base: PreTrainedModel, workload: Workload) -> None:
         self._ours = Ours(base, workload, ranks=Ranks(dist.get_rank(), dist.get_world_size()))

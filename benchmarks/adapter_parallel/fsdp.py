@@ -1,4 +1,4 @@
-"""``fsdp``: base and adapter sharded with FSDP2, the batch split over the ranks."""
+"""``fsdp``: base and adapter are sharded with FSDP2, and the batch is split over the ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ __all__ = ["FullySharded"]
 
 
 class FullySharded(OneByOne):
-    """A layer a unit; the last layer and the rest stay gathered until their backward pass, as torchtitan has it.
+    """One FSDP unit per layer. The last layer and everything outside of layers stay gathered until their backward pass,
+    as in torchtitan.
 
-    A batch is padded up to a multiple of the ranks: every rank has as many rows, for it gathers the base whatever it
-    has to do, and what a padding row predicts is not trained.
+    A batch is padded to a multiple of the number of ranks, so that every rank has equally many rows: each rank has to
+    gather the base, however few rows it has. Predictions of padding rows are not trained.
     """
 
     def __init__(self, base: PreTrainedModel, workload: Workload) -> None:

@@ -1,4 +1,4 @@
-"""The correctness gate: every way against PEFT in one process, from the same adapters on the same rows."""
+"""The correctness gate: every way is compared with PEFT in one process, from the same adapters on the same rows."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from benchmarks.kernels.workload import Workload
 __all__ = ["TOLERANCE", "gate_failures", "wrong"]
 
 TOLERANCE = 1e-4
-"""Largest relative error of a loss, and of the gradients of a job's ``A`` or ``B`` over the modules of a rank, in
-norm; in float32."""
+"""Largest relative error, in float32, of a loss, and, in norm, of the gradients of a job's ``A`` or ``B`` over the
+modules of a rank."""
 
 
 def gate_failures(
     ways: Mapping[str, Way], base: PreTrainedModel, workload: Workload, batch_sizes: Sequence[int]
 ) -> list[str]:
-    """What is wrong with the ways in their first step, a sentence each; the same list on every rank."""
+    """Return the faults of the ways in their first step, one sentence each; the list is the same on every rank."""
     adapters = random_adapters(base, workload.ranks)
     alone = Sequential(base, workload)
     failures = []
@@ -42,7 +42,7 @@ def gate_failures(
 
 
 def wrong(found: Mapping[int, JobFacts], expected: Sequence[JobFacts]) -> list[str]:
-    """Where what one rank knows is not what PEFT alone has, a sentence each."""
+    """Return the differences between the results of one rank and those of PEFT alone, one sentence each."""
     return [
         f"job {job}: {what} {distance:.1e} from PEFT alone, tolerance {TOLERANCE:.0e}"
         for job, facts in found.items()

@@ -1,5 +1,5 @@
-"""What ``fsdp``, ``tp`` and ``pp`` have in common: PEFT's adapter on a base that is spread over the ranks, and training
-one adapter after the other."""
+"""Common parts of ``fsdp``, ``tp`` and ``pp``: PEFT's adapter on a base that is spread over the ranks, and training one
+adapter after the other."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ _PREFIX = "base_model.model."
 
 
 class Way(Protocol):
-    """One way to train all adapters; every rank has one, and calls the same methods in the same order."""
+    """One way to train all adapters. Every rank has an object of it, and all ranks call the same methods in the same
+    order."""
 
     def step(self, batch_size: int) -> None:
-        """One optimizer step of every adapter."""
+        """Take one optimizer step of every adapter."""
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> dict[int, JobFacts]:
-        """Losses and gradients with these adapters, by job: those that this rank comes to know. Several ranks may each
-        know some modules of one job."""
+        """Return losses and gradients with these adapters, by job, as far as this rank has them. Several ranks may each
+        have some modules of one job."""
 
 
 class OneByOne:
-    """Trains one adapter after the other, all of them in the same PEFT model: the time does not depend on the values in
-    it, and none is lost with switching.
+    """Trains one adapter after the other, all in the same PEFT model. The time does not depend on the values in the
+    model, and no time is lost by switching.
 
     Args:
-        parameters: The adapter's on this rank, by name, whole or in part.
-        whole: Names of those that are no DTensors and yet the same on all ranks.
+        parameters: Parameters of the adapter on this rank, by name, whole or in part.
+        whole: Names of the parameters that are not DTensors but are the same on all ranks.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class OneByOne:
         self._optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, weight_decay=0.0, fused=True)
 
     def backward(self, rows: Sequence[int]) -> Tensor:
-        """Forward and backward pass of one adapter on its batch: this rank's part of the loss."""
+        """Run forward and backward pass of one adapter on its batch, and return this rank's part of the loss."""
         raise NotImplementedError
 
     def step(self, batch_size: int) -> None:
@@ -76,14 +77,14 @@ class OneByOne:
         return found
 
     def batch(self, rows: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor, int]:
-        """Token ids and targets ``[rows, length]``, and how many tokens are trained."""
+        """Return token ids and targets ``[rows, length]``, and the number of trained tokens."""
         train = self._workload.data.train
         ids, targets = (torch.stack([tensors[row] for row in rows]) for tensors in (train.input_ids, train.targets))
         return ids.to(device), targets.to(device), sum(train.num_trained[row] for row in rows)
 
     @torch.no_grad()
     def _clip(self) -> None:
-        """As ``clip_grad_norm_`` does, with one all-reduce for the parts of all ranks."""
+        """Clip gradients as ``clip_grad_norm_`` does, with one all-reduce for the parts of all ranks."""
         parts, same = [], []
         for name, parameter in self._parameters.items():
             gradient: Any = parameter.grad
@@ -117,11 +118,11 @@ class OneByOne:
 
 
 def token_loss(logits: Tensor, targets: Tensor, num_trained: int) -> Tensor:
-    """What these tokens add to the mean over ``num_trained``."""
+    """Return the contribution of these tokens to the mean over ``num_trained``."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") / num_trained
 
 
 def _place(name: str) -> tuple[str, int]:
-    """Of a parameter: the name of its module, and 0 for A or 1 for B."""
+    """Return the name of a parameter's module, and 0 for A or 1 for B."""
     module, side = name.removeprefix(_PREFIX).split(".lora_")
     return module, "AB".index(side[0])

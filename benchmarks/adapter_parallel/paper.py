@@ -1,7 +1,8 @@
-"""The ways on clusters that are not at hand, on paper: time of a step from bytes and operations. Pure.
+"""Computes the time of a step for every way on clusters that are not available, from bytes and operations. Pure.
 
-A 70-billion base in bfloat16 on H100s, eight a node. The bytes are those of ``volume.py``, which the gate holds against
-what is counted. What is assumed beyond them stands in ``benchmarks/notes/adapter_parallel.md``.
+The model has a base of 70 billion parameters in bfloat16 on H100s, eight per node. The bytes are those of
+``volume.py``, which the gate compares with counted bytes. ``benchmarks/notes/adapter_parallel.md`` has all further
+assumptions.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ NUM_JOBS, ADAPTER_RANK, LENGTH = 64, 16, 256
 GPUS_PER_NODE = 8
 NVLINK_BYTES_PER_S = 450e9
 INFINIBAND_BYTES_PER_S = 50e9
-"""Of one GPU, each way: within its node, and through its own adapter of 400 Gb/s to others."""
+"""Bandwidth of one GPU in each direction: within its node, and to other nodes through its own 400 Gb/s network
+adapter."""
 
 FLOPS_PER_S = 989e12 * 0.5
-"""Dense bfloat16 of an H100, half of which is reached."""
+"""Rate of dense bfloat16 products on an H100, half of which is assumed to be reached."""
 
 
 def seconds(way: str, step: Step) -> float:
-    """How long ``way`` takes for a step of all adapters."""
+    """Return the seconds that ``way`` takes for a step of all adapters."""
     return _SECONDS[way](step, VOLUMES[way](step))
 
 
 def paper_rows() -> list[dict[str, Any]]:
-    """Every way on 8 to 64 GPUs."""
+    """Return a row for every way on 8 to 64 GPUs."""
     rows = []
     for num_gpus in NUM_GPUS:
         for batch_size in BATCH_SIZES:
@@ -68,18 +70,19 @@ def paper_rows() -> list[dict[str, Any]]:
 
 
 def _fsdp(step: Step, volume: Volume) -> float:
-    """Gathering goes on under computing, as far as there is something to compute."""
+    """Return the seconds of ``fsdp``. Gathering overlaps with computing, as far as there is something to compute."""
     rows = math.ceil(step.batch_size / step.num_ranks)
     return max(step.num_jobs * _compute_s(step, rows * step.length), _collective_s(step, volume.total))
 
 
 def _tp(step: Step, volume: Volume) -> float:
-    """Every all-reduce is waited for: the next product needs it."""
+    """Return the seconds of ``tp``. Every all-reduce is waited for, because the next product needs it."""
     return step.num_jobs * _compute_s(step, step.job_tokens) / step.num_ranks + _collective_s(step, volume.total)
 
 
 def _pp(step: Step, volume: Volume) -> float:
-    """As many turns as rows, and one for each further stage; sending goes on under computing, over the slowest link."""
+    """Return the seconds of ``pp``: one turn per row, and one for each further stage. Sending over the slowest link
+    overlaps with computing."""
     crossings = 2 * (step.num_ranks - 1) * step.num_jobs * step.batch_size
     link = NVLINK_BYTES_PER_S if step.num_ranks <= GPUS_PER_NODE else INFINIBAND_BYTES_PER_S
     turn_s = max(_compute_s(step, step.length) / step.num_ranks, 2 * volume.activations / crossings / link)
@@ -87,7 +90,8 @@ def _pp(step: Step, volume: Volume) -> float:
 
 
 def _ap(step: Step, volume: Volume) -> float:
-    """One pass on every GPU, over the rows of its own adapters; gathering goes on under computing."""
+    """Return the seconds of ``ap``: one pass on every GPU, over the rows of its own adapters. Gathering overlaps with
+    computing."""
     jobs = math.ceil(step.num_jobs / step.num_ranks)
     return max(_compute_s(step, jobs * step.job_tokens), _collective_s(step, volume.total))
 
@@ -96,14 +100,14 @@ _SECONDS: Mapping[str, Callable[[Step, Volume], float]] = {"fsdp": _fsdp, "tp": 
 
 
 def _compute_s(step: Step, num_tokens: int) -> float:
-    """Of one GPU: the base forward and backward, which has no gradients of weights."""
+    """Return the seconds of one GPU for the base: forward, and backward without gradients of weights."""
     numbers = step.layers * step.layer_numbers + step.vocabulary * step.hidden
     return 4 * numbers * num_tokens / FLOPS_PER_S
 
 
 def _collective_s(step: Step, num_bytes: int) -> float:
-    """Of bytes that all ranks send in collectives. Between nodes goes each part once to each node, over the adapters of
-    all of its GPUs, while it is handed on within."""
+    """Return the seconds for bytes that all ranks send in collectives. Each part goes once to each other node, over the
+    network adapters of all of its GPUs, while it is passed on within the nodes."""
     num_nodes = math.ceil(step.num_ranks / GPUS_PER_NODE)
     within = num_bytes / NVLINK_BYTES_PER_S
     between = num_bytes * (num_nodes - 1) / (step.num_ranks - 1) / INFINIBAND_BYTES_PER_S

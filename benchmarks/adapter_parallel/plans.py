@@ -1,4 +1,4 @@
-"""What each scale measures, and its goals."""
+"""The plan of each scale, and its goals."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ __all__ = ["GOALS", "PLANS", "Plan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one scale measures.
+    """The plan of one scale.
 
     Attributes:
-        device: ``cpu``, or ``cuda`` for a GPU a rank.
-        num_ranks: On CUDA, the most. The float32 copy on which the gate is held has as many layers.
+        device: ``cpu``, or ``cuda`` for one GPU per rank.
+        num_ranks: Number of ranks; on CUDA, the largest number. The float32 copy of the model that the gate uses has as
+            many layers.
         shape: Configuration of the Llama that is the base.
-        num_jobs: Adapters that are trained; as many on each rank with adapter parallelism.
-        adapter_rank: Of every adapter; all linear layers but the output head have one.
+        num_jobs: Number of adapters; with adapter parallelism every rank has equally many.
+        adapter_rank: Rank of every adapter. All linear layers except the output head have one.
         length: Tokens of a row, of which all but the first are trained.
-        batch_sizes: Rows of a step of one adapter.
-        repeats: Timed rounds.
+        batch_sizes: Rows in a step of one adapter.
+        repeats: Number of timed rounds.
     """
 
     device: str = "cpu"
@@ -48,7 +49,8 @@ GOALS = {
 
 
 def _shape(name: str, num_heads: int, num_key_value_heads: int) -> Mapping[str, Any]:
-    """A small base whose heads, and embeddings apart from the output head, can be split over the ranks."""
+    """Return a small base whose heads can be split over the ranks, and whose embeddings are separate from the output
+    head."""
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_key_value_heads}
     return {**SHAPES[name], **heads, "tie_word_embeddings": False}
 

@@ -1,4 +1,4 @@
-"""``pp``: the layers split over the ranks, a batch passed through them row by row."""
+"""``pp``: the layers are split over the ranks, and a batch passes through them row by row."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline(OneByOne):
-    """GPipe, a microbatch a row. All stages have as many layers; the first has the embeddings, the last the head."""
+    """GPipe with one row per micro-batch. All stages have equally many layers; the first one also has the embeddings,
+    the last one the head."""
 
     def __init__(self, base: PreTrainedModel, workload: Workload) -> None:
         model: Any = peft_model(base, workload.ranks[0])

@@ -1,11 +1,11 @@
-"""Adapters trained on several ranks, in four ways: tokens per second, and bytes on the wire.
+"""Measures the training of adapters on several ranks, in four ways: tokens per second, and bytes on the wire.
 
-``fsdp`` shards base and adapter and trains one adapter at a time, its batch split over the ranks and padded up to
-their number; ``tp`` splits every linear layer (``torch.distributed.tensor.parallel``), ``pp`` the layers
-(``torch.distributed.pipelining``), each one adapter at a time; ``ap`` is ALTO: the base sharded, every rank with
-adapters of its own. All have the same weights and rows and take turns on the same ranks. The gate: first losses and
-gradients are those of PEFT in one process, and the bytes counted on the wire are those that the laws in
-``volume.py`` say, from which the ways are then worked out on paper for 8 to 64 H100s.
+``fsdp`` shards base and adapter and trains one adapter at a time, with its batch split over the ranks and padded to a
+multiple of their number. ``tp`` splits every linear layer (``torch.distributed.tensor.parallel``), and ``pp`` splits
+the layers (``torch.distributed.pipelining``); both train one adapter at a time. ``ap`` is ALTO: the base is sharded,
+and every rank has adapters of its own. All ways have the same weights and rows, and take turns on the same ranks. The
+gate: first losses and gradients equal those of PEFT in one process, and the bytes counted on the wire equal those of
+the laws in ``volume.py``. From these laws the ways are then computed for 8 to 64 H100s.
 
     python -m benchmarks.paper adapter-parallel --scale cpu
 """
@@ -53,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def figures(findings: Findings, plan: Plan) -> dict[str, float]:
-    """Ratios of throughput at each batch size, the median over rounds of the ratio within a round; bytes of adapters
-    on the wire under ``ap``."""
+    """Return the ratios of throughput at each batch size (the median over rounds of the ratio within a round), and the
+    bytes of adapters on the wire under ``ap``."""
     cell = {(cell.way, cell.batch_size): cell for cell in findings.cells}
     ratios = {
         (way, size): statistics.median(
@@ -73,7 +73,7 @@ def figures(findings: Findings, plan: Plan) -> dict[str, float]:
 
 
 def wire_failures(findings: Findings, plan: Plan) -> list[str]:
-    """Where the bytes that were counted are not those of the laws, by which ``ap`` sends nothing of adapters."""
+    """Return the differences between counted bytes and the laws, by which ``ap`` sends no bytes of adapters."""
     failures = []
     for cell in findings.cells:
         expected = VOLUMES[cell.way](step(findings, plan, cell.batch_size)).total
@@ -110,7 +110,7 @@ def total_bytes(cell: Cell) -> float:
 
 
 def step(findings: Findings, plan: Plan, batch_size: int) -> Step:
-    """A timed step, as the laws take it."""
+    """Return a timed step in the form that the laws take."""
     return Step.of(
         plan.shape,
         num_ranks=findings.num_ranks,

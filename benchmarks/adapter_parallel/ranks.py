@@ -1,4 +1,4 @@
-"""The processes that measure, a rank each."""
+"""The processes that measure, one per rank."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class Cell:
     """One way at one batch size.
 
     Attributes:
-        seconds: Of a step of all adapters, round by round; in one round all ways took turns.
-        sent_bytes: What all ranks together send in such a step, by kind of collective.
+        seconds: Seconds of a step of all adapters, round by round; all ways take turns in a round.
+        sent_bytes: Bytes that all ranks together send in such a step, by kind of collective.
     """
 
     way: str
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What the ranks found; no cells where ``failures`` say why the gate is red."""
+    """The findings of the ranks; there are no cells if ``failures`` say why the gate failed."""
 
     num_ranks: int
     cells: tuple[Cell, ...]
@@ -66,7 +66,7 @@ class Findings:
 
 
 def measure(plan: Plan, ways: Mapping[str, Callable[[PreTrainedModel, Workload], Way]] = WAYS) -> Findings:
-    """Gate and measure in processes of their own."""
+    """Check and measure in processes of their own."""
     num_ranks = min(plan.num_ranks, torch.cuda.device_count()) if plan.device == "cuda" else plan.num_ranks
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(_rank, args=(plan, num_ranks, Path(folder), ways), nprocs=num_ranks)

@@ -1,4 +1,4 @@
-"""``tp``: every linear layer split over the ranks, which all have the same rows."""
+"""``tp``: every linear layer is split over the ranks, which all have the same rows."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
 class TensorParallel(OneByOne):
-    """Columns of q, k, v, gate and up, rows of o and down, columns of the output head with its loss.
+    """Tensor parallelism: q, k, v, gate and up are split by columns, o and down by rows, and the output head with its
+    loss by columns.
 
-    Of an adapter beside columns ``B`` is split likewise and ``A`` is whole; beside rows ``A`` is split and ``B`` is
-    whole. So the adapters add nothing to what the base sends but an all-reduce of ``[T, r]`` beside each of the two of
-    rows in the forward pass, and one of all whole ``A``'s gradients at the end of the backward pass.
+    If a layer is split by columns, ``B`` of its adapter is split in the same way and ``A`` is whole; if it is split by
+    rows, ``A`` is split and ``B`` is whole. So the adapters add only two things to the traffic of the base: an
+    all-reduce of ``[T, r]`` for each of the two layers that are split by rows, in the forward pass; and one all-reduce
+    of the gradients of all whole ``A``, at the end of the backward pass.
     """
 
     def __init__(self, base: PreTrainedModel, workload: Workload) -> None:
@@ -61,7 +63,8 @@ class TensorParallel(OneByOne):
 
     @torch.no_grad()
     def _add_up(self) -> None:
-        """Of a whole ``A`` each rank has found the gradient through its columns of ``B``: one all-reduce for all."""
+        """Add up the gradients of each whole ``A``, which every rank has found through its own columns of ``B``: one
+        all-reduce for all."""
         partial: list[Any] = [
             one
             for one in self._parameters.values()

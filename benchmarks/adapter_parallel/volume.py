@@ -1,8 +1,8 @@
-"""Bytes on the wire of one step of all adapters, for each way, from the shape of the base alone. Pure.
+"""Computes the bytes on the wire of one step of all adapters, for each way, from the shape of the base alone. Pure.
 
-Totals over all ranks, with bandwidth-optimal collectives: gathering ``S`` bytes on ``n`` ranks, or reducing and
-scattering them, moves ``S (n - 1)``, an all-reduce twice that. The benchmark's gate holds these laws against what is
-counted where PyTorch starts the collectives.
+The totals are over all ranks, with bandwidth-optimal collectives: to gather ``S`` bytes on ``n`` ranks, or to reduce
+and scatter them, moves ``S (n - 1)`` bytes, and an all-reduce moves twice as many. The benchmark's gate compares these
+laws with bytes that are counted where PyTorch starts the collectives.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Step:
     """One step of all adapters on a Llama.
 
     Attributes:
-        num_jobs: Adapters, each with ``batch_size`` rows of ``length`` tokens.
-        adapter_rank: Of each; on all linear layers but the output head.
-        number_bytes: Of a number of the base, an adapter or an activation.
+        num_jobs: Number of adapters, each with ``batch_size`` rows of ``length`` tokens.
+        adapter_rank: Rank of each adapter, on all linear layers except the output head.
+        number_bytes: Bytes of a number of the base, an adapter or an activation.
     """
 
     num_ranks: int
@@ -41,7 +41,7 @@ class Step:
 
     @classmethod
     def of(cls, shape: Mapping[str, Any], **others: int) -> Step:
-        """On a base of a ``LlamaConfig`` with these keys."""
+        """Return the step on a base with these keys of a ``LlamaConfig``."""
         head = shape["hidden_size"] // shape["num_attention_heads"]
         return cls(
             hidden=shape["hidden_size"],
@@ -60,17 +60,17 @@ class Step:
 
     @property
     def layer_numbers(self) -> int:
-        """Of the base in a layer: linear layers and two norms."""
+        """Numbers of the base in a layer: linear layers and two norms."""
         return sum(k * n for k, n in self.linears) + 2 * self.hidden
 
     @property
     def adapter_numbers(self) -> int:
-        """Of an adapter in a layer."""
+        """Numbers of an adapter in a layer."""
         return sum(self.adapter_rank * (k + n) for k, n in self.linears)
 
     @property
     def sharded_adapter_numbers(self) -> int:
-        """The same, where FSDP deals out rows: it fills up those of ``A`` until all ranks have as many."""
+        """The same as FSDP shards them by rows: it pads ``A`` until all ranks have equally many rows."""
         rows = -(-self.adapter_rank // self.num_ranks) * self.num_ranks
         return sum(rows * k + self.adapter_rank * n for k, n in self.linears)
 
@@ -86,7 +86,7 @@ class Volume:
     Attributes:
         base: Parameters of the base.
         adapters: Parameters and gradients of adapters.
-        activations: Hidden states, their gradients, and what else is as long as the tokens.
+        activations: Hidden states, their gradients, and other tensors with one entry per token.
         scalars: Norms and losses.
     """
 
@@ -101,8 +101,9 @@ class Volume:
 
 
 def fsdp(step: Step) -> Volume:
-    """Of every adapter: all layers gathered for the forward pass and all but the last again for the backward pass, with
-    the adapter's parameters in them; embeddings, last norm and head once; the adapter's gradients scattered."""
+    """Return the bytes of ``fsdp``, for every adapter: all layers are gathered for the forward pass, and all but the
+    last one again for the backward pass, with the adapter's parameters in them; embeddings, last norm and head are
+    gathered once; the adapter's gradients are scattered."""
     per_job = (step.num_ranks - 1) * step.num_jobs
     ends = 2 * step.vocabulary * step.hidden + step.hidden
     gathers = 2 * step.layers - 1
@@ -114,9 +115,9 @@ def fsdp(step: Step) -> Volume:
 
 
 def tp(step: Step) -> Volume:
-    """Of every adapter: all-reduces of hidden states, two a layer in the forward pass and two in the backward pass, but
-    for the inputs of the first layer, and one before the head; of the inner states of the adapters of o and down; of
-    the gradients of whole ``A``; and the split loss."""
+    """Return the bytes of ``tp``, for every adapter: all-reduces of hidden states, two per layer in the forward pass
+    and two in the backward pass, except for the inputs of the first layer, and one before the head; of the inner states
+    of the adapters of o and down; of the gradients of whole ``A``; and the split loss."""
     per_job = 2 * (step.num_ranks - 1) * step.num_jobs
     hidden_states = 4 * step.layers
     inner = 2 * step.layers * step.adapter_rank
@@ -130,7 +131,7 @@ def tp(step: Step) -> Volume:
 
 
 def pp(step: Step) -> Volume:
-    """Of every row: hidden states to the next stage, their gradients back."""
+    """Return the bytes of ``pp``, for every row: hidden states go to the next stage, and their gradients come back."""
     crossings = 2 * (step.num_ranks - 1) * step.num_jobs
     return Volume(
         activations=crossings * step.job_tokens * step.hidden * step.number_bytes,
@@ -139,8 +140,8 @@ def pp(step: Step) -> Volume:
 
 
 def ap(step: Step) -> Volume:
-    """Once for all adapters: every layer gathered for the forward and for the backward pass; embeddings, last norm and
-    head once."""
+    """Return the bytes of ``ap``, once for all adapters: every layer is gathered for the forward and for the backward
+    pass; embeddings, last norm and head are gathered once."""
     ends = 2 * step.vocabulary * step.hidden + step.hidden
     return Volume(
         base=(step.num_ranks - 1) * (2 * step.layers * step.layer_numbers + ends) * step.number_bytes,
@@ -152,5 +153,5 @@ VOLUMES: Mapping[str, Callable[[Step], Volume]] = {"fsdp": fsdp, "tp": tp, "pp":
 
 
 def _norms(step: Step) -> int:
-    """The norm of every adapter's gradients, whose parts lie on all ranks."""
+    """Return the bytes for the norm of every adapter's gradients, whose parts are on all ranks."""
     return 2 * (step.num_ranks - 1) * step.num_jobs * _FLOAT32_BYTES

@@ -1,4 +1,5 @@
-"""Bytes on the wire, counted where PyTorch starts a collective: whoever calls it, FSDP, DTensor, a pipeline or ALTO."""
+"""Counts bytes on the wire where PyTorch starts a collective, whichever code calls it: FSDP, DTensor, a pipeline or
+ALTO."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ _NAMESPACES = ("c10d", "_c10d_functional")
 
 
 class WireCounter(TorchDispatchMode):
-    """Counts, while it is entered, what this rank sends.
+    """Counts the bytes that this rank sends inside the context.
 
-    Every collective counts as its bandwidth-optimal algorithm: of ``S`` bytes over ``n`` ranks a rank sends
-    ``S (n - 1) / n`` in a gather of all or a reduce-scatter, twice that in an all-reduce.
+    Every collective counts as its bandwidth-optimal algorithm: for ``S`` bytes over ``n`` ranks, a rank sends ``S (n -
+    1) / n`` bytes in an all-gather or a reduce-scatter, and twice as many in an all-reduce.
 
     Attributes:
-        sent_bytes: By kind of collective.
-        calls: How often each kind was begun.
+        sent_bytes: Bytes by kind of collective.
+        calls: Number of calls of each kind.
     """
 
     def __init__(self) -> None:
@@ -45,7 +46,7 @@ class WireCounter(TorchDispatchMode):
 
 
 def _bytes(tensors: Any) -> int:
-    """Of one tensor, or of all in a list."""
+    """Return the bytes of one tensor, or of all tensors in a list."""
     return tensors.nbytes if isinstance(tensors, Tensor) else sum(map(_bytes, tensors))
 
 
@@ -63,6 +64,6 @@ _COUNTS: Mapping[str, tuple[str, _Count]] = {
     "broadcast_": ("broadcast", lambda args, share: share * _bytes(args[0])),
     "send": ("send", lambda args, share: float(_bytes(args[0]))),
 }
-"""By name of the op; one that is not here is an error, so that nothing goes uncounted."""
+"""Kinds by name of the op. An op that is not here is an error, so that all traffic is counted."""
 
 _SILENT = frozenset({"recv_", "recv_any_source_", "barrier", "wait_tensor", "_wrap_tensor_autograd"})

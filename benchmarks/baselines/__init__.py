@@ -1,1 +1,1 @@
-"""What users do today: the baselines and peers that ALTO is measured against."""
+"""The baselines and peers with which ALTO is compared: the tools that people use today."""

@@ -1,7 +1,8 @@
-"""The stronger baseline: one job at a time in a plain PyTorch loop around a PEFT model, with nothing of a trainer.
+"""The stronger baseline: one job at a time in a plain PyTorch loop around a PEFT model, without a trainer.
 
-Pads each batch to its longest row, computes logits only in columns where some row has a trained token, steps a fused
-AdamW, and logs nothing. It is what a careful engineer writes by hand, and the check that TRL's loss means the same.
+It pads each batch to its longest row, computes logits only in columns in which some row has a trained token, steps a
+fused AdamW, and logs nothing. A careful engineer would write such a loop by hand. It also checks that TRL's loss means
+the same.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _batches(rows: Sequence[Example], order: Order, batch_size: int) -> Iterator
 
 
 def loss_sum(model: PeftModel, examples: Sequence[Example], pad_id: int) -> tuple[Tensor, int]:
-    """Summed loss over the trained tokens of a padded batch, and their number; on the model's device."""
+    """Return the summed loss over the trained tokens of a padded batch, and their number; on the model's device."""
     lengths = [len(example["input_ids"]) for example in examples]
     longest = max(lengths)
     input_ids = torch.full((len(examples), longest), pad_id)
@@ -140,7 +141,7 @@ def loss_sum(model: PeftModel, examples: Sequence[Example], pad_id: int) -> tupl
 
 @torch.no_grad()
 def evaluate(model: PeftModel, rows: Sequence[Example], batch_size: int, pad_id: int) -> float:
-    """The mean loss over the trained tokens of ``rows``."""
+    """Return the mean loss over the trained tokens of ``rows``."""
     model.eval()
     total, num_tokens = 0.0, 0
     for first in range(0, len(rows), batch_size):

@@ -1,4 +1,4 @@
-"""The best adapter so far, on disk: what a user of PEFT keeps of a sweep."""
+"""The best adapter so far on disk, which a user of PEFT keeps of a sweep."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class BestAdapter:
     """Keeps the adapter with the lowest validation loss in a folder, as PEFT saves it.
 
     Attributes:
-        folder: Where it is; nothing is there before the first finite loss.
-        loss: Its validation loss, infinite before the first.
+        folder: Its folder, which is absent before the first finite loss.
+        loss: Its validation loss; infinite before the first one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -25,7 +25,7 @@ class BestAdapter:
         self.loss = math.inf
 
     def keep(self, model: PeftModel, evaluation: Evaluation) -> bool:
-        """Save the adapter if it is better than those before; whether it is."""
+        """Save the adapter if it is better than all earlier ones; return whether it is."""
         is_better = math.isfinite(evaluation.loss) and evaluation.loss < self.loss
         if is_better:
             self.loss = evaluation.loss

@@ -1,6 +1,6 @@
-"""The ``grouped_mm`` baseline: PyTorch's grouped GEMM, made for mixtures of experts.
+"""The ``grouped_mm`` baseline: PyTorch's grouped GEMM, which was made for mixtures of experts.
 
-One launch for all adapters, but they must have one shape: every adapter is padded to the largest rank.
+There is one launch for all adapters, but all must have one shape, so every adapter is padded to the largest rank.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["add", "add_backward", "is_supported", "prepare", "rows_per_job"]
 
 
 class _Groups(NamedTuple):
-    """Where each job's tokens end, the scale of every token, and which jobs they are: jobs without tokens left out."""
+    """The end of each job's tokens, the scale of every token, and the jobs; jobs without tokens are left out."""
 
     ends_J: Tensor
     scales_T1: Tensor
@@ -26,7 +26,7 @@ class _Groups(NamedTuple):
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether PyTorch has the grouped GEMM for ``dtype`` on ``device``: asked by calling it."""
+    """Return whether PyTorch has the grouped GEMM for ``dtype`` on ``device``, by calling it."""
     x_TK, w_ZKN = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(2, 16, 16, device=device, dtype=dtype)
     try:
         grouped_mm(x_TK, w_ZKN, offs=torch.tensor([7, 16], device=device, dtype=torch.int32))

@@ -1,8 +1,8 @@
-"""What the one-job-at-a-time baselines share: the task made ready once, a job's settings, and what a job reports.
+"""Common parts of the baselines that train one job at a time: the prepared task, a job's settings, and its results.
 
-Everything here favours the baselines: rows are tokenised and the base model is loaded once per sweep, not once per job.
-The loss means the same in both of them and in ALTO: mean over the trained tokens of the batch; for a validation set,
-mean over all of its trained tokens.
+All choices here favour the baselines: rows are tokenised and the base model is loaded once per sweep, not once per job.
+The loss means the same in all of them and in ALTO: the mean over the trained tokens of the batch; for a validation set,
+the mean over all of its trained tokens.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ IGNORED = -100
 """Label of a token that is not trained."""
 
 Order = Callable[[int], Sequence[int]]
-"""Epoch number, from 0, to the row indices in the order in which they are trained."""
+"""Function from the number of an epoch, from 0, to the row indices in the order of training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSettings:
-    """One configuration, canonical keys; the meaning of each is that of Transformers, PEFT and TRL.
+    """One configuration with canonical keys, whose meanings are those of Transformers, PEFT and TRL.
 
     Settings of a preference loss are None in supervised fine-tuning.
     """
@@ -65,7 +65,7 @@ class JobSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> JobSettings:
-        """Settings from a mapping.
+        """Return settings from a mapping.
 
         Raises:
             ValueError: A key is not known here, or one of ``FIXED`` has another value.
@@ -81,13 +81,13 @@ class JobSettings:
 
     @property
     def scheduler(self) -> str:
-        """The scheduler's name in Transformers, whose plain ``constant`` leaves the warmup out."""
+        """Name of the scheduler in Transformers, whose plain ``constant`` has no warmup."""
         if self.lr_scheduler_type == "constant" and self.warmup_steps > 0:
             return "constant_with_warmup"
         return self.lr_scheduler_type
 
     def lora(self) -> LoraConfig:
-        """The adapter as PEFT wants it described."""
+        """Return PEFT's configuration of the adapter."""
         targets = self.target_modules if isinstance(self.target_modules, str) else list(self.target_modules)
         return LoraConfig(
             r=self.r,
@@ -98,7 +98,7 @@ class JobSettings:
         )
 
     def total_steps(self, num_rows: int) -> int:
-        """Optimizer steps of the job; the last batch of an epoch may be short."""
+        """Return the optimizer steps of the job; the last batch of an epoch may be short."""
         return math.ceil(self.num_train_epochs * math.ceil(num_rows / self.per_device_train_batch_size))
 
 
@@ -135,16 +135,16 @@ FIXED = {
     "f_alpha_divergence_coef": 0.5,
     "discopop_tau": 0.05,
 }
-"""Keys of a configuration that the baselines take only at these values: their defaults in every system."""
+"""Keys for which the baselines accept only these values, which are the defaults in every system."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a job was worth after ``step`` optimizer steps on the whole validation set.
+    """An evaluation of a job after ``step`` optimizer steps, on the whole validation set.
 
     Attributes:
-        loss: Nats per trained token; of pairs, the mean over them.
-        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply earns more; None where there are none.
+        loss: Nats per trained token; for pairs, the mean over them.
+        reward_accuracy: Share of the pairs, in [0, 1], whose chosen reply has the higher reward; None for other rows.
     """
 
     step: int
@@ -154,15 +154,15 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaselineJob:
-    """What one job took and gave.
+    """The times and results of one job.
 
     Attributes:
-        duration_s: All of it: model copy, adapter, trainer set-up, training, evaluation.
-        train_s: Training loop without its evaluations.
-        eval_s: Evaluations.
+        duration_s: All seconds: model copy, adapter, trainer set-up, training, evaluation.
+        train_s: Seconds of the training loop without its evaluations.
+        eval_s: Seconds of the evaluations.
         train_losses: Loss of every step, before that step's update.
-        evaluations: In the order of steps.
-        samples: Rows trained, repeats counted.
+        evaluations: Evaluations in the order of steps.
+        samples: Rows trained, counting repeats.
     """
 
     duration_s: float
@@ -175,13 +175,13 @@ class BaselineJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A task made ready for any number of jobs.
+    """A task that is prepared for any number of jobs.
 
     Attributes:
         model: The base model; every job wraps a copy of its modules on the same weights.
         train: ``input_ids`` and ``labels`` of the training rows, in file order.
-        validation: The same of the validation rows, sorted by length so that evaluation batches hold little padding.
-        duration_s: Time to load and tokenise; it belongs to the sweep once.
+        validation: The same of the validation rows, sorted by length so that evaluation batches have little padding.
+        duration_s: Seconds to load and tokenise, which count once for the sweep.
     """
 
     model: PreTrainedModel
@@ -199,11 +199,11 @@ def prepare(
     max_length: int,
     dtype: str = "float32",
 ) -> Prepared:
-    """Load ``model`` (folder or hub id) onto the GPU, where there is one, and tokenise ``question``/``answer`` rows,
-    cut to ``max_length`` tokens.
+    """Load ``model`` (folder or hub id) onto the GPU, if there is one, and tokenise ``question``/``answer`` rows, cut
+    to ``max_length`` tokens.
 
     Raises:
-        ValueError: After tokenising, no training or no validation row has a token to train.
+        ValueError: After tokenising, no training row or no validation row has a token to train.
     """
     start = time.perf_counter()
     base = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
@@ -226,7 +226,7 @@ def prepare(
 
 
 def epoch_order(num_rows: int, seed: int) -> Order:
-    """A fresh shuffle of the rows for every epoch, fixed by ``seed``: the order in which ALTO trains them."""
+    """Return the order of rows in every epoch: a fresh shuffle that ``seed`` determines, the same as ALTO's."""
 
     def order(epoch: int) -> list[int]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
@@ -236,10 +236,10 @@ def epoch_order(num_rows: int, seed: int) -> Order:
 
 
 def check_eval_steps(steps: Sequence[int], total_steps: int) -> frozenset[int]:
-    """The steps as a set.
+    """Return the steps as a set.
 
     Raises:
-        ValueError: One lies outside ``1..total_steps``.
+        ValueError: A step is outside of ``1..total_steps``.
     """
     outside = [step for step in steps if not 1 <= step <= total_steps]
     if outside:
@@ -265,7 +265,7 @@ def _tokenize(
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many items both begin with."""
+    """Return the number of items with which both begin."""
     for index, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:
             return index

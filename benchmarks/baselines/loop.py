@@ -1,6 +1,6 @@
-"""The ``loop`` baseline: every adapter's own small GEMMs, one after the other in each layer (mLoRA's way).
+"""The ``loop`` baseline: every adapter's own small GEMMs, one after the other in each layer, as in mLoRA.
 
-Back-to-back PyTorch, as fast as it can be written: scales ride on the GEMMs, results are added in place.
+It is plain PyTorch, as fast as it can be written: GEMMs apply the scales, and results are added in place.
 """
 
 from __future__ import annotations

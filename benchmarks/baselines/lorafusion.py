@@ -1,30 +1,35 @@
 """The ``lorafusion`` baseline: LoRAFusion's fused kernels for several adapters, rebuilt.
 
-LoRAFusion (arXiv 2510.00206, github.com/CentML/lorafusion) divides a layer and its adapters at the narrow tensors, and
-fuses what reads or writes a wide one into three kernels. A table says which adapter each block of tokens belongs to:
+LoRAFusion (arXiv 2510.00206, github.com/CentML/lorafusion) splits a layer with its adapters at the narrow tensors, and
+fuses all operations that read or write a wide tensor into three kernels. A table maps each block of tokens to its
+adapter:
 
 1. ``y = x Wᵀ + scale_i · s B_i``: the frozen GEMM begins its sum with the adapter's part (``fused_linear``);
-2. ``ds = scale_i · dy B_iᵀ`` and ``dB_i = scale_i · sᵀ dy``: one reading of ``dy``, both sums by atomic additions in
-   float32, so that bits differ from run to run (``fused_narrow``);
-3. ``dx = dy W + ds A_i``: as the first (``fused_linear``).
 
-``s = x Aᵀ`` and ``dA = dsᵀ x`` it leaves to PyTorch. Different from the original, in its favour unless said otherwise:
+2. ``ds = scale_i · dy B_iᵀ`` and ``dB_i = scale_i · sᵀ dy``: one read of ``dy``, and both sums by atomic additions in
+float32, so bits differ from run to run (``fused_narrow``);
 
-- It takes four adapters in a pass; here as many as the pass has. It multiplies ``s`` with the ranks of all of them in
-  one GEMM and keeps a token's own, and ``dA`` adapter by adapter. With dozens of adapters the one would multiply, the
-  other launch, many times as much as with four, so PyTorch's grouped GEMM does both.
-- It fills the tokens of every adapter up to a multiple of its blocks, through the whole model. Here a block begins
-  where the adapter's tokens do: the last is filled in the kernels alone.
-- Its tiles are tuned once for a GPU, with blocks of 128 tokens there; here once for a shape (``lorafusion_triton``),
-  with blocks of 64 or 128.
-- Blocks and pointers go to the device once a pass, gradients are added in place, atomic additions are relaxed, the
-  second kernel may take several tiles of ``dy``, launches go through ALTO's shortened launcher.
-- Against it: the grouped GEMM needs a copy of ``A`` with padded ranks, and the original's version for passes of one
-  adapter, which loads by TMA, is not rebuilt.
-- No dropout: no variant has any. What it needs (a kernel that stores mask and masked input, the mask in the third
-  kernel) is left out; so is the scheduler, which forms passes.
+3. ``dx = dy W + ds A_i``: like the first kernel (``fused_linear``).
 
-On a CPU ``lorafusion_torch`` does what the kernels do, for the gate; its times say nothing of LoRAFusion.
+It leaves ``s = x Aᵀ`` and ``dA = dsᵀ x`` to PyTorch. This baseline differs from the original in the following points,
+to its advantage unless stated otherwise:
+
+- The original takes four adapters per pass; here a pass may have any number. The original multiplies ``s`` with the
+  ranks of all adapters in one GEMM and keeps each token's own, and computes ``dA`` adapter by adapter. With dozens of
+  adapters, the first would multiply and the second would launch many times as much as with four, so PyTorch's grouped
+  GEMM computes both.
+- The original pads the tokens of every adapter to a multiple of its blocks, through the whole model. Here blocks begin
+  at the adapter's first token, and only the kernels see an incomplete last block.
+- The original tunes its tiles once per GPU, with blocks of 128 tokens. Here they are tuned once per shape
+  (``lorafusion_triton``), with blocks of 64 or 128.
+- Blocks and pointers go to the device once per pass, gradients are added in place, atomic additions are relaxed, the
+  second kernel may take several tiles of ``dy``, and launches go through ALTO's shortened launcher.
+- A disadvantage: the grouped GEMM needs a copy of ``A`` with padded ranks, and the original's version for passes of
+  one adapter, which loads by TMA, is not rebuilt.
+- No variant has dropout. Its parts (a kernel that stores mask and masked input, the mask in the third kernel) are left
+  out, and so is the scheduler, which forms passes.
+
+On a CPU ``lorafusion_torch`` computes the same as the kernels, for the gate; its times do not represent LoRAFusion.
 
 Shapes: as in ``stacked``; ``R`` ranks that the kernels multiply, ``P`` rows of the stack that a pass has.
 """
@@ -49,7 +54,7 @@ from benchmarks.baselines.stacked import BaseLayer, JobTokens, Stack
 __all__ = ["FusedOps", "backward", "forward", "fused_ops", "is_supported", "prepare", "rows_per_job"]
 
 _SMALLEST_RANK = 16
-"""Tensor cores multiply no fewer ranks at a time."""
+"""Smallest number of ranks that tensor cores multiply at a time."""
 
 
 class FusedOps(Protocol):
@@ -66,14 +71,15 @@ class FusedOps(Protocol):
         *,
         is_scaled: bool,
     ) -> Tensor:
-        """``in[i] weight + bias + scale_i · narrow[i] lora_i``, ``[T, N]``; without the scale unless ``is_scaled``.
+        """Return ``in[i] weight + bias + scale_i · narrow[i] lora_i``, ``[T, N]``; without the scale unless
+        ``is_scaled``.
 
-        Columns of ``narrow_TR`` past a job's rank are finite, whatever they are.
+        Columns of ``narrow_TR`` past a job's rank are undefined but finite.
         """
 
     def fused_narrow(self, dy_TN: Tensor, s_TR: Tensor, b_PN: Tensor, blocks: TokenBlocks) -> tuple[Tensor, Tensor]:
-        """``scale_i · dy[i] b_iᵀ``, ``[T, R]`` with zeros past a job's rank, and ``scale_i · s[i]ᵀ dy[i]``, ``[P, N]``;
-        both in float32."""
+        """Return ``scale_i · dy[i] b_iᵀ``, ``[T, R]`` with zeros past a job's rank, and ``scale_i · s[i]ᵀ dy[i]``,
+        ``[P, N]``; both in float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +87,12 @@ class _Pass:
     """The jobs of a pass, which are neighbours.
 
     Attributes:
-        rows: Theirs in the stack.
-        blocks: Their tokens, for the kernels.
-        ends_J: Where the tokens of each job end.
-        padded_JR: Rows of ``A`` for each job, as many as the kernels multiply; past its own rank they are any.
-        own_P: Where a job's own rows are in ``padded_JR``.
+        rows: Rows of the jobs in the stack.
+        blocks: Tokens of the jobs, for the kernels.
+        ends_J: End of the tokens of each job.
+        padded_JR: Rows of ``A`` for each job, as many as the kernels multiply; rows past the job's own rank are
+            undefined.
+        own_P: Positions of a job's own rows in ``padded_JR``.
     """
 
     rows: slice
@@ -96,13 +103,13 @@ class _Pass:
 
 
 def is_supported(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether there are the kernels, and PyTorch's grouped GEMM for ``dtype`` on ``device``."""
+    """Return whether the kernels and PyTorch's grouped GEMM exist for ``dtype`` on ``device``."""
     has_kernels = device.type != "cuda" or find_spec("triton") is not None
     return has_kernels and grouped_mm.is_supported(device, dtype)
 
 
 def fused_ops(device: torch.device) -> FusedOps:
-    """The kernels' module for ``device``; Triton is imported where it is used."""
+    """Return the module of the kernels for ``device``; Triton is imported only if it is used."""
     ops: FusedOps = import_module(f"benchmarks.baselines.lorafusion_{'triton' if device.type == 'cuda' else 'torch'}")
     return ops
 

@@ -1,4 +1,4 @@
-"""Which tokens of a pass are multiplied with which adapter, as the kernels of ``lorafusion`` read it."""
+"""The assignment of a pass's tokens to adapters, in the form that the kernels of ``lorafusion`` read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Segment:
     """The tokens of one job.
 
     Attributes:
-        first, length: The tokens.
-        row, rank: The job's rows among those of the pass.
+        first, length: Position and number of the tokens.
+        row, rank: First row and number of rows of the job among those of the pass.
         scale: ``lora_alpha / r``.
     """
 
@@ -30,18 +30,18 @@ class Segment:
 
 
 class BlockTable(NamedTuple):
-    """Blocks of tokens of one size at most: first token, tokens, first row and rank; and the scale of each."""
+    """Blocks of at most one size: first token, number of tokens, first row and rank; and the scale of each block."""
 
     blocks_B4: Tensor
     scales_B: Tensor
 
 
 class TokenBlocks:
-    """The segments of a pass, and their tables of blocks, each sent to the device when it is first asked for.
+    """The segments of a pass, and their tables of blocks, which are sent to the device at their first use.
 
     Attributes:
         segments: One for each job.
-        num_ranks: What the kernels multiply: a power of two, at least every rank.
+        num_ranks: Number of ranks that the kernels multiply: a power of two, at least every rank.
     """
 
     def __init__(self, segments: Sequence[Segment], *, num_ranks: int, device: torch.device) -> None:
@@ -51,7 +51,8 @@ class TokenBlocks:
         self._tables: dict[int, BlockTable] = {}
 
     def table(self, size: int) -> BlockTable:
-        """Blocks of ``size`` tokens; the last of a job has what is left, and a job without tokens has none."""
+        """Return blocks of ``size`` tokens; the last block of a job has the remaining tokens, and a job without tokens
+        has none."""
         if size not in self._tables:
             blocks = [
                 (segment.first + start, min(size, segment.length - start), segment.row, segment.rank, segment.scale)

@@ -1,4 +1,4 @@
-"""What the kernels of ``lorafusion`` do, in PyTorch: job by job instead of block by block."""
+"""The computations of ``lorafusion``'s kernels in PyTorch: job by job instead of block by block."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The kernels of ``lorafusion``, on a GPU: the first and the third are one kernel with other strides.
+"""The kernels of ``lorafusion`` on a GPU; the first and the third are one kernel with different strides.
 
-Tiles are chosen by measuring, at the first pass of a shape, among those that LoRAFusion's authors choose from.
+At the first pass of a shape, tiles are chosen by measurement among those that LoRAFusion's authors use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from benchmarks.baselines.lorafusion_pass import TokenBlocks
 __all__ = ["LINEAR_CONFIGS", "NARROW_CONFIGS", "fused_linear", "fused_narrow", "linear_kernel", "narrow_kernel"]
 
 _GROUP = 8
-"""Blocks of tokens that read a tile of the weights one after the other, while it is in the L2 cache."""
+"""Number of blocks of tokens that read a tile of the weights one after the other, while it is in the L2 cache."""
 
 
 def _config(num_warps: int, num_stages: int, **tiles: int) -> KernelConfig:
@@ -50,7 +50,7 @@ NARROW_CONFIGS = tuple(
 _Candidate = TypeVar("_Candidate")
 
 _chosen: dict[Hashable, KernelConfig] = {}
-"""By kernel and shape: what was fastest."""
+"""Fastest configuration by kernel and shape."""
 
 
 def fused_linear(
@@ -137,8 +137,8 @@ def linear_kernel(
     BLOCK_C: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """``out[i] = in[i] @ weight + bias + scale_i * narrow[i] @ lora_i``. Grid: tiles of columns times blocks of tokens,
-    ``GROUP`` blocks at a time."""
+    """Compute ``out[i] = in[i] @ weight + bias + scale_i * narrow[i] @ lora_i``. Grid: tiles of columns times blocks of
+    tokens, ``GROUP`` blocks at a time."""
     block, tile = _block_and_tile(num_blocks, tl.cdiv(num_out, BLOCK_N), GROUP)
     entry = blocks_B4 + 4 * block
     first = tl.load(entry).to(tl.int64)
@@ -194,8 +194,8 @@ def narrow_kernel(
     TILES: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """``ds[i] += scale_i * dy[i] @ b_iᵀ`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``, atomically. Grid: ``TILES`` tiles of
-    columns times blocks of tokens, ``GROUP`` blocks at a time."""
+    """Compute ``ds[i] += scale_i * dy[i] @ b_iᵀ`` and ``db_i += scale_i * s[i]ᵀ @ dy[i]``, atomically. Grid: ``TILES``
+    tiles of columns times blocks of tokens, ``GROUP`` blocks at a time."""
     block, span = _block_and_tile(num_blocks, tl.cdiv(num_out, BLOCK_N * TILES), GROUP)
     entry = blocks_B4 + 4 * block
     first, row = tl.load(entry).to(tl.int64), tl.load(entry + 2).to(tl.int64)
@@ -224,7 +224,7 @@ def narrow_kernel(
 
 @triton.jit
 def _block_and_tile(num_blocks, num_tiles, GROUP: tl.constexpr):
-    """``GROUP`` blocks take turns with every tile before the next blocks begin."""
+    """Return block and tile of a program: ``GROUP`` blocks take turns with every tile before the next blocks begin."""
     program = tl.program_id(0)
     per_group = GROUP * num_tiles
     first_block = program // per_group * GROUP
@@ -239,7 +239,8 @@ def _tuned(
     blocks: TokenBlocks,
     run: Callable[[KernelConfig], None],
 ) -> KernelConfig:
-    """The fastest of ``configs`` for a shape, for about as many tokens and jobs as these; measured once."""
+    """Return the fastest of ``configs`` for a shape with about as many tokens and jobs as these; it is measured
+    once."""
     if triton.knobs.runtime.interpret:
         return configs[-1]
     num_tokens = sum(segment.length for segment in blocks.segments)
@@ -253,10 +254,10 @@ def _tuned(
 
 
 def fastest(candidates: Sequence[_Candidate], measure: Callable[[_Candidate], float]) -> _Candidate:
-    """The one with the smallest measure; one that needs more than the GPU has is left out.
+    """Return the candidate with the smallest measure; candidates that need more than the GPU has are left out.
 
     Raises:
-        triton.OutOfResources: All of them do.
+        triton.OutOfResources: All candidates do.
     """
     found: list[tuple[float, int]] = []
     refused: triton.OutOfResources | None = None

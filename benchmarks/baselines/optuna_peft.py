@@ -1,4 +1,4 @@
-"""What a user of Optuna does: a sampler and a pruner drive PEFT, one job at a time."""
+"""The way of a user of Optuna: a sampler and a pruner control PEFT, one job at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRUNERS: Mapping[str, Callable[[], optuna.pruners.BasePruner]] = {
     "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, max_resource=100, reduction_factor=3),
     "median": optuna.pruners.MedianPruner,
 }
-"""Resources are percent of a job's steps; all else as Optuna has it by default."""
+"""Pruners by name. Resources are percent of a job's steps; all other settings are Optuna's defaults."""
 
 EARLY_SHARES = (0.01, 0.03)
 """Hyperband's first rungs, as shares of a job's steps; the others lie near tenths."""
@@ -34,19 +34,19 @@ def optuna_search(
     on_evaluation: Callable[[PeftModel, Evaluation], bool],
     is_over: Callable[[int], bool] = lambda trials: False,
 ) -> int:
-    """Search until the sampler has no more configurations, or ``is_over`` says so.
+    """Search until the sampler has no more configurations, or ``is_over`` returns true.
 
     Args:
         prepared: Base model and rows.
-        space: The configuration of a trial.
-        sampler: Chooses them.
+        space: Function that returns the configuration of a trial.
+        sampler: Chooses the configurations.
         pruner: Name in ``PRUNERS``.
         eval_at_steps: Steps after which a job is validated, and may be pruned.
-        on_evaluation: Called after every evaluation; the trial ends where it returns true.
-        is_over: Whether no more trial begins, by the number of those before.
+        on_evaluation: Called after every evaluation; the trial ends if it returns true.
+        is_over: Function of the number of earlier trials that returns whether no more trial begins.
 
     Returns:
-        The rows that were trained, repeats counted.
+        Rows that were trained, counting repeats.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     samples = 0

@@ -1,4 +1,4 @@
-"""A task of preference pairs made ready once for all jobs of the baseline, and for the judge of finished adapters."""
+"""A task of preference pairs, prepared once for all jobs of the baseline and for the judge of finished adapters."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["PreparedPairs", "prepare_pairs", "tokenize_pairs"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPairs:
-    """A task made ready for any number of jobs.
+    """A task that is prepared for any number of jobs.
 
     Attributes:
         model: The base model, float32 on the CPU; every job works on its own copy.
-        train: What :func:`tokenize_pairs` makes of the training pairs, in file order. It lies on disk: there TRL keeps
-            reference log-probabilities beside it, for later jobs.
-        validation: The same of the validation pairs, sorted by length so that evaluation batches hold little padding.
-        max_length: Tokens that no sequence exceeds.
-        duration_s: Time to load and tokenise; it belongs to the sweep once.
+        train: Result of :func:`tokenize_pairs` for the training pairs, in file order. It is on disk, where TRL keeps
+            reference log-probabilities beside it for later jobs.
+        validation: The same of the validation pairs, sorted by length so that evaluation batches have little padding.
+        max_length: Largest number of tokens of a sequence.
+        duration_s: Seconds to load and tokenise, which count once for the sweep.
     """
 
     model: PreTrainedModel
@@ -46,10 +46,10 @@ def prepare_pairs(
     *,
     max_length: int,
 ) -> PreparedPairs:
-    """Load ``model`` (folder or hub id) and put tokenised pairs into ``folder``.
+    """Load ``model`` (folder or hub id) and write tokenised pairs into ``folder``.
 
     Raises:
-        ValueError: As :func:`tokenize_pairs`.
+        ValueError: See :func:`tokenize_pairs`.
     """
     start = time.perf_counter()
     disable_progress_bars()
@@ -71,11 +71,11 @@ def prepare_pairs(
 def tokenize_pairs(
     tokenizer: PreTrainedTokenizerBase, rows: Iterable[Mapping[str, str]], *, max_length: int
 ) -> list[dict[str, list[int]]]:
-    """``prompt_ids``, ``chosen_ids`` and ``rejected_ids`` of ``prompt``/``chosen``/``rejected`` rows: what TRL
-    makes of them as conversations.
+    """Return ``prompt_ids``, ``chosen_ids`` and ``rejected_ids`` of ``prompt``/``chosen``/``rejected`` rows, as TRL
+    makes them of conversations.
 
     Raises:
-        ValueError: A sequence is longer than ``max_length``: the systems would have to be shown to cut it alike.
+        ValueError: A sequence is longer than ``max_length``, so the systems might cut it differently.
     """
     pairs = []
     for row in rows:

@@ -1,7 +1,7 @@
-"""What a user of Ray Tune does: ASHA stops the trials of a grid, each of which trains one job with PEFT.
+"""The way of a user of Ray Tune: ASHA stops the trials of a grid, each of which trains one job with PEFT.
 
-In Ray's favour: processes of trials are used again, base model and tokenised rows come from its object store, and
-starting and stopping Ray itself is not timed.
+Choices in Ray's favour: processes are used again for further trials, base model and tokenised rows come from its object
+store, and starting and stopping Ray itself is not timed.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from benchmarks.baselines.job import Evaluation, JobSettings, Prepared
 __all__ = ["EARLY_SHARES", "RayOutcome", "ray_asha"]
 
 EARLY_SHARES = (0.025,)
-"""Its first milestone, as a share of a job's steps; the next ones are four times as far each: tenths."""
+"""First milestone of ASHA, as a share of a job's steps; each further milestone is four times as far, at tenths."""
 
 REDUCTION_FACTOR = 4
-"""Ray's default: of those that reach a milestone the best quarter continues, and the next is four times as far."""
+"""Ray's default: the best quarter of the trials at a milestone continues, and the next milestone is four times as
+far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOutcome:
-    """What Ray Tune found.
+    """The result of Ray Tune.
 
     Attributes:
         loss: Lowest validation loss of all trials.
-        adapter: Folder of the adapter that has it.
-        samples: Rows trained, repeats counted.
-        duration_s: From the first process of trials, which imports what it needs, to the last result.
+        adapter: Folder of the adapter with this loss.
+        samples: Rows trained, counting repeats.
+        duration_s: Seconds from the first process of trials, including its imports, to the last result.
     """
 
     loss: float
@@ -59,9 +60,9 @@ def ray_asha(
     """Train ``configs`` as a grid.
 
     Args:
-        eval_at_steps: Of every configuration the steps after which it is validated and may be stopped.
-        concurrent_trials: How many train at a time; the cores, or the GPU, are divided among them.
-        folder: For Ray's results and the adapters.
+        eval_at_steps: For every configuration, the steps after which it is validated and may be stopped.
+        concurrent_trials: Number of trials at a time; the cores, or the GPU, are divided among them.
+        folder: Folder for Ray's results and the adapters.
     """
     gpus = 1 if torch.cuda.is_available() else 0
     threads = max(1, torch.get_num_threads() // concurrent_trials)
@@ -128,7 +129,7 @@ def _train(
     folder: str,
     threads: int,
 ) -> None:
-    """A trial: one job, which reports after each evaluation and is ended there by the scheduler."""
+    """Run a trial: one job, which reports after each evaluation and may be ended there by the scheduler."""
     torch.set_num_threads(threads)
     number = int(config["number"])
     settings = JobSettings.of(configs[number])

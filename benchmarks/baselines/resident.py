@@ -1,8 +1,8 @@
 """Sweeps in batches, as mLoRA (``loop``) and LoRAFusion (``lorafusion``) train them, on ALTO's backbone.
 
-So many jobs at a time, every one to its end. In their favour: jobs that train together have the same batch size, so
-that none waits for another and none leaves a place empty; what is stacked, padded or copied is as ``stacked`` says;
-nothing is written to disk.
+A fixed number of jobs trains at a time, each to its end. Choices in favour of the baselines: jobs that train together
+have the same batch size, so that none waits for another or leaves a place empty; ``stacked`` describes how little is
+stacked, padded or copied; nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def train_in_batches(
     Args:
         way: Name in ``WAYS``.
         eval_at_steps: By job id, the steps after which the whole validation set is evaluated.
-        max_tokens: Of a micro-batch.
+        max_tokens: Largest number of tokens of a micro-batch.
 
     Returns:
-        By job id. Jobs that train together share their times: each has its part of them.
+        Results by job id. Jobs that train together share their times, of which each gets its part.
     """
     found: dict[str, BaselineJob] = {}
     by_size: dict[int, list[Job]] = {}
@@ -126,7 +126,7 @@ class _Residents:
         }
 
     def _rows(self, total_steps: int) -> Iterator[list[tuple[int, ...]]]:
-        """Of every step the rows of every job."""
+        """Yield for every step the rows of every job."""
         size, count = self._settings[0].per_device_train_batch_size, len(self._train)
         per_epoch = math.ceil(count / size)
         orders = [epoch_order(count, settings.seed) for settings in self._settings]
@@ -137,7 +137,7 @@ class _Residents:
             yield [tuple(rows[position * size : (position + 1) * size]) for rows in rows_of_epoch]
 
     def _losses(self, data: EncodedDataset, rows_J: Sequence[tuple[int, ...]], *, is_training: bool) -> list[float]:
-        """Mean loss of every job over the trained tokens of its rows; gradients are added if training."""
+        """Return the mean loss of every job over the trained tokens of its rows; add gradients if training."""
         work = [JobRows(data, job, rows) for job, rows in enumerate(rows_J)]
         slots, parts = list[int](), list[torch.Tensor]()
         for micro_batch in split_into_micro_batches(work, self._max_tokens):

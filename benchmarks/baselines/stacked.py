@@ -1,11 +1,11 @@
-"""What the batched baselines share: adapters of many jobs on one frozen base, stacked module by module.
+"""Common parts of the batched baselines: adapters of many jobs on one frozen base, stacked module by module.
 
-``loop``, ``lorafusion`` and ``grouped_mm`` differ in how they multiply (``Products``). All else favours them alike:
-ALTO's padding-free backbone and loss head, one autograd function a layer that keeps no copies and writes gradients in
-place, adapters and optimizer state in the model's own dtype, one fused AdamW.
+``loop``, ``lorafusion`` and ``grouped_mm`` differ in how they multiply (``Products``). All other parts favour them
+equally: ALTO's padding-free backbone and loss head, one autograd function per layer that keeps no copies and writes
+gradients in place, adapters and optimizer state in the model's own dtype, and one fused AdamW.
 
-Shapes: ``T`` tokens, ``K`` in-features, ``N`` out-features, ``Q`` rows of a stack: job after job, its ``A`` as
-``[r, K]`` and its ``B`` as ``[r, N]``.
+Shapes: ``T`` tokens, ``K`` in-features, ``N`` out-features, ``Q`` rows of a stack: job after job, its ``A`` as ``[r,
+K]`` and its ``B`` as ``[r, N]``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobTokens:
-    """Whose tokens a pass holds, job after job in ascending order; ``scales`` is ``lora_alpha / r`` of each."""
+    """The tokens of the jobs in a pass, job after job in ascending order; ``scales`` is ``lora_alpha / r`` of each
+    job."""
 
     jobs: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -43,8 +44,8 @@ class Stack:
 
     Attributes:
         a_QK, b_QN, da_QK, db_QN: Weights and gradients of all jobs.
-        rows: Where each job's own rows lie.
-        num_jobs: How many there are.
+        rows: Each job's own rows.
+        num_jobs: Number of jobs.
     """
 
     def __init__(self, weight_NK: Tensor, ranks: Sequence[int], rows_per_job: Sequence[int]) -> None:
@@ -57,7 +58,7 @@ class Stack:
 
 
 def share(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of the model's modules on the same weights."""
+    """Return a copy of the model's modules on the same weights."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -70,43 +71,44 @@ class BaseLayer(NamedTuple):
 
 
 class Products(Protocol):
-    """One way to multiply a layer and its adapters; a module with these functions, or ``AfterBase`` around one."""
+    """One way to multiply a layer and its adapters: a module with these functions, or an ``AfterBase`` around one."""
 
     def rows_per_job(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Rows of the stack for each job, at least its rank."""
+        """Return the rows of the stack for each job, at least its rank."""
 
     def prepare(self, tokens: JobTokens, stack: Stack) -> Any:
-        """What every layer of a pass reads; ``stack`` is any of them."""
+        """Return the values that every layer of a pass reads; ``stack`` is any of the stacks."""
 
     def forward(self, x_TK: Tensor, base: BaseLayer, stack: Stack, prepared: Any) -> tuple[Tensor, Any]:
-        """``y[i] = x[i] Wᵀ + bias + scale_i · x[i] A_iᵀ B_i``, and what ``backward`` needs besides its arguments."""
+        """Return ``y[i] = x[i] Wᵀ + bias + scale_i · x[i] A_iᵀ B_i``, and the tensors that ``backward`` needs besides
+        its arguments."""
 
     def backward(
         self, dy_TN: Tensor, x_TK: Tensor, saved: Any, base: BaseLayer, stack: Stack, prepared: Any, *, needs_dx: bool
     ) -> Tensor | None:
-        """``dx`` where it is needed; adds to the gradients of ``stack`` in place."""
+        """Return ``dx`` if it is needed; add to the gradients of ``stack`` in place."""
 
 
 class AddedProducts(Protocol):
-    """One way to add the adapters to what the frozen GEMM has written; a module with these functions."""
+    """One way to add the adapters to the output of the frozen GEMM: a module with these functions."""
 
     def rows_per_job(self, ranks: Sequence[int]) -> Sequence[int]:
-        """As of ``Products``."""
+        """See :meth:`Products.rows_per_job`."""
 
     def prepare(self, tokens: JobTokens, stack: Stack) -> Any:
-        """As of ``Products``."""
+        """See :meth:`Products.prepare`."""
 
     def add(self, x_TK: Tensor, y_TN: Tensor, stack: Stack, prepared: Any) -> Any:
-        """``y[i] += scale_i · x[i] A_iᵀ B_i`` in place; returns what ``add_backward`` needs."""
+        """Add ``y[i] += scale_i · x[i] A_iᵀ B_i`` in place, and return the tensors that ``add_backward`` needs."""
 
     def add_backward(
         self, x_TK: Tensor, saved: Any, dy_TN: Tensor, dx_TK: Tensor | None, stack: Stack, prepared: Any
     ) -> None:
-        """Add to ``dx_TK`` (where there is one) and to the gradients of ``stack``, in place."""
+        """Add to ``dx_TK`` (if it is given) and to the gradients of ``stack``, in place."""
 
 
 class AfterBase:
-    """``Products`` of which PyTorch does the frozen GEMMs, and ``added`` what comes after them."""
+    """``Products`` in which PyTorch does the frozen GEMMs, and ``added`` does everything after them."""
 
     def __init__(self, added: AddedProducts) -> None:
         self._added = added
@@ -125,11 +127,11 @@ class AfterBase:
 
 
 class StackedAdapters:
-    """Adapters of many jobs, put into every linear module of ``model`` but its head.
+    """Adapters of many jobs on the linear modules ``names`` of ``model``.
 
     Args:
-        names: The modules to wrap.
-        learning_rates: Of every job.
+        names: The modules to wrap: all linear modules except the head.
+        learning_rates: Learning rate of every job.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class StackedAdapters:
             self._prepared = None
 
     def update(self) -> None:
-        """Clip every job's gradients, step, and forget them."""
+        """Clip every job's gradients, take a step, and drop the gradients."""
         for parameters in self._parameters:
             torch.nn.utils.clip_grad_norm_(parameters, MAX_GRAD_NORM)
         self.optimizer.step()

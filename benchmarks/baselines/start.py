@@ -1,4 +1,4 @@
-"""The adapter that ALTO begins a job with."""
+"""The adapter with which ALTO begins a job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ __all__ = ["first_adapter"]
 
 
 def first_adapter(backbone: Backbone, config: JobConfig) -> AdapterWeights:
-    """What ALTO draws for a job of ``config`` on ``backbone``, into which nothing has been injected."""
+    """Return the adapter that ALTO draws for a job of ``config`` on ``backbone``, into which nothing has been
+    injected."""
     layout = BankLayout(
         modules=linear_modules(backbone.model),
         max_rank=config.r,

@@ -1,18 +1,19 @@
 """The ``sequential`` baseline on preference pairs: TRL's ``DPOTrainer`` with a PEFT LoRA, one job at a time.
 
-TRL's defaults are kept, but for float32 in place of bfloat16 autocast, so that losses can be compared, and for these in
-its favour:
+TRL's defaults are kept, except for float32 in place of bfloat16 autocast, so that losses can be compared, and except
+for these choices in its favour:
 
-- reference log-probabilities found before training (``precompute_ref_log_probs``), and kept where TRL itself finds them
-  again: jobs of one rank and seed ask the base once;
-- gradient checkpointing off (TRL's default is on);
-- rows tokenised once for all jobs, the base model loaded once and copied in memory, nothing saved to disk;
-- no progress bar and no printing; validation rows sorted by length.
+- reference log-probabilities are computed before training (``precompute_ref_log_probs``), and kept where TRL itself
+  finds them again, so that jobs of one rank and seed compute them once;
+- gradient checkpointing is off (TRL's default is on);
+- rows are tokenised once for all jobs, the base model is loaded once and copied in memory, and nothing is saved;
+- there is no progress bar and no printing; validation rows are sorted by length.
 
-Kept: per-batch padding of chosen and rejected sequences, each with its prompt; the fused AdamW; logging every 10 steps;
-and TRL's own head, which on a CPU scores every position and computes entropy, token accuracy and mean logits each time.
+These properties of TRL are kept: per-batch padding of chosen and rejected sequences, each with its prompt; the fused
+AdamW; logging every 10 steps; and TRL's own head, which on a CPU scores every position and computes entropy, token
+accuracy and mean logits each time.
 
-A job begins with the adapter that it is given, so that its curve can be compared with ALTO's step by step.
+A job begins with a given adapter, so that its curve can be compared with ALTO's step by step.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def train_on_pairs(
 
     Args:
         config: Canonical keys, see ``JobSettings``.
-        start: The adapter it begins with.
+        start: The adapter with which the job begins.
         eval_at_steps: Optimizer steps after which the whole validation set is evaluated.
     """
     began = time.perf_counter()
@@ -102,7 +103,8 @@ def _begin_with(model: torch.nn.Module, start: AdapterWeights) -> None:
 
 
 class _Trainer(DPOTrainer):
-    """Adds to TRL's trainer what a comparison needs: rows in a given order, the loss of each step, evaluation time."""
+    """TRL's trainer with additions for the comparison: rows in a given order, the loss of each step, evaluation
+    time."""
 
     def __init__(self, *args: Any, order: Order, **kwargs: Any) -> None:
         self._order = order

@@ -1,4 +1,5 @@
-"""What the baselines on TRL's trainers share: their arguments, rows in a given order, evaluation at given steps."""
+"""Common parts of the baselines on TRL's trainers: their arguments, rows in a given order, evaluation at given
+steps."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ __all__ = ["EvaluateAt", "OrderedSampler", "training_arguments"]
 def training_arguments(
     config_class: type[TrainingArguments], settings: JobSettings, folder: str, eval_batch_size: int
 ) -> dict[str, Any]:
-    """Arguments of ``config_class``: the job's own; float32 on a CPU; nothing recomputed, saved or shown."""
+    """Return arguments of ``config_class``: the job's own settings; float32 on a CPU; no recomputation, saving or
+    printing."""
     # Transformers renamed the option within its versions 5; the old name warns where the new one exists.
     names = {item.name for item in fields(config_class)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
@@ -43,7 +45,7 @@ def training_arguments(
 
 
 class OrderedSampler(Sampler[int]):
-    """The rows of every epoch in the order that is given for it."""
+    """The rows of every epoch in a given order."""
 
     def __init__(self, order: Order, num_rows: int) -> None:
         self._order = order
@@ -61,7 +63,7 @@ class OrderedSampler(Sampler[int]):
 
 
 class EvaluateAt(TrainerCallback):
-    """Evaluation at given steps: fractions of a job's own steps are no fixed interval."""
+    """Evaluation at given steps, because fractions of a job's own steps are no fixed interval."""
 
     def __init__(self, steps: frozenset[int]) -> None:
         self._steps = steps

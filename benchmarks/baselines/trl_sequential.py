@@ -1,14 +1,14 @@
-"""The ``sequential`` baseline: what a user does today, TRL's ``SFTTrainer`` with a PEFT LoRA, one job at a time.
+"""The ``sequential`` baseline, which people use today: TRL's ``SFTTrainer`` with a PEFT LoRA, one job at a time.
 
-TRL's defaults are kept, but for float32 in place of bfloat16 autocast, so that losses can be compared (on CPUs with
-bfloat16 instructions autocast is the faster one at batch 8, the slower one at batch 1), and for these in its favour:
+TRL's defaults are kept, except for float32 in place of bfloat16 autocast, so that losses can be compared (on CPUs with
+bfloat16 instructions, autocast is faster at batch 8 and slower at batch 1), and except for these choices in its favour:
 
-- gradient checkpointing off (TRL's default is on);
-- rows tokenised once for all jobs, the base model loaded once for all jobs, nothing but the best adapter saved to disk;
-- no progress bar and no printing; validation rows sorted by length.
+- gradient checkpointing is off (TRL's default is on);
+- rows are tokenised once for all jobs, the base model is loaded once for all jobs, and only the best adapter is saved;
+- there is no progress bar and no printing; validation rows are sorted by length.
 
-Kept: per-batch padding, the fused AdamW, logging every 10 steps, and TRL's own head, which on a CPU scores every
-position, prompts included, and computes entropy and token accuracy in each step.
+These properties of TRL are kept: per-batch padding, the fused AdamW, logging every 10 steps, and TRL's own head, which
+on a CPU scores every position, prompts included, and computes entropy and token accuracy in each step.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def train_one(
     Args:
         config: Canonical keys, see ``JobSettings``.
         eval_at_steps: Optimizer steps after which the whole validation set is evaluated.
-        order: Rows of each epoch; by default a shuffle fixed by the job's seed, the same as in ``bare_peft``.
-        on_evaluation: Called after every evaluation; what it returns counts for nothing here.
+        order: Rows of each epoch; by default the shuffle that the job's seed determines, as in ``bare_peft``.
+        on_evaluation: Called after every evaluation; its result is ignored.
     """
     start = time.perf_counter()
     settings = JobSettings.of(config)
@@ -94,10 +94,11 @@ def _arguments(settings: JobSettings, folder: str, eval_batch_size: int) -> SFTC
 
 
 class _Trainer(SFTTrainer):
-    """Adds to TRL's trainer what a comparison needs, a few scalar operations a batch.
+    """TRL's trainer with additions for the comparison, which cost a few scalar operations per batch.
 
-    Rows in a given order, the loss of each step, evaluation time, and validation loss as the mean over all trained
-    tokens: TRL's own is a mean over rows of their batches' means and changes with the evaluation batch size.
+    The additions are rows in a given order, the loss of each step, evaluation time, and the validation loss as the mean
+    over all trained tokens. TRL's own validation loss weights the mean of each batch by its rows, so it changes with
+    the evaluation batch size.
     """
 
     def __init__(

@@ -1,1 +1,1 @@
-"""Preference tuning: forty configurations of DPO, beside TRL."""
+"""Preference tuning: forty configurations of DPO, compared with TRL."""

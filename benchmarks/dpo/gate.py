@@ -1,4 +1,4 @@
-"""Whether the three systems did the same thing, so that their times may be compared."""
+"""Checks that the three systems did the same work, so that their times may be compared."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from benchmarks.dpo.measured import Measured, Tuned
 __all__ = ["TOLERANCE", "gate_failures"]
 
 CURVE_STEPS = 3
-"""First steps of every job in which TRL and ALTO, from one adapter, have one loss. The first of them is log 2 whatever
-is trained; later, rounding grows with the learning rate."""
+"""Number of first steps of every job in which TRL and ALTO, from one adapter, must have the same loss. The first loss
+is log 2 whatever is trained; later, rounding errors grow with the learning rate."""
 
 CURVE_TOLERANCE = 1e-3
-"""Of these losses, nats; relative where they are above one."""
+"""Tolerance of these losses in nats; relative if they are above one."""
 
 TOLERANCE = 1e-4
-"""Of the loss of a finished adapter, the same."""
+"""The same tolerance for the loss of a finished adapter."""
 
 
 def gate_failures(measured: Measured) -> list[str]:
-    """What is wrong, a sentence each.
+    """Return the faults, one sentence each.
 
-    Every job of ``batched`` did all its steps, on as many pairs as TRL's; its first losses are TRL's; and what ALTO
-    says its best adapters are worth is what PEFT finds on the model's own forward pass.
+    Every job of ``batched`` must have done all its steps, on as many pairs as TRL's; its first losses must be TRL's;
+    and the values that ALTO reports for its best adapters must be those that PEFT computes with the model's own forward
+    pass.
     """
     failures = [*_unfinished(measured)]
     if not failures:

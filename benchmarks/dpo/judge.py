@@ -1,4 +1,4 @@
-"""What a finished adapter is worth on pairs: PEFT on the model's own forward pass, nothing of ALTO's arithmetic."""
+"""Judges a finished adapter on pairs with PEFT and the model's own forward pass, without any of ALTO's arithmetic."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from benchmarks.baselines.pairs import PreparedPairs
 __all__ = ["Judge", "Worth"]
 
 BATCH_SIZE = 32
-"""Sequences of one forward pass."""
+"""Number of sequences in one forward pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worth:
-    """What an adapter is worth on some pairs.
+    """The quality of an adapter on some pairs.
 
     Attributes:
-        loss: DPO's (``sigmoid``), nats per pair.
-        accuracy: Share of the pairs, in [0, 1], of which the chosen reply has gained more on the base.
+        loss: Loss of DPO (``sigmoid``), nats per pair.
+        accuracy: Share of the pairs, in [0, 1], whose chosen reply has gained more on the base than the rejected one.
     """
 
     loss: float
@@ -34,7 +34,7 @@ class Worth:
 
 
 class Judge:
-    """Judges adapters on ``pairs``; the base is asked once."""
+    """Judges adapters on ``pairs``; the base is evaluated only once."""
 
     def __init__(self, prepared: PreparedPairs, pairs: Sequence[Mapping[str, list[int]]], beta: float) -> None:
         self._base = prepared.model
@@ -44,7 +44,7 @@ class Judge:
         self._references_Q2 = reply_log_probs(self._base, pairs, self._pad_id)
 
     def worth(self, adapter_dir: str) -> Worth:
-        """What the adapter in ``adapter_dir`` is worth."""
+        """Return the quality of the adapter in ``adapter_dir``."""
         model = PeftModel.from_pretrained(copy.deepcopy(self._base), adapter_dir).eval()
         log_ratios_Q2 = reply_log_probs(model, self._pairs, self._pad_id) - self._references_Q2
         margins_Q = log_ratios_Q2[:, 0] - log_ratios_Q2[:, 1]
@@ -56,7 +56,7 @@ class Judge:
 
 @torch.no_grad()
 def reply_log_probs(model: torch.nn.Module, pairs: Sequence[Mapping[str, list[int]]], pad_id: int) -> Tensor:
-    """Log-probabilities of the chosen and the rejected reply of every pair, ``[Q, 2]`` float64 nats."""
+    """Return log-probabilities of the chosen and the rejected reply of every pair, ``[Q, 2]`` float64 nats."""
     sequences = [(pair["prompt_ids"], pair[f"{reply}_ids"]) for pair in pairs for reply in ("chosen", "rejected")]
     by_length = sorted(range(len(sequences)), key=lambda index: sum(map(len, sequences[index])))
     found = torch.zeros(len(sequences), dtype=torch.float64)

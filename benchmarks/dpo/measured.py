@@ -1,4 +1,4 @@
-"""What the three systems did, as it was measured."""
+"""The measurements of the three systems."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["Measured", "Tuned"]
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned:
-    """One ``alto tune``, and what PEFT finds its best adapter to be worth.
+    """One ``alto tune``, and the quality of its best adapter by PEFT.
 
     Attributes:
-        duration_s: From the call to the exported adapter and report: loading, tokenising, asking the base, training,
-            evaluating, checkpoints.
-        validation: The adapter on the validation pairs, which chose it.
-        heldout: The adapter on pairs that nothing was trained or chosen on.
+        duration_s: Seconds from the call to the exported adapter and report: loading, tokenising, evaluating the base,
+            training, evaluating, checkpoints.
+        validation: Quality on the validation pairs, which chose the adapter.
+        heldout: Quality on pairs that were used neither for training nor for the choice.
     """
 
     result: TaskResult
@@ -35,12 +35,12 @@ class Tuned:
 
     @property
     def told_accuracy(self) -> float:
-        """Reward accuracy on the validation pairs, as ALTO tells it of the adapter it exported."""
+        """Reward accuracy of the exported adapter on the validation pairs, as ALTO reports it."""
         return self.result.best_metrics["reward_accuracy"]
 
     @property
     def saved_by(self) -> Mapping[ExitReason, float]:
-        """Share of the budgeted samples not trained, by the reason of the exit."""
+        """Share of the budgeted samples that were not trained, by the reason of the exit."""
         saved: dict[ExitReason, float] = {}
         for job in self.result.job_results:
             if job.exit_reason is not None:
@@ -51,13 +51,13 @@ class Tuned:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """All of it.
+    """All measurements.
 
     Attributes:
-        sequential: TRL's jobs by job id, of the first seed.
-        sequential_s: Loading and tokenising once, and all of its jobs.
-        batched, early_exit: ALTO by seed: to the end of every job, and with the default policy.
-        num_train, num_validation, num_heldout: Pairs.
+        sequential: TRL's jobs by job id, for the first seed.
+        sequential_s: Seconds of loading and tokenising once, and of all of TRL's jobs.
+        batched, early_exit: ALTO's runs by seed: with every job trained to its end, and with the default policy.
+        num_train, num_validation, num_heldout: Numbers of pairs.
     """
 
     sequential: Mapping[str, BaselineJob]
@@ -70,15 +70,15 @@ class Measured:
 
     @property
     def first_seed(self) -> int:
-        """The seed of which all three systems trained the jobs."""
+        """The seed with which all three systems trained the jobs."""
         return next(iter(self.batched))
 
     @cached_property
     def recording(self) -> Recording:
-        """The curves of ``batched`` of the first seed."""
+        """The curves of ``batched`` for the first seed."""
         run_dir = Path(self.batched[self.first_seed].result.run_dir)
         return Recording.from_journal(read_entries(run_dir / "journal.jsonl"))
 
     def replayed(self, settings: EarlyExit) -> ReplayResult:
-        """What a policy would have done on that recording."""
+        """Return the result of replaying a policy on that recording."""
         return replay(self.recording, policy_from(settings), settings.ema_alpha)

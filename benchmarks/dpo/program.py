@@ -1,9 +1,9 @@
-"""Preference tuning against what a user does today: 40 LoRA configurations of DPO on one base model.
+"""Compares preference tuning with the way of today's users: 40 LoRA configurations of DPO on one base model.
 
-``sequential`` is TRL's ``DPOTrainer`` + PEFT, one job at a time; ``batched`` is ALTO with every job trained to its end,
-``early_exit`` ALTO with its default policy. All train the same jobs from the same adapters on the same pairs in the
-same order, and evaluate at the same steps. ALTO repeats both ways with other seeds; each best adapter is judged by PEFT
-on pairs that nobody has seen.
+``sequential`` is TRL's ``DPOTrainer`` with PEFT, one job at a time. ``batched`` is ALTO with every job trained to its
+end, and ``early_exit`` is ALTO with its default policy. All train the same jobs from the same adapters on the same
+pairs in the same order, and evaluate at the same steps. ALTO repeats both ways with other seeds. PEFT judges each best
+adapter on held-out pairs.
 
     python -m benchmarks.paper dpo --scale cpu
 """
@@ -37,13 +37,13 @@ from benchmarks.end_to_end.systems import eval_steps, observed, tune
 from benchmarks.rows import read_rows
 
 SOURCE = "rasbt/"
-"""Of the sources of the mixture one that so small a model can learn from: the chosen answer is the more polite one."""
+"""Source in the mixture from which such a small model can learn: the chosen reply is the more polite one."""
 
 _PAIR_KEYS = ("prompt", "chosen", "rejected")
 
 BETA = 0.1
 EVAL_STEPS = 0.1
-"""Share of a job's steps between two evaluations; the default policy's rungs come on top."""
+"""Share of a job's steps between two evaluations; the rungs of the default policy are additional."""
 
 DATA_SEED = 42
 
@@ -56,11 +56,11 @@ GOALS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of the sweep one scale runs.
+    """The size of the sweep at one scale.
 
     Attributes:
-        train, validation, heldout: Pairs to train on, to choose by, and to judge the chosen on.
-        seeds: Of the jobs; TRL trains those of the first alone.
+        train, validation, heldout: Numbers of pairs to train on, to choose by, and to judge the chosen adapter on.
+        seeds: Seeds of the jobs; TRL trains only those of the first seed.
     """
 
     train: int
@@ -121,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(size: Size, model: str, data: Path, folder: Path) -> Measured:
-    """Run the three systems on the first seed; ``sequential`` in two halves around the others, so that a slow hour hits
-    all of them. Then ALTO's two on the other seeds."""
+    """Run the three systems on the first seed, with ``sequential`` in two halves around the others, so that a slow hour
+    affects all of them. Then run ALTO's two ways on the other seeds."""
     train, validation, heldout = carve_rows(read_pairs(data), (size.train, size.validation, size.heldout), DATA_SEED)
     for name, pairs in (("train", train), ("validation", validation)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs), encoding="utf-8")
@@ -153,7 +153,7 @@ def measure(size: Size, model: str, data: Path, folder: Path) -> Measured:
 
 
 def tuned(task: Task, judges: dict[str, Judge], output_dir: Path) -> Tuned:
-    """What ``alto tune`` does for a user who has never asked this base about these pairs."""
+    """Run ``alto tune`` for a user who has never used this base with these pairs."""
     result, duration_s = tune(task, output_dir)
     return Tuned(
         result=result,
@@ -178,7 +178,7 @@ def sequential(
 
 
 def make_task(size: Size, model: str, folder: Path, seed: int) -> Task:
-    """The sweep as a task on the files in ``folder``, so that every system reads the same."""
+    """Return the sweep as a task on the files in ``folder``, so that every system reads the same."""
     return Task(
         name=f"dpo-{seed}",
         method="dpo",
@@ -200,10 +200,11 @@ def make_task(size: Size, model: str, folder: Path, seed: int) -> Task:
 
 
 def read_pairs(path: Path) -> list[dict[str, str]]:
-    """Pairs in the file, each prompt once, without those whose replies are alike; of our mixture those of ``SOURCE``.
+    """Return the pairs in the file, each prompt once, without pairs whose replies are equal; of our mixture only those
+    of ``SOURCE``.
 
     Raises:
-        DataFormatError: A row is no pair.
+        DataFormatError: A row is not a pair.
     """
     rows = read_rows(path)
     for row in rows:
@@ -219,7 +220,7 @@ def read_pairs(path: Path) -> list[dict[str, str]]:
 
 
 def about(size: Size, model: str, data: Path) -> list[str]:
-    """What was run, in sentences."""
+    """Return a description of the run, in sentences."""
     return [
         f"{model}; {size.train} pairs of {data.parent.name}/{data.name} to train on, {size.epochs} epochs; "
         f"{size.validation} to choose by; {size.heldout} held out, on which PEFT judges the winners. beta {BETA} "

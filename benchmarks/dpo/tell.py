@@ -1,4 +1,4 @@
-"""What the measurements come to: figures, rows, and what a reader must know beside them."""
+"""Turns the measurements into figures, rows and notes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def figures(measured: Measured) -> dict[str, float]:
 
 
 def rows(measured: Measured) -> list[dict[str, Any]]:
-    """One row per job of the first seed, per run of ALTO, and per reason of an exit."""
+    """Return one row per job of the first seed, per run of ALTO, and per reason of an exit."""
     early = {job.job: job for job in measured.early_exit[measured.first_seed].result.job_results}
     jobs = [
         {
@@ -87,8 +87,8 @@ def rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 def exit_rows(measured: Measured) -> list[dict[str, Any]]:
-    """Share of the samples saved by every pattern: in the mean over seeds; by Algorithm 1, replayed on the curves of
-    the first seed; and in the paper."""
+    """Return the share of the samples that every pattern saves: the mean over seeds; by Algorithm 1, replayed on the
+    curves of the first seed; and in the paper."""
     replayed = measured.replayed(EarlyExit(policy="paper")).saved_by
     return [
         {
@@ -102,7 +102,7 @@ def exit_rows(measured: Measured) -> list[dict[str, Any]]:
 
 
 def notes(measured: Measured) -> list[str]:
-    """What was found, in sentences, beside the figures."""
+    """Return the findings beside the figures, in sentences."""
     saved = [
         f"{row['exit']} {row['saved']:.1%} ({row['saved_by_algorithm_1']:.1%} by Algorithm 1 on the same curves"
         + (f"; the paper: {row['saved_in_the_paper']:.0%})" if row["saved_in_the_paper"] is not None else ")")
@@ -118,7 +118,7 @@ def notes(measured: Measured) -> list[str]:
 
 
 def accuracy_deltas(measured: Measured) -> list[float]:
-    """By how many points the winner with early exit is better on held-out pairs than the one without, by seed."""
+    """Return by seed how many points the winner with early exit is better on held-out pairs than the winner without."""
     return [
         100 * (tuned.heldout.accuracy - measured.batched[seed].heldout.accuracy)
         for seed, tuned in measured.early_exit.items()
@@ -130,7 +130,7 @@ def best_loss(job: BaselineJob) -> float:
 
 
 def best_accuracy(job: BaselineJob) -> float | None:
-    """Reward accuracy where the loss is best."""
+    """Return the reward accuracy at the lowest loss."""
     return min(job.evaluations, key=lambda item: item.loss if math.isfinite(item.loss) else math.inf).reward_accuracy
 
 

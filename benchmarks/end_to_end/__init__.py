@@ -1,1 +1,1 @@
-"""The main job, a sweep of LoRA configurations on one base model, done in all the ways that people do it."""
+"""The main benchmark: a sweep of LoRA configurations on one base model, done in all common ways."""

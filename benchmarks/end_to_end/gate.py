@@ -1,4 +1,4 @@
-"""Whether the losses of all systems mean the same."""
+"""Checks that the losses of all systems mean the same."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ __all__ = ["adapter_loss", "baseline_failures", "outcome_failures", "tolerance_o
 STEPS = 3
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 BEST_TOLERANCE = 1e-2
-"""Training amplifies how sums are rounded, the more the larger the learning rate."""
+"""Tolerances. Training amplifies rounding differences of sums, more so for larger learning rates."""
 
 
 def baseline_failures(sweep: Sweep) -> list[str]:
-    """What is wrong with the baselines' losses; empty where TRL and the loop on PEFT agree.
+    """Return the faults of the baselines' losses; empty if TRL and the loop on PEFT agree.
 
-    The first steps of the job with the largest batch, from the same initial weights, without any tuning in between.
+    They are compared on the first steps of the job with the largest batch, from the same initial weights, without any
+    tuning in between.
     """
     job = max(sweep.task.jobs, key=lambda job: job.config.per_device_train_batch_size)
     size = job.config.per_device_train_batch_size
@@ -39,12 +40,12 @@ def baseline_failures(sweep: Sweep) -> list[str]:
 
 
 def outcome_failures(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[str]:
-    """What is wrong with the outcomes; empty where all losses mean what TRL's and PEFT's mean.
+    """Return the faults of the outcomes; empty if all losses mean the same as TRL's and PEFT's.
 
-    In the systems that train all jobs to their end, the first step of every job: adapters start as zero, so its loss is
-    the base's on the same rows in the same order. Those systems have trained all rows. The adapters that came out,
-    loaded by PEFT: their validation losses are those that the systems report. Those that keep no adapter find the
-    lowest loss of ``batched``.
+    For systems that train all jobs to their end, the first step of every job is compared: adapters start at zero, so
+    its loss is that of the base on the same rows in the same order. These systems must also have trained all rows. The
+    resulting adapters, loaded by PEFT, must have the validation losses that the systems report. Systems that keep no
+    adapter must find the lowest loss of ``batched``.
     """
     tolerance, failures = tolerance_of(sweep.prepared), list[str]()
     first = {job: found.train_losses[0] for job, found in outcomes["sequential"].jobs.items()}
@@ -67,7 +68,7 @@ def outcome_failures(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[str]
 
 
 def adapter_loss(prepared: Prepared, adapter: Path, rows: Sequence[Mapping[str, list[int]]]) -> float:
-    """Mean loss over the trained tokens of ``rows`` with an adapter loaded by PEFT."""
+    """Return the mean loss over the trained tokens of ``rows`` with an adapter that PEFT loads."""
     model = PeftModel.from_pretrained(share(prepared.model), str(adapter))
     return evaluate(model, rows, 8, prepared.tokenizer.pad_token_id)
 
@@ -82,5 +83,5 @@ def _losses(job: BaselineJob) -> list[float]:
 
 
 def tolerance_of(prepared: Prepared) -> float:
-    """How far losses of the same adapter may lie apart, relative, by the precision of the base model."""
+    """Return the largest relative difference between losses of the same adapter, by the precision of the base model."""
     return TOLERANCES[prepared.model.dtype]

@@ -1,4 +1,4 @@
-"""What is swept: the paper's grid, on three datasets."""
+"""The sweep: the paper's grid, on three datasets."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ __all__ = [
 
 PAPER_LEARNING_RATES = (5e-5, 1e-4, 2e-4, 3e-4, 5e-4)
 LEARNING_RATE_FACTOR = 10
-"""A base of a million parameters is tuned with larger steps than one of billions."""
+"""Factor on learning rates: a base of a million parameters needs larger steps than one of billions."""
 
 EVAL_STEPS = 0.1
-"""Share of a job's steps between two evaluations; the default policy's rungs come on top."""
+"""Share of a job's steps between two evaluations; the rungs of the default policy are additional."""
 
 DATA_SEED = 42
 
@@ -43,24 +43,24 @@ DATASETS: Mapping[str, Path] = {
     "cot_flan": DATA_DIR / "cot_flan" / "train.jsonl.gz",
     "instruct_gpteacher": DATA_DIR / "instruct_gpteacher" / "train.jsonl.gz",
 }
-"""Word problems, explained answers of six kinds, instructions."""
+"""The datasets: word problems, explained answers of six kinds, instructions."""
 
 _KEYS = (("question", "answer"), ("prompt", "response"), ("prompt", "completion"), ("instruction", "output"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much of the sweep one scale runs.
+    """The size of the sweep at one scale.
 
     Attributes:
-        model: Base model where none is named.
+        model: Default base model.
         datasets: Names in ``DATASETS``.
-        train, validation, test: Rows to train on, to choose by, and to judge the chosen on.
-        learning_rate_factor: By which the paper's learning rates are multiplied.
-        dtype: Of the base model; adapters and their optimizers are as each system has them.
-        concurrent_trials: How many trials Ray Tune runs at a time: one a core, or as many as fit into a GPU.
+        train, validation, test: Numbers of rows to train on, to choose by, and to judge the chosen adapter on.
+        learning_rate_factor: Factor on the paper's learning rates.
+        dtype: Precision of the base model; adapters and their optimizers are as in each system.
+        concurrent_trials: Number of trials that Ray Tune runs at a time: one per core, or as many as fit into a GPU.
         at_once: Resident jobs of ``loop`` and ``lorafusion``.
-        batched_baselines: Of ``loop`` and ``lorafusion`` those that can be timed on such a machine.
+        batched_baselines: The ones of ``loop`` and ``lorafusion`` that can be timed on such a machine.
     """
 
     model: str = "alto-tiny"
@@ -112,7 +112,7 @@ SIZES: Mapping[str, Size] = {
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """The options of benchmarks that sweep the grid on the datasets."""
+    """Return the options of benchmarks that sweep the grid on the datasets."""
     parser = option_parser(description, SIZES, threads=True)
     parser.add_argument("--model", type=readable_model, help="base model: a folder, a hub id or alto-tiny")
     parser.add_argument("--dataset", type=Path, help="a file of rows, in place of the three")
@@ -120,22 +120,22 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def chosen(options: argparse.Namespace) -> tuple[Size, str, Mapping[str, Path]]:
-    """What such options name: the size, the base model, and the datasets by name."""
+    """Return the choices of such options: the size, the base model, and the datasets by name."""
     size = SIZES[options.scale]
     datasets = {options.dataset.stem: options.dataset} if options.dataset else {n: DATASETS[n] for n in size.datasets}
     return size, options.model or size.model, datasets
 
 
 def splits_of(size: Size, dataset: Path, seed: int = DATA_SEED) -> list[list[dict[str, str]]]:
-    """Training, validation and test rows."""
+    """Return training, validation and test rows."""
     return [list(rows) for rows in carve_rows(questions_of(dataset), (size.train, size.validation, size.test), seed)]
 
 
 def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str]]], folder: Path, **more: Any) -> Task:
-    """The sweep as a task whose rows lie in files in ``folder``, so that every system reads the same.
+    """Return the sweep as a task whose rows are in files in ``folder``, so that every system reads the same.
 
     Args:
-        more: Other settings of the task, in place of what is set here; None takes one away.
+        more: Other settings of the task, in place of those set here; None removes one.
     """
     folder.mkdir(parents=True, exist_ok=True)
     files = {
@@ -162,10 +162,10 @@ def make_task(size: Size, model: str, splits: Sequence[Sequence[Mapping[str, str
 
 
 def questions_of(path: Path) -> list[dict[str, str]]:
-    """Rows of a file of JSON lines as questions and answers.
+    """Return the rows of a file of JSON lines as questions and answers.
 
     Raises:
-        DataFormatError: A row has none of the pairs of keys that are known.
+        DataFormatError: A row has none of the known pairs of keys.
     """
     return [_question_and_answer(row, path) for row in read_rows(path)]
 

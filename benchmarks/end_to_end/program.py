@@ -1,11 +1,11 @@
-"""A sweep of 60 LoRA configurations on one base model, beside all that people do today, on three datasets.
+"""Compares a sweep of 60 LoRA configurations on one base model with all common tools, on three datasets.
 
-``sequential`` is TRL and PEFT, one job at a time; ``ray_asha`` Ray Tune with ASHA, ``optuna_hyperband`` and
-``optuna_median`` Optuna with these pruners, all three around a lean loop on PEFT; ``loop`` trains many jobs together as
-mLoRA does, ``lorafusion`` with LoRAFusion's kernels (on a GPU: it has none for a CPU), both to the end of every job;
-``batched`` is ALTO with every job trained to its end, ``early_exit`` ALTO with its default policy. All train the same
-jobs on the same rows in the same order and evaluate at every tenth of the steps, and early where they may stop jobs;
-the adapter that each chooses by the validation rows is judged on test rows by PEFT.
+``sequential`` is TRL and PEFT, one job at a time. ``ray_asha`` is Ray Tune with ASHA, and ``optuna_hyperband`` and
+``optuna_median`` are Optuna with these pruners; all three control a lean loop on PEFT. ``loop`` trains many jobs
+together as mLoRA does, and ``lorafusion`` with LoRAFusion's kernels (only on a GPU, because it has none for a CPU),
+both to the end of every job. ``batched`` is ALTO with every job trained to its end, ``early_exit`` is ALTO with its
+default policy. All train the same jobs on the same rows in the same order. They evaluate at every tenth of the steps,
+and earlier if they may stop jobs. PEFT judges the adapter that each chooses by the validation rows on test rows.
 
     python -m benchmarks.paper end-to-end --scale cpu
     python -m benchmarks.paper end-to-end --scale gpu --model Qwen/Qwen3-8B --dataset train.jsonl
@@ -72,9 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(name: str, size: Size, model: str, dataset: Path, folder: Path) -> tuple[list[Row], list[str]]:
-    """All systems on one dataset: a row of each, and what is wrong.
+    """Run all systems on one dataset; return a row for each, and the faults.
 
-    ``sequential`` is done in two halves around the others, so that a slow hour hits all of them.
+    ``sequential`` runs in two halves around the others, so that a slow hour affects all of them.
     """
     splits = splits_of(size, dataset)
     task = make_task(size, model, splits, folder / name)
@@ -94,7 +94,7 @@ def measure(name: str, size: Size, model: str, dataset: Path, folder: Path) -> t
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Medians over the datasets, and the least favourable of them; the times and losses of each are in the rows."""
+    """Return medians over the datasets, and the least favourable values; the rows have the times and losses of each."""
     by: dict[str, dict[str, Row]] = {}
     for row in rows:
         by.setdefault(row["dataset"], {})[row["system"]] = row

@@ -1,9 +1,10 @@
-"""The best adapter of a sweep against recommended settings, on test rows that chose nothing.
+"""Compares the best adapter of a sweep with recommended settings, on test rows that were not used for the choice.
 
-``unsloth`` is what Unsloth's guide recommends to begin with; ``unsloth_scaled`` the same with the learning rate times
-the factor of the grid, as its 2e-4 is meant for bases of billions of parameters; ``lora_without_regret`` what Thinking
-Machines' article of that name and its cookbook recommend. ``found`` is the best of the paper's grid by ALTO's default
-policy. All train as many epochs on the same rows, and of all the evaluation counts that is best on the validation rows.
+``unsloth`` are the first settings that Unsloth's guide recommends. ``unsloth_scaled`` multiplies their learning rate by
+the factor of the grid, because 2e-4 is meant for bases of billions of parameters. ``lora_without_regret`` are the
+settings that Thinking Machines' article of that name and its cookbook recommend. ``found`` is the best of the paper's
+grid by ALTO's default policy. All train for the same number of epochs on the same rows, and for each the evaluation
+counts that is best on the validation rows.
 
     python -m benchmarks.paper quality --scale cpu
 """
@@ -34,7 +35,7 @@ GOALS = {"found_over_recommended_worst": ("<=", 1.0)}
 SEEDS = {"smoke": (1,), "cpu": (1, 2, 3), "gpu": (1, 2, 3)}
 
 _EXPONENTS = {"qwen": 0.0775, "llama": 0.781}
-"""Of the hidden size in the cookbook's learning rate, by family; the article has no others."""
+"""Exponent of the hidden size in the cookbook's learning rate, by family; the article has no others."""
 
 Row = Mapping[str, Any]
 
@@ -72,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def recommended(model: str, factor: float) -> dict[str, dict[str, Any]]:
-    """Settings by name: canonical keys of a job.
+    """Return settings by name: canonical keys of a job.
 
     Args:
-        factor: Of the learning rate of ``unsloth_scaled``.
+        factor: Factor on the learning rate of ``unsloth_scaled``.
     """
     unsloth = {
         "learning_rate": 2e-4,
@@ -106,15 +107,15 @@ def recommended(model: str, factor: float) -> dict[str, dict[str, Any]]:
 
 
 def cookbook_learning_rate(model: str) -> float:
-    """Ten times the 5e-5 of full fine-tuning, times ``(2000 / hidden size) ** exponent``."""
+    """Return ten times the 5e-5 of full fine-tuning, times ``(2000 / hidden size) ** exponent``."""
     config = AutoConfig.from_pretrained(resolve_model(model))
     family = next((name for name in _EXPONENTS if name in config.model_type), "llama")
     return float(10 * 5e-5 * (2000 / config.get_text_config().hidden_size) ** _EXPONENTS[family])
 
 
 def measure(name: str, size: Size, model: str, dataset: Path, seed: int, folder: Path) -> tuple[list[Row], list[str]]:
-    """The best of every way, on one dataset and seed; and what is wrong: the test losses that ALTO reports of the
-    adapters that it exports are those that PEFT finds."""
+    """Return the best of every way, on one dataset and seed; and the faults: the test losses that ALTO reports for its
+    exported adapters must be those that PEFT finds."""
     splits = splits_of(size, dataset, seed)
     more = {"test_dataset": str(folder / name / "test.jsonl"), "seed": seed, "data_seed": seed, "report_to": "none"}
     settings = recommended(model, size.learning_rate_factor)
@@ -147,7 +148,7 @@ def measure(name: str, size: Size, model: str, dataset: Path, seed: int, folder:
 
 
 def figures(rows: Sequence[Row]) -> dict[str, float]:
-    """Test loss of the best that was found over that of each recommendation."""
+    """Return the test loss of the best adapter that was found, divided by that of each recommendation."""
     losses: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         losses.setdefault(row["dataset"], {}).setdefault(row["way"], []).append(row["test_loss"])

@@ -1,4 +1,4 @@
-"""The ways to do a sweep: what a user would run, each on the same rows, order of rows, evaluations and seeds."""
+"""The ways to do a sweep, as users would run them, each with the same rows, order of rows, evaluations and seeds."""
 
 from __future__ import annotations
 
@@ -33,18 +33,17 @@ __all__ = ["Outcome", "Sweep", "best_loss", "eval_steps", "observed", "tune"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a system took and gave.
+    """The times and results of a system.
 
     Attributes:
-        system: Its name.
-        duration_s: All of it: loading, tokenising, set-up, training, evaluating, saving.
+        duration_s: All seconds: loading, tokenising, set-up, training, evaluating, saving.
         loss: Lowest validation loss.
-        samples: Rows trained, repeats counted.
-        adapter: Folder of the adapter with that loss, as PEFT reads it; None where the system keeps none.
-        eval_s: Evaluations, where the system times them.
-        jobs: Every job by its id, of a system that trains all of them to their end one by one.
-        recording: The curves of all jobs, where ALTO trained them to their end.
-        results: What became of every job, where ALTO trained them.
+        samples: Rows trained, counting repeats.
+        adapter: Folder of the adapter with that loss, in PEFT's format; None if the system keeps none.
+        eval_s: Seconds of evaluations, if the system times them.
+        jobs: Every job by its id, for a system that trains all of them to their end one by one.
+        recording: The curves of all jobs, if ALTO trained them to their end.
+        results: The result of every job, if ALTO trained them.
     """
 
     system: str
@@ -60,12 +59,12 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """A sweep that is to be done.
+    """A sweep.
 
     Attributes:
-        task: As a user declares it to ALTO.
+        task: The task, as a user gives it to ALTO.
         prepared: The same base model and rows for the others; their time counts once in each of them.
-        folder: Where systems keep what they keep.
+        folder: Folder for the files of all systems.
     """
 
     task: Task
@@ -74,7 +73,8 @@ class Sweep:
     folder: Path
 
     def systems(self) -> Mapping[str, Callable[[], Outcome]]:
-        """Those that do the sweep in one go, by name; ``sequential`` is done in two halves, see :meth:`sequential`."""
+        """Return the systems that do the sweep in one go, by name; ``sequential`` is done in two halves, see
+        :meth:`sequential`."""
         return {
             **{way: lambda way=way: self._in_batches(way) for way in self.size.batched_baselines},
             "batched": lambda: self._alto("batched", self.task.replace(early_exit=False)),
@@ -95,7 +95,7 @@ class Sweep:
         return found
 
     def sequential_outcome(self, jobs: Mapping[str, BaselineJob], best: BestAdapter) -> Outcome:
-        """Both halves of ``sequential`` together."""
+        """Return the outcome of both halves of ``sequential`` together."""
         return Outcome(
             system="sequential",
             duration_s=self.prepared.duration_s + sum(job.duration_s for job in jobs.values()),
@@ -107,8 +107,8 @@ class Sweep:
         )
 
     def steps_of(self, job: Job, early: Sequence[float] = ()) -> tuple[int, ...]:
-        """The steps after which a job is evaluated: the same in every system, and ``early`` shares of its steps where a
-        system may stop it there."""
+        """Return the steps after which a job is evaluated: the same in every system, and ``early`` shares of its steps
+        at which a system may stop it."""
         return self._steps(JobSettings.of(job.config.model_dump()), early)
 
     def _steps(self, settings: JobSettings, early: Sequence[float]) -> tuple[int, ...]:
@@ -191,7 +191,7 @@ class Sweep:
 
 
 def tune(task: Task, output_dir: Path) -> tuple[TaskResult, float]:
-    """What ``alto tune`` does with an empty cache once it is imported, and how long it takes, seconds."""
+    """Run ``alto tune`` with an empty cache, already imported; return its result and its duration in seconds."""
     with tempfile.TemporaryDirectory() as cache, mock.patch.dict(os.environ, ALTO_CACHE=cache):
         began = time.perf_counter()
         result = Engine(output_dir=output_dir).tune(task)
@@ -199,17 +199,17 @@ def tune(task: Task, output_dir: Path) -> tuple[TaskResult, float]:
 
 
 def observed(task: Task) -> Task:
-    """``task`` with evaluations where its policy has them, on all rows, and no job ended early."""
+    """Return ``task`` with evaluations at the points of its policy, on all rows, and without early ends of jobs."""
     rungs = tuple((rung.progress, 1.0) for rung in task.early_exit.selection_rungs)
     everything = EarlyExit(rungs=rungs, detect_divergence=False, detect_overfitting=False, evaluation_share="all")
     return task.replace(early_exit=everything)
 
 
 def eval_steps(task: Task, settings: JobSettings, num_train: int) -> tuple[int, ...]:
-    """When a job is evaluated, the rungs of its task included."""
+    """Return the steps at which a job is evaluated, including the rungs of its task."""
     return evaluation_steps(settings.total_steps(num_train), task.eval_steps, task.early_exit.selection_rungs)
 
 
 def best_loss(job: BaselineJob) -> float:
-    """The lowest validation loss of a job; infinite where none was finite."""
+    """Return the lowest validation loss of a job; infinite if none was finite."""
     return min((item.loss for item in job.evaluations if math.isfinite(item.loss)), default=math.inf)

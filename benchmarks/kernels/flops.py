@@ -1,4 +1,4 @@
-"""Floating-point operations of a step, counted by hand: what must be multiplied, and nothing else."""
+"""Floating-point operations of a step, counted by hand: only the necessary products."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["base_flops", "lora_flops"]
 
 
 def base_flops(model: PreTrainedModel, workload: Workload, batch_size: int) -> float:
-    """Forward pass and backward pass of activations through the frozen base.
+    """Return the FLOPs of the forward pass, and of the backward pass of activations, through the frozen base.
 
-    Per token and linear layer 2·K·N each way; per trained token the head likewise; causal attention of a sequence of L
-    tokens 2·L²·(query features) forward, and two and a half times that backward, where the scores are formed again.
+    They are 2·K·N each way per token and linear layer, and likewise per trained token for the head. Causal attention
+    over a sequence of L tokens takes 2·L²·(query features) forward, and two and a half times as many backward, where
+    the scores are computed again.
     """
     config = model.config
     linear = sum(module.in_features * module.out_features for module in linear_modules(model))
@@ -29,7 +30,8 @@ def base_flops(model: PreTrainedModel, workload: Workload, batch_size: int) -> f
 
 
 def lora_flops(model: PreTrainedModel, workload: Workload, batch_size: int) -> float:
-    """Adapters of all jobs: per token and module 2·r·(K + N) forward and twice that backward."""
+    """Return the FLOPs of the adapters of all jobs: per token and module 2·r·(K + N) forward, and twice as many
+    backward."""
     sides = sum(module.in_features + module.out_features for module in linear_modules(model))
     return sum(
         6.0 * workload.ranks[job] * sides * tokens

@@ -1,4 +1,4 @@
-"""The correctness gate: every variant against ALTO's reference ops on a float64 copy of the same weights."""
+"""The correctness gate: every variant is compared with ALTO's reference ops on a float64 copy of the same weights."""
 
 from __future__ import annotations
 
@@ -41,21 +41,22 @@ class Tolerance:
 
 
 def tolerance_of(dtype: torch.dtype, hidden_size: int) -> Tolerance:
-    """What rounding may do to one job of a random model of this hidden size, cut to two layers, its base in ``dtype``.
+    """Return the rounding error that is allowed for one job of a random model of this hidden size, cut to two layers,
+    with its base in ``dtype``.
 
-    In bfloat16 most of the distance is the base's own rounding, the same for all variants. A rounding is off by up to
-    2^-8 of the number, by 1.6e-3 of it in the mean of squares; GEMMs add up in float32, so what counts is how often a
-    result is stored, not how many products were summed for it. Through the stores of two layers a gradient comes to at
-    most 3e-2 of its norm (measured on a CPU: 1.3e-2 at hidden size 128, 1.9e-2 at 2,048, 2.6e-2 at 4,096); half of its
-    variance stems from the forward pass, so activations are e = 3e-2 / sqrt(2) = 2.1e-2 off.
+    In bfloat16 most of the distance is the rounding of the base itself, which all variants share. One rounding changes
+    a number by up to 2^-8 of it, and by 1.6e-3 of it in the root mean square. GEMMs add in float32, so the number of
+    stores of a result matters, not the number of products in its sum. After the stores of two layers, a gradient is off
+    by at most 3e-2 of its norm (measured on a CPU: 1.3e-2 at hidden size 128, 1.9e-2 at 2,048, 2.6e-2 at 4,096). Half
+    of this variance comes from the forward pass, so activations are off by e = 3e-2 / sqrt(2) = 2.1e-2.
 
-    Weights have a deviation of 0.02 and the head's input has a mean square of 1, so logits have a deviation of
-    0.02 sqrt(H), 1.28 at H = 4,096, and errors of 1.28 e = 2.7e-2, which the softmax passes on to a token's loss as
-    they are. They differ in sign from token to token: a job of n trained tokens is 2.7e-2 / sqrt(n) off, 4.7e-3 for the
-    shortest row, n = 34, of a loss of ln(2,048) + 1.28² / 2 = 8.4: a deviation of 5.5e-4. The largest of 32 jobs in
-    seven ways, most of them of three times as many tokens, stays below 3.6 of these: 2e-3 (measured: 5.4e-4, the
-    largest of six jobs in three ways). Of H, sqrt(H) remains; small models keep 1e-3. Finer mistakes show in the
-    gradients.
+    Weights have a deviation of 0.02 and the head's input has a mean square of 1, so logits have a deviation of 0.02
+    sqrt(H), which is 1.28 at H = 4,096, and errors of 1.28 e = 2.7e-2. The softmax passes these errors on to a token's
+    loss unchanged. Their signs differ from token to token, so a job of n trained tokens is off by 2.7e-2 / sqrt(n). For
+    the shortest row, n = 34, this is 4.7e-3 of a loss of ln(2,048) + 1.28² / 2 = 8.4, a relative deviation of 5.5e-4.
+    The largest error of 32 jobs in seven ways, most of them with three times as many tokens, stays below 3.6 such
+    deviations: 2e-3 (measured: 5.4e-4, the largest of six jobs in three ways). The dependence on H that remains is
+    sqrt(H); small models keep 1e-3. Finer mistakes show in the gradients.
     """
     if dtype == torch.float32:
         return Tolerance(loss=1e-5, gradient=1e-4)
@@ -64,7 +65,8 @@ def tolerance_of(dtype: torch.dtype, hidden_size: int) -> Tolerance:
 
 
 def random_adapters(model: PreTrainedModel, ranks: Sequence[int], seed: int = 0) -> list[AdapterWeights]:
-    """One adapter for each rank, ``B`` not zero, rounded to the model's dtype so that all variants hold the same."""
+    """Return one adapter for each rank, with ``B`` not zero, rounded to the model's dtype so that all variants have the
+    same."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int, width: int) -> Tensor:
@@ -96,7 +98,7 @@ class Judge:
         self._tolerance = tolerance_of(base.dtype, base.config.hidden_size)
 
     def failures(self, name: str, variant: Variant) -> list[str]:
-        """What is wrong with the variant, a sentence each; empty where it agrees with the reference."""
+        """Return the faults of the variant, one sentence each; empty if it agrees with the reference."""
         found = variant.facts(self._batch_size, self._adapters)
         expected = self._bare if name == "frozen" else self._exact
         failures = []
@@ -115,7 +117,7 @@ class Judge:
 def gate_failures(
     variants: Mapping[str, Variant], base: PreTrainedModel, workload: Workload, batch_size: int
 ) -> list[str]:
-    """What is wrong with the variants on one step, a sentence each; empty when all agree with the reference."""
+    """Return the faults of the variants on one step, one sentence each; empty if all agree with the reference."""
     judge = Judge(base, workload, batch_size)
     return [failure for name, variant in variants.items() for failure in judge.failures(name, variant)]
 
@@ -123,8 +125,8 @@ def gate_failures(
 def reference_facts(
     base: PreTrainedModel, workload: Workload, batch_size: int, adapters: Sequence[AdapterWeights] | None
 ) -> list[JobFacts]:
-    """Losses and gradients by the reference ops in float64 (norms and losses in float32, as the model's own code has
-    them), and without adapters where there are none given."""
+    """Return losses and gradients by the reference ops in float64 (norms and losses in float32, as in the model's own
+    code); without adapters if none are given."""
     with reference_ops():
         backbone = Backbone(copy.deepcopy(share(base)).double(), None, "random")
         modules = linear_modules(backbone.model)
@@ -154,13 +156,15 @@ def reference_facts(
 
 
 def relative_distance(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """Norm of the difference over the norm of what was expected, all tensors taken as one vector."""
+    """Return the norm of the difference divided by the norm of the expected values, with all tensors taken as one
+    vector."""
     differences = [one.double() - other.double() for one, other in zip(found, expected, strict=True)]
     return float(_norm(differences) / _norm(expected))
 
 
 def distances(found: JobFacts, expected: JobFacts) -> dict[str, float]:
-    """Relative distance of the loss, and of the gradients of ``A`` and of ``B`` over the modules of ``found``."""
+    """Return the relative distances of the loss, and of the gradients of ``A`` and of ``B`` over the modules of
+    ``found``."""
     of_parts = {"loss": abs(found.loss - expected.loss) / abs(expected.loss)}
     for side, letter in enumerate("AB"):
         pairs = [(both[side], expected.gradients[module][side]) for module, both in found.gradients.items()]
@@ -171,7 +175,7 @@ def distances(found: JobFacts, expected: JobFacts) -> dict[str, float]:
 
 @contextmanager
 def reference_ops() -> Iterator[None]:
-    """Let ALTO choose its reference backend inside."""
+    """Let ALTO choose its reference backend inside the context."""
     before = os.environ.get("ALTO_KERNELS")
     os.environ["ALTO_KERNELS"] = "reference"
     try:

@@ -1,11 +1,11 @@
-"""What Python does for the launches of a training step's kernels, measured on a machine without a GPU.
+"""Measures the time of Python for the launches of a training step's kernels, on a machine without a GPU.
 
     python -m benchmarks.paper launches --scale cpu
 
-The adapters of one layer of a 1B Llama (``q k v``, ``o``, ``gate up``, ``down``), 32 of them with ranks from 16 to 64,
-forward and backward. Kernels are compiled for sm_90; a launch ends where Triton's launcher, C code, would begin.
-``alto`` is the backend as it trains; ``triton`` the same with every launch through ``kernel[grid](…)``, in turns. The
-gate: both launch the same kernels with the same grids and arguments.
+The adapters are those of one layer of a 1B Llama (``q k v``, ``o``, ``gate up``, ``down``), 32 of them with ranks from
+16 to 64, forward and backward. Kernels are compiled for sm_90, and a launch ends where Triton's launcher, C code, would
+begin. ``alto`` is the backend as it trains. ``triton`` makes every launch through ``kernel[grid](…)``. Both take turns.
+The gate: both launch the same kernels with the same grids and arguments.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ NUM_LAYERS = 16
 RANKS = (16, 32, 64)
 MAX_RANK = max(RANKS)
 TOKENS = 16
-"""Tokens of an adapter: as no kernel runs, few, so that the host's own tensors are small."""
+"""Tokens of an adapter. No kernel runs, so they are few, and the host's own tensors are small."""
 SIZES = {"smoke": (2, 1, 2), "cpu": (32, 9, 50)}
-"""Adapters, turns of both ways, and passes of a turn."""
+"""Numbers of adapters, of turns of both ways, and of passes in a turn."""
 
 Group = Callable[[], None]
 
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def group_pass(number: int, in_features: int, out_features: tuple[int, ...], num_slots: int) -> Group:
-    """One group's ops, forward and backward."""
+    """Return a function that runs one group's ops, forward and backward."""
     num_members = len(out_features)
     # Adapters are neither read nor written, so that all may lie in the same numbers.
     params_ZP = torch.zeros(1, (in_features * num_members + sum(out_features)) * MAX_RANK).expand(num_slots, -1)
@@ -106,12 +106,12 @@ def launch_by_triton(
     config: KernelConfig,
     **constants: Any,
 ) -> None:
-    """As :func:`alto.kernels.triton_config.launch`, asking Triton every time."""
+    """Launch like :func:`alto.kernels.triton_config.launch`, but let Triton do all its work every time."""
     kernel[grid](*tensors, *sizes, **constants, **config.arguments)
 
 
 def timed(group: Group, passes: int, driver: StubDriver) -> dict[str, float]:
-    """Launches of a pass, and the median microseconds of one over ``passes`` passes."""
+    """Return the launches of a pass, and the median microseconds of one launch over ``passes`` passes."""
     before, seconds = driver.num_launches, []
     for _ in range(passes):
         began = time.perf_counter()
@@ -122,7 +122,7 @@ def timed(group: Group, passes: int, driver: StubDriver) -> dict[str, float]:
 
 
 def gate(groups: dict[str, Group], ways: dict[str, Any], driver: StubDriver) -> list[str]:
-    """What ``alto`` launches otherwise than ``triton``; after this everything is compiled."""
+    """Return the differences between the launches of ``alto`` and ``triton``; afterwards everything is compiled."""
     failures = []
     for name, group in groups.items():
         seen = {}
@@ -145,7 +145,7 @@ def _without_addresses(launch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Medians over turns; of a launch, weighted by how many there are of each group."""
+    """Return medians over turns; the time of a launch is weighted by the number of launches of each group."""
     found: dict[str, float] = {}
     launches = {row["group"]: row["launches"] for row in rows}
     for way in ("alto", "triton"):

@@ -1,8 +1,8 @@
-"""How long GSM8K's rows are, as committed numbers: a machine with a GPU may have neither the data nor a tokenizer.
+"""Lengths of GSM8K's rows as committed numbers, because a machine with a GPU may have neither the data nor a tokenizer.
 
-``gsm8k_lengths.json`` holds, for each of two tokenizers, ``[prompt tokens, all tokens]`` of the first 256 training rows
-in file order: ``alto-tiny`` through its chat template, where the last tokens of the prompt open the reply; ``gpt2`` is
-GPT-2's byte-level BPE on question and answer alone, and stands in for the tokenizers of larger models.
+``gsm8k_lengths.json`` has for each of two tokenizers ``[prompt tokens, all tokens]`` of the first 256 training rows in
+file order. ``alto-tiny`` uses its chat template, where the last tokens of the prompt open the reply. ``gpt2`` is
+GPT-2's byte-level BPE on question and answer alone, and stands for the tokenizers of larger models.
 ``tools/make_row_lengths.py`` makes the file.
 """
 
@@ -25,5 +25,5 @@ class RowLength(NamedTuple):
 
 
 def row_lengths(tokenizer: str) -> tuple[RowLength, ...]:
-    """The committed lengths under ``tokenizer``: ``"alto-tiny"`` or ``"gpt2"``."""
+    """Return the committed lengths under ``tokenizer``: ``"alto-tiny"`` or ``"gpt2"``."""
     return tuple(RowLength(*row) for row in json.loads(FILE.read_text(encoding="utf-8"))[tokenizer])

@@ -1,4 +1,4 @@
-"""Stopwatches: variants in turn, launches, memory, and what the device can do at best."""
+"""Measures durations of variants in turn, launches, memory, and the limits of the device."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ __all__ = [
 _WARMUPS = 2
 _ROUNDS = 20
 _CALLS = 10
-"""Calls in one graph: the ends of a replay are shared by so many."""
+"""Calls in one graph, which share the overhead of a replay."""
 _FLUSHED_BYTES = 2**28
-"""More than the largest cache of a GPU holds."""
+"""Bytes to flush: more than the largest cache of a GPU holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,22 +38,24 @@ class Turns:
     """Durations of several actions that took turns.
 
     Attributes:
-        seconds: By name, round by round; every list has the same length.
-        failed: By name, why an action has no durations.
+        seconds: Seconds by name, round by round; all lists have the same length.
+        failed: Reason, by name, why an action has no durations.
     """
 
     seconds: Mapping[str, list[float]]
     failed: Mapping[str, str]
 
     def ratio(self, name: str, over: str) -> Spread:
-        """``name``'s duration over that of ``over``, round by round: a slow minute hits both sides of it."""
+        """Return ``name``'s duration divided by that of ``over``, round by round, so that a slow minute affects
+        both."""
         return spread(one / other for one, other in zip(self.seconds[name], self.seconds[over], strict=True))
 
 
 def take_turns(actions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> Turns:
-    """Time every action ``repeats`` times, A B A B, after two untimed rounds; seconds with the device's work done.
+    """Time every action ``repeats`` times, A B A B, after two untimed rounds; return seconds, including the device's
+    work.
 
-    An action that raises has its turns no more, and the others go on.
+    An action that raises gets no more turns, and the others continue.
     """
     seconds: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
@@ -81,7 +83,7 @@ def take_turns(actions: Mapping[str, Callable[[], object]], repeats: int, device
 
 
 def count_launches(action: Callable[[], object]) -> int:
-    """GPU kernels that ``action`` launches; copies and fills of memory are not counted."""
+    """Return the number of GPU kernels that ``action`` launches; copies and fills of memory are not counted."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         action()
         torch.cuda.synchronize()
@@ -92,7 +94,7 @@ def count_launches(action: Callable[[], object]) -> int:
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
-    """GPU memory that ``action`` needs at its peak, beyond what was there before it."""
+    """Return the peak of GPU memory that ``action`` needs, beyond the memory in use before it."""
     _free(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -102,18 +104,19 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLimits:
-    """What the device reaches at best, as measured: bytes per second in a large copy, FLOP/s in a large GEMM."""
+    """The measured limits of the device: bytes per second in a large copy, FLOP/s in a large GEMM."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def floor_s(self, num_bytes: float, num_flops: float) -> float:
-        """No faster than this."""
+        """Return the shortest possible seconds."""
         return max(num_bytes / self.bytes_per_s, num_flops / self.flops_per_s)
 
 
 def device_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
-    """Measure them; on a GPU on a copy of 1 GiB and a GEMM of side 8,192, on a CPU on 64 MiB and side 1,024."""
+    """Measure the limits: on a GPU with a copy of 1 GiB and a GEMM of side 8,192, on a CPU with 64 MiB and side
+    1,024."""
     on_gpu = device.type == "cuda"
     source = torch.zeros(2**30 if on_gpu else 2**26, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -124,7 +127,7 @@ def device_limits(device: torch.device, dtype: torch.dtype) -> DeviceLimits:
 
 
 def large_gemm(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], float]:
-    """A GEMM that keeps the whole device busy, and its FLOPs: of side 8,192 on a GPU, 1,024 on a CPU."""
+    """Return a GEMM that keeps the whole device busy, and its FLOPs: of side 8,192 on a GPU, 1,024 on a CPU."""
     side = 8192 if device.type == "cuda" else 1024
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     return lambda: left @ right, 2.0 * side**3
@@ -132,18 +135,18 @@ def large_gemm(device: torch.device, dtype: torch.dtype) -> tuple[Callable[[], t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """Seconds of one short op, and how they were taken: ``"graph"``, ``"events"`` or ``"clock"``."""
+    """Seconds of one short op, and how they were measured: ``"graph"``, ``"events"`` or ``"clock"``."""
 
     seconds: Spread
     by: str
 
 
 def time_op(action: Callable[[], object], device: torch.device) -> Timed:
-    """Time one short op, on a GPU with its caches flushed before every call.
+    """Time one short op; on a GPU, flush the caches before every call.
 
-    There it is captured in a CUDA graph and replayed: an op of microseconds takes less time than Python needs to launch
-    it, and events around a launch would measure Python. What cannot be captured is timed by events, and on a CPU by the
-    clock; the result says so.
+    On a GPU the op is captured in a CUDA graph and replayed: an op of microseconds takes less time than Python needs to
+    launch it, so events around a launch would measure Python. If an op cannot be captured, it is timed by events; on a
+    CPU, by the clock. The result says which.
     """
     if device.type != "cuda":
         return Timed(seconds=spread(_clock_seconds(action, device)), by="clock")
@@ -155,11 +158,11 @@ def time_op(action: Callable[[], object], device: torch.device) -> Timed:
 
 
 def difference_per_call(seconds_with: Sequence[float], seconds_without: Sequence[float], num_calls: int) -> list[float]:
-    """What a call takes, round by round, from rounds of ``num_calls`` calls between flushes and rounds of the flushes
-    alone.
+    """Return the seconds of a call, round by round, from rounds of ``num_calls`` calls between flushes and rounds of
+    the flushes alone.
 
     Raises:
-        ValueError: The flushes took as long alone: the op is too short to be seen beside them.
+        ValueError: The flushes alone took as long: the op is too short to be measured with them.
     """
     found = [(one - other) / num_calls for one, other in zip(seconds_with, seconds_without, strict=True)]
     if min(found) <= 0:

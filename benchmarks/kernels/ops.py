@@ -1,4 +1,5 @@
-"""The grouped ops one by one, at the shapes of a model, against the time that their bytes and FLOPs must take."""
+"""Measures the grouped ops one by one, at the shapes of a model, and compares them with the shortest time for their
+bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ class OpCase:
     """Linear modules that read the same input, with an adapter for each job on all of them.
 
     Attributes:
-        out_features: Of every module.
+        out_features: Out-features of every module.
         lengths, ranks: Tokens and rank of each job.
     """
 
@@ -36,12 +37,13 @@ class OpCase:
 
     @property
     def shape(self) -> str:
-        """``K × N`` as people write it, the modules' ``N`` joined by ``+``."""
+        """Shape ``K × N``, with the ``N`` of all modules joined by ``+``."""
         return f"{self.in_features} × {'+'.join(map(str, self.out_features))}"
 
 
 class _Operands:
-    """Random tensors for a case: the same values every time, tokens rounded to ``dtype``; with ``exact`` in float64."""
+    """Random tensors for a case: always the same values, with tokens rounded to ``dtype``; with ``exact`` in
+    float64."""
 
     def __init__(self, case: OpCase, device: torch.device, dtype: torch.dtype, *, exact: bool) -> None:
         generator = torch.Generator(device).manual_seed(0)
@@ -73,7 +75,7 @@ class _Operands:
         self.schedule = TokenSchedule.build(range(len(case.ranks)), case.lengths, [2.0] * len(case.ranks))
 
     def calls(self, ops: ModuleType) -> Mapping[str, Callable[[], Any]]:
-        """Every op on these tensors; gradients are those of the first pass of a step."""
+        """Return every op on these tensors; gradients are those of the first pass of a step."""
         x_TK, dx_TK, ys, dys, lora, schedule = self.x_TK, self.dx_TK, self.ys, self.dys, self.lora, self.schedule
         s_TQ = ops.grouped_shrink(x_TK, lora, schedule)
         ds_TQ = ops.grouped_backward_input(dys, lora, None, schedule)
@@ -90,7 +92,7 @@ class _Operands:
         }
 
     def results(self, ops: ModuleType) -> Iterator[tuple[str, Sequence[Tensor]]]:
-        """What every op gives; of the narrow tensors the columns that are a slot's own."""
+        """Return the result of every op; of narrow tensors only the columns that are a slot's own."""
         calls = self.calls(ops)
         yield "grouped_shrink", self._own_columns(calls["grouped_shrink"]())
         calls["grouped_expand"]()
@@ -104,7 +106,7 @@ class _Operands:
 
 
 def op_failures(case: OpCase, ops: ModuleType, device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Which ops are further from the float64 reference than they may be, a sentence each."""
+    """Return the ops that are further from the float64 reference than allowed, one sentence each."""
     found = _Operands(case, device, dtype, exact=False).results(ops)
     expected = _Operands(case, device, dtype, exact=True).results(reference)
     failures = []
@@ -118,7 +120,7 @@ def op_failures(case: OpCase, ops: ModuleType, device: torch.device, dtype: torc
 def op_rows(
     case: OpCase, ops: ModuleType, device: torch.device, dtype: torch.dtype, limits: DeviceLimits
 ) -> Iterator[dict[str, Any]]:
-    """Time, floor and share of the floor of every op, a row each."""
+    """Return a row for every op with its time, its floor and its share of the floor."""
     work = op_work(case, dtype)
     for name, call in _Operands(case, device, dtype, exact=False).calls(ops).items():
         num_bytes, num_flops = work[name]
@@ -141,9 +143,9 @@ def op_rows(
 
 
 def op_work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
-    """Bytes that each op must move, each tensor once, and FLOPs that it must do.
+    """Return the bytes that each op must move, with each tensor counted once, and the FLOPs that it must do.
 
-    Gradients are float32; adapters, as they are read, and products with them are as wide as the tokens.
+    Gradients are float32. Adapters, as they are read, and products with them have the width of the tokens.
     """
     tokens, out_features = sum(case.lengths), sum(case.out_features)
     x, ys = (tokens * width * dtype.itemsize for width in (case.in_features, out_features))

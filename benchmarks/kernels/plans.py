@@ -1,4 +1,4 @@
-"""What each scale measures, and its goals."""
+"""The plan of each scale, and its goals."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["PLANS", "ModelPlan", "Plan", "ThroughputPlan"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What is measured of one base model.
+    """The measurements of one base model.
 
     Attributes:
         shape: Name in ``SHAPES``, and in the names of figures.
-        tokenizer: Whose row lengths are used.
-        ranks: Of the jobs that train together.
-        max_tokens_per_pass: For every variant that batches jobs.
+        tokenizer: Tokenizer whose row lengths are used.
+        ranks: Ranks of the jobs that train together.
+        max_tokens_per_pass: Limit for every variant that batches jobs.
         whole: Variants whose step on the whole model is measured: all, or those that fit into the memory.
     """
 
@@ -34,7 +34,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThroughputPlan:
-    """Jobs of these ranks, a row a step each, through ``num_rows`` rows of at most ``longest`` tokens."""
+    """Jobs of these ranks, with one row per step each, through ``num_rows`` rows of at most ``longest`` tokens."""
 
     shape: str
     ranks: tuple[int, ...]
@@ -44,13 +44,13 @@ class ThroughputPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one scale measures.
+    """The plan of one scale.
 
     Attributes:
-        repeats: Timed rounds.
-        variants: What takes part.
-        models: Speed-ups over the baselines become figures for the first of them.
-        throughput: Samples per second against a bare PEFT loop; None leaves it out.
+        repeats: Number of timed rounds.
+        variants: Variants that take part.
+        models: Base models; speed-ups over the baselines become figures only for the first one.
+        throughput: Samples per second, compared with a bare PEFT loop; None leaves this out.
     """
 
     device: torch.device

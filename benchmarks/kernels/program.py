@@ -1,16 +1,17 @@
-"""One training step of many adapters, done in seven ways; and the grouped ops against what bytes and FLOPs allow.
+"""Measures one training step of many adapters, done in seven ways; and compares the grouped ops with the limits of
+bytes and FLOPs.
 
-``frozen`` is the base alone, forward and backward of activations: the floor. ``sequential`` is PEFT, one job at a time;
-``loop`` a few GEMMs for each adapter in each layer (mLoRA's way), ``lorafusion`` LoRAFusion's kernels, which the frozen
-GEMM is part of, ``grouped_mm`` PyTorch's grouped GEMM, ``ours`` ALTO's trainer on the backend that it chooses,
-``compiled`` the same with compiled layers. All have the same weights and tokens and take turns in one process; nothing
-of a model is timed before its gate is passed.
+``frozen`` is the base alone, forward and backward of activations: the floor. ``sequential`` is PEFT, one job at a time.
+``loop`` uses a few GEMMs for each adapter in each layer (as in mLoRA), ``lorafusion`` uses LoRAFusion's kernels, which
+include the frozen GEMM, and ``grouped_mm`` uses PyTorch's grouped GEMM. ``ours`` is ALTO's trainer on the backend that
+it chooses, and ``compiled`` the same with compiled layers. All have the same weights and tokens and take turns in one
+process. No part of a model is timed before its gate has passed.
 
     python -m benchmarks.paper kernels --scale gpu
     python -m benchmarks.paper kernels --scale gpu --models 8b --stages steps --out results   # a piece of it
 
-What fails is recorded, the rest goes on, and the exit code is 1; every piece is on disk as soon as it is measured. The
-pieces of several commands make one result, see ``pieces.py``.
+If something fails, this is recorded, the rest continues, and the exit code is 1. Every piece is on disk as soon as it
+is measured. The pieces of several commands make one result, see ``pieces.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def study(scale: str) -> Study:
-    """What is measured at ``scale``: all pieces, and what is said of them."""
+    """Return the study of ``scale``: all pieces, and their notes."""
     plan = PLANS[scale]
     names = list(actions(plan))
     return Study(benchmark="kernels", scale=scale, pieces=tuple(names), goals=plan.goals, notes=tuple(notes(plan)))

@@ -1,4 +1,4 @@
-"""The base models that are measured: real configurations, random weights."""
+"""The base models that are measured: real configurations with random weights."""
 
 from __future__ import annotations
 
@@ -70,13 +70,13 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "rope_parameters": {**_LLAMA_3_ROPE, "factor": 8.0},
     },
 }
-"""By name: ``tiny`` is alto-tiny's configuration, ``1b`` that of Llama-3.2-1B, ``8b`` that of Llama-3.1-8B."""
+"""Configurations by name: ``tiny`` is that of alto-tiny, ``1b`` that of Llama-3.2-1B, ``8b`` that of Llama-3.1-8B."""
 
 
 def random_model(
     shape: Mapping[str, Any], *, device: torch.device, dtype: torch.dtype, seed: int = 0
 ) -> LlamaForCausalLM:
-    """A Llama of ``shape`` with random weights, frozen and in evaluation mode; the same weights every time."""
+    """Return a Llama of ``shape`` with random weights, frozen and in evaluation mode; always the same weights."""
     torch.manual_seed(seed)
     config = LlamaConfig(**shape, bos_token_id=None, eos_token_id=1, pad_token_id=0, dtype=dtype)
     with device:

@@ -32,16 +32,17 @@ CUT_LAYERS = 2
 CUT_VOCABULARY = 2048
 
 STAGES = ("layers", "ops", "throughput", "steps")
-"""In the order in which they are measured: whole steps take longest."""
+"""Stages in the order in which they are measured; whole steps take longest."""
 
 SPEEDUPS = ("sequential", "loop", "lorafusion")
-"""Whose steps over ours are figures: at every batch size, and the median of these."""
+"""Variants whose step times divided by ours are figures: at every batch size, and the median of these."""
 
 _Found = TypeVar("_Found")
 
 
 def actions(plan: Plan) -> dict[str, Action]:
-    """What measures each piece of ``plan``, slowest last. Nothing of a model is timed before its gate."""
+    """Return the function that measures each piece of ``plan``, slowest last. No part of a model is timed before its
+    gate."""
     gates = _Gates(plan)
     found: dict[str, Action] = {}
     for stage in STAGES:
@@ -61,7 +62,7 @@ def actions(plan: Plan) -> dict[str, Action]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """Which variants of a model may be timed, and why the others may not: wrong, or failed."""
+    """The variants of a model that may be timed, and why the others may not: they are wrong, or failed."""
 
     green: tuple[str, ...]
     failures: tuple[str, ...]
@@ -69,14 +70,14 @@ class _Verdict:
 
 
 class _Gates:
-    """The gate of every model: on the model cut to two layers and a small vocabulary, once a run."""
+    """The gate of every model, on the model cut to two layers and a small vocabulary; it runs once per model."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._verdicts: dict[str, _Verdict] = {}
 
     def green(self, model: ModelPlan, piece: Piece) -> tuple[str, ...]:
-        """Variants that agree with the reference; what is wrong with the others is written into ``piece``."""
+        """Return the variants that agree with the reference; write the faults of the others into ``piece``."""
         usable = usable_variants(self._plan.device, self._plan.dtype)
         if left_out := sorted(set(VARIANTS) - set(usable)):
             piece.notes.append(f"PyTorch cannot do {', '.join(left_out)} in {self._plan.dtype} here.")
@@ -105,7 +106,7 @@ class _Gates:
 
 
 def _measure_layers(plan: Plan, model: ModelPlan, gates: _Gates, piece: Piece, flush: Flush) -> None:
-    """Forward and backward pass of a layer: of the model cut to two layers and a small vocabulary."""
+    """Measure forward and backward pass of a layer, on the model cut to two layers and a small vocabulary."""
     names = gates.green(model, piece)
     base, workload = _prepare_cut(plan, model)
     variants = _build(names, base, workload, piece)
@@ -126,8 +127,9 @@ def _measure_layers(plan: Plan, model: ModelPlan, gates: _Gates, piece: Piece, f
 
 
 def _measure_ops(plan: Plan, model: ModelPlan, piece: Piece, flush: Flush) -> None:
-    """The ops of the chosen backend on every group of modules of the model that read the same input, on one pass of the
-    smallest and the largest batch. Where one is wrong, none is timed at that shape, and there is no figure."""
+    """Measure the ops of the chosen backend on every group of modules of the model that read the same input, on one
+    pass of the smallest and of the largest batch. If one op is wrong, no op is timed at that shape, and there is no
+    figure."""
     ops = choose_backend(device=plan.device)
     base, workload = _prepare(plan, model, num_hidden_layers=1, vocab_size=64)
     shared_inputs = find_shared_inputs(base, Backbone(base, None, "random").run_once)
@@ -165,7 +167,8 @@ def _measure_ops(plan: Plan, model: ModelPlan, piece: Piece, flush: Flush) -> No
 
 
 def _measure_steps(plan: Plan, model: ModelPlan, gates: _Gates, speedups: bool, piece: Piece, flush: Flush) -> None:
-    """Whole training steps of the whole model; with ``speedups``, those of ``SPEEDUPS`` over ours become figures."""
+    """Measure whole training steps of the whole model; with ``speedups``, those of ``SPEEDUPS`` divided by ours become
+    figures."""
     names = gates.green(model, piece)
     base, workload = _prepare(plan, model)
     variants = _build([name for name in names if name in model.whole], base, workload, piece)
@@ -222,13 +225,14 @@ def _measure_samples(plan: Plan, throughput: ThroughputPlan, piece: Piece, flush
 
 
 def _prepare_cut(plan: Plan, model: ModelPlan) -> tuple[PreTrainedModel, Workload]:
-    """The model cut to two layers and a small vocabulary, and its jobs."""
+    """Return the model cut to two layers and a small vocabulary, and its jobs."""
     vocabulary = min(CUT_VOCABULARY, SHAPES[model.shape]["vocab_size"])
     return _prepare(plan, model, num_hidden_layers=CUT_LAYERS, vocab_size=vocabulary)
 
 
 def _prepare(plan: Plan, model: ModelPlan, **cut: int) -> tuple[PreTrainedModel, Workload]:
-    """The model with random weights, with keys of its configuration replaced by those of ``cut``, and its jobs."""
+    """Return the model with random weights, with keys of its configuration replaced by those of ``cut``, and its
+    jobs."""
     shape = {**SHAPES[model.shape], **cut}
     workload = Workload(
         ranks=model.ranks,
@@ -239,7 +243,7 @@ def _prepare(plan: Plan, model: ModelPlan, **cut: int) -> tuple[PreTrainedModel,
 
 
 def _build(names: Sequence[str], base: PreTrainedModel, workload: Workload, piece: Piece) -> dict[str, Variant]:
-    """The variants that can be made; why others cannot is written into ``piece``."""
+    """Return the variants that can be built; write the reasons for the others into ``piece``."""
     variants = {}
     for name in names:
         try:
@@ -255,7 +259,7 @@ def _record_failed(piece: Piece, batch_size: int, failed: Mapping[str, str]) -> 
 
 
 def _attempt(piece: Piece, batch_size: int, name: str, action: Callable[[], _Found]) -> _Found | None:
-    """What ``action`` gives; None where it fails, which is written into ``piece``."""
+    """Return the result of ``action``; None if it fails, which is written into ``piece``."""
     try:
         return action()
     except Exception as error:
@@ -268,6 +272,6 @@ def _milliseconds(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def with_extremes(name: str, value: Spread) -> dict[str, float]:
-    """A median and its extremes as columns."""
+    """Return a median and its extremes as columns."""
     stem = "" if name == "median" else f"{name}_"
     return {name: value.median, f"{stem}min": value.minimum, f"{stem}max": value.maximum}

@@ -1,6 +1,6 @@
 """A driver of Triton for a machine without a GPU: kernels are compiled for one, and their launches do nothing.
 
-What is left is what Python does for a launch, up to the call of Triton's launcher, which is C code.
+What remains of a launch is the work of Python, up to the call of Triton's launcher, which is C code.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from triton.backends.driver import DriverBase
 __all__ = ["StubDriver"]
 
 _OWN_ARGUMENTS = 9
-"""Arguments of a launcher before those of the kernel: three of the grid, stream, function, metadata, hooks."""
+"""Number of a launcher's arguments before those of the kernel: three for the grid, stream, function, metadata,
+hooks."""
 
 
 class StubDriver(DriverBase):
-    """Compiles for sm_90; its launches do nothing.
+    """A driver that compiles for sm_90, and whose launches do nothing.
 
     Attributes:
-        num_launches: Launches so far.
-        seen: Where a list is put here, what every launch was given: kernel, grid, and arguments, tensors by address.
+        num_launches: Number of launches so far.
+        seen: If this is a list, every launch adds its kernel, grid and arguments, with tensors by address.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class StubDriver(DriverBase):
         self.utils = _Utils()
 
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        """The launcher of a compiled kernel."""
+        """Return the launcher of a compiled kernel."""
 
         def launcher(*arguments: Any) -> None:
             self.num_launches += 1
@@ -65,7 +66,7 @@ class StubDriver(DriverBase):
 
 
 class _Utils:
-    """What a compiled kernel asks of a driver before its first launch."""
+    """The functions of a driver that a compiled kernel calls before its first launch."""
 
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": 227 * 1024}

@@ -1,4 +1,5 @@
-"""Samples per second of ALTO's trainer and of a bare PEFT loop: the same jobs on the same rows, a row a step each."""
+"""Measures samples per second of ALTO's trainer and of a bare PEFT loop: the same jobs on the same rows, one row per
+step each."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ _LOSS_TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """Samples per second of both, the ratio of each round, and what is wrong with the losses, a sentence each."""
+    """Samples per second of both, the ratio of each round, and the faults of the losses, one sentence each."""
 
     alto: Spread
     peft: Spread
@@ -32,9 +33,10 @@ class Throughput:
 
 
 def measure_throughput(base: PreTrainedModel, workload: Workload, repeats: int) -> Throughput:
-    """One epoch of every job at batch size one, taking turns; PEFT's model copies and set-up are not counted.
+    """Train one epoch of every job at batch size one, both ways in turn; PEFT's model copies and set-up are not
+    counted.
 
-    The gate: every job's first loss, where its adapter is still nothing, is the same in both.
+    The gate: every job's first loss, when its adapter still has no effect, is the same in both.
     """
     ours, prepared = Ours(base, workload), _prepared(base, workload)
     first_losses = ours.backward(1)

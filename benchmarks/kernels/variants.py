@@ -29,11 +29,11 @@ __all__ = ["VARIANTS", "JobFacts", "Ours", "Sequential", "Variant", "build", "pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFacts:
-    """What one job's forward and backward pass gave.
+    """The results of one job's forward and backward pass.
 
     Attributes:
         loss: Nats per trained token.
-        gradients: Those of ``A`` as ``[K, r]`` and of ``B`` as ``[r, N]``, by module; empty without an adapter.
+        gradients: Gradients of ``A`` as ``[K, r]`` and of ``B`` as ``[r, N]``, by module; empty without an adapter.
     """
 
     loss: float
@@ -44,13 +44,13 @@ class Variant(Protocol):
     """One way to do the step."""
 
     def backward(self, batch_size: int) -> list[float]:
-        """Forward and backward pass of all jobs: their losses; gradients add to those that are there."""
+        """Run forward and backward pass of all jobs and return their losses; gradients are added to existing ones."""
 
     def step(self, batch_size: int) -> None:
-        """A whole training step of all jobs."""
+        """Run a whole training step of all jobs."""
 
     def facts(self, batch_size: int, weights: Sequence[AdapterWeights]) -> list[JobFacts]:
-        """Losses and gradients of all jobs with these adapters."""
+        """Return losses and gradients of all jobs with these adapters."""
 
 
 class Frozen:
@@ -74,16 +74,16 @@ class Frozen:
 
 
 def peft_model(base: PreTrainedModel, rank: int) -> PeftModel:
-    """PEFT's adapter of this rank on every linear layer of a copy of ``base``, in its dtype."""
+    """Return a copy of ``base`` with PEFT's adapter of this rank on every linear layer, in its dtype."""
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(share(base), config, autocast_adapter_dtype=False).train()
 
 
 class Sequential:
-    """What is done today: PEFT, one job at a time, each batch padded to its longest row.
+    """The way of today's users: PEFT, one job at a time, with each batch padded to its longest row.
 
-    One PEFT model for each rank takes the place of one for each job: the time does not depend on the values in it, and
-    no time is lost with switching.
+    One PEFT model for each rank replaces one for each job: the time does not depend on the values in it, and no time is
+    lost by switching.
     """
 
     def __init__(self, base: PreTrainedModel, workload: Workload) -> None:
@@ -105,7 +105,7 @@ class Sequential:
         torch.stack(losses).tolist()
 
     def epoch(self, batch_size: int) -> None:
-        """Every job trains all rows once, one job after the other."""
+        """Train all rows once with every job, one job after the other."""
         losses = []
         by_step = [self._workload.rows(batch_size, step) for step in range(self._workload.num_steps(batch_size))]
         for number, rank in enumerate(self._workload.ranks):
@@ -171,7 +171,7 @@ class _PeftJob:
 
 
 class Stacked:
-    """All jobs in one pass, multiplied in one of the ways of the batched baselines."""
+    """All jobs in one pass, with the products of one of the batched baselines."""
 
     def __init__(self, base: PreTrainedModel, workload: Workload, products: Products) -> None:
         self._backbone = Backbone(share(base), None, "random")
@@ -221,7 +221,7 @@ class Ours:
     """ALTO as it is installed: its trainer, bank and optimizer, on the backend that it chooses.
 
     Args:
-        ranks: Where there are several, the base is sharded over them, and each has as many of the adapters.
+        ranks: If there are several, the base is sharded over them, and each has equally many adapters.
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class Ours:
             self._trainer.admit(job, local_slot)
 
     def jobs(self, batch_size: int) -> list[JobState]:
-        """The jobs, in their slots, before their first step."""
+        """Return the jobs, in their slots, before their first step."""
         if batch_size not in self._runs:
             task = self._workload.task(batch_size)
             jobs = initial_states(TaskContext.of(task, self._backbone, self._workload.data, self._ranks))
@@ -260,7 +260,7 @@ class Ours:
         self._trainer.step(self.jobs(batch_size))
 
     def epoch(self, batch_size: int) -> None:
-        """All jobs train all rows once, together."""
+        """Train all rows once with all jobs together."""
         jobs = self.jobs(batch_size)
         for step in range(self._workload.num_steps(batch_size)):
             for job in jobs:
@@ -273,7 +273,7 @@ class Ours:
         return list(self.facts_here(batch_size, weights).values())
 
     def facts_here(self, batch_size: int, weights: Sequence[AdapterWeights]) -> dict[int, JobFacts]:
-        """Losses and gradients with these adapters, by job: of those that this rank has."""
+        """Return losses and gradients with these adapters, by job, for the jobs of this rank."""
         bank, here = self._trainer.bank, list(self._here(batch_size))
         for job, local_slot in here:
             self._trainer.admit(job, local_slot, weights[job.slot])
@@ -286,7 +286,7 @@ class Ours:
         return found
 
     def _here(self, batch_size: int) -> Iterator[tuple[JobState, int]]:
-        """The jobs of this rank, and their slots in its bank."""
+        """Return the jobs of this rank, and their slots in its bank."""
         for job in self.jobs(batch_size):
             local_slot = self._trainer.passes.local_slot(job)
             if local_slot is not None:
@@ -305,13 +305,13 @@ VARIANTS: Mapping[str, Callable[[PreTrainedModel, Workload], Variant]] = {
 
 
 def usable_variants(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """All variants but those that PyTorch cannot do on this device."""
+    """Return all variants except those that PyTorch cannot run on this device."""
     asked = {"grouped_mm": grouped_mm, "lorafusion": lorafusion}
     return tuple(name for name in VARIANTS if name not in asked or asked[name].is_supported(device, dtype))
 
 
 def build(name: str, base: PreTrainedModel, workload: Workload) -> Variant:
-    """The variant on the weights of ``base``, which stays as it is."""
+    """Return the variant on the weights of ``base``, which stays unchanged."""
     return VARIANTS[name](base, workload)
 
 

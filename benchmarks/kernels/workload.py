@@ -1,4 +1,4 @@
-"""The work of one training step: which jobs there are, and which rows each of them trains."""
+"""The work of one training step: the jobs, and the rows that each of them trains."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ _UNTRAINED = -100
 
 
 class Workload:
-    """Jobs that train together; job ``i`` has the ``i``-th rank and sits in slot ``i``.
+    """Jobs that train together; job ``i`` has the ``i``-th rank and is in slot ``i``.
 
-    What a step needs and no system would make anew in each, tasks and orders, is made once.
+    Values that a step needs but that no system would compute again in each step, such as tasks and orders, are made
+    once.
 
     Args:
-        data: Rows of random tokens; every job draws its own from them.
+        data: Rows of random tokens, from which every job draws its own.
         max_tokens_per_pass: Tokens of one forward and backward pass, for every variant that batches jobs.
     """
 
@@ -37,24 +38,24 @@ class Workload:
         self.rows = cache(self._rows)
 
     def num_steps(self, batch_size: int) -> int:
-        """Steps in which a job trains every row once."""
+        """Number of steps in which a job trains every row once."""
         return math.ceil(len(self.data.train) / batch_size)
 
     def jobs(self, batch_size: int) -> Sequence[Job]:
         return self.task(batch_size).jobs
 
     def batches(self, batch_size: int, device: torch.device) -> Iterator[TokenBatch]:
-        """The passes of a step that batches all jobs."""
+        """Return the passes of a step that batches all jobs."""
         work = [JobRows(self.data.train, slot, rows) for slot, rows in enumerate(self.rows(batch_size))]
         for jobs in split_into_micro_batches(work, self.max_tokens_per_pass):
             yield collate(jobs, device)
 
     def micro_batches(self, batch_size: int) -> int:
-        """How many they are."""
+        """Number of these passes."""
         return sum(1 for _ in self.batches(batch_size, torch.device("cpu")))
 
     def examples(self) -> list[dict[str, list[int]]]:
-        """All rows as Transformers and PEFT take them: ``input_ids`` and ``labels``."""
+        """Return all rows in the form of Transformers and PEFT: ``input_ids`` and ``labels``."""
         train = self.data.train
         return [
             {"input_ids": ids.tolist(), "labels": [_UNTRAINED, *targets[:-1].tolist()]}
@@ -62,7 +63,7 @@ class Workload:
         ]
 
     def _task(self, batch_size: int) -> Task:
-        """The jobs as a task, each with its own seed."""
+        """Return the jobs as a task, each with its own seed."""
         numbers = list(range(len(self.ranks)))
         return Task(
             model="random",
@@ -76,7 +77,7 @@ class Workload:
         )
 
     def _rows(self, batch_size: int, step: int = 0) -> list[tuple[int, ...]]:
-        """The rows that each job trains in its first step, or in a later one."""
+        """Return the rows that each job trains in its first step, or in a later one."""
         return [
             tuple(DataOrder(len(self.data.train), batch_size, job.config.seed).rows_of_step(step))
             for job in self.jobs(batch_size)
@@ -84,7 +85,7 @@ class Workload:
 
 
 def random_rows(lengths: Sequence[RowLength], vocab_size: int, seed: int = 0) -> TaskData:
-    """Rows of random tokens of these lengths; what follows the prompt is trained."""
+    """Return rows of random tokens of these lengths; all tokens after the prompt are trained."""
     generator = torch.Generator().manual_seed(seed)
     input_ids, targets = [], []
     for length in lengths:

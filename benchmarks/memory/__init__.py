@@ -1,1 +1,1 @@
-"""Memory and time of tasks, predicted and measured, each measurement in a process of its own."""
+"""Memory and time of tasks, predicted and measured; each measurement is in a process of its own."""

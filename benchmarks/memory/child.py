@@ -1,6 +1,6 @@
 """``python -m benchmarks.memory.child``: plans a task, takes its steps, or trains it, in a process of its own.
 
-A request on stdin, what was found on the last line of stdout, both JSON.
+The request is on stdin, and the result on the last line of stdout; both are JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ STEPS = 8
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """What ``request["action"]`` finds out about its task."""
+    """Return the result of ``request["action"]`` for its task."""
     torch.set_num_threads(request["threads"])
     task = Task(**request["task"])
     backbone = load_backbone(task.base_model, device=request["device"])
@@ -58,12 +58,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_plan(context: TaskContext) -> dict[str, Any]:
-    """The plan, measured now."""
+    """Return the plan, measured now."""
     return asdict(plan(context, refresh=True))
 
 
 def find_peak(context: TaskContext, num_jobs: int, batch_size: int) -> dict[str, Any]:
-    """The peak of a few steps of the task's first jobs together, and the largest pass of them."""
+    """Return the peak of a few steps of the task's first jobs together, and their largest pass."""
     backbone, data = context.backbone, context.data
     jobs = [
         replace(job, planned=replace(job.planned, order=DataOrder(len(data.train), batch_size, job.config.seed)))
@@ -83,7 +83,7 @@ def find_peak(context: TaskContext, num_jobs: int, batch_size: int) -> dict[str,
 
 
 def find_duration(context: TaskContext) -> dict[str, Any]:
-    """Seconds that the task trains and evaluates, checkpoints included, packed as its plan says."""
+    """Return the seconds in which the task trains, evaluates and saves, packed as in its plan."""
     context, _ = pack(context)
     with tempfile.TemporaryDirectory() as folder:
         run_dir = RunDir.create(folder, context.task)

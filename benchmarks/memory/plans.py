@@ -1,4 +1,4 @@
-"""What each scale measures."""
+"""The plan of each scale."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class DurationCase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What is measured of one base model.
+    """The measurements of one base model.
 
     Attributes:
         shape: Name in ``benchmarks.kernels.shapes.SHAPES``.
-        tokenizer: Whose lengths of GSM8K's rows are used.
-        ranks: Of the jobs whose peaks are predicted.
+        tokenizer: Tokenizer whose lengths of GSM8K's rows are used.
+        ranks: Ranks of the jobs whose peaks are predicted.
     """
 
     shape: str
@@ -46,7 +46,7 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one scale measures."""
+    """The plan of one scale."""
 
     device: str
     models: tuple[ModelPlan, ...]
@@ -54,7 +54,7 @@ class Plan:
 
 
 def _peaks(*cases: tuple[int, ...]) -> tuple[PeakCase, ...]:
-    """Cases by their values in the order of the attributes."""
+    """Return cases from their values, in the order of the attributes."""
     return tuple(PeakCase(*case) for case in cases)
 
 

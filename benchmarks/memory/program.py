@@ -1,15 +1,15 @@
-"""Predicted against measured: the peak of memory over many packings, and the duration of whole tasks.
+"""Compares predictions with measurements: the peak of memory over many packings, and the duration of whole tasks.
 
     python -m benchmarks.paper memory --scale cpu
     python -m benchmarks.paper memory --scale gpu --stages peaks --out results   # a piece of it
 
-Random weights of real configurations, rows of random tokens as long as GSM8K's. For every model the jobs are planned
-once, as ``alto plan`` does. Then every packing takes a few steps in a process of its own, whose peak is compared with
-what the memory law said of the tokens that it really batched. Every task of ``durations`` is planned, then trained to
-its end with early exit off. The gate: every measured peak is above the base model's own bytes, every task did all of
-its steps.
+The models have real configurations and random weights, and rows of random tokens with the lengths of GSM8K's. For every
+model the jobs are planned once, as ``alto plan`` does. Then every packing takes a few steps in a process of its own,
+whose peak is compared with the memory model's prediction for the tokens that were really batched. Every task of
+``durations`` is planned, and then trained to its end with early exit off. The gate: every measured peak is above the
+base model's own bytes, and every task did all of its steps.
 
-A case that fails is recorded and the others go on, but what it belongs to has no figures then, and the exit code is 1.
+If a case fails, this is recorded and the others continue, but its table then has no figures, and the exit code is 1.
 The pieces of several commands make one result, see ``pieces.py``.
 """
 
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def study(scale: str) -> Study:
-    """What is measured at ``scale``: all pieces, and what is said of them."""
+    """Return the study of ``scale``: all pieces, and their notes."""
     return Study(
         benchmark="memory",
         scale=scale,
@@ -83,7 +83,7 @@ def study(scale: str) -> Study:
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The figures that the rows come to; of a table without rows none."""
+    """Return the figures of the rows; a table without rows has none."""
     memory = [row["predicted"] / row["measured"] - 1 for row in rows if row["table"] == "peak"]
     durations = [abs(row["predicted"] / row["measured"] - 1) for row in rows if row["table"] == "duration"]
     found = {}
@@ -99,7 +99,8 @@ def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def _figures_of_pieces(scale: str, pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """Of every stage that is measured whole, on all models: the worst of some cases is not the worst of all."""
+    """Return the figures of every stage that is measured completely, on all models, because the worst of some cases is
+    not the worst of all."""
     rows: list[dict[str, Any]] = []
     for stage in STAGES:
         found = [pieces.get(piece_name(model.shape, stage)) for model in PLANS[scale].models]
@@ -130,7 +131,7 @@ def _peaks(child: _Child, model: ModelPlan, piece: Piece, flush: Flush) -> None:
 
 
 def _record(piece: Piece, flush: Flush, table: str, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-    """The row that ``measure`` gives; or what failed in it, or was wrong."""
+    """Return the row of ``measure``; or its failure, or its fault."""
     try:
         row = measure()
     except GateFailedError as error:
@@ -144,7 +145,7 @@ def _record(piece: Piece, flush: Flush, table: str, name: str, measure: Callable
 
 
 def _least_bytes(model: ModelPlan) -> int:
-    """Fewer than the base model's own bytes, whatever its precision."""
+    """Return a number of bytes below the base model's own, whatever its precision."""
     return int(SHAPES[model.shape]["vocab_size"] * SHAPES[model.shape]["hidden_size"])
 
 
@@ -184,7 +185,7 @@ def _duration(child: _Child, case: DurationCase) -> dict[str, Any]:
 
 
 class _Child:
-    """Asks processes of their own about tasks on one model."""
+    """Sends requests about tasks on one model to processes of their own."""
 
     def __init__(self, plan: Plan, model: ModelPlan, folder: Path, threads: int) -> None:
         self._plan, self._model, self._folder, self._threads = plan, model, folder, threads
@@ -203,12 +204,12 @@ class _Child:
 
 
 def in_child(request: dict[str, Any], module: str = "benchmarks.memory.child") -> dict[str, Any]:
-    """What ``module`` answers, in a process of its own: ``child.py``, or another that reads a request on stdin and
-    writes what it found on the last line of stdout, both JSON.
+    """Return the answer of ``module`` in a process of its own: ``child.py``, or another that reads a request on stdin
+    and writes its result on the last line of stdout, both JSON.
 
     Raises:
-        RuntimeError: It ended without an answer; says the last line of what it wrote on stderr, all of which is passed
-            on.
+        RuntimeError: The process ended without an answer; the message has the last line of its stderr, all of which is
+            passed on.
     """
     done = subprocess.run(
         [sys.executable, "-m", module],
@@ -227,7 +228,7 @@ def in_child(request: dict[str, Any], module: str = "benchmarks.memory.child") -
 
 
 def _save(model: ModelPlan, plan: Plan, folder: Path) -> None:
-    """A model with random weights and a tokenizer, as ``from_pretrained`` takes them."""
+    """Save a model with random weights and a tokenizer in the form that ``from_pretrained`` reads."""
     from transformers import AutoTokenizer
 
     from alto.backbone import resolve_model
@@ -238,7 +239,7 @@ def _save(model: ModelPlan, plan: Plan, folder: Path) -> None:
 
 
 def _jobs(ranks: Sequence[int], batch_sizes: Sequence[int]) -> dict[str, Any]:
-    """A task with a job for every rank and batch size."""
+    """Return a task with a job for every rank and batch size."""
     pairs = [(rank, size) for rank in ranks for size in batch_sizes]
     return {
         "learning_rate": 1e-4,

@@ -1,12 +1,13 @@
-"""Measure the tables and figures of the ALTO paper anew, beside its own values, and everything else that has figures.
+"""Measure the tables and figures of the ALTO paper, to compare them with its own values, and all other benchmarks.
 
     python -m benchmarks.paper samples-saved --scale cpu
     python -m benchmarks.paper end-to-end --scale gpu --model Qwen/Qwen3-8B --dataset train.jsonl --out measured
     python -m benchmarks.paper all --scale cpu      # the paper's: docs/paper.md
-    python -m benchmarks.paper others --scale cpu   # what the paper does not have: docs/benchmarks.md
+    python -m benchmarks.paper others --scale cpu   # all others: docs/benchmarks.md
 
-Of several names, what is measured already stays, if it is of the same source, machine and packages: a command that was
-killed resumes where it was. Options of an experiment follow its name: NAME --help shows them.
+If several names are given, experiments that were already measured with the same source, machine and packages are not
+measured again, so a killed command continues where it stopped. Options of an experiment follow its name: NAME --help
+shows them.
 """
 
 from __future__ import annotations

@@ -52,10 +52,10 @@ Recordings = Mapping[str, Recording]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What an experiment on recordings found.
+    """The result of an experiment on recordings.
 
     Attributes:
-        figures: As of :class:`common.Result`, as are rows and notes.
+        figures: See :class:`common.Result`, also for rows and notes.
     """
 
     figures: Mapping[str, float]
@@ -64,13 +64,13 @@ class Found:
 
 
 def default_of(recording: Recording) -> EarlyExit:
-    """What a task of this kind does that sets nothing."""
+    """Return the default policy for a task of this kind."""
     preset = "preferences" if is_preference(recording) else "default"
     return EarlyExit(preset=preset).resolved(lr_warmup=recording.lr_warmup)
 
 
 def replayed(recording: Recording, settings: EarlyExit) -> ReplayResult:
-    """What a policy does on a recording."""
+    """Return the result of a policy on a recording."""
     return replay(recording, policy_from(settings), settings.ema_alpha)
 
 
@@ -78,8 +78,8 @@ def replayed(recording: Recording, settings: EarlyExit) -> ReplayResult:
 
 
 def sensitivity(recordings: Recordings) -> Found:
-    """How much the best validation loss differs between the configurations of a sweep, and of preferences the best
-    reward accuracy."""
+    """Measure how much the best validation loss differs between the configurations of a sweep, and the best reward
+    accuracy for sweeps of preference tuning."""
     rows = []
     for name, recording in recordings.items():
         losses = sorted(best_loss(job) for job in recording.jobs)
@@ -119,8 +119,8 @@ def sensitivity(recordings: Recordings) -> Found:
 
 
 def _accuracy_spread(recording: Recording) -> dict[str, Any]:
-    """Columns with the best, median and worst accuracy of the configurations, in per cent; none where the recording has
-    no accuracies."""
+    """Return columns with the best, median and worst accuracy of the configurations, in per cent; none if the recording
+    has no accuracies."""
     found = [accuracy for job in recording.jobs if (accuracy := best_accuracy(job)) is not None]
     if not found:
         return {}
@@ -168,7 +168,7 @@ def draw_sensitivity(found: Found, axes: Sequence[Axes]) -> None:
 
 
 def start_of(recording: Recording) -> float:
-    """Validation loss of the frozen base."""
+    """Return the validation loss of the frozen base."""
     return max(job.start.validation_loss for job in recording.jobs if job.start is not None)
 
 
@@ -176,7 +176,7 @@ def start_of(recording: Recording) -> float:
 
 
 def batch_size(recordings: Recordings) -> Found:
-    """The best loss that is reached with each batch size, over the best of the sweep."""
+    """Measure the best loss with each batch size, divided by the best of the sweep."""
     rows = [
         {"recording": name, "batch_size": size, "best": min(map(best_loss, part.jobs)), "regret": regret}
         for name, recording in recordings.items()
@@ -207,7 +207,7 @@ def draw_batch_size(found: Found, axes: Sequence[Axes]) -> None:
 
 
 def _draw_regret_by_batch_size(found: Found, axis: Axes, label: str) -> None:
-    """A line for every recording that has several batch sizes."""
+    """Draw a line for every recording that has several batch sizes."""
     for name in dict.fromkeys(row["recording"] for row in found.rows):
         of = [row for row in found.rows if row["recording"] == name]
         if len(of) > 1:
@@ -223,7 +223,7 @@ def _draw_regret_by_batch_size(found: Found, axis: Axes, label: str) -> None:
 
 
 def patterns(recordings: Recordings) -> Found:
-    """Which jobs Algorithm 1 ends, and by which pattern; and the curves of one job of each."""
+    """Count the jobs that Algorithm 1 ends, by pattern, and find the curves of one job of each pattern."""
     rows: list[dict[str, Any]] = []
     shares: dict[str, list[float]] = {pattern: [] for pattern in PATTERNS}
     exits = {name: replayed(recording, PAPER).exits for name, recording in recordings.items()}
@@ -248,8 +248,8 @@ def patterns(recordings: Recordings) -> Found:
 def _example(
     recordings: Recordings, exits: Mapping[str, Mapping[str, tuple[str, int]]], pattern: str
 ) -> dict[str, Any] | None:
-    """The curves of the job of a pattern that lost most after its exit, as a share of its loss before; None where there
-    is no job of the pattern, or none that lost anything."""
+    """Return the curves of the job of a pattern whose loss fell most after its exit, as a share of its loss before;
+    None if no job of the pattern lost anything."""
     found: tuple[float, str, RecordedJob, int] | None = None
     for name, recording in recordings.items():
         jobs = {job.job: job for job in recording.jobs}
@@ -302,7 +302,7 @@ def draw_patterns(found: Found, axes: Sequence[Axes]) -> None:
 
 
 def rank_correlation(recordings: Recordings) -> Found:
-    """How well the order of jobs at a share of their steps is the order of the best that they reach."""
+    """Measure how well the order of jobs at a share of their steps agrees with the order of their best losses."""
     rows = [
         {"recording": name, "share": share, "spearman": spearman(recording, share)}
         for name, recording in recordings.items()
@@ -329,7 +329,8 @@ def draw_rank_correlation(found: Found, axes: Sequence[Axes]) -> None:
 
 
 def warmup_sweep(recordings: Recordings) -> Found:
-    """What keeping the best quarter after a warmup of 1 to 20 % of the steps would keep of the final best quarter."""
+    """Measure how much of the final best quarter remains if the best quarter after a warmup of 1 to 20 % of the steps
+    is kept."""
     rows = []
     for name, recording in recordings.items():
         for share in WARMUPS:
@@ -358,7 +359,7 @@ def draw_warmup_sweep(found: Found, axes: Sequence[Axes]) -> None:
 
 
 def samples_saved(recordings: Recordings) -> Found:
-    """What the default policy and Algorithm 1 save, by the pattern that saves it, and what they lose."""
+    """Measure what the default policy and Algorithm 1 save, by pattern, and what they lose."""
     rows = []
     for name, recording in recordings.items():
         for policy, settings in (("default", default_of(recording)), ("paper", PAPER)):
@@ -404,7 +405,8 @@ def draw_samples_saved(found: Found, axes: Sequence[Axes]) -> None:
 
 
 def early_exit_quality(recordings: Recordings) -> Found:
-    """For each batch size by itself: the best loss with early exit over that of training every job to its end."""
+    """Measure for each batch size separately the best loss with early exit, divided by that of training every job to
+    its end."""
     rows = []
     for name, recording in recordings.items():
         for size, part in by_batch_size(recording).items():
@@ -435,7 +437,7 @@ def draw_early_exit_quality(found: Found, axes: Sequence[Axes]) -> None:
 
 
 def gate(recordings: Recordings) -> list[str]:
-    """What is wrong with the recordings: empty where a policy that ends no job keeps the lowest loss of each."""
+    """Return the faults of the recordings; empty if a policy that ends no job keeps the lowest loss of each."""
     failures = []
     for name, recording in recordings.items():
         result = replayed(recording, EarlyExit(enabled=False))

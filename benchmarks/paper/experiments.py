@@ -1,4 +1,4 @@
-"""Every benchmark by name: the tables and figures of the paper, and the others."""
+"""All benchmarks by name: the tables and figures of the paper, and the others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ Goal = tuple[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experiment:
-    """A table or figure, and what measures it.
+    """A table or figure, and the function that measures it.
 
-    Functions are named as ``package.module:function``, so that what one experiment needs is no need of the others.
+    Functions are named ``package.module:function``, so that the imports of one experiment are not needed for others.
 
     Attributes:
-        title: Of its section in the page.
-        topic: The result file is ``<topic>-<scale>.json``; more about it may stand in ``notes/<topic>.md``.
-        program: Measures it and writes the result file: takes arguments as a command line has them and returns an exit
-            code, 0 where the gate passed.
-        recorded: Instead of a program: what an experiment on the recorded sweeps finds on them.
-        drawing: Fills axes with what was found, if there is a picture.
-        panels: How many axes it has, beside each other.
-        shows: What the paper shows by it, and what is measured here; empty for what the paper does not have.
+        title: Title of its section in the page.
+        topic: The result file is ``<topic>-<scale>.json``; ``notes/<topic>.md`` may explain it.
+        program: Function that measures it and writes the result file. It takes command-line arguments and returns an
+            exit code, 0 if the gate passed.
+        recorded: Function that computes the experiment from the recorded sweeps, instead of a program.
+        drawing: Function that draws the result on axes; None if there is no picture.
+        panels: Number of axes in the picture, side by side.
+        shows: Result of the paper, and what is measured here; empty if the paper has no such experiment.
         paper: The paper's values of figures, as it gives them.
-        goals: Ours, of an experiment on recordings; programs have their own.
-        figures: Those that the page shows; all where empty.
-        scales: Where it can be measured.
+        goals: Goals of an experiment on recordings; programs have their own.
+        figures: Figures that the page shows; empty for all.
+        scales: Scales at which it can be measured.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Experiment:
 
 
 def load(function: str) -> Callable[..., Any]:
-    """The function that ``package.module:function`` names."""
+    """Return the function that ``package.module:function`` names."""
     module, _, name = function.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
@@ -59,7 +59,7 @@ PAPER: Mapping[str, Experiment] = {
     "sensitivity": Experiment(
         title="How much the configuration matters",
         shows="The quality of an adapter depends on learning rate, rank and batch size. Here: the best validation loss "
-        "of every configuration of the recorded sweeps, those of preference tuning too, and of these the best reward "
+        "of every configuration of the recorded sweeps; for sweeps of preference tuning, also the best reward "
         "accuracy.",
         topic="sensitivity",
         recorded=f"{_CURVES}:sensitivity",
@@ -68,16 +68,16 @@ PAPER: Mapping[str, Experiment] = {
     ),
     "batch-size": Experiment(
         title="Quality and batch size",
-        shows="Small batches reach better adapters, so that a GPU is filled by many adapters rather than by large "
-        "batches. Here: the best loss of each batch size over the best of the sweep.",
+        shows="Small batches give better adapters, so many adapters instead of large batches should fill a GPU. Here: "
+        "the best loss of each batch size, divided by the best loss of the sweep.",
         topic="batch_size",
         recorded=f"{_CURVES}:batch_size",
         drawing=f"{_CURVES}:draw_batch_size",
     ),
     "patterns": Experiment(
-        title="Three patterns of curves that lead nowhere",
-        shows="Diverging, overfitting and underperforming jobs. Here: how many jobs of the recorded sweeps Algorithm 1 "
-        "ends by each pattern, and the curves of the one that would have lost most.",
+        title="Three patterns of losing jobs",
+        shows="Jobs diverge, overfit or underperform. Here: how many jobs of the recorded sweeps Algorithm 1 ends by "
+        "each pattern, and for each pattern the curves of the job that would have lost most.",
         topic="patterns",
         recorded=f"{_CURVES}:patterns",
         drawing=f"{_CURVES}:draw_patterns",
@@ -85,7 +85,7 @@ PAPER: Mapping[str, Experiment] = {
     ),
     "rank-correlation": Experiment(
         title="Early ranks and final ranks",
-        shows="After a short warmup the order of the jobs is close to that of their ends. Here: Spearman's coefficient "
+        shows="After a short warmup the order of the jobs is close to their final order. Here: Spearman's coefficient "
         "between the validation losses at a share of the steps and the best loss that each job reaches.",
         topic="rank_correlation",
         recorded=f"{_CURVES}:rank_correlation",
@@ -93,16 +93,16 @@ PAPER: Mapping[str, Experiment] = {
     ),
     "warmup-sweep": Experiment(
         title="How long a warmup has to be",
-        shows="5 % of the steps, after which the best quarter continues. Here: what that would keep of the final best "
-        "quarter and of the winners, for warmups of 1 to 20 %.",
+        shows="A warmup of 5 % of the steps is enough; then the best quarter continues. Here: which share of the final "
+        "best quarter and of the winners this rule keeps, for warmups of 1 to 20 %.",
         topic="warmup_sweep",
         recorded=f"{_CURVES}:warmup_sweep",
         drawing=f"{_CURVES}:draw_warmup_sweep",
     ),
     "samples-saved": Experiment(
         title="Samples that are not trained, by pattern",
-        shows="Early exit saves 72 to 83 % of the samples, overfitting 24 % and diverging jobs 12 % of preference "
-        "tuning among them. Here: the default policy and Algorithm 1 on the same recorded curves.",
+        shows="Early exit saves 72 to 83 % of the samples; in preference tuning, overfitting jobs account for 24 % and "
+        "diverging jobs for 12 %. Here: the default policy and Algorithm 1 on the same recorded curves.",
         topic="samples_saved",
         recorded=f"{_CURVES}:samples_saved",
         drawing=f"{_CURVES}:draw_samples_saved",
@@ -112,8 +112,8 @@ PAPER: Mapping[str, Experiment] = {
     ),
     "early-exit-quality": Experiment(
         title="What early exit costs in quality, per batch size",
-        shows="Nothing, according to the paper. Here: the jobs of each batch size of a recorded sweep as a sweep by "
-        "themselves, by the default policy.",
+        shows="Early exit costs no quality. Here: the default policy on recorded sweeps, with the jobs of each batch "
+        "size as a separate sweep.",
         topic="early_exit_quality",
         recorded=f"{_CURVES}:early_exit_quality",
         drawing=f"{_CURVES}:draw_early_exit_quality",
@@ -123,8 +123,8 @@ PAPER: Mapping[str, Experiment] = {
     "utilization": Experiment(
         title="Memory and device use of one adapter and of many",
         shows="One job at a small batch size leaves most of a GPU's memory and arithmetic unused; many adapters on one "
-        "frozen base fill it. Here: the share of a large GEMM's FLOP/s and the peak of memory of 1 to 32 adapters "
-        "together, and of one job with PEFT.",
+        "frozen base fill it. Here: FLOP/s as a share of those of a large GEMM, and the memory peak, of 1 to 32 "
+        "adapters together, and of one job with PEFT.",
         topic="utilization",
         program="benchmarks.paper.utilization:main",
         drawing="benchmarks.paper.utilization:draw_utilization",
@@ -133,46 +133,48 @@ PAPER: Mapping[str, Experiment] = {
     ),
     "kernels": Experiment(
         title="A training step of many adapters",
-        shows="Grouped GEMMs over all adapters against one launch an adapter and one adapter at a time.",
+        shows="Grouped GEMMs over all adapters, compared with one launch per adapter and with one adapter at a time.",
         topic="kernels",
         program="benchmarks.kernels.program:main",
         scales=("smoke", "cpu", "gpu"),
     ),
     "end-to-end": Experiment(
         title="A sweep of 60 configurations, end to end",
-        shows="Up to 9.5 times the speed of LoRAFusion on one GPU with early exit; 4.7 times that of one job after the "
-        "other, 1.7 times by batching. Here: the same grid on three datasets, beside what people use today.",
+        shows="On one GPU ALTO with early exit is up to 9.5 times as fast as LoRAFusion. It is 4.7 times as fast as "
+        "one job after the other, and 1.7 times by batching alone. Here: the same grid on three datasets, compared "
+        "with the tools that people use today.",
         topic="end_to_end",
         program="benchmarks.end_to_end.program:main",
         paper={"over_trl": "4.7", "batched_over_sequential": "1.7", "over_lorafusion": "9.5"},
         scales=("smoke", "cpu", "gpu"),
     ),
     "quality": Experiment(
-        title="The best that is found against recommended settings",
-        shows="A sweep finds better adapters than settings that are recommended for all. Here: the best of the paper's "
-        "grid by the default policy against what Unsloth and the authors of LoRA Without Regret recommend.",
+        title="The best adapter of a sweep and recommended settings",
+        shows="A sweep finds better adapters than settings that are recommended for all models and data. Here: the "
+        "best adapter that the default policy finds in the paper's grid, compared with the settings that Unsloth and "
+        "the authors of LoRA Without Regret recommend.",
         topic="quality",
         program="benchmarks.end_to_end.quality:main",
         scales=("smoke", "cpu", "gpu"),
     ),
     "dpo": Experiment(
         title="Preference tuning, end to end",
-        shows="1.7 times the speed of one job after the other by batching, 4.7 times with early exit.",
+        shows="Batching is 1.7 times as fast as one job after the other, and with early exit 4.7 times.",
         topic="dpo",
         program="benchmarks.dpo.program:main",
         paper={"batched_over_sequential": "1.7", "early_exit_over_sequential": "4.7"},
     ),
     "makespan": Experiment(
         title="Many tasks: batching, scheduling, early exit",
-        shows="What batching (B), the scheduler (S) and early exit (EE) save of the time until the last of eleven "
-        "tasks has ended.",
+        shows="The time until the last of eleven tasks has ended, with batching (B), with the scheduler (S) and with "
+        "early exit (EE).",
         topic="makespan",
         program="benchmarks.makespan:main",
     ),
     "adapter-parallel": Experiment(
         title="Adapters on several GPUs",
-        shows="Adapter parallelism against FSDP, tensor and pipeline parallelism; up to 13.8 times the speed of "
-        "LoRAFusion with early exit on bases of 70 billion parameters.",
+        shows="Adapter parallelism is compared with FSDP, tensor and pipeline parallelism; with early exit it is up to "
+        "13.8 times as fast as LoRAFusion on bases of 70 billion parameters.",
         topic="adapter_parallel",
         program="benchmarks.adapter_parallel.program:main",
         scales=("smoke", "cpu", "gpu"),
@@ -182,7 +184,7 @@ PAPER: Mapping[str, Experiment] = {
 
 OTHERS: Mapping[str, Experiment] = {
     "real": Experiment(
-        title="Sweeps on a pretrained model, beside what people use",
+        title="Sweeps on a pretrained model, compared with the tools that people use",
         topic="real",
         program="benchmarks.real.program:main",
     ),
@@ -207,7 +209,7 @@ OTHERS: Mapping[str, Experiment] = {
         program="benchmarks.shared_prompts:main",
     ),
     "launches": Experiment(
-        title="What the host does for a step's kernels",
+        title="Time of the host to launch a step's kernels",
         topic="launches",
         program="benchmarks.kernels.launches:main",
     ),
@@ -238,7 +240,7 @@ OTHERS: Mapping[str, Experiment] = {
         program="benchmarks.service.program:main",
     ),
 }
-"""What the paper does not have."""
+"""Experiments that the paper does not have."""
 
 EXPERIMENTS: Mapping[str, Experiment] = {**PAPER, **OTHERS}
-"""All of them."""
+"""All experiments."""

@@ -1,4 +1,4 @@
-"""Pictures of the experiments: SVG that is the same text for the same figures."""
+"""Pictures of the experiments, as SVG text that is the same for the same figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 __all__ = ["COLOURS", "write_picture"]
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#7f7f7f", "#8c564b", "#000000")
-"""Okabe and Ito's colours, which people with any kind of colour vision can tell apart, and two greys of them."""
+"""Okabe and Ito's colours, which people with any kind of colour vision can distinguish, and two shades of grey."""
 
 _STYLE = {
     "svg.hashsalt": "alto",
@@ -28,7 +28,7 @@ _STYLE = {
 
 
 def write_picture(path: Path, draw: Callable[[list[Axes]], None], *, panels: int = 1) -> None:
-    """Have ``draw`` fill ``panels`` axes beside each other, and write them as an SVG file."""
+    """Let ``draw`` fill ``panels`` axes side by side, and write them as an SVG file."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(3.4 * panels + 1.4, 3.4), layout="constrained")
         axes = figure.subplots(1, panels, squeeze=False)[0]

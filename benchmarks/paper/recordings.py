@@ -1,4 +1,4 @@
-"""What the experiments on recorded sweeps ask of a recording: curves of jobs that were all trained to their end."""
+"""Functions of recordings for the experiments: curves of jobs that were all trained to their end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMOKE_JOBS = 8
 
 
 def read_recordings(scale: str) -> dict[str, Recording]:
-    """All recordings of the repository by name; at scale ``smoke`` their first jobs."""
+    """Return all recordings of the repository by name; at scale ``smoke`` only their first jobs."""
     found = {path.name.removesuffix(".json.gz"): Recording.read(path) for path in sorted(RECORDINGS.glob("*.json.gz"))}
     if scale == "smoke":
         return {name: replace(recording, jobs=recording.jobs[:SMOKE_JOBS]) for name, recording in found.items()}
@@ -38,20 +38,20 @@ def read_recordings(scale: str) -> dict[str, Recording]:
 
 
 def with_jobs(recording: Recording, jobs: Sequence[RecordedJob]) -> Recording:
-    """The same sweep with some of its jobs alone."""
+    """Return the same sweep with only some of its jobs."""
     return replace(recording, jobs=tuple(jobs))
 
 
 def is_preference(recording: Recording) -> bool:
-    """Whether its jobs learn which of two replies is better."""
+    """Return whether its jobs learn which of two replies is better."""
     return recording.jobs[0].config.get("beta") is not None
 
 
 def loss_at(job: RecordedJob, share: float) -> float:
-    """Validation loss at a share of the job's steps, interpolated between evaluations.
+    """Return the validation loss at a share of the job's steps, interpolated between evaluations.
 
-    Before the first evaluation, between that and the loss of the frozen base; infinite from the first loss on that is
-    not finite.
+    Before the first evaluation it is interpolated from the loss of the frozen base. From the first loss on that is not
+    finite, it is infinite.
     """
     points = [(step, loss) for step, loss in job.evaluations]
     if job.start is not None:
@@ -65,20 +65,20 @@ def loss_at(job: RecordedJob, share: float) -> float:
 
 
 def best_loss(job: RecordedJob) -> float:
-    """The lowest validation loss that the job reached; infinite where none was finite."""
+    """Return the lowest validation loss that the job reached; infinite if none was finite."""
     return min((loss for _, loss in job.evaluations if math.isfinite(loss)), default=math.inf)
 
 
 def best_accuracy(job: RecordedJob) -> float | None:
-    """The highest reward accuracy on the validation pairs that the job reached, in [0, 1]; None where the recording has
-    none, and where no evaluation is finite."""
+    """Return the highest reward accuracy on the validation pairs that the job reached, in [0, 1]; None if the recording
+    has no accuracies, or no evaluation is finite."""
     return max(filter(math.isfinite, job.metrics.get("reward_accuracy", ())), default=None)
 
 
 def spearman(recording: Recording, share: float) -> float:
-    """Rank correlation of the validation losses at ``share`` of the steps with the best that each job reaches.
+    """Return the rank correlation of the validation losses at ``share`` of the steps with the best loss of each job.
 
-    Of equal values each has the mean of their ranks; NaN where all are equal.
+    Equal values get the mean of their ranks; the result is NaN if all are equal.
     """
     ranks = pd.DataFrame({"now": [loss_at(job, share) for job in recording.jobs],
                           "best": [best_loss(job) for job in recording.jobs]}).rank()  # fmt: skip
@@ -86,8 +86,8 @@ def spearman(recording: Recording, share: float) -> float:
 
 
 def quarter_kept(recording: Recording, share: float) -> tuple[float, bool]:
-    """If the best quarter at ``share`` of the steps continued alone: the share of the final best quarter that it has,
-    and whether it has the final winner."""
+    """Return, if only the best quarter at ``share`` of the steps continued, the share of the final best quarter that it
+    contains, and whether it contains the final winner."""
     number = math.ceil(len(recording.jobs) / 4)
     now, final = (
         sorted(range(len(recording.jobs)), key=values.__getitem__)[:number]
@@ -100,7 +100,7 @@ def quarter_kept(recording: Recording, share: float) -> tuple[float, bool]:
 
 
 def by_batch_size(recording: Recording) -> Mapping[int, Recording]:
-    """A sweep divided by ``per_device_train_batch_size``, the smallest first."""
+    """Return the parts of a sweep by ``per_device_train_batch_size``, the smallest first."""
     found: dict[int, list[RecordedJob]] = {}
     for job in recording.jobs:
         found.setdefault(int(job.config["per_device_train_batch_size"]), []).append(job)

@@ -1,4 +1,4 @@
-"""Running experiments: each in a process of its own, and none twice for the same source, machine and packages."""
+"""Runs experiments: each in a process of its own, and none twice with the same source, machine and packages."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["is_done", "nothing_else_in", "run_one", "run_several"]
 
 
 PATIENCE_S = 10.0
-"""How long to wait for a measurement that is ending; one that was killed needs a moment to free its memory."""
+"""Seconds to wait for a measurement that is ending; a killed one needs a moment to free its memory."""
 
 
 @contextmanager
 def nothing_else_in(folder: Path) -> Iterator[None]:
-    """Measure into ``folder`` alone: what another command measures, or what one that was killed left running, would
-    share the machine and the files.
+    """Lock ``folder``, because another command, or one that a kill has left running, would share the machine and the
+    files.
 
     Raises:
-        RunBusyError: Something measures into ``folder``.
+        RunBusyError: Another process measures into ``folder``.
     """
     file = folder / ".paper" / "lock"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -55,10 +55,10 @@ def run_one(name: str, scale: str, folder: Path, options: Sequence[str] = ()) ->
     """Measure an experiment and write its result to ``folder``.
 
     Args:
-        options: More of its program's own; what such a command measures counts as a part of the experiment.
+        options: Further options of its program; the measurement then counts as a part of the experiment.
 
     Returns:
-        The exit code: 0 where its gate passed.
+        Exit code: 0 if its gate passed.
     """
     experiment = EXPERIMENTS[name]
     state = _state_file(name, scale, folder)
@@ -73,12 +73,12 @@ def run_one(name: str, scale: str, folder: Path, options: Sequence[str] = ()) ->
 
 
 def run_several(names: Sequence[str], scale: str, folder: Path, *, again: bool = False) -> int:
-    """Measure experiments one after the other, those that are done already excepted, unless ``again``.
+    """Measure experiments one after the other, except those that are already done, unless ``again``.
 
-    Killed at any time, it resumes with the experiment that was being measured. One that fails does not stop the others.
+    After a kill, it continues with the experiment that was being measured. If one fails, the others are still measured.
 
     Returns:
-        The exit code: 0 where all gates passed.
+        Exit code: 0 if all gates passed.
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -107,7 +107,7 @@ def run_several(names: Sequence[str], scale: str, folder: Path, *, again: bool =
 
 
 def is_done(name: str, scale: str, folder: Path) -> bool:
-    """Whether its result is there, of this source, machine and set of packages, and of these recordings."""
+    """Return whether its result exists for this source, machine, set of packages and these recordings."""
     try:
         found = json.loads(_state_file(name, scale, folder).read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,17 +1,18 @@
-"""How much of a device one adapter uses, and how much many adapters on the same frozen base do.
+"""Measures how much of a device one adapter uses, and how much many adapters on the same frozen base use.
 
     python -m benchmarks.paper utilization --scale cpu
     python -m benchmarks.paper utilization --scale gpu --models 8b --stages steps --out results   # a piece of it
 
-One job at a small batch size is trained by PEFT and by ALTO, and 2 to 32 jobs are trained by ALTO together: rank, rows
-and weights are the same, every job trains every row once. ``steps`` measures tokens per second and the share of the
-device's arithmetic that is used: FLOPs that the model and its adapters need, per second, over those of a large GEMM
-that takes turns with the steps. ``memory`` measures the peak of the same epoch, in a process of its own each. Nothing
-of a model is measured before its gate is passed: losses and gradients of PEFT and of ALTO with the fewest and the most
-adapters are those of the float64 reference.
+PEFT and ALTO train one job at a small batch size, and ALTO trains 2 to 32 jobs together. Rank, rows and weights are the
+same, and every job trains every row once. ``steps`` measures tokens per second, and the used share of the device's
+arithmetic: the FLOPs per second that the model and its adapters need, divided by those of a large GEMM that takes turns
+with the steps. ``memory`` measures the peak of the same epoch, each in a process of its own. No part of a model is
+measured before its gate has passed: losses and gradients of PEFT, and of ALTO with the fewest and the most adapters,
+must equal those of the float64 reference.
 
-Random weights of real configurations, rows of random tokens whose lengths are spread as GSM8K's. What fails is
-recorded, the rest goes on, and the exit code is 1. The pieces of several commands make one result, see ``pieces.py``.
+The models have real configurations and random weights, and rows of random tokens with lengths distributed like GSM8K's.
+If something fails, this is recorded, the rest continues, and the exit code is 1. The pieces of several commands make
+one result, see ``pieces.py``.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ CHILD = "benchmarks.paper.utilization_child"
 
 _GEMM = "gemm"
 _GEMMS = 10
-"""In one turn: one alone takes so short a time on a CPU that another process can hide it."""
+"""Number of GEMMs in one turn: a single one takes so short a time on a CPU that another process can distort it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +75,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """What is measured of one base model.
+    """The measurements of one base model.
 
     Attributes:
         shape: Name in ``SHAPES``, and in the names of figures.
-        tokenizer: Whose lengths of GSM8K's rows are used.
-        cases: Of each stage.
-        num_rows: What every job trains once; batch sizes divide it.
-        max_tokens_per_pass: Of ALTO's steps.
-        rank: Of all adapters.
+        tokenizer: Tokenizer whose lengths of GSM8K's rows are used.
+        cases: Cases of each stage.
+        num_rows: Number of rows that every job trains once; batch sizes divide it.
+        max_tokens_per_pass: Limit of ALTO's steps.
+        rank: Rank of all adapters.
     """
 
     shape: str
@@ -95,10 +96,10 @@ class ModelPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What one scale measures.
+    """The plan of one scale.
 
     Attributes:
-        repeats: Timed rounds.
+        repeats: Number of timed rounds.
     """
 
     device: torch.device
@@ -190,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def study(scale: str) -> Study:
-    """What is measured at ``scale``: all pieces, and what is said of them."""
+    """Return the study of ``scale``: all pieces, and their notes."""
     plan = PLANS[scale]
     return Study(
         benchmark="utilization",
@@ -220,7 +221,7 @@ def study(scale: str) -> Study:
 
 
 def make_workload(model: ModelPlan, number: int, vocab_size: int) -> Workload:
-    """So many jobs on rows whose lengths are evenly spread over those of GSM8K."""
+    """Return a workload of a number of jobs on rows whose lengths are evenly spread over those of GSM8K."""
     return Workload(
         ranks=(model.rank,) * number,
         data=random_rows(_spread_lengths(model), vocab_size),
@@ -292,7 +293,7 @@ def _action(scale: str, model: ModelPlan, stage: str, threads: int, gate: Callab
 
 
 def _gate_failures(scale: str, shape: str) -> tuple[str, ...]:
-    """What is wrong with a step of PEFT, and of ALTO with the fewest and the most adapters, on the model cut to two
+    """Return the faults of a step of PEFT, and of ALTO with the fewest and the most adapters, on the model cut to two
     layers and a small vocabulary."""
     plan = PLANS[scale]
     (model,) = [model for model in plan.models if model.shape == shape]
@@ -409,7 +410,7 @@ def _figures_of_memory(rows: Sequence[Mapping[str, Any]], case: Case, model: Mod
 
 
 def _points(case: Case) -> dict[str, tuple[str, int]]:
-    """System and number of adapters of what is measured, by name: PEFT with one job, ALTO with each number."""
+    """Return system and number of adapters of each measurement, by name: PEFT with one job, ALTO with each number."""
     points = ((PEFT, 1), *((ALTO, number) for number in case.numbers))
     return {_point_name(system, number): (system, number) for system, number in points}
 
@@ -419,7 +420,7 @@ def _point_name(system: str, number: int) -> str:
 
 
 def _named(case: Case) -> tuple[str, ...]:
-    """What has figures of its own: PEFT, and ALTO with the fewest and the most adapters."""
+    """Return the measurements that have separate figures: PEFT, and ALTO with the fewest and the most adapters."""
     return (PEFT, _point_name(ALTO, case.numbers[0]), _point_name(ALTO, case.numbers[-1]))
 
 

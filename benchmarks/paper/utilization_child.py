@@ -1,6 +1,6 @@
 """``python -m benchmarks.paper.utilization_child``: the peak of memory of an epoch, in a process of its own.
 
-A request on stdin, what was found on the last line of stdout, both JSON.
+The request is on stdin, and the result on the last line of stdout; both are JSON.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ __all__ = ["answer"]
 
 
 def answer(request: dict[str, Any]) -> dict[str, int]:
-    """The peak of an epoch of ``request["num_adapters"]`` jobs of a model of ``request["scale"]``, base model included,
-    and the bytes of the base model alone. What the process had before it does not count."""
+    """Return the peak of an epoch of ``request["num_adapters"]`` jobs of a model of ``request["scale"]``, including the
+    base model, and the bytes of the base model alone. Memory that the process had before does not count."""
     torch.set_num_threads(request["threads"])
     plan = PLANS[request["scale"]]
     (model,) = [model for model in plan.models if model.shape == request["shape"]]
@@ -44,7 +44,8 @@ def answer(request: dict[str, Any]) -> dict[str, int]:
 
 
 def _peak(device: torch.device) -> int:
-    """Of the tensors on CUDA, without what the allocator keeps beside them; else of the process."""
+    """Return the peak of the tensors on CUDA, without further memory of the allocator; otherwise that of the
+    process."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_bytes(device)
 
 

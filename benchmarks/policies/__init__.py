@@ -1,1 +1,1 @@
-"""Parts of ``policies.py``: peers' policies, and what a policy saves and loses on a recording."""
+"""Early-exit policies by replay: peers' policies, and what a policy saves and loses on a recording."""

@@ -1,4 +1,4 @@
-"""A family of early-exit policies, and the member of it that is best on some recordings."""
+"""A family of early-exit policies, and the best member of it on some recordings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alto import EarlyExit
 __all__ = ["FAMILY", "SMALL_FAMILY", "WEIGHT_OF_LOSS", "best_member", "name_of"]
 
 WEIGHT_OF_LOSS = 2.0
-"""A share of the winner's improvement that is lost counts as this many shares of the samples saved."""
+"""Number of shares of saved samples that one lost share of the winner's improvement outweighs."""
 
 _LATER = (0.025, 0.05, 0.1, 0.2)
 _FLOORS = ((8, 8, 5, 3, 2), (10, 8, 6, 4, 2), (6, 6, 4, 3, 2), (4, 4, 4, 4, 4), (3, 3, 3, 3, 3), (2, 2, 2, 2, 2))
@@ -32,8 +32,8 @@ FAMILY: Sequence[EarlyExit] = [
         (0.005, 0.01, 0.025), (1 / 8, 1 / 6, 1 / 4, 1 / 3), (1 / 2, 2 / 3, 3 / 4), _FLOORS, (0.3, 0.4, 0.5, 0.6)
     )
 ]
-"""The first rung and what it keeps, what each later one keeps of those, how many at least from every rung, and from
-where only the best continues."""
+"""Members of the family: the first rung and its share of kept jobs, the share that each later rung keeps, the least
+number kept at every rung, and the share of steps from which only the best job continues."""
 
 SMALL_FAMILY = FAMILY[::101]
 
@@ -41,11 +41,11 @@ SMALL_FAMILY = FAMILY[::101]
 def best_member(
     family: Sequence[EarlyExit], outcomes: Sequence[Mapping[str, tuple[float, float]]], without: str
 ) -> int:
-    """The number of the member that saves most, less what it loses, on all recordings but one.
+    """Return the number of the member with the largest savings minus losses on all recordings except one.
 
     Args:
         family: The policies.
-        outcomes: Of each of them, what it saves and what it loses, by recording.
+        outcomes: Savings and losses of each policy, by recording.
         without: The recording that is left out.
     """
 
@@ -57,7 +57,7 @@ def best_member(
 
 
 def name_of(settings: EarlyExit) -> str:
-    """A policy in one line."""
+    """Return a policy in one line."""
     rungs = settings.selection_rungs
     shown = ", ".join(f"{100 * rung.progress:g} % {rung.keep:.3g}" for rung in rungs if rung.max_kept is None)
     least = ", ".join(str(rung.min_kept) for rung in rungs if rung.max_kept is None)

@@ -1,4 +1,5 @@
-"""What a policy saves and loses on a recording: on the rows that chose, and on test rows that chose nothing."""
+"""Measures what a policy saves and loses on a recording: on the rows that chose, and on test rows that were not used
+for the choice."""
 
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ __all__ = ["Outcome", "improvement_lost", "outcome_of", "replayed", "resampled"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a policy does on a recording, against training every job to its end.
+    """The effect of a policy on a recording, compared with training every job to its end.
 
     Attributes:
         saved: Share of the samples that it does not train.
         job: The job that it keeps.
-        regret: Validation loss of the adapter that it keeps over that of the best; None where jobs are chosen by a
+        regret: Validation loss of the adapter that it keeps, divided by that of the best; None if jobs are chosen by a
             score, or losses may be negative.
-        test_regret: The same on test rows, of the two adapters that the validation rows chose; None without test rows.
-        lost: Share of the best job's improvement on the frozen base that is lost, on the test rows where there are
-            some, else on the validation rows.
-        within_error: Whether the two adapters lie within one paired standard error on the test rows; None without.
+        test_regret: The same on test rows, for the two adapters that the validation rows chose; None without test rows.
+        lost: Lost share of the best job's improvement on the frozen base, on the test rows if there are any, else on
+            the validation rows.
+        within_error: Whether the two adapters are within one paired standard error on the test rows; None without them.
     """
 
     saved: float
@@ -40,14 +41,14 @@ class Outcome:
 
 
 def replayed(recording: Recording, settings: EarlyExit) -> Kept:
-    """The outcome of ALTO's own policy with ``settings``."""
+    """Return the outcome of ALTO's own policy with ``settings``."""
     found = curves.replayed(recording, settings.resolved(lr_warmup=recording.lr_warmup))
     assert found.winner is not None
     return Kept(job=found.winner, step=found.winner_step, samples_trained=found.samples_trained)
 
 
 def outcome_of(recording: Recording, kept: Kept, best: Kept) -> Outcome:
-    """Compare what a policy kept with ``best``, what training every job to its end keeps."""
+    """Compare the job that a policy kept with ``best``, the job that training every job to its end keeps."""
     jobs = {job.job: job for job in recording.jobs}
     ours, theirs = jobs[kept.job], jobs[best.job]
     budget = sum(recording.samples_after(job, job.total_steps) for job in recording.jobs)
@@ -70,7 +71,7 @@ def outcome_of(recording: Recording, kept: Kept, best: Kept) -> Outcome:
 
 
 def improvement_lost(recording: Recording, kept: Kept, best: Kept) -> float:
-    """Share of the best job's improvement on the frozen base that is lost with the job that was kept."""
+    """Return the share of the best job's improvement on the frozen base that is lost with the kept job."""
     jobs = {job.job: job for job in recording.jobs}
     ours, theirs = jobs[kept.job], jobs[best.job]
     test, best_test, base = ours.tests.get(kept.step), theirs.tests.get(best.step), theirs.tests.get(0)
@@ -82,13 +83,13 @@ def improvement_lost(recording: Recording, kept: Kept, best: Kept) -> float:
 
 
 def resampled(recording: Recording, seed: int) -> Recording:
-    """As many jobs, drawn with replacement."""
+    """Return as many jobs, drawn with replacement."""
     drawn = random.Random(seed).choices(recording.jobs, k=len(recording.jobs))
     return replace(recording, jobs=tuple(replace(job, job=f"{job.job}#{index}") for index, job in enumerate(drawn)))
 
 
 def interval(recording: Recording, measure: Callable[[Recording], float], num_draws: int) -> tuple[float, float]:
-    """The 95 % interval of ``measure`` over draws of the jobs of ``recording``."""
+    """Return the 95 % interval of ``measure`` over draws of the jobs of ``recording``."""
     found = sorted(measure(resampled(recording, seed)) for seed in range(num_draws))
     return found[math.floor(0.025 * num_draws)], found[math.ceil(0.975 * num_draws) - 1]
 

@@ -1,7 +1,7 @@
-"""What the schedulers of Ray Tune and Optuna would have done on a recording: which job is kept, and at which cost.
+"""Replays the schedulers of Ray Tune and Optuna on a recording: the job that each keeps, and its cost.
 
-All compare jobs as ALTO does, by values interpolated to exactly equal shares of the steps; without ALTO's floor, its
-finish, or its test for overfitting.
+All compare jobs as ALTO does, by values interpolated to exactly equal shares of the steps; but without ALTO's floor,
+finish, and test for overfitting.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Kept:
     """The outcome of a policy.
 
     Attributes:
-        job, step: The best evaluation that was seen.
+        job, step: Job and step of the best evaluation that was seen.
         samples_trained: Training rows of all jobs until they ended.
     """
 
@@ -38,13 +38,14 @@ class Kept:
 
 
 def synchronous_halving(recording: Recording, eta: int = 2) -> Kept:
-    """At every ``eta``-fold share of the steps the best ``1/eta`` go on; all wait for all."""
+    """Keep the best ``1/eta`` of the jobs at every ``eta``-fold share of the steps, where all jobs wait for all
+    others."""
     return _kept(recording, _halved(recording.jobs, _shares(FIRST, eta), eta))
 
 
 def asha(recording: Recording, eta: int = 4, seed: int = 0) -> Kept:
-    """Ray Tune's ``ASHAScheduler``: as many jobs as there are workers train at a time; one that reaches a milestone
-    stops unless it is among the best ``1/eta`` of all that were there before it."""
+    """Replay Ray Tune's ``ASHAScheduler``: as many jobs train at a time as there are workers; a job that reaches a
+    milestone stops unless it is among the best ``1/eta`` of all that were there before it."""
     shares = _shares(FIRST, eta)
     order = list(recording.jobs)
     random.Random(seed).shuffle(order)
@@ -77,7 +78,8 @@ def asha(recording: Recording, eta: int = 4, seed: int = 0) -> Kept:
 
 
 def hyperband(recording: Recording, eta: int = 3, seed: int = 0) -> Kept:
-    """Brackets of halving that begin at ever larger shares of the steps, each with its part of the jobs."""
+    """Replay Hyperband: brackets of halving that begin at larger and larger shares of the steps, each with a part of
+    the jobs."""
     brackets = [*(_shares(first, eta) for first in _shares(FIRST, eta)), ()]
     weights = [eta ** (len(brackets) - 1 - index) / (len(brackets) - index) for index in range(len(brackets))]
     source = random.Random(seed)
@@ -91,8 +93,8 @@ def hyperband(recording: Recording, eta: int = 3, seed: int = 0) -> Kept:
 
 
 def median(recording: Recording, seed: int = 0) -> Kept:
-    """Optuna's ``MedianPruner``: one job after the other; from the sixth on, a job stops at a tenth of its steps where
-    its best value so far is above the median of what the others had there."""
+    """Replay Optuna's ``MedianPruner``: one job after the other; from the sixth on, a job stops at a tenth of its steps
+    if its best value so far is above the median of the others' values there."""
     order = list(recording.jobs)
     random.Random(seed).shuffle(order)
     shares = [round(0.1 * number, 9) for number in range(1, 10)]
@@ -121,12 +123,12 @@ PEERS: Mapping[str, Callable[[Recording], Sequence[Kept]]] = {
     "Hyperband": _of_seeds(hyperband),
     "median pruner": _of_seeds(median),
 }
-"""By name: what each does; several outcomes where it draws, with five seeds."""
+"""Functions by name that replay each of them; those that draw return several outcomes, with five seeds."""
 
 
 def value_at(job: RecordedJob, share: float) -> float:
-    """The validation loss (or the score, the sign changed) of ``job`` after exactly ``share`` of its steps; infinite
-    where it was not finite, or was not evaluated any more."""
+    """Return the validation loss (or the negated score) of ``job`` after exactly ``share`` of its steps; infinite if it
+    was not finite, or the job was not evaluated any more."""
     points = [
         LossPoint(
             job=job.job,
@@ -145,7 +147,7 @@ def value_at(job: RecordedJob, share: float) -> float:
 
 
 def _halved(jobs: Sequence[RecordedJob], shares: Sequence[float], eta: int) -> dict[str, float]:
-    """The ends of the jobs of which at every share the best ``1/eta`` do not go on."""
+    """Return the ends of the jobs if at every share only the best ``1/eta`` continue."""
     field, ends = list(jobs), dict[str, float]()
     for share in shares:
         field.sort(key=lambda job: (value_at(job, share), job.job))
@@ -168,7 +170,8 @@ def _samples(recording: Recording, job: RecordedJob) -> int:
 
 
 def _kept(recording: Recording, ends: Mapping[str, float]) -> Kept:
-    """The best evaluation before the ends of jobs (shares of their steps), and what was trained until then."""
+    """Return the best evaluation before the ends of jobs (shares of their steps), and the samples trained until
+    then."""
     best: tuple[float, float, str, int] | None = None
     samples = 0
     for job in recording.jobs:

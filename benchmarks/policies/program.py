@@ -1,8 +1,8 @@
-"""Early-exit policies by replay on the recorded sweeps: what each saves, and what it loses of the winner.
+"""Replays early-exit policies on the recorded sweeps, and measures what each saves and what it loses of the winner.
 
-A recording holds the curves of a sweep whose every job was trained to its end, so any policy can be asked what it would
-have done: ALTO's presets, the paper's rule, and what the schedulers of Ray Tune and Optuna do. Jobs are chosen by the
-validation rows and judged, where the recording has them, on test rows that chose nothing. Nothing is trained here.
+A recording has the curves of a sweep whose jobs were all trained to their end, so any policy can be replayed on it:
+ALTO's presets, the paper's rule, and the schedulers of Ray Tune and Optuna. Jobs are chosen by the validation rows. If
+the recording has test rows, which were not used for the choice, they judge the jobs. Nothing is trained here.
 
     python -m benchmarks.paper policies --scale cpu
 """
@@ -32,7 +32,7 @@ OWN: Mapping[str, EarlyExit] = {
     "two rungs, whole steps": EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2)), equal_shares=False),
     "paper": curves.PAPER,
 }
-"""``two rungs, whole steps`` was the default of version 0.1."""
+"""Policies by name; ``two rungs, whole steps`` was the default of version 0.1."""
 
 NUM_DRAWS = {"smoke": 20, "cpu": 1000}
 GOALS = {
@@ -63,7 +63,7 @@ def own(settings: EarlyExit) -> Callable[[Recording], Sequence[Kept]]:
 
 
 def default(recording: Recording) -> Sequence[Kept]:
-    """What a task of this kind does that sets nothing."""
+    """Return the default settings for a task of this kind."""
     return [replayed(recording, curves.default_of(recording))]
 
 
@@ -71,7 +71,7 @@ POLICIES = {"default": default, **{name: own(settings) for name, settings in OWN
 
 
 def rows(recordings: Mapping[str, Recording]) -> list[dict[str, Any]]:
-    """Every policy on every recording; of those that draw, the means of five seeds."""
+    """Return a row for every policy on every recording; for policies that draw, the means of five seeds."""
     return [
         {"recording": name, "policy": policy, **mean(outcomes(recording, policy))}
         for name, recording in recordings.items()
@@ -94,7 +94,8 @@ def mean(found: Sequence[Outcome]) -> dict[str, Any]:
 
 
 def figures(recordings: Mapping[str, Recording], family: Sequence[EarlyExit], num_draws: int) -> dict[str, float]:
-    """Means over recordings. What the default policy and the paper's save are figures of ``samples-saved``."""
+    """Return means over recordings. The savings of the default policy and of the paper's are figures of
+    ``samples-saved``."""
     found: dict[str, float] = {}
     for policy in POLICIES:
         of_policy = [mean(outcomes(recording, policy)) for recording in recordings.values()]
@@ -113,8 +114,8 @@ def figures(recordings: Mapping[str, Recording], family: Sequence[EarlyExit], nu
 
 
 def judged_regret(outcome: Outcome) -> float:
-    """Regret on the test rows, 1 where the two adapters lie within one paired standard error; without such rows that on
-    the validation rows."""
+    """Return the regret on the test rows, which is 1 if the two adapters are within one paired standard error; without
+    test rows, the regret on the validation rows."""
     if outcome.within_error:
         return 1.0
     found = outcome.regret if outcome.test_regret is None else outcome.test_regret
@@ -123,14 +124,14 @@ def judged_regret(outcome: Outcome) -> float:
 
 
 def lost_over_paper(recording: Recording) -> float:
-    """What the default loses of the winner's improvement, less what the paper's rule loses."""
+    """Return the default's loss of the winner's improvement, minus that of the paper's rule."""
     best = replayed(recording, EVERYTHING)
     ((ours,), (papers,)) = (POLICIES[policy](recording) for policy in ("default", "paper"))
     return improvement_lost(recording, ours, best) - improvement_lost(recording, papers, best)
 
 
 def left_out(recordings: Mapping[str, Recording], family: Sequence[EarlyExit]) -> dict[str, float]:
-    """What the best policies of a family save and lose on recordings that they were not chosen by."""
+    """Return what the best policies of a family save and lose on recordings that were not used to choose them."""
     began = time.perf_counter()
     found: list[dict[str, tuple[float, float]]] = []
     bests = {name: replayed(recording, EVERYTHING) for name, recording in recordings.items()}
@@ -165,7 +166,8 @@ def about(recordings: Mapping[str, Recording]) -> list[str]:
 
 
 def gate(recordings: Mapping[str, Recording]) -> list[str]:
-    """What is wrong with the recordings or their replay; empty where all of them know the value of the base, too."""
+    """Return the faults of the recordings and of their replay; every recording must also have the base's validation
+    loss."""
     return curves.gate(recordings) + [
         f"{name}: expected the base's validation loss of every job, found jobs without; record it anew"
         for name, recording in recordings.items()

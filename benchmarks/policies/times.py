@@ -1,9 +1,9 @@
-"""Early-exit policies by replay, in time: what evaluating costs is charged, whatever the size of the validation set.
+"""Replays early-exit policies in time, including the time of evaluations, for any size of the validation set.
 
 The unit is the time to train one job to its end. A recorded sweep is replayed as if its validation set had a given
-share of the rows that a job trains, all equally long: it is made of the recorded validation rows, repeated. Evaluations
-on some of the rows take the recorded losses of these rows; between two evaluations whose rows were recorded, those are
-interpolated, and shifted so that their mean is the recorded one.
+share of the rows that a job trains, all of equal length; this set consists of the recorded validation rows, repeated.
+Evaluations on some of the rows use the recorded losses of these rows. Between two evaluations with recorded rows, the
+losses of rows are interpolated, and shifted so that their mean is the recorded one.
 
     python -m benchmarks.paper times --scale cpu
 """
@@ -35,10 +35,10 @@ from benchmarks.paper import curves
 from benchmarks.paper.recordings import is_preference, read_recordings
 
 FORWARD_SHARE = 0.5
-"""Time to evaluate a row over the time to train it."""
+"""Time to evaluate a row, divided by the time to train it."""
 
 RATIOS = (0.05, 0.2, 0.5, 1.0)
-"""Validation tokens over the training tokens of a job."""
+"""Validation tokens, divided by the training tokens of a job."""
 
 NUM_JOBS = {"smoke": (8,), "cpu": (8, 16, 32, 60)}
 NUM_SEEDS = {"smoke": 1, "cpu": 6}
@@ -84,10 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What a policy takes and keeps.
+    """The time of a policy and the job that it keeps.
 
     Attributes:
-        training, evaluating: Time, over the time to train one job to its end.
+        training, evaluating: Time, divided by the time to train one job to its end.
         winner: The job that is kept.
         step: Step of its checkpoint.
     """
@@ -100,12 +100,12 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A policy on some jobs of a recording.
+    """The outcome of a policy on some jobs of a recording.
 
     Attributes:
-        speed_up: Time to train all jobs to their ends over the time that it takes.
+        speed_up: Time to train all jobs to their ends, divided by the time of the policy.
         evaluating: Share of its time for evaluations.
-        lost: Share of the best job's improvement on the frozen base that is lost, on all validation rows.
+        lost: Lost share of the best job's improvement on the frozen base, on all validation rows.
     """
 
     recording: str
@@ -119,7 +119,7 @@ class Outcome:
 
 
 def measured(recordings: Mapping[str, Recording], counts: Sequence[int], num_seeds: int) -> list[Outcome]:
-    """The default policy, and the same on all rows at every twentieth of the steps, on draws of the jobs."""
+    """Measure the default policy, and the same with all rows at every twentieth of the steps, on draws of the jobs."""
     return [
         outcome(name, drawn(recording, count, seed), policy, ratio, seed)
         for name, recording in recordings.items()
@@ -132,7 +132,7 @@ def measured(recordings: Mapping[str, Recording], counts: Sequence[int], num_see
 
 
 def drawn(recording: Recording, count: int, seed: int) -> Recording:
-    """``count`` of the jobs of ``recording``."""
+    """Return the recording with ``count`` of its jobs."""
     return replace(recording, jobs=tuple(Random(seed).sample(recording.jobs, count)))
 
 
@@ -165,13 +165,13 @@ def outcome(name: str, recording: Recording, policy: str, ratio: float, seed: in
 
 
 def default_of(recording: Recording) -> EarlyExit:
-    """What a task of this kind does that sets nothing; its rungs fit the steps of its jobs."""
+    """Return the default settings for a task of this kind, with rungs that fit the steps of its jobs."""
     preset = EarlyExit(preset="preferences" if is_preference(recording) else "default")
     return preset.resolved(lr_warmup=recording.lr_warmup, steps={job.total_steps for job in recording.jobs})
 
 
 def replayed(recording: Recording, settings: EarlyExit, num_rows: int, row_cost: float, seed: int) -> Replayed:
-    """Run the policy of ``settings`` on ``recording``, with its evaluations on some rows where it plans them."""
+    """Run the policy of ``settings`` on ``recording``; its evaluations are on the numbers of rows that it plans."""
     order, jobs = evaluation_order(num_rows, seed), {job.job: job for job in recording.jobs}
     weights = (1.0,) * num_rows
     selection = Selection(
@@ -237,7 +237,7 @@ def measure_best(
 
 
 def planned(job: RecordedJob, settings: EarlyExit, num_rows: int) -> list[tuple[int, float, int]]:
-    """The recorded evaluations that a run has: step, loss and number of rows."""
+    """Return the recorded evaluations that a run makes: step, loss and number of rows."""
     if settings.evaluations is None:
         return [(step, loss, num_rows) for step, loss in job.evaluations]
     counts: dict[int, int] = {}
@@ -250,7 +250,7 @@ def planned(job: RecordedJob, settings: EarlyExit, num_rows: int) -> list[tuple[
 
 
 def rows_at(job: RecordedJob, step: int, loss: float, order: Sequence[int]) -> tuple[float, ...]:
-    """Losses of the validation rows after ``step`` steps, in ``order``; their mean is ``loss``."""
+    """Return the losses of the validation rows after ``step`` steps, in ``order``; their mean is ``loss``."""
     before = max((at for at in job.loss_rows if at <= step), default=min(job.loss_rows))
     after = min((at for at in job.loss_rows if at >= step), default=max(job.loss_rows))
     share = 0.0 if before == after else math.log(step / max(before, 0.5)) / math.log(after / max(before, 0.5))
@@ -262,7 +262,7 @@ def rows_at(job: RecordedJob, step: int, loss: float, order: Sequence[int]) -> t
 
 
 def samples_of(job: RecordedJob) -> int:
-    """Rows that a job trains."""
+    """Return the number of rows that a job trains."""
     return (
         job.total_steps
         * int(job.config["per_device_train_batch_size"])
@@ -278,7 +278,7 @@ def lost(recording: Recording, found: Replayed) -> float:
 
 
 def figures(found: Sequence[Outcome]) -> dict[str, float]:
-    """Means of the default policy over recordings: speed-ups of supervised fine-tuning, and of preferences."""
+    """Return means of the default policy over recordings: speed-ups for supervised fine-tuning and for preferences."""
     ours = [one for one in found if one.policy == "default"]
     answers, pairs = ([one for one in ours if one.is_preference is kind] for kind in (False, True))
     speed_ups = {
@@ -302,7 +302,7 @@ def figures(found: Sequence[Outcome]) -> dict[str, float]:
 
 
 def table(found: Sequence[Outcome]) -> list[dict[str, object]]:
-    """Means by recording and policy."""
+    """Return means by recording and policy."""
     rows: list[dict[str, object]] = []
     for name, policy in dict.fromkeys((one.recording, one.policy) for one in found):
         for ratio in RATIOS:
@@ -315,7 +315,7 @@ def table(found: Sequence[Outcome]) -> list[dict[str, object]]:
 
 
 def gate(recordings: Mapping[str, Recording]) -> list[str]:
-    """Where this replay on all rows keeps another checkpoint than the executor's replay."""
+    """Return the recordings for which this replay on all rows keeps another checkpoint than the executor's replay."""
     failures = []
     for name, recording in recordings.items():
         num_rows = len(next(iter(recording.jobs[0].loss_rows.values())))

@@ -1,1 +1,1 @@
-"""Sweeps on a real pretrained model, beside what people use today."""
+"""Sweeps on a real pretrained model, compared with the tools that people use today."""

@@ -1,7 +1,7 @@
 """``python -m benchmarks.real.child``: tunes a task as ``alto tune`` does, in a process of its own.
 
-A request on stdin, what was found on the last line of stdout, both JSON. The journal has no durations of evaluations,
-so calls of the functions that evaluate and measure are timed here.
+The request is on stdin, and the result on the last line of stdout; both are JSON. The journal has no durations of
+evaluations, so the calls of the functions that evaluate and measure are timed here.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["answer"]
 
 
 class CallTimes:
-    """Sums the durations of calls by name. A call within another one that is timed counts as a part of that.
+    """Sums the durations of calls by name. A call within another timed call counts as a part of the outer one.
 
     Attributes:
-        total_s: Seconds by name; 0 of a name that was never called.
+        total_s: Seconds by name; 0 for a name that was never called.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class CallTimes:
         self._is_within = False
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """``function``, whose calls count under ``name``."""
+        """Return ``function`` in a form whose calls are timed under ``name``."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:

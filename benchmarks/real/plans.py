@@ -1,4 +1,4 @@
-"""What is swept, by which systems."""
+"""The sweeps, and the systems that run them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from benchmarks.end_to_end.plans import Size
 __all__ = ["PEERS", "QUICKSTART", "SCALES", "Scale", "parse", "systems_of"]
 
 QUICKSTART = "rows5000"
-"""The piece on the quickstart's model and sweep, with many validation rows."""
+"""Name of the piece on the quickstart's model and sweep, with many validation rows."""
 
 PEERS = ("ray_asha", "optuna_hyperband")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """What is measured at a scale.
+    """The measurements of a scale.
 
     Attributes:
-        model: Base model where none is named.
-        sweeps: By piece, in the order in which they are measured.
+        model: Default base model.
+        sweeps: Sweeps by piece, in the order in which they are measured.
         quickstart_rows: Training and validation rows of the piece ``QUICKSTART``.
-        repeats: How often ``alto`` is measured; once in pieces that are not named.
-        trl_jobs: How many jobs of every batch size TRL trains where no number is named.
-        trl_shares: Share of the steps of these jobs that TRL trains, by piece; all steps of pieces that are not named.
-        is_timed: Whether times mean something: every run of ALTO has a process of its own; else only those of ``alto``
-            in the first sweep have one.
+        repeats: Repetitions of ``alto``, by piece; 1 for pieces that are not named.
+        trl_jobs: Number of jobs of every batch size that TRL trains, unless a number is given.
+        trl_shares: Share of the steps of these jobs that TRL trains, by piece; all steps for pieces that are not named.
+        is_timed: Whether times mean something: then every run of ALTO has a process of its own; otherwise only the runs
+            of ``alto`` in the first sweep have one.
     """
 
     model: str
@@ -125,10 +125,10 @@ SCALES: Mapping[str, Scale] = {
 
 
 def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options.
+    """Parse the options.
 
     Raises:
-        SystemExit: They are not understood, or there is no model.
+        SystemExit: They are not valid, or there is no model.
     """
     systems = list(dict.fromkeys(system for of_piece in systems_of("cpu").values() for system in of_piece))
     parser = option_parser(description, SCALES, dataset=DATA_DIR, threads=True)
@@ -153,7 +153,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.
 
 
 def systems_of(scale: str) -> dict[str, tuple[str, ...]]:
-    """The systems that are measured, by piece; preference pairs and long sweeps have no peers but TRL."""
+    """Return the systems that are measured, by piece; for preference pairs and long sweeps, TRL is the only peer."""
     usual = ("alto", "paper", "trl", "all")
     found = {name: (*usual, *PEERS) if name == "sweep12" else usual for name in SCALES[scale].sweeps}
     return {**found, QUICKSTART: ("alto",)}

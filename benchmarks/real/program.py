@@ -1,10 +1,10 @@
-"""Sweeps of LoRA configurations on a real pretrained model, beside what people use today.
+"""Compares sweeps of LoRA configurations on a real pretrained model with the tools that people use today.
 
-Each piece is one sweep by one system. ``alto`` is ALTO with its defaults, in a fresh process, with everything charged:
-imports, set-up, measuring with an empty cache, evaluation, saving; ``paper`` the same with the paper's Algorithm 1;
-``trl`` TRL and PEFT, one job at a time, evaluated after every epoch; ``ray_asha`` Ray Tune with ASHA and
-``optuna_hyperband`` Optuna with Hyperband, both around a lean loop on PEFT; ``all`` is ALTO with every job trained to
-its end, which is recorded. What was measured of one source stays: a command that was killed resumes where it was.
+Each piece is one sweep by one system. ``alto`` is ALTO with its defaults in a fresh process, and everything counts:
+imports, set-up, measuring with an empty cache, evaluation, saving. ``paper`` is the same with the paper's Algorithm 1.
+``trl`` is TRL and PEFT, one job at a time, evaluated after every epoch. ``ray_asha`` is Ray Tune with ASHA and
+``optuna_hyperband`` is Optuna with Hyperband, both around a lean loop on PEFT. ``all`` is ALTO with every job trained
+to its end, which is recorded. Measurements of the same source are kept, so a killed command continues where it stopped.
 
     python -m tools.make_real_model
     python -m benchmarks.paper real --scale cpu
@@ -105,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Measurement:
-    """One piece: a sweep by one system, in parts that a killed command does not measure again.
+    """One piece: a sweep by one system, in parts that are not measured again after a kill.
 
     Args:
-        name: Of the sweep, or ``QUICKSTART``.
-        options: As :func:`parse` gives them.
+        name: Name of the sweep, or ``QUICKSTART``.
+        options: Options from :func:`parse`.
     """
 
     def __init__(self, name: str, system: str, options: argparse.Namespace) -> None:
@@ -122,7 +122,7 @@ class Measurement:
         """Measure the piece.
 
         Raises:
-            GateFailedError: What was measured may not be published.
+            GateFailedError: The measurement may not be published.
         """
         rows, failures = measured_rows(self._options.out, self.parts())
         if self.system == "trl":
@@ -136,7 +136,7 @@ class Measurement:
         flush()
 
     def parts(self) -> dict[str, Part]:
-        """By name: every job that TRL trains, every repetition of ALTO, or all there is."""
+        """Return the parts by name: every job that TRL trains, every repetition of ALTO, or a single part."""
         stem = f"real-{self._options.scale}-{self.name}-{self.system}"
         measured: dict[str, Callable[[Path], Measured]]
         if self.system == "trl":
@@ -157,7 +157,7 @@ class Measurement:
 
     @property
     def _data(self) -> Path | None:
-        """The file of the rows; None of the quickstart, which makes them."""
+        """Return the file of the rows; None for the quickstart, which makes its rows."""
         if self.name == QUICKSTART:
             return None
         default = PREFERENCE_PAIRS if self.name == "dpo" else GSM8K
@@ -170,7 +170,8 @@ class Measurement:
 
     @property
     def _trl_numbers(self) -> list[int]:
-        """Which jobs of a batch size TRL trains: evenly spread, the first and the last among them."""
+        """Return the numbers of the jobs of a batch size that TRL trains: evenly spread, including the first and the
+        last."""
         last, count = self._num_of_batch_size - 1, min(self._options.trl_jobs, self._num_of_batch_size)
         return [round(number * last / max(1, count - 1)) for number in range(count)]
 
@@ -187,7 +188,7 @@ class Measurement:
     # -- ALTO ----------------------------------------------------------------------------------------------------
 
     def _tuned(self, number: int, folder: Path) -> Measured:
-        """The sweep by ALTO, in a fresh process that is timed whole."""
+        """Measure the sweep by ALTO in a fresh process, which is timed as a whole."""
         if self.name == QUICKSTART:
             setting, task = None, quickstart(*self._scale.quickstart_rows, folder)
         else:
@@ -228,7 +229,7 @@ class Measurement:
         return [row], failures
 
     def _whole(self, folder: Path) -> Measured:
-        """Every job to its end, recorded. Its run is kept until it is done: a killed one is resumed."""
+        """Train every job to its end, recorded. The run is kept until it is done, so a killed one is resumed."""
         pieces = self._options.out / f"real-{self._options.scale}.pieces"
         kept = pieces / f"{self.name}-all-{self.model}-{source_digest()[:12]}"
         setting = self._setting(kept)
@@ -263,7 +264,7 @@ class Measurement:
     # -- the others ----------------------------------------------------------------------------------------------
 
     def _trl(self, batch_size: int, number: int, folder: Path) -> Measured:
-        """One job of a batch size by TRL."""
+        """Train one job of a batch size with TRL."""
         setting = self._setting(folder)
         job = [job for job in setting.task.jobs if job.config.per_device_train_batch_size == batch_size][number]
         prepare_s = setting.prepare_s
@@ -288,7 +289,7 @@ class Measurement:
         return [row], failures
 
     def _peer(self, folder: Path) -> Measured:
-        """The sweep by Ray or Optuna."""
+        """Measure the sweep by Ray or Optuna."""
         setting = self._setting(folder)
         assert isinstance(setting, Answers)
         found = setting.sweep.systems()[self.system]()
@@ -344,13 +345,14 @@ def figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
 
 
 def trl_duration_s(rows: Sequence[Row]) -> float:
-    """Seconds of a whole sweep by TRL: loading and tokenising once, and its jobs, each as often as it stands for."""
+    """Return the seconds of a whole sweep by TRL: loading and tokenising once, and its jobs, each multiplied by the
+    number of jobs that it represents."""
     prepare_s = spread(row["prepare_s"] for row in rows).median
     return prepare_s + sum(float(row["duration_s"]) * float(row["stands_for"]) for row in rows)
 
 
 def notes(options: argparse.Namespace) -> list[str]:
-    """What was run, in sentences."""
+    """Return a description of the run, in sentences."""
     scale = SCALES[options.scale]
     found = []
     for name, size in scale.sweeps.items():

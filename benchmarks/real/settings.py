@@ -1,4 +1,4 @@
-"""A sweep as every system is given it, and what its adapters are worth by PEFT."""
+"""A sweep in the form that every system gets, and the quality of its adapters by PEFT."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from benchmarks.rows import write_rows
 __all__ = ["TOLERANCE", "Answers", "Pairs", "Setting", "judged", "quickstart", "winner_failures"]
 
 TOLERANCE = 1e-3
-"""Relative, between a loss that a system reports and the one that PEFT finds with the same adapter."""
+"""Relative tolerance between a loss that a system reports and the loss that PEFT finds with the same adapter."""
 
 
 class Setting(Protocol):
-    """A sweep that is to be done, and what its adapters are worth by PEFT alone.
+    """A sweep, and the quality of its adapters by PEFT alone.
 
     Attributes:
         task: The sweep, with evaluations at every tenth of a job's steps.
-        num_train: Training rows.
-        prepare_s: Time in which the peers have loaded the model and tokenised the rows, seconds.
+        num_train: Number of training rows.
+        prepare_s: Seconds in which the peers have loaded the model and tokenised the rows.
     """
 
     task: Task
@@ -54,11 +54,11 @@ class Setting(Protocol):
         ...
 
     def worth(self, adapter: Path) -> tuple[float, float]:
-        """Validation and test loss of an adapter, as PEFT finds them."""
+        """Return validation and test loss of an adapter, as PEFT finds them."""
         ...
 
     def told(self, run_dir: str) -> float | None:
-        """Test loss of a run's best adapter as ALTO finds it; None where ALTO has no such number."""
+        """Return the test loss of a run's best adapter as ALTO finds it; None if ALTO has no such number."""
         ...
 
 
@@ -66,7 +66,7 @@ class Answers:
     """A sweep on questions and answers: a :class:`Setting`.
 
     Args:
-        folder: For the rows, and for what the systems keep.
+        folder: Folder for the rows and for the files of the systems.
     """
 
     def __init__(self, size: Size, model: str, data: Path, folder: Path) -> None:
@@ -104,10 +104,10 @@ class Answers:
 
 
 class Pairs:
-    """A sweep on preference pairs: a :class:`Setting`, whose losses are DPO's.
+    """A sweep on preference pairs: a :class:`Setting` whose losses are DPO's.
 
     Args:
-        folder: For the pairs.
+        folder: Folder for the pairs.
     """
 
     def __init__(self, size: dpo.Size, model: str, data: Path, folder: Path) -> None:
@@ -148,9 +148,9 @@ class Pairs:
 
 
 def trl_config(job: Job, num_train: int, share: float) -> tuple[dict[str, Any], list[int]]:
-    """Return what TRL is given to train the first ``share`` of a job, and the steps at which it evaluates.
+    """Return the configuration with which TRL trains the first ``share`` of a job, and the steps at which it evaluates.
 
-    These are the ends of epochs, or, of a part, its last step: one evaluation, which is repeated in every epoch.
+    These are the ends of epochs; for a part of a job, its last step: one evaluation, which is repeated in every epoch.
     """
     config = job.config.model_dump()
     config["num_train_epochs"] *= share
@@ -161,7 +161,7 @@ def trl_config(job: Job, num_train: int, share: float) -> tuple[dict[str, Any], 
 
 
 def quickstart(num_train: int, num_validation: int, folder: Path) -> Task:
-    """The quickstart's task on so many rows of its data."""
+    """Return the quickstart's task on a number of rows of its data."""
     command = (sys.executable, str(ROOT / "examples" / "make_word_problems.py"), "--output", str(folder))
     sizes = ("--train", str(num_train), "--validation", str(num_validation))
     subprocess.run([*command, *sizes], check=True, stdout=subprocess.DEVNULL)
@@ -173,7 +173,7 @@ def quickstart(num_train: int, num_validation: int, folder: Path) -> Task:
 
 
 def winner_failures(task: Task, result: TaskResult) -> list[str]:
-    """What is wrong with the winner of a sweep; empty where it is one of its configurations, with a finite loss."""
+    """Return the faults of the winner of a sweep; empty if it is one of its configurations, with a finite loss."""
     asked = {job.id: job.config.model_dump(mode="json") for job in task.jobs}
     won = [job.config for job in result.job_results if job.job == result.best_job]
     failures = []
@@ -187,11 +187,11 @@ def winner_failures(task: Task, result: TaskResult) -> list[str]:
 def judged(
     setting: Setting, adapter: Path, validation_loss: float, *, told: float | None = None
 ) -> tuple[float, list[str]]:
-    """The test loss of an adapter, as PEFT finds it, and what is wrong.
+    """Return the test loss of an adapter, as PEFT finds it, and the faults.
 
     Args:
-        validation_loss: As the system reports it.
-        told: Test loss as the system finds it; None where it has none.
+        validation_loss: Validation loss that the system reports.
+        told: Test loss that the system finds; None if it has none.
     """
     found = setting.worth(adapter)
     failures = [

@@ -1,1 +1,1 @@
-"""What the benchmark of the service is made of."""
+"""Parts of the benchmark of the service."""

@@ -18,7 +18,7 @@ __all__ = ["simulated_plane"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Setup(QueueSetup):
-    """Runs on a given cluster."""
+    """A set-up that runs on a given cluster."""
 
     given: Cluster
 
@@ -29,7 +29,7 @@ class _Setup(QueueSetup):
 
 
 def simulated_plane(root: Path, new_cluster: Callable[[], Cluster]) -> OpenPlane:
-    """Opens a control plane on a new simulated cluster; ``root`` is the service's data folder."""
+    """Open a control plane on a new simulated cluster; ``root`` is the service's data folder."""
 
     def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
         setup = _Setup(strategy="single", cluster="simulated", total_gpus=None, quotas={}, given=new_cluster())

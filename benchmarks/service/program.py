@@ -1,10 +1,10 @@
-"""A service under load: many tenants submit tasks, others follow them, and executors are simulated.
+"""Measures a service under load: many tenants submit tasks, others follow them, and executors are simulated.
 
     python -m benchmarks.paper service --scale cpu
 
 One server with SQLite, as ``alto serve`` starts it, and one process of clients share the machine. Every tenant uploads
-a file and submits its tasks over HTTP, as OpenAI's client does; followers read server-sent events until the end of
-their task, and each drops its connection once and goes on where it was. The gate: no task is lost, none is there or was
+a file and submits its tasks over HTTP, as OpenAI's client does. Followers read server-sent events until the end of
+their task; each drops its connection once and continues from there. The gate: no task is lost, none exists twice or was
 trained twice, and every follower saw every event once, in order.
 """
 
@@ -30,27 +30,27 @@ import httpx2
 from benchmarks.common import ROOT, option_parser, publish_figures
 
 SIZES = {"smoke": (3, 12, 4, 8, 0.05), "cpu": (50, 2000, 200, 16, 0.2)}
-"""Tenants, submissions, followers, executors at a time, and seconds that each takes."""
+"""Numbers of tenants, submissions, followers and simultaneous executors, and seconds that each executor takes."""
 GOALS: dict[str, tuple[str, float]] = {
     "lost": ("<=", 0),
     "duplicated": ("<=", 0),
     "order_violations": ("<=", 0),
 }
 NUM_CLIENTS = 16
-"""Requests at a time."""
+"""Number of simultaneous requests."""
 ENDED = ("succeeded", "failed", "cancelled")
 ROWS = b"".join(json.dumps({"prompt": f"{n} + 1?", "completion": str(n + 1)}).encode() + b"\n" for n in range(40))
 
 
 @dataclass(kw_only=True)
 class Load:
-    """What the clients did and saw.
+    """The work and the observations of the clients.
 
     Attributes:
         jobs: Tenant by id of each accepted task.
-        latencies_s: Of the answers, by kind of request.
-        order_violations: Events that a follower missed, saw twice, or out of order.
-        num_events: That followers saw.
+        latencies_s: Seconds until the answers, by kind of request.
+        order_violations: Events that a follower missed, saw twice, or saw out of order.
+        num_events: Number of events that followers saw.
     """
 
     jobs: dict[str, str] = field(default_factory=dict)
@@ -184,7 +184,7 @@ async def _follow(client: httpx2.AsyncClient, key: str, job: str, load: Load) ->
 
 
 async def _wait(client: httpx2.AsyncClient, keys: dict[str, str], load: Load) -> None:
-    """Ask after tasks, as users do, until all have ended."""
+    """Poll tasks, as users do, until all have ended."""
     left = dict(load.jobs)
     while left:
         for job, tenant in list(left.items())[:: max(1, len(left) // 50)]:
@@ -200,7 +200,8 @@ async def _wait(client: httpx2.AsyncClient, keys: dict[str, str], load: Load) ->
 
 
 def _check(root: Path, load: Load, num_tasks: int) -> dict[str, int]:
-    """What was lost, what is there twice, and what was seen out of order, by the database and the journals."""
+    """Return the tasks that were lost or exist twice, and the events that were seen out of order, by the database and
+    the journals."""
     from alto.service.settings import ServiceSettings
     from alto.service.store import Store
     from alto.service.store.tables import JobRow, ModelRow

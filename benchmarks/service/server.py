@@ -16,7 +16,7 @@ from benchmarks.service.simulated_cluster import SimulatedCluster
 
 
 def main(root: str, port: str, num_gpus: str, duration_s: str) -> None:
-    """Answer until the process is ended."""
+    """Serve until the process is ended."""
     settings = ServiceSettings(data_dir=root, port=int(port))
     plane = simulated_plane(Path(root), lambda: SimulatedCluster(num_gpus=int(num_gpus), duration_s=float(duration_s)))
     with opened_service(settings) as service:

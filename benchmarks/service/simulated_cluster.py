@@ -1,6 +1,6 @@
-"""A cluster whose executors train nothing: they write the journals and results that real ones would, in no time.
+"""A cluster whose executors train nothing: they immediately write the journals and results that real ones would write.
 
-They take the lock and the lease of a run, resume its journal, and end it once, as real ones do.
+Like real ones, they take the lock and the lease of a run, resume its journal, and end it once.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class _Executor:
 
 @dataclass(kw_only=True)
 class SimulatedCluster:
-    """Executors on slots that stand for GPUs.
+    """Executors on slots that replace GPUs.
 
     Attributes:
-        num_gpus: Executors at a time.
-        duration_s: What a run takes.
-        num_evaluations: Of each of the two jobs of a run.
-        waits_for: Runs get no further than half of their evaluations before this file is there; None waits for nothing.
-        nodes: The one machine.
+        num_gpus: Number of simultaneous executors.
+        duration_s: Seconds that a run takes.
+        num_evaluations: Number of evaluations of each of the two jobs of a run.
+        waits_for: Runs get no further than half of their evaluations before this file exists; None does not wait.
+        nodes: The single machine.
     """
 
     num_gpus: int = 4
@@ -103,7 +103,7 @@ class SimulatedCluster:
             self._executors[task].is_stopped = True
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """What happened."""
+        """Return the events since the last call."""
         until = time.monotonic() + min(timeout_s, 0.05)
         while True:
             for task, executor in list(self._executors.items()):
@@ -118,7 +118,7 @@ class SimulatedCluster:
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Kill what runs."""
+        """Kill all running executors."""
         for task in list(self._executors):
             self._close(task)
 

@@ -1,8 +1,8 @@
-"""Groups of linear modules with adapters in a bank, for the tests of the ops, and the same adapters as a dense formula
-sees them. Nothing here asks the code under test where a matrix lies.
+"""Groups of linear modules with adapters in a bank, for the tests of the ops, and the same adapters in dense form.
+Nothing here asks the code under test for the position of a matrix.
 
 Shapes: ``M`` members of the group; the others as in :mod:`alto.kernels.reference`. Dense matrices have the largest rank
-``R`` for every slot and member, zero where an adapter has no columns.
+``R`` for every slot and member, and zeros where an adapter has no columns.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from alto.kernels import LoraOperands
 __all__ = ["Group"]
 
 GAP = 3
-"""Numbers between two matrices of a row; odd, so that nothing is aligned."""
+"""Unused numbers between two matrices of a row; odd, so that nothing is aligned."""
 
 
 class Group:
-    """Random adapters of one group, a row each, and where their numbers are.
+    """Random adapters of one group, one per row, and the positions of their numbers.
 
     Attributes:
-        ranks_ZM: Rank of every slot on every member; 0 where a slot does not target a member.
-        ratios_ZM: Scale of every slot on every member over that of the slot's segment.
-        operands: The group with all slots occupied. Parameters and gradients are random, of few bits, so that every
-            dtype holds them exactly; parameters between the matrices are NaN.
-        own_ZP: True where a number of the bank belongs to a matrix.
+        ranks_ZM: Rank of every slot on every member; 0 if a slot does not target a member.
+        ratios_ZM: Scale of every slot on every member, divided by that of the slot's segment.
+        operands: The group with all slots occupied. Parameters and gradients are random numbers of few bits, which
+            every dtype holds exactly; parameters between the matrices are NaN.
+        own_ZP: Whether each number of the bank belongs to a matrix.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Group:
         )
 
     def operands_with_adapters(self, params_ZP: Tensor, grads_ZP: Tensor) -> LoraOperands:
-        """The group on another bank, with every slot resident where it is in ``operands``."""
+        """Return the group on another bank, with every slot resident that is resident in ``operands``."""
         operands = LoraOperands(
             number=self._number,
             in_features=self._in_features,
@@ -77,7 +77,8 @@ class Group:
         return operands
 
     def dense(self, rows_ZP: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """``A`` as ``[Z, M, K, R]`` and ``B`` of every member as ``[Z, R, N]``, of a tensor laid out as the bank."""
+        """Return ``A`` as ``[Z, M, K, R]`` and ``B`` of every member as ``[Z, R, N]``, from a tensor with the layout of
+        the bank."""
         with_zero = torch.cat([rows_ZP, rows_ZP.new_zeros(rows_ZP.shape[0], 1)], dim=1)
 
         def take(addresses: Tensor) -> Tensor:
@@ -86,7 +87,7 @@ class Group:
         return take(self._a_addresses_ZMKR), [take(addresses) for addresses in self._b_addresses]
 
     def put(self, rows_ZP: Tensor, a_ZMKR: Tensor, bs: Sequence[Tensor]) -> Tensor:
-        """A copy of ``rows_ZP`` with the dense matrices in their places."""
+        """Return a copy of ``rows_ZP`` with the dense matrices in their places."""
         rows_ZP = rows_ZP.clone()
         for values, addresses in zip((a_ZMKR, *bs), (self._a_addresses_ZMKR, *self._b_addresses), strict=True):
             slots, *_ = torch.nonzero(addresses >= 0, as_tuple=True)
@@ -94,12 +95,12 @@ class Group:
         return rows_ZP
 
     def packed(self, s_TMR: Tensor, token_slots_T: Tensor, fill: float) -> Tensor:
-        """``[T, M, R]`` as the ops have it, ``[T, Q]``, with ``fill`` past every slot's own columns."""
+        """Return ``[T, M, R]`` in the form of the ops, ``[T, Q]``, with ``fill`` past every slot's own columns."""
         flat = torch.cat([s_TMR.flatten(1), s_TMR.new_full((s_TMR.shape[0], 1), fill)], dim=1)
         return flat.gather(1, self._columns_ZQ[token_slots_T] % flat.shape[1])
 
     def _lay_out(self, slot: int, ranks: Sequence[int]) -> tuple[int, list[int]]:
-        """Choose where ``slot``'s matrices begin, with gaps and no two slots alike; note every address."""
+        """Choose the positions of ``slot``'s matrices, with gaps and different for each slot; record every address."""
         width, a_start, first = sum(ranks), GAP + slot % 5, 0
         start, b_starts = a_start + self._in_features * width + GAP, []
         rows_K1 = a_start + width * torch.arange(self._in_features)[:, None]

@@ -1,4 +1,5 @@
-"""Tiny random-weight models of transformers' own classes, one for every architecture that is known to train rightly."""
+"""Tiny random-weight models of transformers' own classes, one for every architecture that is known to train
+correctly."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ ARCHITECTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def build_tiny(architecture: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A new float32 model; ``changes`` go into its config."""
+    """Return a new float32 model; ``changes`` go into its config."""
     model_class, config_class, extras = ARCHITECTURES[architecture]
     torch.manual_seed(seed)
     model: PreTrainedModel = model_class(config_class(**(SIZES | extras | changes))).eval()

@@ -1,4 +1,4 @@
-"""Small models with biases, packed and on padded rows, whose biases are not zero as those of new models are."""
+"""Small models with biases, packed and with padded rows. Unlike those of new models, their biases are not zero."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SIZES: dict[str, Any] = {**SIZES, "vocab_size": VOCABULARY}
 
 
 def _with_random_biases(model: PreTrainedModel) -> PreTrainedModel:
-    """One that is forgotten would not show otherwise."""
+    """Set random biases, because otherwise a forgotten bias would not be noticed."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
@@ -33,12 +33,12 @@ def _with_random_biases(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def llama() -> PreTrainedModel:
-    """Biases on all linear layers."""
+    """Return a model with biases on all linear layers."""
     return build_tiny("llama-bias", vocab_size=VOCABULARY)
 
 
 def starcoder2() -> PreTrainedModel:
-    """Biases on all linear layers and on LayerNorm."""
+    """Return a model with biases on all linear layers and on LayerNorm."""
     torch.manual_seed(0)
     config = Starcoder2Config(
         vocab_size=VOCABULARY,
@@ -59,7 +59,7 @@ def starcoder2() -> PreTrainedModel:
 
 
 def gpt2() -> PreTrainedModel:
-    """Transposed weights, and biases of keys, whose gradient is zero but for rounding."""
+    """Return a model with transposed weights, and with biases of keys, whose gradient is zero up to rounding."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -78,12 +78,13 @@ def gpt2() -> PreTrainedModel:
 
 
 def bloom() -> PreTrainedModel:
-    """On padded rows; biases on all linear layers and on LayerNorm."""
+    """Return a model with padded rows, and with biases on all linear layers and on LayerNorm."""
     torch.manual_seed(0)
     return _with_random_biases(BloomForCausalLM(BloomConfig(**_SIZES, n_layer=2, n_head=4)))
 
 
 def mamba() -> PreTrainedModel:
-    """On padded rows; its only biases are of convolutions and of projections that get no adapter."""
+    """Return a model with padded rows, whose only biases are those of convolutions and of projections that get no
+    adapter."""
     torch.manual_seed(0)
     return MambaForCausalLM(MambaConfig(**_SIZES, state_size=8)).eval()

@@ -1,7 +1,7 @@
-"""A child process that runs a task under a cap on its memory that does not hold the pass it would begin with.
+"""A child process that runs a task under a memory limit that is too small for its first planned pass.
 
-``python capped_task.py FOLDER MEBIBYTES``: the run goes to FOLDER/runs; MEBIBYTES are what is left once the model is
-loaded.
+``python capped_task.py FOLDER MEBIBYTES``: the run goes to FOLDER/runs; MEBIBYTES is the memory that is left once the
+model is loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from alto.runs import Journal, RunDir
 
 
 def main(folder: Path, mebibytes: int) -> None:
-    """Four jobs whose step is a pass of 1,852 tokens, 463 of every job."""
+    """Train four jobs whose step is a pass of 1,852 tokens, 463 per job."""
     space = {"lr": [1e-4, 2e-4, 3e-4, 4e-4], "lora_dropout": [0.1]}
     task = make_task(folder, search_space=space, batch_size=24, early_exit={"enabled": False}, num_train_epochs=2)
     backbone, data = load_tiny(task)

@@ -1,4 +1,4 @@
-"""What executors do in the tests of clusters, instead of training: functions as ``alto.engine.work:train``.
+"""Functions that executors run in the tests of clusters instead of training, like ``alto.engine.work:train``.
 
 Only executors import this file.
 """
@@ -33,7 +33,8 @@ _is_locked = RunDir.is_locked
 
 
 def _is_locked_aloud(run: RunDir) -> bool:
-    """Asked by an executor before it begins: leaves a file where another process holds the run, and it has to wait."""
+    """Return whether another process holds the run; if so, leave a file that shows that this executor has to wait. An
+    executor calls this before it begins."""
     if is_locked := _is_locked(run):
         (run.root / "found-locked").touch()
     return is_locked
@@ -50,14 +51,14 @@ def tell(run_dir: str, event: str, **facts: Any) -> None:
 
 
 def works(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Tells two lines and ends well."""
+    """Write two lines and finish."""
     tell(run_dir, "began", pid=os.getpid())
     assert not is_interrupted()
     tell(run_dir, "done")
 
 
 def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Works until it is asked to stop, and saves then."""
+    """Work until asked to stop, and then save."""
     is_interrupted()  # from now on it is asked, and not stopped where it is
     tell(run_dir, "began", pid=os.getpid())
     while not is_interrupted():
@@ -67,44 +68,44 @@ def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 
 def loads(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Reads a model for ever; never asks whether to stop."""
+    """Read a model forever, and never ask whether to stop."""
     tell(run_dir, "loading", pid=os.getpid())
     while True:
         time.sleep(1)
 
 
 def hangs(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Asks once, then never again, though its interpreter lives."""
+    """Ask once and then never again, although the interpreter lives."""
     is_interrupted()
     loads(run_dir, is_interrupted)
 
 
 def fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """With the error named in the run's folder."""
+    """Raise the error that a file in the run's folder names."""
     name = (Path(run_dir) / "error").read_text(encoding="utf-8")
     raise getattr(errors, name, RuntimeError)("as the test wants it")
 
 
 def exits(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Without a word."""
+    """End the process without any message."""
     os._exit(7)
 
 
 def has_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Starts two processes, one in a process group of its own, and waits."""
+    """Start two processes, one of them in a process group of its own, and wait."""
     children = [subprocess.Popen(SLEEPER), subprocess.Popen(SLEEPER, process_group=0)]
     tell(run_dir, "children", pids=[child.pid for child in children])
     waits(run_dir, is_interrupted)
 
 
 def leaves_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Starts them and ends well."""
+    """Start two processes and finish."""
     children = [subprocess.Popen(SLEEPER), subprocess.Popen(SLEEPER, process_group=0)]
     tell(run_dir, "children", pids=[child.pid for child in children])
 
 
 def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Tells what its environment says."""
+    """Write the environment variables."""
     names = (
         "RANK",
         "WORLD_SIZE",
@@ -118,14 +119,14 @@ def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 
 def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Tells what PyTorch makes of it."""
+    """Write the devices that PyTorch sees."""
     import torch
 
     tell(run_dir, "devices", threads=torch.get_num_threads(), gpus=torch.cuda.device_count())
 
 
 def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Each rank waits for the others before its next turn, however long; the first tells who they are."""
+    """Let each rank wait for the others before its next turn, however long; the first rank writes who they are."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     folder = Path(run_dir) / "turns"
     folder.mkdir(exist_ok=True)
@@ -147,7 +148,7 @@ def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 
 def last_rank_fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """With the error named in the run's folder; the others by its being gone."""
+    """Let the last rank raise the error that a file in the run's folder names; the others fail because it is gone."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         fails(run_dir, is_interrupted)
     time.sleep(0.5)
@@ -155,14 +156,14 @@ def last_rank_fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 
 def prints_and_dies(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """On both streams; without closing them."""
+    """Print on both streams and die without closing them."""
     print("to stdout")
     print("to stderr", file=sys.stderr)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tears_a_line(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Writes half a line, waits until it is told to go on, and writes the rest."""
+    """Write half a line, wait for the test, and write the rest."""
     tell(run_dir, "began")
     line = json.dumps({"seq": 1, "time": 0.0, "event": "step"}) + "\n"
     with RunDir(Path(run_dir)).journal_file.open("a", encoding="utf-8", buffering=1) as file:
@@ -176,14 +177,15 @@ def tears_a_line(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 
 def goes_back(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Cuts the journal back to its first two lines, as a run that is resumed does, and tells two others."""
+    """Cut the journal back to its first two lines, as a resumed run does, and write two others."""
     cut_journal(RunDir(Path(run_dir)).journal_file, 2)
     tell(run_dir, "task_resumed")
     tell(run_dir, "step", step=2)
 
 
 def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Three steps an attempt; then the first waits, and once it is asked to stop saves until the test lets it go on."""
+    """Take three steps per attempt. The first attempt then waits; once it is asked to stop, it saves until the test
+    lets it continue."""
     run = RunDir(Path(run_dir))
     with run.locked():
         first = len([event for event in read_events(run.journal_file) if event["event"] == "step"])
@@ -200,7 +202,7 @@ def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 
 def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
-    """Ends as the run's folder says, on a disk that takes nothing more: not even how it ended."""
+    """End as a file in the run's folder says, on a full disk, on which not even the end can be recorded."""
     tell(run_dir, "began", pid=os.getpid())
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     how = (Path(run_dir) / "how").read_text(encoding="utf-8")
@@ -213,8 +215,8 @@ def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
 
 
 class Together:
-    """A host. Each of its runs tells when it begins, which others there are, and ends when its folder has a file
-    ``end``, by an error where that names one."""
+    """A host. Each of its runs writes when it begins and which others there are, and ends when its folder has a file
+    ``end``; if this file names an error, with that error."""
 
     def __init__(self) -> None:
         self.is_usable = True

@@ -1,4 +1,4 @@
-"""Clusters of every kind for one suite of tests, and what it asks of them."""
+"""Clusters of every kind for one suite of tests, and helpers of this suite."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def ray_cluster(num_gpus: int, **timeouts: float) -> Cluster:
 
 
 CLUSTERS: dict[str, Callable[..., Cluster]] = {"local": local_cluster, "ray": ray_cluster}
-"""Makes a cluster of ``num_gpus`` GPUs, or what stands for them here."""
+"""Function that makes a cluster of ``num_gpus`` GPUs, or of slots in their place."""
 
 
 class Started:
-    """A cluster whose executors call ``entry``, and what it has told so far: a function of ``cluster_entries``, or of
-    another module where it is named as well."""
+    """A cluster whose executors call ``entry``, and its events so far. ``entry`` is a function of ``cluster_entries``,
+    or of another module if that is named."""
 
     def __init__(self, cluster: Cluster, folder: Path, entry: str) -> None:
         self.cluster = cluster
@@ -39,7 +39,7 @@ class Started:
         self._folder = folder
 
     def run_dir(self, task: str) -> Path:
-        """With what a run has before its first attempt."""
+        """Return the folder of a run, in its state before the first attempt."""
         root = self._folder / task
         root.mkdir(exist_ok=True)
         (root / "journal.jsonl").touch()
@@ -61,7 +61,7 @@ class Started:
         executor: str = "",
         **ticket: Any,
     ) -> Path:
-        """Start a task on GPUs by their place; returns the folder of its run."""
+        """Start a task on GPUs with these indices; return the folder of its run."""
         own = tuple(self.gpus()[index] for index in gpus)
         run_dir = run_dir or self.run_dir(task)
         self.cluster.start(
@@ -83,7 +83,7 @@ class Started:
         return run_dir
 
     def told(self, task: str = "a", attempt: int = 1) -> list[dict[str, Any]]:
-        """The journal lines of a task so far."""
+        """Return the journal lines of a task so far."""
         return [
             event.entry.to_dict()
             for event in self.events
@@ -91,7 +91,7 @@ class Started:
         ]
 
     def until_told(self, name: str, task: str = "a", attempt: int = 1) -> dict[str, Any]:
-        """Poll until a task has told the event ``name``; returns its line."""
+        """Poll until a task has written the event ``name``; return its line."""
         return self._until(
             lambda: next((line for line in self.told(task, attempt) if line["event"] == name), None), f"{task}: {name}"
         )
@@ -104,7 +104,7 @@ class Started:
         self.events += self.cluster.poll(0.5)
 
     def ended(self, task: str = "a", attempt: int = 1) -> ExecutorEnded | None:
-        """How the executor of a task has ended, as far as was told."""
+        """Return how the executor of a task has ended, as far as events have reported it."""
         ends = (event for event in self.events if isinstance(event, ExecutorEnded))
         return next((end for end in ends if (end.task, end.attempt) == (task, attempt)), None)
 

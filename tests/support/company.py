@@ -1,4 +1,4 @@
-"""An executor in this process, and tasks on its base model that come to it."""
+"""An executor in this process, and tasks on its base model that join it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS: dict[str, Any] = {"eval_steps": 0.25, "max_tokens_per_pass": 200, "ear
 
 
 def tasks() -> dict[str, tuple[Task, TaskData]]:
-    """On one base: two data sets and three methods, mixed ranks, batch sizes and lengths."""
+    """Return tasks on one base: two datasets and three methods, mixed ranks, batch sizes and lengths."""
     plain = [{"lr": 2e-4, "r": 4, "batch_size": 4, "seed": 1}, {"lr": 1e-4, "r": 8, "batch_size": 2, "seed": 2}]
     some = [{"lr": 1e-4, "r": 2, "batch_size": 5, "seed": 4, "target_modules": ["q_proj", "v_proj"]}]
     found = {
@@ -49,7 +49,7 @@ def tasks() -> dict[str, tuple[Task, TaskData]]:
 
 
 class Company:
-    """An executor, and the tasks that come to it."""
+    """An executor, and the tasks that join it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -106,7 +106,7 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def curves(folder: Path) -> dict[str, list[float]]:
-    """Every training and validation loss of every job, in order."""
+    """Return every training and validation loss of every job, in order."""
     found: dict[str, list[float]] = {}
     for event in events_of(folder):
         if event["event"] == "train":
@@ -117,7 +117,7 @@ def curves(folder: Path) -> dict[str, list[float]]:
 
 
 def curves_alone(folder: Path, asked: Mapping[str, tuple[Task, TaskData]]) -> Curves:
-    """The curves of every task by itself."""
+    """Return the curves of every task when it trains alone."""
     for name, (task, data) in asked.items():
         with built(folder / name, task, data, Backbone(make_model("llama"), None, "unused")) as session:
             run_alone(session)

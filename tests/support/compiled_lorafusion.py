@@ -1,5 +1,5 @@
-"""Run as a program, without Triton's interpreter: compiles the kernels of the ``lorafusion`` baseline for sm_90 in all
-configurations that it chooses from, and prints what each takes, as JSON."""
+"""Compiles, as a program without Triton's interpreter, the kernels of the ``lorafusion`` baseline for sm_90 in all
+their configurations, and prints the resources of each as JSON."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from benchmarks.baselines.lorafusion_triton import LINEAR_CONFIGS, NARROW_CONFIG
 from tools.compile_kernels import ALIGNED, compile_build
 
 RANKS = 64
-"""The widest of the benchmark."""
+"""Largest width in the benchmark."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """A kernel as it is launched on tensors in bfloat16 whose widths divide by 16."""
+    """A kernel as it is launched on bfloat16 tensors whose widths are divisible by 16."""
 
     name: str
     kernel: Any
@@ -57,7 +57,7 @@ def _type_of(kernel: Any, name: str) -> str:
 
 
 def builds() -> Iterator[Build]:
-    """Every configuration of the three kernels: the third is the first with the weights the other way round."""
+    """Yield every configuration of the three kernels; the third is the first with transposed weights."""
     forward = {"stride_weight_c": 1, "HAS_BIAS": False, "IS_SCALED": True}
     backward = {"stride_weight_n": 1, "HAS_BIAS": False, "IS_SCALED": False}
     for config in LINEAR_CONFIGS:

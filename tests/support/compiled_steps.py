@@ -1,4 +1,4 @@
-"""Run as a program, without Triton's interpreter: compiles the kernels of a bank for a GPU that is not here, then takes
+"""Compiles, as a program without Triton's interpreter, the kernels of a bank for a GPU that is not there, then takes
 steps whose launches do nothing; prints what was compiled when, as JSON."""
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class Bench:
         self.shown: list[JournalEntry] = []
 
     def run(self, *, done: Iterable[str] = (), is_interrupted: Callable[[], bool] = lambda: False) -> None:
-        """Until every task has ended."""
+        """Run until every task has ended."""
         with self.controller(done=done, is_interrupted=is_interrupted) as controller:
             controller.wait()
 
@@ -48,7 +48,7 @@ class Bench:
         is_interrupted: Callable[[], bool] = lambda: False,
         retrying: Retrying | None = None,
     ) -> Iterator[Controller]:
-        """A controller that has the tasks but those that are ``done``; it was not started."""
+        """Return a controller, not started, that has the tasks except those that are ``done``."""
         queue = Queue((NODE,), SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
         with Journal(self.queue_dir.run.journal_file) as journal:
             if journal.past:
@@ -81,7 +81,8 @@ class Bench:
 
 
 def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> TaskTicket:
-    """What is submitted to the queue beside its first tasks; its executor takes ``seconds``."""
+    """Return the folder of a run that is submitted to the queue in addition to its first tasks; its executor takes
+    ``seconds``."""
     bench.cluster.seconds[name] = seconds
     run = RunDir(bench.queue_dir.root / "tasks" / name)
     run.begin(make_task(bench.queue_dir.root.parent, name=name))

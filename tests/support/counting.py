@@ -1,4 +1,4 @@
-"""How much work a call is, counted and not timed: the same on a machine that is busy."""
+"""Counts the work of a call instead of timing it; the count is the same on a busy machine."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ T = TypeVar("T")
 
 
 class TooManyCallsError(BaseException):
-    """More functions were called than a test allows; no code catches it by mistake."""
+    """Raised if more functions are called than a test allows; no code catches it by mistake."""
 
 
 def num_calls(function: Callable[..., T], *args: Any, at_most: float = math.inf) -> tuple[int, T]:
-    """How many functions, methods and builtins are called while ``function`` is, and what it returns.
+    """Return the number of functions, methods and builtins that are called while ``function`` runs, and its result.
 
     Raises:
-        TooManyCallsError: More than ``at_most``; at once, so that nobody waits for work that has no end.
+        TooManyCallsError: There are more than ``at_most`` calls; raised at once, so that a test does not wait for
+            endless work.
     """
     count = 0
 

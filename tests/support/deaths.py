@@ -1,4 +1,4 @@
-"""What executors do in the tests of kills: train, and die or wait at the instant that a test has chosen."""
+"""Executors in the tests of kills: they train, and die or wait at an instant that a test has chosen."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ from alto.executor.checkpoint import StateStore
 __all__ = ["HOLD", "TRAIN", "Death", "plan_deaths", "train"]
 
 TRAIN = "deaths:train"
-"""What executors are to call."""
+"""The function that executors call."""
 
 HOLD = 0
-"""Instead of a signal: wait there until the executor is asked to stop, or is killed. Nothing has to be done in time."""
+"""Value in place of a signal: wait there until the executor is asked to stop, or is killed. Nothing has to be done in
+time."""
 
 Death = tuple[int, str, int, int]
-"""``rank, instant, signal, which``: at the which-th time, from 1, that this rank comes to the instant."""
+"""Death of an executor, ``rank, instant, signal, which``: at the which-th time, from 1, that this rank reaches the
+instant."""
 
 _FILE = "deaths.json"
 
@@ -43,12 +45,12 @@ _INSTANTS: Mapping[str, tuple[type, str, bool]] = {
 
 
 def plan_deaths(folder: Path, deaths: Mapping[str, Sequence[Death]]) -> None:
-    """For each task that runs below ``folder``, the deaths of its first attempts; all other attempts live."""
+    """Set the deaths of the first attempts of each task below ``folder``; all other attempts live."""
     (folder / _FILE).write_text(json.dumps(deaths), encoding="utf-8")
 
 
 def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
-    """The real thing, with a checkpoint at every turn, until this rank's death."""
+    """Train as a real executor does, with a checkpoint at every turn, until this rank's death."""
     session.MAX_SAVING_SHARE = 1e9
     death = _death_of(Path(run_dir))
     if death is not None and death[0] == int(os.environ["RANK"]):
@@ -58,7 +60,7 @@ def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
 
 
 def _death_of(run_dir: Path) -> Death | None:
-    """Of the attempt that begins now."""
+    """Return the death of the attempt that begins now."""
     file = next(folder / _FILE for folder in run_dir.parents if (folder / _FILE).exists())
     deaths = json.loads(file.read_text("utf-8")).get(alto.load_task(run_dir / "task.yaml").name, [])
     attempt = len(list((run_dir / "logs").iterdir()))

@@ -1,4 +1,4 @@
-"""Bases and adapters of every kind, for tests of what is exported."""
+"""Bases and adapters of every kind, for tests of exports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MODELS: dict[str, Callable[[int], PreTrainedModel]] = {
 
 
 def save_base(folder: Path, name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
-    """A random model and its tokenizer; biases and norms are random too."""
+    """Save a random model and its tokenizer; biases and norms are random too."""
     tokenizer = load_tokenizer()
     model = MODELS[name](len(tokenizer))
     with torch.no_grad():
@@ -64,7 +64,7 @@ def save_base(folder: Path, name: str = "llama", dtype: torch.dtype = torch.floa
 
 
 def save_adapter(base: Path, folder: Path, **changes: Any) -> Path:
-    """An adapter as PEFT writes it, with noise on everything that it trains."""
+    """Save an adapter with PEFT, with noise on all of its trained tensors."""
     settings = {"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | changes
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     adapted = get_peft_model(model, LoraConfig(**settings))
@@ -87,11 +87,11 @@ def base_logits(base: Path) -> Tensor:
 
 
 def adapter_logits(base: Path, adapter: Path) -> Tensor:
-    """What PEFT computes with the adapter on its base, in float32."""
+    """Return the logits that PEFT computes with the adapter on its base, in float32."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     return logits_of(PeftModel.from_pretrained(model, adapter))
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """The difference, relative, in norm."""
+    """Return the relative difference in norm."""
     return float((found - expected).norm() / expected.norm())

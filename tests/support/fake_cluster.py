@@ -1,4 +1,4 @@
-"""A cluster without processes, on a clock that a test moves: executors take as long and end as the test says."""
+"""A cluster without processes, on a clock that a test moves; the test sets durations and ends of executors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Clock:
 
 @dataclass
 class FakeCluster:
-    """Executors that take ``seconds`` of the clock and end as ``outcomes`` say, one by one; then they finish."""
+    """A cluster whose executors take ``seconds`` of the clock and end with the ``outcomes``, one by one, and then
+    finish."""
 
     clock: Clock
     seconds: dict[str, float]
@@ -63,7 +64,7 @@ class FakeCluster:
         return events
 
     def end(self, launch: Launch, outcome: Outcome) -> ExecutorEnded:
-        """An executor ends now."""
+        """End an executor now."""
         del self.running[launch.task]
         if launch.task in self.stopped:
             self.stopped.remove(launch.task)
@@ -77,7 +78,7 @@ class FakeCluster:
 
 
 def leave_result(run_dir: Path, **facts: Any) -> None:
-    """Make a run one that has its result."""
+    """Give a run its result."""
     run = RunDir(run_dir)
     with Journal(run.journal_file) as journal:
         journal.append(event("task_completed", best_job="job-000", samples_trained=1, samples_budgeted=1, **facts))

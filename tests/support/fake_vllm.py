@@ -24,25 +24,25 @@ def _chunk(text: str) -> bytes:
 
 
 PIECES = (b"data: " + _chunk("one") + b"\n\n", b": a comment\n\nda", b"ta: " + _chunk("two") + b"\n\ndata: [DONE]\n\n")
-"""Of a stream, cut in the middle of a line."""
+"""Chunks of a stream, cut in the middle of a line."""
 
 
 class FakeVllm:
-    """What the server has and does; tests change it.
+    """The state and the behaviour of the server; tests change it.
 
     Attributes:
-        url: Its address.
-        adapters: Folder of each adapter that it answers to.
-        asked: Method, path, body and headers of every request so far, bodies as JSON values.
+        url: Address of the server.
+        adapters: Folder of each adapter to whose name it answers.
+        asked: Method, path, body and headers of every request so far, with bodies as JSON values.
         refuses_load, fails_probe: Names of adapters that it does not load, or does not answer with.
         is_away: Whether it is being started: every request is answered with 503.
-        hangs: Paths on which nothing is answered until the test ends.
-        drops: Paths on which the connection is closed without an answer.
+        hangs: Paths on which it does not answer until the test ends.
+        drops: Paths on which it closes the connection without an answer.
         breaks_streams: Whether streams end in the middle.
-        redirects_to: An address that requests are sent on to.
+        redirects_to: Address to which requests are redirected.
         answer: Status and body of the next completions, in place of its own.
-        headers: Further ones of every answer.
-        num_gone: Callers that have closed their connection while it hung.
+        headers: Further headers of every answer.
+        num_gone: Number of callers that have closed their connection while it hung.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class FakeVllm:
         self.is_over = threading.Event()
 
     def restart(self) -> None:
-        """Forget all adapters, as a new process does."""
+        """Drop all adapters, like a new process."""
         self.adapters.clear()
 
     def paths(self) -> list[str]:
@@ -70,7 +70,7 @@ class FakeVllm:
         return [path for _, path, _, _ in self.asked]
 
     def loads(self) -> list[str]:
-        """Names of adapters in the order in which it was asked to load them."""
+        """Names of adapters in the order of the requests to load them."""
         return [body["lora_name"] for _, path, body, _ in self.asked if path == "/v1/load_lora_adapter"]
 
 
@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def fake_vllm() -> Iterator[FakeVllm]:
-    """A server on a free port of this machine until the block is left."""
+    """Run a server on a free port of this machine inside the context."""
     fake = FakeVllm()
     handler = type("_Bound", (_Handler,), {"fake": fake})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

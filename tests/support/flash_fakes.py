@@ -1,6 +1,6 @@
 """The attention functions of GPU libraries, with their signatures and contracts, in plain PyTorch on any device.
 
-They are strict where the real ones are: int32 offsets, the longest sequence as an int, grouped queries only where told.
+They are as strict as the real ones: int32 offsets, the longest sequence as an int, grouped queries only if requested.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Tensor:
-    """Of the package flash-attn, version 2."""
+    """Compute the function of the package flash-attn, version 2."""
     assert deterministic, "gradients of queries would be summed in the order of arrival"
     assert dropout_p == 0.0
     left, right = window_size
@@ -58,7 +58,7 @@ def varlen_attn(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Any:
-    """Of torch.nn.attention.varlen, with all its options."""
+    """Compute the function of torch.nn.attention.varlen, with all its options."""
     assert num_splits == 1, "the keys would be split by the longest sequence of the pass"
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError("Expect query and key/value to have the same number of heads")
@@ -80,7 +80,7 @@ def early_varlen_attn(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Any:
-    """Of torch.nn.attention.varlen, before it had ``enable_gqa`` and ``num_splits``."""
+    """Compute the function of torch.nn.attention.varlen, before it had ``enable_gqa`` and ``num_splits``."""
     known = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
     return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **known, enable_gqa=True, num_splits=1)
 
@@ -105,7 +105,7 @@ def flash_attention_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Of torch.ops.aten; deterministic where PyTorch is asked to be at this moment."""
+    """Compute the function of torch.ops.aten; it is deterministic if PyTorch's deterministic mode is on."""
     assert torch.get_deterministic_debug_mode() == 2, "gradients of queries would be summed in the order of arrival"
     assert dropout_p == 0.0
     left, right = window_size_left, 0 if is_causal else window_size_right
@@ -123,7 +123,7 @@ def flash_attention_backward(
 
 @dataclass(frozen=True)
 class _Bounds:
-    """Where sequences begin and end, and the longest, of queries and of keys."""
+    """Begins and ends of the sequences of queries and of keys, and the longest ones."""
 
     queries: Tensor
     keys: Tensor
@@ -131,7 +131,7 @@ class _Bounds:
     longest_keys: int
 
     def of(self, q_THD: Tensor, k_TGD: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Queries and keys of every sequence."""
+        """Yield queries and keys of every sequence."""
         slices = []
         for x, offsets, longest in (
             (q_THD, self.queries, self.longest_queries),
@@ -154,7 +154,7 @@ def _attend(
     window_size: tuple[int, int],
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[T, H, D]`` and the logarithm ``[H, T]`` of every softmax's sum."""
+    """Return the output ``[T, H, D]`` and the logarithm ``[H, T]`` of every softmax's sum."""
     share = q_THD.shape[1] // k_TGD.shape[1]
     outputs, normalisers = [], []
     for queries, keys in bounds.of(q_THD, k_TGD):

@@ -1,6 +1,6 @@
-"""Configurations as the documentation of LLaMA-Factory, Axolotl and TRL shows them, with rows of their own.
+"""Configurations from the documentation of LLaMA-Factory, Axolotl and TRL, with rows of their own.
 
-They are files of ``tests/importing/documented``.
+They are the files of ``tests/importing/documented``.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ CONFIGS: Mapping[str, tuple[str, str]] = {
     path.name: (_TOOLS[path.name.partition("-")[0]], path.read_text(encoding="utf-8"))
     for path in sorted(DOCUMENTED.iterdir())
 }
-"""File name, tool and text of each."""
+"""File name, tool and text of each configuration."""
 
 LOCAL_ROWS: Mapping[str, str] = {
     "trl-lib/ultrafeedback_binarized": "data/ultrafeedback.jsonl",
     "trl-lib/kto-mix-14k": "data/kto_mix.jsonl",
 }
-"""By hub dataset of a configuration: a file with rows of its form."""
+"""Files with rows of the right form, by the hub dataset that a configuration names."""
 
 DATASET_INFO: Mapping[str, Any] = {
     "identity": {"file_name": "identity.json"},
@@ -61,7 +61,7 @@ DATASET_INFO: Mapping[str, Any] = {
 
 
 def write_configs(folder: Path) -> Path:
-    """All configurations in ``folder``, and in ``folder/data`` the rows that they name."""
+    """Write all configurations into ``folder``, and the rows that they name into ``folder/data``."""
     data = folder / "data"
     data.mkdir(parents=True)
     sums = [(f"{n} plus {n % 7}?", f"It is {n + n % 7}.", f"It is {n + n % 7 + 1}.") for n in range(NUM_ROWS)]

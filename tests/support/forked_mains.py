@@ -1,4 +1,4 @@
-"""What zygotes run in their tests: modules' ``main`` by a name that says what it does."""
+"""Functions that zygotes run in their tests: ``main`` of modules, which does what its first argument names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alto.cluster.processes import HELD_SIGNALS
 
 
 def main() -> None:
-    """``argv``: what to do, a file, and what the zygote adds."""
+    """Do what ``argv`` says: an action, a file, and the arguments that the zygote adds."""
     action, file = sys.argv[1], Path(sys.argv[2])
     if action == "report":
         imported = sorted({"torch", "transformers"} & sys.modules.keys())

@@ -1,7 +1,7 @@
-"""Processes that begin with everything imported: forked from a server of this session, which imports it once.
+"""Processes that begin with all imports done: they are forked from a server of this session, which imports once.
 
-A Python that imports torch and transformers anew takes seconds of a core; a test whose subject is not that start
-uses these instead of ``subprocess``.
+A new Python that imports torch and transformers takes seconds of a core. A test that is not about this start uses these
+processes instead of ``subprocess``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _IMPORTED = ["torch.distributed", "transformers", "peft", "alto.cli.app", "alto.
 
 
 def forks() -> ForkServerContext:
-    """The context whose processes they are; what they run has to be importable."""
+    """Return the context of these processes; functions that they run must be importable."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in _IMPORTED if name.partition(".")[0] in sys.modules])
     return context
 
 
 def cpu_s() -> float:
-    """CPU seconds of the server, and of its processes that have ended; 0 where Linux does not tell."""
+    """Return CPU seconds of the server and of its processes that have ended; 0 if Linux does not report them."""
     pid = multiprocessing.forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
     with contextlib.suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
@@ -41,9 +41,9 @@ def cpu_s() -> float:
 def run_code(
     code: str, *, cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Like ``subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)``, with imports done.
+    """Run like ``subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)``, with imports done.
 
-    What is registered with ``atexit`` is not called.
+    Functions that are registered with ``atexit`` are not called.
     """
     with tempfile.TemporaryDirectory() as folder:
         process = forks().Process(target=_run, args=(code, folder, str(cwd or Path.cwd()), dict(env or os.environ)))

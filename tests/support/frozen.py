@@ -1,4 +1,4 @@
-"""What a run leaves, without times, ids and the last bits of numbers, so that it can be compared with a recording.
+"""The files of a run, without times, ids and the last bits of numbers, for comparison with a recording.
 
 ``ALTO_RECORD_FROZEN=1 pytest --all tests/project/test_frozen.py`` writes the recordings anew.
 """
@@ -21,7 +21,7 @@ __all__ = ["check_frozen", "frozen_json", "frozen_run"]
 FOLDER = Path(__file__).parents[1] / "frozen"
 
 TOLERANCE = 1e-3
-"""Relative, between numbers: machines round differently, and training amplifies it."""
+"""Relative tolerance between numbers: machines round differently, and training amplifies the difference."""
 
 TIMES = re.compile(r"(^|_)(time|date|duration|at|s|seconds|ms|until)$|_per_(second|s)$")
 """Keys of times."""
@@ -42,7 +42,7 @@ NUMBERS = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
 
 
 def check_frozen(name: str, found: Any) -> None:
-    """Compare with the recording ``name``, or write it where the environment asks for that."""
+    """Compare with the recording ``name``, or write it if the environment requests that."""
     path = FOLDER / f"{name}.json"
     text = json.dumps(found, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
     if os.environ.get("ALTO_RECORD_FROZEN") == "1":
@@ -55,7 +55,7 @@ def check_frozen(name: str, found: Any) -> None:
 
 
 def frozen_run(root: Path) -> dict[str, Any]:
-    """The journal of a run, its files, its best adapter and the text of its report."""
+    """Return the journal of a run, its files, its best adapter and the text of its report."""
     journal = [json.loads(line) for line in (root / "journal.jsonl").read_text(encoding="utf-8").splitlines()]
     best = root / "best"
     return {
@@ -67,7 +67,7 @@ def frozen_run(root: Path) -> dict[str, Any]:
 
 
 def frozen_json(value: Any, root: Path, key: str = "") -> Any:
-    """``value`` with masks in place of times, ids, paths and what differs between machines."""
+    """Return ``value`` with masks in place of times, ids, paths and values that differ between machines."""
     if isinstance(value, dict):
         return {
             _mask(name, root): "MASKED" if name in OF_MACHINE or TIMES.search(name) else frozen_json(inner, root, name)
@@ -94,7 +94,7 @@ def _frozen_adapter(folder: Path) -> dict[str, Any]:
 
 
 def _frozen_text(text: str, root: Path) -> list[str]:
-    """The lines of a text for readers, without its numbers: times are among them."""
+    """Return the lines of a text for readers, without its numbers, because times are among them."""
     lines = (" ".join(NUMBERS.sub("N", _mask(line, root)).split()) for line in text.splitlines())
     return [line for line in lines if line]
 

@@ -1,7 +1,7 @@
-"""What machines with a GPU have, as an environment for processes: torch, Triton, transformers and PEFT, what these
-require, the few wheels that ``tools/carry_wheels.py`` carries there, and ALTO's bare source.
+"""The packages of machines with a GPU, as an environment for processes: torch, Triton, transformers and PEFT, their
+requirements, the few wheels that ``tools/carry_wheels.py`` carries there, and ALTO's bare source.
 
-Whatever else is installed here can be neither imported nor found in such a process, nor in those that it starts.
+Other packages that are installed here can be neither imported nor found in such a process, nor in its children.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ MetadataPathFinder.find_distributions = find_distributions
 
 
 def gpu_stack(folder: Path, *, tests: bool = False) -> dict[str, str]:
-    """Environment variables for a process on that stack.
+    """Return environment variables for a process with these packages.
 
     Args:
-        folder: An empty folder of the test, for what hides the rest.
-        tests: With what runs the tests.
+        folder: An empty folder of the test, for files that hide the other packages.
+        tests: Include the packages that run the tests.
     """
     wanted = wanted_packages((ROOT / "pyproject.toml").read_text(encoding="utf-8"), tests=tests)
     there = _with_requirements([*THERE, *wanted])
@@ -72,7 +72,7 @@ def gpu_stack(folder: Path, *, tests: bool = False) -> dict[str, str]:
 
 
 def _with_requirements(texts: Iterable[str]) -> set[str]:
-    """Names of packages, and of all that they require here."""
+    """Return names of packages, and of all that they require here."""
     found: set[str] = set()
     pending = [Requirement(text) for text in texts]
     while pending:

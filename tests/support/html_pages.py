@@ -10,7 +10,8 @@ FETCHING = {"src", "href", "srcset", "data", "action", "poster", "background"}
 
 
 class Page(HTMLParser):
-    """What a browser would see: tags, attributes that fetch, text outside scripts, and the scripts."""
+    """The parts of a page that a browser would see: tags, attributes that fetch, text outside scripts, and the
+    scripts."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Checks of the isolation of jobs, for any method: a job that goes NaN changes no other, it does not matter how the
-rows of a step are divided into micro-batches, parking loses no bit, and dropout is PEFT's with the same masks."""
+"""Checks of the isolation of jobs, for any method: a job that becomes NaN changes no other job; the division of a
+step's rows into micro-batches does not matter; parking loses no bit; and dropout equals PEFT's with the same masks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 
 def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1, poison: str = "weights") -> None:
-    """Two steps of all others have the same bits beside a job of NaN.
+    """Check that two steps of all other jobs have the same bits beside a job of NaN.
 
     Args:
         make: Makes a bank, the same each time.
-        victim: Index of the job that goes NaN.
-        poison: Where: in its ``weights``, or in its ``moments``.
+        victim: Index of the job that becomes NaN.
+        poison: Place of the NaN: in its ``weights``, or in its ``moments``.
     """
     banks = [make() for _ in range(2)]
     for bank in banks:
@@ -85,7 +85,7 @@ def evaluations_beside(
 
 
 def assert_micro_batches_change_nothing(whole: Bank, split: Bank) -> None:
-    """Two steps, each from equal state, and an evaluation are the same where the rows of a job are divided.
+    """Check that two steps, each from equal state, and an evaluation are the same if the rows of a job are divided.
 
     Args:
         whole: A bank whose micro-batches take all rows of a step.
@@ -107,7 +107,7 @@ def assert_micro_batches_change_nothing(whole: Bank, split: Bank) -> None:
 def assert_continues_to_the_last_bit(
     model: Callable[[], PreTrainedModel], configs: list[dict[str, Any]], folder: Path
 ) -> None:
-    """Jobs that were parked on disk continue as if they had stayed."""
+    """Check that jobs that were parked on disk continue as if they had stayed."""
     stays, leaves, back = (Bank(model(), make_task(configs)) for _ in range(3))
     names = ModuleNames.of(model())
     for bank in (stays, leaves):
@@ -132,7 +132,7 @@ def assert_continues_to_the_last_bit(
 
 
 class _SameMask(torch.nn.Module):
-    """PEFT's dropout with the mask that ALTO keys by job, step and what the module reads."""
+    """PEFT's dropout with the masks of ALTO, whose key is the job, the step and the input of the module."""
 
     def __init__(self, config: JobConfig, number: int) -> None:
         super().__init__()
@@ -145,9 +145,9 @@ class _SameMask(torch.nn.Module):
 
 
 def compare_dropped(model: Callable[[], PreTrainedModel], bank: Bank, num_steps: int = 2) -> None:
-    """Jobs that train one row a step have PEFT's steps under the same masks of dropout.
+    """Check that jobs that train one row per step have PEFT's steps under the same masks of dropout.
 
-    PEFT's batch of one row has no padding, so that a token has the place in it that its mask is keyed by.
+    PEFT's batch of one row has no padding, so a token has the position by which its mask is keyed.
     """
     numbers = {module.name: number for number, module in enumerate(adaptable(bank.backbone.model))}
     for names in bank.trainer.bank.layout.shared_inputs:

@@ -1,4 +1,4 @@
-"""Jobs of one bank that differ in all that a job may train beside low-rank matrices, and in their optimizers."""
+"""Jobs of one bank that differ in everything that a job may train beside low-rank matrices, and in their optimizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Config: TypeAlias = dict[str, Any]
 
 
 def kinds_on(query: str, value: str) -> dict[str, Config]:
-    """The jobs by name; all can be compared with PEFT alone: those with noise train one row a step.
+    """Return the jobs by name; all can be compared with PEFT alone: those with noise train one row per step.
 
     Args:
         query, value: Names of two kinds of linear layers of the model.
@@ -62,7 +62,8 @@ ON_BLOOM = kinds_on("query_key_value", "dense")
 ON_BLOOM["dora-bias-adafactor"]["bias"] = "none"
 
 same_but_rounding = partial(assert_same_step, rounding=1e-4)
-"""Optimizers that divide by the size of gradients step as far for one that is rounding as for any other."""
+"""Optimizers that divide by the size of gradients, so that a gradient of mere rounding moves a weight as far as any
+other."""
 
 
 def compare(
@@ -75,14 +76,14 @@ def compare(
     same: Callable[[StepFacts, StepFacts], None] = same_but_rounding,
     **settings: Any,
 ) -> None:
-    """Every job's next steps are those of ``solo``, each from equal state.
+    """Check that every job's next steps are those of ``solo``, each from equal state.
 
     Args:
         model: Makes the base that PEFT adapts.
-        bank: The jobs beside each other.
-        data: What they train on.
-        same: Compares what a step did.
-        settings: Of ``solo``.
+        bank: The jobs together.
+        data: Training data of the jobs.
+        same: Compares the results of a step.
+        settings: Settings of ``solo``.
     """
     for _ in range(num_steps):
         states = [state_of(bank, job) for job in bank.jobs]

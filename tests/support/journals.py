@@ -1,4 +1,4 @@
-"""Journals written by hand: a small run with every kind of exit, one that was interrupted, and a sweep."""
+"""Journals written by hand: a small run with every kind of exit, an interrupted one, and a sweep."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ PROFILE = {
 
 
 def entry(event: Event) -> JournalEntry:
-    """The entry that a line stands for; a line of a fixture may lack its number and its time."""
+    """Return the entry of a line; a line of a fixture may lack its number and its time."""
     return decode({"seq": 0, "time": 0.0, **event})
 
 
 def event(name: str, **facts: Any) -> TypedEvent:
-    """The event of that name; it may lack what version 0.1 did not write."""
+    """Return the event of that name; it may lack fields that version 0.1 did not write."""
     return entry({"event": name, **facts}).event
 
 
 def entries(events: Iterable[Event]) -> list[JournalEntry]:
-    """The entries that lines stand for."""
+    """Return the entries of lines."""
     return [entry(event) for event in events]
 
 
 class Journal:
-    """Builds events the way the executor writes them; one second passes between two of them."""
+    """Builds events as the executor writes them; one second passes between two of them."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
 
     def add(self, event: str, *, pause_s: float = 0.0, **fields: Any) -> None:
-        """``pause_s`` is what passes beyond that second; a clock that is set back has a negative one."""
+        """Add an event ``pause_s`` seconds later than that; a clock that is set back has a negative pause."""
         time = self.events[-1]["time"] + 1 + pause_s if self.events else START
         self.events.append({"seq": len(self.events), "time": time, "event": event, **fields})
 
@@ -113,7 +113,8 @@ def config(learning_rate: float, rank: int) -> dict[str, Any]:
 
 @pytest.fixture
 def small_run() -> list[Event]:
-    """Four jobs in two slots: one diverges to NaN, one is dropped at the rung, one overfits, ``d`` is the best."""
+    """Return a run of four jobs in two slots: one diverges to NaN, one is dropped at the rung, one overfits, and ``d``
+    is the best."""
     journal = Journal()
     journal.start({"a": config(1e-2, 4), "b": config(1e-5, 4), "c": config(2e-4, 4), "d": config(2e-4, 8)})
     journal.add("job_admitted", job="a", slot=0, step=0)
@@ -151,7 +152,7 @@ def small_run() -> list[Event]:
 
 @pytest.fixture
 def judged_run(small_run: list[Event]) -> list[Event]:
-    """The same four jobs, of which answers have chosen ``c``."""
+    """Return the same four jobs, of which answers have chosen ``c``."""
     *earlier, completed = small_run
     scores = [{"job": job, "num_correct": right, "num_questions": 8} for job, right in (("d", 1), ("c", 5))]
     judged = {"event": "finalists_judged", "time": completed["time"], "scores": scores}
@@ -160,7 +161,8 @@ def judged_run(small_run: list[Event]) -> list[Event]:
 
 @pytest.fixture
 def interrupted_run() -> list[Event]:
-    """Two jobs in two slots, an hour without work after step 10; then a clone of ``b`` joins and ``a`` is reopened."""
+    """Return a run of two jobs in two slots, with an hour without work after step 10; then a clone of ``b`` joins and
+    ``a`` is reopened."""
     journal = Journal()
     journal.start(
         {"a": config(1e-4, 8), "b": config(2e-4, 8)}, notes=["3 of 500 rows were cut"], early_exit={"policy": "alto"}
@@ -184,8 +186,8 @@ def interrupted_run() -> list[Event]:
 
 @pytest.fixture
 def preference_run() -> list[Event]:
-    """Three jobs of DPO judged by reward accuracy: ``c`` is as often right as ``b`` with a lower loss, and ``a`` has
-    the lowest loss of all. Both ``b`` and ``c`` are at their best after ten steps."""
+    """Return a run of three jobs of DPO that are compared by reward accuracy: ``c`` is right as often as ``b`` with a
+    lower loss, and ``a`` has the lowest loss of all. ``b`` and ``c`` are best after ten steps."""
     journal = Journal()
     journal.start(
         {job: config(rate, 8) | {"beta": 0.1} for job, rate in (("a", 1e-4), ("b", 2e-4), ("c", 3e-4))},
@@ -214,7 +216,8 @@ def preference_run() -> list[Event]:
 
 @pytest.fixture
 def sweep() -> list[Event]:
-    """Sixty jobs, each evaluated twenty times and a little better every time: the most news a run can make."""
+    """Return a run of sixty jobs, each evaluated twenty times and a little better every time, which is the most that a
+    run can report."""
     journal = Journal()
     jobs = [f"job-{index:02d}" for index in range(60)]
     journal.start({job: config(1e-4 * (index + 1), 8) for index, job in enumerate(jobs)}, max_slots=1)
@@ -234,7 +237,7 @@ def sweep() -> list[Event]:
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> Callable[[list[Event]], Path]:
-    """Writes events as the journal of a run and returns its folder."""
+    """Write events as the journal of a run, and return its folder."""
 
     def write(events: list[Event]) -> Path:
         (tmp_path / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
@@ -245,7 +248,8 @@ def write_run(tmp_path: Path) -> Callable[[list[Event]], Path]:
 
 @pytest.fixture
 def ranked_run() -> list[Event]:
-    """Three jobs on two ranks with two slots each: ``b`` moves, and ``c`` is spread when it is alone."""
+    """Return a run of three jobs on two ranks with two slots each: ``b`` moves, and ``c`` trains data parallel when it
+    is alone."""
     journal = Journal()
     journal.start({"a": config(1e-4, 8), "b": config(2e-4, 8), "c": config(3e-4, 8)}, max_slots=4, num_ranks=2)
     for job, slot in (("a", 0), ("b", 1), ("c", 2)):

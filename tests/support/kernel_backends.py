@@ -1,7 +1,7 @@
 """The backends of the ops, as a parameter for tests that every backend has to pass.
 
-Triton runs on the GPU where there is one (``pytest -m gpu`` picks those tests) and in its interpreter where there is
-none; the tests draw their tensors on the CPU either way.
+Triton runs on the GPU if there is one (``pytest -m gpu`` selects those tests), and otherwise in its interpreter; the
+tests draw their tensors on the CPU in both cases.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def lowbias32(x: int) -> int:
 class OnGpu:
     """Ops that take CPU tensors and run on the GPU, on copies with the same strides and the same shared storage.
 
-    The bank of ``LoraOperands`` is sent and brought back with them. Their views of it stay behind: no kernel sees them.
+    The bank of ``LoraOperands`` is copied to the GPU and back with them. The views of it in the operands are not
+    copied, because no kernel reads them.
     """
 
     def __init__(self, ops: Any) -> None:

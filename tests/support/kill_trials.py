@@ -1,12 +1,12 @@
-"""Kills runs at chosen instants and goes on with them; a program of its own, so that it may fork.
+"""Kills runs at chosen instants and resumes them; a program of its own, so that it may fork.
 
     python kill_trials.py FOLDER SEED NUM_KILLS [KIND…]
 
-Every life of a run is a forked process that dies by SIGKILL: at a filesystem operation, in the middle of a journal
-line or of a weight file, while a job trains past a rung that is still to be held, or at some moment; then the next life
-resumes it, to die as well, until the last may live. Kinds of death are drawn from those named, or from all; there are
-NUM_KILLS at least, and one of each kind. Prints one JSON object: how many kills there were and of which kind, and what
-differed from a run that nobody killed.
+Every life of a run is a forked process that dies by SIGKILL: at a filesystem operation, in the middle of a journal line
+or of a weight file, while a job trains past a rung that is not decided yet, or at any moment. Then the next life
+resumes it and dies too, until the last one may finish. The kinds of death are drawn from the named ones, or from all.
+There are at least NUM_KILLS kills, and one of each kind. The program prints one JSON object: the number of kills by
+kind, and the differences from a run that was never killed.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ SPACE = {"lr": [1e-3, 1e-2, 0.3, 1e30], "batch_size": [4, 8]}
 
 
 class Instants:
-    """Counts what a process does on disk, and kills it at a chosen count.
+    """Counts the operations of a process on disk, and kills it at a chosen count.
 
     Attributes:
-        seen: How often each kind of instant has been passed.
+        seen: Number of times that each kind of instant has been passed.
     """
 
     def __init__(self, kind: str | None = None, at: int = 0) -> None:
@@ -55,12 +55,12 @@ class Instants:
         self._kind, self._at = kind, at
 
     def is_reached(self, kind: str) -> bool:
-        """Whether this is the instant to die."""
+        """Return whether this is the instant to die."""
         self.seen[kind] += 1
         return kind == self._kind and self.seen[kind] == self._at
 
     def watch(self, root: Path) -> None:
-        """From now on, in this process."""
+        """Count from now on, in this process."""
         sys.addaudithook(lambda event, args: self._on_audit(event, args, str(root)))
         write_bytes = journal_module.Journal.append
         instants = self
@@ -115,7 +115,7 @@ def die() -> None:
 
 
 def live(folder: Path, model: Path, instants: Instants, report: Path | None = None) -> None:
-    """One life: begin the run in ``folder``, or go on with it."""
+    """Live one life: begin the run in ``folder``, or continue it."""
     session.MAX_SAVING_SHARE = 1e9  # a checkpoint whenever the task asks for one
     transformers.logging.set_verbosity_error()
     runs = folder / "runs"
@@ -151,7 +151,7 @@ def run_in(runs: Path) -> Path | None:
 
 
 def fork(work: Callable[[], None]) -> int:
-    """Run ``work`` in a process of its own; returns the process id."""
+    """Run ``work`` in a process of its own, and return the process id."""
     pid = os.fork()
     if pid:
         return pid
@@ -168,12 +168,12 @@ def fork(work: Callable[[], None]) -> int:
 
 
 def ended(pid: int) -> int:
-    """Exit code of a process, negative for a signal."""
+    """Return the exit code of a process, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def facts(root: Path) -> dict[str, Any]:
-    """What must not depend on how often the run was killed."""
+    """Return the facts that must not depend on how often the run was killed."""
     events = read_events(root / "journal.jsonl")
     told = ("task_started", "job_added", "train", "eval", "warmup_ended", "job_exited", "job_completed")
     curves: dict[str, list[float]] = {}
@@ -197,7 +197,7 @@ def facts(root: Path) -> dict[str, Any]:
 
 
 def compare(root: Path, expected: dict[str, Any]) -> list[str]:
-    """What differs from the undisturbed run, and what is lying about."""
+    """Return the differences from the undisturbed run, and files that were left over."""
     found = facts(root)
     differences = [key for key in expected if found[key] != expected[key]]
     leftovers = [path.name for path in root.rglob("*") if path.name.endswith((".new", ".partial", ".previous"))]
@@ -208,7 +208,7 @@ def compare(root: Path, expected: dict[str, Any]) -> list[str]:
 def trial(
     folder: Path, model: Path, rng: random.Random, kinds: Sequence[str], counts: dict[str, Any], kills: Counter[str]
 ) -> Path:
-    """One run, killed several times; returns its folder."""
+    """Kill one run several times, and return its folder."""
     folder.mkdir()
     missing = [kind for kind in kinds if not kills[kind]]
     for _ in range(rng.randint(1, LIVES_PER_RUN)):
@@ -230,7 +230,7 @@ def trial(
 
 
 def commanded_trial(folder: Path, model: Path, rng: random.Random, kills: Counter[str]) -> list[str]:
-    """A run that is killed while it carries out commands: each must take effect once."""
+    """Kill a run while it carries out commands; each of them must take effect once."""
     folder.mkdir()
     ended(fork(lambda: live(folder, model, Instants("line", rng.randint(2, 12)))))
     root = run_in(folder / "runs")

@@ -1,4 +1,4 @@
-"""The kernels of the base's layers in tests: on the GPU where there is one, and else in Triton's interpreter."""
+"""The kernels of the base's layers in tests: on the GPU if there is one, and otherwise in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from alto.kernels import layer_functions_on
 __all__ = ["TOLERANCES", "functions", "on_device"]
 
 TOLERANCES = [(torch.float64, 1e-13), (torch.float32, 3e-6), (torch.bfloat16, 2.0**-5)]
-"""Dtypes, and how far a number may be from that of float64, relative to the largest of its row. Triton's interpreter
-cuts off what its compiler rounds, which is twice as far."""
+"""Dtypes, and the allowed difference of a number from that of float64, relative to the largest of its row. Triton's
+interpreter truncates where its compiler rounds, which doubles the difference."""
 
 
 def functions() -> ModuleType:
-    """:mod:`alto.kernels.layer_functions`; skips the test where it cannot run."""
+    """Return :mod:`alto.kernels.layer_functions`; skip the test if it cannot run."""
     try:
         found = layer_functions_on(device="cuda" if torch.cuda.is_available() else "cpu", name="triton")
     except UnsupportedError as error:
@@ -29,7 +29,7 @@ def functions() -> ModuleType:
 
 
 def on_device(x: Tensor) -> Tensor:
-    """``x`` where the kernels run, with its strides, as a leaf."""
+    """Return ``x`` on the device of the kernels, with its strides, as a leaf."""
     if not torch.cuda.is_available():
         return x.detach()
     storage = x.untyped_storage().cuda()

@@ -1,4 +1,4 @@
-"""How much memory tensors take at once on the CPU, as seen from the operations that work on them."""
+"""Measures how much memory tensors use at once on the CPU, from the operations on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["peak_bytes"]
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that all tensors which ``work`` reads or makes took together, whether they were there before or not."""
+    """Return the largest total size of all tensors that ``work`` reads or makes, whether they existed before or not."""
     watcher = _Watcher()
     with watcher:
         work()
@@ -23,7 +23,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 
 class _Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Looks after every operation at the storages it has met that still live, at the size they have then."""
+    """Checks after every operation the sizes of known storages that still live."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

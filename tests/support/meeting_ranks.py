@@ -1,4 +1,4 @@
-"""What ranks do in the tests of clusters, where they use PyTorch; imported before they are forked."""
+"""Functions of ranks in the tests of clusters that use PyTorch; imported before the ranks are forked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alto.executor import Ranks
 
 
 def ranks_meet(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
-    """The first rank tells what the environment of each says."""
+    """Let the first rank write the environment of each rank."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ALTO_RENDEZVOUS", "OMP_NUM_THREADS")
     ranks = Ranks.join(torch.device("cpu"))
     replace_file(Path(run_dir) / f"met-{ranks.rank}", json.dumps({name: os.environ[name] for name in names}))

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens merge over the beginning of a reply, and templates that write such beginnings."""
+"""A tokenizer whose tokens merge across the beginning of a reply, and templates that write such beginnings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MARKED = (
 
 
 def merging_tokenizer() -> Any:
-    """Letters, and a blank that merges with the word ``Yes`` behind it: `` Yes`` is one token."""
+    """Return a tokenizer of letters, with a blank that merges with a following ``Yes``: `` Yes`` is one token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = [("Y", "e"), ("Ye", "s"), ("Ġ", "Yes"), ("Ċ", "Ċ")]
     vocabulary = {token: index for index, token in enumerate([*letters, *("".join(pair) for pair in pairs)])}

@@ -64,7 +64,7 @@ MIXTURES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def build_mixture(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
-    """A new float32 model; ``changes`` go into its config."""
+    """Return a new float32 model; ``changes`` go into its config."""
     model_class, config_class, extras = MIXTURES[name]
     torch.manual_seed(seed)
     model: PreTrainedModel = model_class(config_class(**(SIZES | extras | changes))).eval()
@@ -72,7 +72,7 @@ def build_mixture(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
 
 
 def build_gpt_oss(**changes: Any) -> PreTrainedModel:
-    """Interleaved gate and up, transposed weights, biases; its rows are padded."""
+    """Return a model with interleaved gate and up, transposed weights and biases; its rows are padded."""
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 5}
@@ -90,11 +90,11 @@ def build_olmoe(**changes: Any) -> PreTrainedModel:
 
 MODELS: dict[str, Callable[..., PreTrainedModel]] = {name: partial(build_mixture, name) for name in MIXTURES}
 MODELS |= {"gpt-oss": build_gpt_oss, "olmoe": build_olmoe}
-"""All mixtures here, by name."""
+"""All mixtures of this module, by name."""
 
 
 def config_of(model: PreTrainedModel, rank: int, scale: float) -> JobConfig:
-    """A job with adapters on queries, all experts and all routers."""
+    """Return a job with adapters on queries, all experts and all routers."""
     targets = adaptable(model)
     attention = [target.name for target in targets if target.name.endswith("q_proj")]
     experts = [target.name for target in targets if target.num_experts]
@@ -103,7 +103,7 @@ def config_of(model: PreTrainedModel, rank: int, scale: float) -> JobConfig:
 
 
 def random_adapter(model: PreTrainedModel, folder: Path, config: JobConfig | None = None) -> Path:
-    """An adapter of random matrices on disk as ALTO writes it, by default on queries, experts and routers."""
+    """Write an adapter of random matrices as ALTO does, by default on queries, experts and routers."""
     config, generator = config or config_of(model, 3, 2.0), torch.Generator().manual_seed(1)
     matrices = {}
     for target in find_targets(model, config.target_modules, target_parameters=config.target_parameters or ()):

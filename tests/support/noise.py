@@ -18,7 +18,7 @@ __all__ = ["same_noise", "unit_noise"]
 
 
 def unit_noise(key: NoiseKey, lengths: list[int], width: int) -> Tensor:
-    """The draws of a job from ±1: with ``alpha`` √(L H), the amplitude is 1."""
+    """Return the draws of a job from ±1: with ``alpha`` √(L H), the amplitude is 1."""
     parts, first = [], key.first_token
     for length in lengths:
         of_row = key._replace(alpha=math.sqrt(length * width), first_token=first)
@@ -31,7 +31,7 @@ def unit_noise(key: NoiseKey, lengths: list[int], width: int) -> Tensor:
 
 @contextlib.contextmanager
 def same_noise(solo: SoloJob) -> Iterator[None]:
-    """While the context lasts, a step of ``solo`` on one row has the noise of its job; none where that has none."""
+    """Give a step of ``solo`` on one row the noise of its job inside the context; no noise if the job has none."""
     alpha = solo.config.neftune_noise_alpha
     if alpha is None:
         yield

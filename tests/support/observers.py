@@ -1,4 +1,4 @@
-"""Observers on threads of their own, one of which hangs: waiting for it costs a test no time."""
+"""Observers on their own threads, one of which hangs; waiting for it takes a test no time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ LIMIT_S = 120.0
 
 
 def pass_time_for(hanging: str, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """At the end observers are waited for by a clock that moves only while somebody waits for the one that hangs.
+    """Let observers at the end be waited for by a clock that moves only while the hanging one is waited for.
 
     Args:
-        hanging: What its thread's name ends with. All others are waited for until they have ended.
+        hanging: End of the name of its thread. All others are waited for until they have ended.
 
     Returns:
-        How long each was to be waited for, in seconds; filled as that happens.
+        Seconds for which each was to be waited for; filled as that happens.
     """
     now_s, waits_s = 100.0, list[float]()
     join = threading.Thread.join

@@ -1,7 +1,7 @@
-"""The oracle of law 1: one job alone, trained by Hugging Face PEFT and the Trainer's optimizer on an
-unmodified model; on preference pairs with the loss of TRL's ``DPOTrainer``.
+"""The oracle of law 1: one job alone, trained by Hugging Face PEFT and the Trainer's optimizer on an unmodified model;
+on preference pairs with the loss of TRL's ``DPOTrainer``.
 
-Nothing of ALTO's arithmetic is used: the model's own attention and loss on a padded batch, PEFT's adapter, torch's
+It uses none of ALTO's arithmetic: the model's own attention and loss on a padded batch, PEFT's adapter, torch's
 optimizer (or bitsandbytes') and clipping, transformers' learning-rate schedule.
 """
 
@@ -35,8 +35,8 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True, kw_only=True)
 class StepFacts:
-    """What one optimizer step did; matrices by ``<module>.A`` (``[K, r]``) and ``<module>.B`` (``[r, N]``), further
-    tensors by their names."""
+    """Results of one optimizer step; matrices are named ``<module>.A`` (``[K, r]``) and ``<module>.B`` (``[r, N]``),
+    further tensors have their own names."""
 
     loss: float
     grad_norm: float
@@ -48,13 +48,13 @@ class SoloJob:
     """One job on its own copy of the base model.
 
     Args:
-        padding: Pad tokens added to every batch beyond its longest row, on the left where negative: changes rounding
-            and nothing else.
+        padding: Pad tokens added to every batch beyond its longest row, on the left if negative; this changes only
+            rounding.
         tamper: Changes PEFT's own settings, for tests that must fail.
-        first_step: Where in the data order to begin, for tests that must fail.
-        autocast_adapter_dtype: PEFT's; false gives the adapter the dtype of the base.
-        order: Rows of every step, where they are drawn from a mixture.
-        saved: Folder of a saved adapter that PEFT loads to train it on; None begins with a new one.
+        first_step: Position in the data order at which to begin, for tests that must fail.
+        autocast_adapter_dtype: Argument of PEFT; false gives the adapter the dtype of the base.
+        order: Rows of every step, if they are drawn from a mixture.
+        saved: Folder of a saved adapter that PEFT loads to train it further; None begins with a new one.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SoloJob:
                 self.step += 1
 
     def _state_of(self, name: str, optimizer: OptimizerState) -> dict[str, Any]:
-        """What the optimizer of this job keeps of one matrix."""
+        """Return the optimizer's state for one matrix."""
         parts = {
             key.removeprefix(f"{name}."): tensor.clone()
             for key, tensor in optimizer.tensors.items()
@@ -166,7 +166,7 @@ class SoloJob:
         return StepFacts(loss=float(loss.detach()), grad_norm=float(norm), gradients=gradients, updates=updates)
 
     def train(self) -> list[float]:
-        """Losses of all steps to the end of the job."""
+        """Train to the end of the job, and return the losses of all steps."""
         return [self.train_step().loss for _ in range(self.config.total_steps(len(self._dataset)))]
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -178,8 +178,8 @@ class SoloPairs(SoloJob):
     """One job on preference pairs, whose loss TRL computes.
 
     Args:
-        trl: From :func:`make_dpo_trainer`; many jobs may share it.
-        reference: From :func:`reference_model`.
+        trl: Trainer from :func:`make_dpo_trainer`; several jobs may share it.
+        reference: Model from :func:`reference_model`.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class SoloCpo(SoloJob):
     """One job on preference pairs, whose loss TRL's ``CPOTrainer`` computes.
 
     Args:
-        trl: From :func:`make_cpo_trainer`; many jobs may share it.
+        trl: Trainer from :func:`make_cpo_trainer`; several jobs may share it.
     """
 
     def __init__(
@@ -275,7 +275,7 @@ def _quietly(folder: Path) -> dict[str, Any]:
 
 
 def peft_settings(config: JobConfig) -> dict[str, Any]:
-    """The arguments of PEFT's ``LoraConfig`` for a job, without dropout, whose masks are another's."""
+    """Return the arguments of PEFT's ``LoraConfig`` for a job, without dropout, because its masks would differ."""
 
     def listed(value: str | tuple[Any, ...] | None) -> str | list[Any] | None:
         return list(value) if isinstance(value, tuple) else value
@@ -299,7 +299,7 @@ def peft_settings(config: JobConfig) -> dict[str, Any]:
 
 
 def make_dpo_trainer(folder: Path) -> Any:
-    """TRL's trainer, of which the loss is used; its own model and data are never looked at. Takes seconds."""
+    """Return TRL's trainer, of which only the loss is used, not its model and data. Takes seconds."""
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -312,7 +312,7 @@ def make_dpo_trainer(folder: Path) -> Any:
 
 
 def reference_model(base: PreTrainedModel) -> PreTrainedModel:
-    """A frozen copy of ``base`` as TRL's trainer keeps it."""
+    """Return a frozen copy of ``base`` as TRL's trainer keeps it."""
     from trl.trainer.utils import add_fused_lm_head
 
     reference = copy.deepcopy(base).requires_grad_(False).eval()
@@ -321,14 +321,14 @@ def reference_model(base: PreTrainedModel) -> PreTrainedModel:
 
 
 def as_trl_has_it(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch with a mask of the replies' tokens, where Hugging Face's models want labels."""
+    """Return a batch with a mask of the replies' tokens in place of the labels of Hugging Face's models."""
     rest = {name: tensor for name, tensor in batch.items() if name != "labels"}
     return {**rest, "completion_mask": (batch["labels"] >= 0).long()}
 
 
 def padded_batch(dataset: EncodedDataset, rows: Sequence[int], padding: int = 0) -> dict[str, Tensor]:
-    """Rows as the collators of Hugging Face and TRL give them: padded, masked, labels not yet shifted; of pairs first
-    all chosen sides, then all rejected ones."""
+    """Return rows as the collators of Hugging Face and TRL make them: padded, masked, with labels not shifted yet; for
+    pairs first all chosen sides, then all rejected ones."""
     of_rows = [whole_sequences(dataset, row) for row in rows]
     sequences = [sequence for side in zip(*of_rows, strict=True) for sequence in side]
     length = max(ids.numel() for ids, _ in sequences) + abs(padding)
@@ -345,7 +345,7 @@ def padded_batch(dataset: EncodedDataset, rows: Sequence[int], padding: int = 0)
 
 
 def flat(weights: AdapterWeights) -> dict[str, Tensor]:
-    """Tensors by the names that :class:`StepFacts` uses."""
+    """Return tensors by the names that :class:`StepFacts` uses."""
     matrices = {
         f"{name}.{which}": matrix for name, pair in weights.items() for which, matrix in zip("AB", pair, strict=True)
     }
@@ -353,7 +353,7 @@ def flat(weights: AdapterWeights) -> dict[str, Tensor]:
 
 
 def relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Distance of two adapters in norm, relative to the expected one."""
+    """Return the distance of two adapters in norm, relative to the expected one."""
     assert found.keys() == expected.keys()
     apart = sum(float((found[name] - expected[name]).double().square().sum()) for name in expected)
     size = sum(float(matrix.double().square().sum()) for matrix in expected.values())
@@ -361,7 +361,7 @@ def relative_distance(found: Mapping[str, Tensor], expected: Mapping[str, Tensor
 
 
 def _optimizer(config: JobConfig) -> tuple[Any, dict[str, Any]]:
-    """The class of the optimizer and its settings as transformers' Trainer chooses them, but for its rates."""
+    """Return the class of the optimizer and its settings as transformers' Trainer chooses them, without its rates."""
     args = ",".join(f"{name}={value}" for name, value in config.optim_args)
     with tempfile.TemporaryDirectory() as folder, _kept_accelerator():
         arguments = TrainingArguments(
@@ -379,8 +379,8 @@ def _optimizer(config: JobConfig) -> tuple[Any, dict[str, Any]]:
 
 @contextlib.contextmanager
 def _kept_accelerator() -> Iterator[None]:
-    """The state that all of accelerate shares stays: new training arguments clear it, and a trainer that was made
-    before would miss it."""
+    """Keep the state that all of accelerate shares: new training arguments clear it, and an earlier trainer would miss
+    it."""
     states = (AcceleratorState._shared_state, PartialState._shared_state)
     kept = [dict(state) for state in states]
     try:
@@ -392,7 +392,8 @@ def _kept_accelerator() -> Iterator[None]:
 
 
 def plain_name(name: str) -> str:
-    """``base_model.model.<module>.lora_A.default.weight`` becomes ``<module>.A``; further tensors have ALTO's names."""
+    """Return the plain name: ``base_model.model.<module>.lora_A.default.weight`` becomes ``<module>.A``; further
+    tensors get ALTO's names."""
     name = name.removeprefix(PREFIX)
     for theirs, ours in (
         (".lora_A.default.weight", ".A"),
@@ -408,5 +409,5 @@ def plain_name(name: str) -> str:
 
 
 def turned(name: str, tensor: Tensor) -> Tensor:
-    """A low-rank matrix in the other orientation; a further tensor as it is."""
+    """Return a low-rank matrix in the other orientation; a further tensor unchanged."""
     return tensor.T if name.endswith((".A", ".B")) else tensor

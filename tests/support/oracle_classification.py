@@ -23,7 +23,7 @@ TWO_NUMBERS = LabelSet(problem_type="regression", names=("LABEL_0", "LABEL_1"))
 
 
 def labelled(num_rows: int, seed: int, labels: LabelSet) -> EncodedDataset:
-    """Rows of 5 to 40 tokens with labels that their first token and length decide."""
+    """Return rows of 5 to 40 tokens, whose labels depend on their first token and length."""
     rows = make_dataset(num_rows, seed)
     targets = []
     for ids in rows.input_ids:
@@ -52,7 +52,7 @@ def data_of(labels: LabelSet) -> TaskData:
 
 
 def as_classifier(base: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
-    """Transformers' own model with a copy of the body of ``base``, and a new head."""
+    """Return transformers' own model with a copy of the body of ``base``, and a new head."""
     config = copy.deepcopy(base.config)
     config.update(labels.to_config())
     model = AutoModelForSequenceClassification.from_config(config, dtype=base.dtype)
@@ -62,7 +62,7 @@ def as_classifier(base: PreTrainedModel, labels: LabelSet) -> PreTrainedModel:
 
 
 def padded_texts(dataset: EncodedDataset, rows: Sequence[int], padding: int = 0) -> dict[str, Tensor]:
-    """Rows as transformers' collator gives them."""
+    """Return rows as transformers' collator makes them."""
     assert dataset.classes is not None
     batch = padded_batch(dataset, rows, padding)
     labels = [dataset.classes[row] for row in rows]
@@ -85,6 +85,6 @@ class SoloClassifier(SoloJob):
 
     @torch.no_grad()
     def logits(self, dataset: EncodedDataset) -> Tensor:
-        """Logits of all rows, ``[rows, K]``."""
+        """Return the logits of all rows, ``[rows, K]``."""
         found: Tensor = self.model(**padded_texts(dataset, range(len(dataset)))).logits
         return found

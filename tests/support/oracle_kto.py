@@ -22,7 +22,7 @@ from alto.spec.objective_settings import KtoSettings
 
 
 def make_labelled(num_rows: int, seed: int) -> EncodedDataset:
-    """Rows of the counting language, about two thirds of them desirable."""
+    """Return rows of the counting language, about two thirds of them desirable."""
     labels = tuple((row * 5 + seed) % 3 != 0 for row in range(num_rows))
     return replace(make_dataset(num_rows, seed), labels=labels)
 
@@ -34,9 +34,9 @@ class SoloKto(SoloJob):
     """One job on labelled replies, whose loss TRL computes.
 
     Args:
-        trl: From :func:`make_kto_trainer`; many jobs may share it.
-        reference: From :func:`oracle.reference_model`.
-        shift: By how many rows of the batch the replies of the estimate are rotated, for tests that must fail.
+        trl: Trainer from :func:`make_kto_trainer`; several jobs may share it.
+        reference: Model from :func:`oracle.reference_model`.
+        shift: Number of rows by which the replies of the estimate are rotated, for tests that must fail.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SoloKto(SoloJob):
 
     @torch.no_grad()
     def evaluate(self, dataset: EncodedDataset) -> dict[str, float]:
-        """TRL's metrics, and ``loss``, of all rows of ``dataset`` as one batch."""
+        """Return TRL's metrics, and ``loss``, of all rows of ``dataset`` as one batch."""
         self._trl._metrics["eval"].clear()
         own, self._dataset = self._dataset, dataset
         rows = range(len(dataset))
@@ -88,7 +88,7 @@ class SoloKto(SoloJob):
 
 
 def _rotated(dataset: EncodedDataset, rows: Sequence[int], shift: int) -> EncodedDataset:
-    """Each prompt with the reply ``shift`` rows before it; written without ALTO's own function."""
+    """Return each prompt with the reply ``shift`` rows before it; written without ALTO's own function."""
     prompts, replies = [], []
     for row in rows:
         ids, begin = dataset.input_ids[row].tolist(), int((dataset.targets[row] >= 0).nonzero()[0]) + 1
@@ -103,7 +103,7 @@ def _rotated(dataset: EncodedDataset, rows: Sequence[int], shift: int) -> Encode
 
 
 def make_kto_trainer(folder: Path) -> Any:
-    """TRL's trainer, of which the loss is used; its own model and data are never looked at."""
+    """Return TRL's trainer, of which only the loss is used, not its model and data."""
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
 

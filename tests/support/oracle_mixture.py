@@ -1,7 +1,7 @@
 """The oracle of law 1 on mixtures of experts: one step of one job alone, with PEFT's ``target_parameters`` and torch's
 AdamW on the unmodified model, and the loss of TRL's trainers with the load-balancing loss of the routers.
 
-Matrices have PEFT's names and shapes, so the tests of this package's export are what the comparison rests on
+Matrices have PEFT's names and shapes, so the comparison relies on the tests of this package's export
 (``tests/lora/test_experts.py``).
 """
 
@@ -28,7 +28,7 @@ from alto.spec import JobConfig, Task
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 ROUTER = {"gpt-oss": "router.weight"}
 OWN_COEFFICIENT = 0.3
-"""``router_aux_loss_coef`` of the models; far above the usual 0.001, so that an error in the loss shows."""
+"""Value of ``router_aux_loss_coef`` in the models; far above the usual 0.001, so that an error in the loss shows."""
 
 
 def make_mixture(name: str, **changes: Any) -> PreTrainedModel:
@@ -36,7 +36,7 @@ def make_mixture(name: str, **changes: Any) -> PreTrainedModel:
 
 
 def trained_bank(name: str, task: Task, slots: list[int] | None = None, data: TaskData = DATA, **changes: Any) -> Bank:
-    """Jobs in slots, with adapters as they are after some training: no matrix is zero."""
+    """Return jobs in slots, with adapters as after some training: no matrix is zero."""
     bank = Bank(make_mixture(name, **changes), task, slots=slots, data=data)
     for job in bank.jobs:
         generator = torch.Generator().manual_seed(job.config.seed)
@@ -46,7 +46,7 @@ def trained_bank(name: str, task: Task, slots: list[int] | None = None, data: Ta
 
 
 def in_peft(flat: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What :class:`StepFacts` has of an adapter, by PEFT's names."""
+    """Return the tensors of an adapter as :class:`StepFacts` has them, by PEFT's names."""
     modules = dict.fromkeys(name.rpartition(".")[0] for name in flat)  # of one owner in the model's order
     weights = AdapterWeights({module: (flat[f"{module}.A"], flat[f"{module}.B"]) for module in modules})
     return {
@@ -63,7 +63,7 @@ def facts_in_peft(facts: StepFacts) -> StepFacts:
 def step_alone(
     base: PreTrainedModel, config: JobConfig, weights: AdapterWeights, folder: Path, loss_of: Callable[[Any], Tensor]
 ) -> StepFacts:
-    """The first optimizer step of a job that begins with ``weights`` and at its full rate."""
+    """Take the first optimizer step of a job that begins with ``weights`` and at its full rate."""
     base = copy.deepcopy(base)
     write_adapter(folder, weights, config, "tiny", ModuleNames.of(base))
     model: Any = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
@@ -89,13 +89,14 @@ class TrlSft:
     """The loss of TRL's ``SFTTrainer``.
 
     Attributes:
-        trainer: From :func:`make_sft_trainer`; its own model and data are never looked at.
+        trainer: Trainer from :func:`make_sft_trainer`; its own model and data are not used.
     """
 
     trainer: Any
 
     def loss(self, model: Any, dataset: EncodedDataset, rows: Sequence[int], batch_size: int, weight: float) -> Tensor:
-        """Of one step over ``rows`` in micro-steps of ``batch_size``, with the load-balancing loss times ``weight``."""
+        """Return the loss of one step over ``rows`` in micro-steps of ``batch_size``, with the load-balancing loss
+        times ``weight``."""
         from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(model.get_base_model(), outputs=("log_probs", "entropy", "is_top1"))
@@ -115,7 +116,7 @@ class TrlSft:
         return total
 
     def mean_balance(self) -> float:
-        """The load-balancing loss of the last step: the mean of its micro-steps'."""
+        """Return the load-balancing loss of the last step: the mean over its micro-steps."""
         return _mean_balance(self.trainer)
 
 
@@ -153,7 +154,7 @@ class TrlDpo:
         beta: float,
         weight: float,
     ) -> Tensor:
-        """Of one step over pairs, with the load-balancing loss times ``weight``."""
+        """Return the loss of one step over pairs, with the load-balancing loss times ``weight``."""
         from trl.trainer.utils import add_fused_lm_head
 
         trl = self.trainer
@@ -168,12 +169,12 @@ class TrlDpo:
         return loss
 
     def mean_balance(self) -> float:
-        """The load-balancing loss of the last step."""
+        """Return the load-balancing loss of the last step."""
         return _mean_balance(self.trainer)
 
 
 def _mean_balance(trainer: Any) -> float:
-    """Whether it counts them as of training or of an evaluation."""
+    """Return the mean of the load-balancing losses that TRL has counted, whether as of training or of an evaluation."""
     values = [value for of_mode in trainer._metrics.values() for value in of_mode.get("aux_loss", ())]
     return float(sum(values) / max(1, len(values)))
 

@@ -15,11 +15,11 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def files_of(page: str, *, after: str = "", until: str = "") -> dict[str, str]:
-    """The files that a page shows: blocks whose first line is a comment with their name, and ``pyproject.toml``.
+    """Return the files that a page shows: blocks whose first line is a comment with their name, and ``pyproject.toml``.
 
     Args:
         page: Name of the page in ``docs``.
-        after: Heading behind which to look.
+        after: Heading after which to look.
         until: Heading at which to stop.
     """
     text = (DOCS / page).read_text(encoding="utf-8")

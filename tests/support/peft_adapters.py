@@ -1,4 +1,4 @@
-"""Adapters on disk, as PEFT writes them and with random values as ALTO does, for tests that compare the two."""
+"""Adapters on disk, as PEFT writes them, and with random values as ALTO writes them, for tests that compare the two."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ PLAIN: dict[str, Any] = {"r": 4, "lora_alpha": 12, "target_modules": "all-linear
 
 
 def save_with_peft(model: PreTrainedModel, folder: Path, *, seed: int = 1, **changes: Any) -> Path:
-    """A random adapter, both of its matrices far from zero, and its vectors from those of the base; ``model`` is
-    changed by it."""
+    """Save a random adapter, with both of its matrices far from zero, and its vectors far from those of the base. This
+    changes ``model``."""
     torch.manual_seed(seed)
     adapted = get_peft_model(model, LoraConfig(**(PLAIN | {"init_lora_weights": False} | changes)))
     with torch.no_grad():
@@ -60,7 +60,8 @@ def write_random(
 
 @torch.no_grad()
 def logits_of(backbone: Backbone, ids: torch.Tensor, *folders: Path | None) -> torch.Tensor:
-    """Logits of the adapters in ``folders``, each on as many rows of ``ids`` as any other; of the base for None."""
+    """Return logits of the adapters in ``folders``, each on an equal number of rows of ``ids``; for None, those of the
+    base."""
     adapters = [None if folder is None else read_saved_adapter(folder) for folder in folders]
     with (
         loaded_adapters(backbone, adapters, "tiny") as served,

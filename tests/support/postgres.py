@@ -1,4 +1,4 @@
-"""A PostgreSQL server for tests, in a folder of its own, where Debian's package is installed."""
+"""A PostgreSQL server for tests, in a folder of its own, if Debian's package is installed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 __all__ = ["REQUIRED", "new_database", "running_server"]
 
 REQUIRED = "ALTO_TEST_POSTGRESQL"
-"""Environment variable: where it is set, tests fail rather than are skipped without PostgreSQL."""
+"""Environment variable: if it is set, tests fail instead of being skipped without PostgreSQL."""
 
 
 def _programs() -> Path | None:
@@ -26,7 +26,7 @@ def _programs() -> Path | None:
 
 @contextlib.contextmanager
 def running_server() -> Iterator[Path]:
-    """A server that listens on a socket in the yielded folder, and nowhere else."""
+    """Run a server that listens only on a socket in the yielded folder."""
     programs = _programs()
     if programs is None:
         assert not os.environ.get(REQUIRED), "expected Debian's package postgresql"
@@ -50,7 +50,7 @@ def running_server() -> Iterator[Path]:
 
 
 def new_database(sockets: Path) -> str:
-    """The address of a new empty database."""
+    """Return the address of a new empty database."""
     import psycopg
 
     name = f"alto_{secrets.token_hex(6)}"

@@ -13,8 +13,8 @@ IGNORED = -100
 
 
 def make_pairs(num_pairs: int, seed: int, *, vocabulary: int = 160) -> EncodedDataset:
-    """Prompts of 2 to 14 tokens that count on; the chosen reply goes on in their stride, the rejected one in another.
-    Replies have 1 to 16 tokens. A pair has its prompt once."""
+    """Return pairs. Prompts have 2 to 14 tokens that count up; the chosen reply continues with the same difference, the
+    rejected one with another. Replies have 1 to 16 tokens. A pair has its prompt once."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -36,7 +36,7 @@ def make_pairs(num_pairs: int, seed: int, *, vocabulary: int = 160) -> EncodedDa
 
 
 def laid_out_whole(dataset: EncodedDataset) -> EncodedDataset:
-    """The same pairs, each side with a prompt of its own."""
+    """Return the same pairs, each side with a prompt of its own."""
     of_rows = [whole_sequences(dataset, row) for row in range(len(dataset))]
     return replace(
         dataset,
@@ -47,7 +47,7 @@ def laid_out_whole(dataset: EncodedDataset) -> EncodedDataset:
 
 
 def whole_sequences(dataset: EncodedDataset, row: int) -> list[tuple[Tensor, Tensor]]:
-    """Token ids and targets of every sequence of a row, with its prefix."""
+    """Return token ids and targets of every sequence of a row, with its prefix."""
     ids, targets = dataset.input_ids[row], dataset.targets[row]
     sequences, start = [], 0
     for span in dataset.spans[row]:
@@ -59,5 +59,5 @@ def whole_sequences(dataset: EncodedDataset, row: int) -> list[tuple[Tensor, Ten
 
 
 def _predicting(reply: Tensor) -> Tensor:
-    """What the last token of the prompt and those of ``reply`` have to predict."""
+    """Return the targets of the prompt's last token and of the tokens of ``reply``."""
     return torch.cat([reply, torch.tensor([IGNORED])])

@@ -26,7 +26,7 @@ MEASURED = Measured(
 
 
 def measured_at_once(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """Let `MEASURED` be what is found; the tasks that were asked about."""
+    """Make every measurement find `MEASURED`; return the tasks that were measured."""
     tasks: list[Task] = []
 
     def take(task: Task, lengths: object, **ignored: object) -> Measured:

@@ -15,7 +15,7 @@ NODE = "local"
 
 
 def tiny_tasks(folder: Path, model: Path, names: Sequence[str], **changes: Any) -> list[alto.Task]:
-    """Tasks of two jobs each on the model in ``model``, packed alike on a machine that is busy and on one that is not:
+    """Return tasks of two jobs each on the model in ``model``. They are packed in the same way on a busy machine, where
     a measured packing would differ, and with it the last bits of losses."""
     settings: dict[str, Any] = {
         "max_slots": 2,
@@ -32,7 +32,8 @@ def tiny_tasks(folder: Path, model: Path, names: Sequence[str], **changes: Any) 
 
 
 def one_by_one(tasks: Sequence[alto.Task], names: Sequence[str], *, num_gpus: int = 1, node: str = NODE) -> Schedule:
-    """By turns on the slots of a node, by default of this machine, ten seconds each."""
+    """Return a schedule of the tasks one after the other on the slots of a node, by default of this machine, ten
+    seconds each."""
     return Schedule(
         method="lpt",
         status="heuristic",

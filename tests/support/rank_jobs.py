@@ -1,4 +1,5 @@
-"""What a rank that trains jobs beside others checks of its own, against PEFT alone. All ranks call the same."""
+"""Checks by a rank that trains jobs together with other ranks: its own jobs are compared with PEFT alone. All ranks
+call the same checks."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def sharded(model: PreTrainedModel, ranks: Ranks) -> PreTrainedModel:
 
 class Slots:
     """Jobs assigned to the banks of all ranks, or to the same local slots of all; they begin with the adapter that
-    ``init_adapter`` of the task names, where it names one."""
+    ``init_adapter`` of the task names, if it names one."""
 
     def __init__(
         self, model: PreTrainedModel, task: Task, ranks: Ranks, *, is_data_parallel: bool = False, data: TaskData = DATA
@@ -122,7 +123,7 @@ class Slots:
         return [(job, local_slot) for job in jobs if (local_slot := self.trainer.passes.local_slot(job)) is not None]
 
     def step(self) -> dict[str, StepFacts]:
-        """One step of all ranks; what it did to the jobs of this one."""
+        """Take one step of all ranks, and return its results for the jobs of this one."""
         jobs, trainer, bank = self.training, self.trainer, self.trainer.bank
         here = self.here(jobs)
         before = {job.id: flat(bank.read(local_slot)) for job, local_slot in here}
@@ -147,8 +148,8 @@ FROM_SAVED: list[dict[str, object]] = [
 
 
 def first_steps_from_a_saved_adapter_are_those_of_peft_alone(folder: str) -> None:
-    """Of the trainable adapter that PEFT loads from ``folder``; once job by job, once with jobs that are spread over
-    all ranks. The second step is taken from equal state."""
+    """Check first steps from the trainable adapter that PEFT loads from ``folder``: once job by job, once with jobs
+    that train on all ranks. The second step is taken from equal state."""
     base, ranks, saved = make_model("llama"), joined(), Path(folder)
     configs = [config | saved_settings(saved) for config in FROM_SAVED]
     for is_data_parallel in (False, True):
@@ -168,7 +169,7 @@ def first_steps_from_a_saved_adapter_are_those_of_peft_alone(folder: str) -> Non
 
 
 def steps_are_those_of_peft_alone(name: str) -> None:
-    """From equal state; once job by job, once with jobs that are spread over all ranks."""
+    """Check steps from equal state: once job by job, once with jobs that train on all ranks."""
     base, ranks = make_model(name), joined()
     for is_data_parallel, configs in ((False, STABLE), (True, STABLE[2:4])):
         slots = Slots(sharded(make_model(name), ranks), make_task(configs), ranks, is_data_parallel=is_data_parallel)
@@ -220,8 +221,8 @@ def _assert_two_steps_are_those_of(alone: Bank, slots: Slots) -> None:
 def _steps_are_those_of_one_process(
     folder: str, method: str, jobs: list[dict[str, object]], data: TaskData, saved: str | None
 ) -> None:
-    """Once job by job, once with jobs that are spread over all ranks, whose references a task before has found; from
-    the adapter in the folder ``saved``, where that is given."""
+    """Check steps once job by job, once with jobs that train on all ranks, with references that an earlier task has
+    computed; from the adapter in the folder ``saved``, if that is given."""
     ranks = joined()
     start: dict[str, object] = {} if saved is None else {"init_adapter": saved}
     for is_data_parallel, configs in ((False, jobs), (True, jobs[:2])):
@@ -244,7 +245,7 @@ def _steps_are_those_of_one_process(
 
 
 def steps_of_a_mixture_are_those_of_one_process() -> None:
-    """With the load-balancing loss of routers: once job by job, once with jobs that are spread over all ranks."""
+    """Check steps with the load-balancing loss of routers: once job by job, once with jobs that train on all ranks."""
     ranks = joined()
     for is_data_parallel, configs in ((False, BALANCED), (True, BALANCED[:2])):
         task = make_task(configs, max_tokens_per_pass=100)
@@ -276,8 +277,8 @@ def a_job_that_goes_nan_changes_no_other_by_one_bit() -> None:
 
 
 def lose_the_lock(folder: str) -> None:
-    """Train the task of the run in ``folder`` for three turns, in the last of which somebody removes its lock; then
-    stop and save."""
+    """Train the task of the run in ``folder`` for three turns, during the last of which the lock is removed; then stop
+    and save."""
     run_dir, ranks, turns = RunDir.open(folder), joined(), itertools.count(1)
 
     def is_asked_to_stop() -> bool:
@@ -298,7 +299,8 @@ def train(
     run_dir: RunDir | None = None,
     model: Callable[[], PreTrainedModel] = _QWEN3,
 ) -> None:
-    """The task of the run in ``folder``, from its beginning or its last checkpoint, to its end or for so many turns."""
+    """Train the task of the run in ``folder``, from its beginning or its last checkpoint, to its end or for a number of
+    turns."""
     run_dir, ranks = run_dir or RunDir.open(folder), joined()
     resume_state = ranks.broadcast(recover(run_dir) if ranks.is_first else ResumeState(), ResumeState)
     task = load_task(run_dir.task_file)

@@ -1,4 +1,4 @@
-"""What a rank checks of its own jobs where they train biases, magnitudes and noise under every optimizer."""
+"""Checks by a rank of its own jobs, which train biases, magnitudes and noise under every optimizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPREAD = ("bias-sgd", "dora-bias-adafactor", "everything-adamw")
 
 
 def steps_of_all_kinds_are_those_of_peft_alone(name: str) -> None:
-    """From equal state; once job by job, once with jobs that are spread over all ranks."""
+    """Check steps from equal state: once job by job, once with jobs that train on all ranks."""
     ranks, (model, kinds) = joined(), MODELS[name]
     for is_data_parallel, configs in ((False, list(kinds.values())), (True, [kinds[kind] for kind in SPREAD])):
         slots = Slots(sharded(model(), ranks), make_task(configs), ranks, is_data_parallel=is_data_parallel)
@@ -47,6 +47,6 @@ def steps_of_all_kinds_are_those_of_peft_alone(name: str) -> None:
 
 
 def train_all_kinds(folder: str, interrupt_after: int | None = None) -> None:
-    """The task of the run in ``folder``, to its end or for so many turns."""
+    """Train the task of the run in ``folder``, to its end or for a number of turns."""
     assert Path(folder).is_dir()
     train(folder, interrupt_after, model=llama)

@@ -1,4 +1,4 @@
-"""Several processes, a rank each, that do the same checks one after the other."""
+"""Several processes, one per rank, that do the same checks one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["NOT_REACHED", "failures_on_ranks"]
 NOT_REACHED = "not reached: a check before it failed"
 _TIMEOUT_S = 600.0
 _COLLECTIVE_TIMEOUT = timedelta(minutes=3)
-"""Ranks share few cores, and one may be long ahead of another."""
+"""Time limit. Ranks share few cores, and one may be far ahead of another."""
 
 Check = Callable[..., None]
 
@@ -27,14 +27,15 @@ def failures_on_ranks(
 ) -> dict[str, str]:
     """Call every check with its arguments on every rank, one after the other.
 
-    A check that fails ends its rank, and so all: what it should have gathered with the others would meet the next.
+    A check that fails ends its rank, and so all ranks: otherwise the tensors that it should have gathered with the
+    others would meet the next check.
 
     Args:
         checks: A name, a function that can be imported, and its arguments.
-        folder: An empty one.
+        folder: An empty folder.
 
     Returns:
-        What went wrong, by the name of the check; those that are missing passed on all ranks.
+        Failures by the name of the check; checks that are missing passed on all ranks.
     """
     checks = list(checks)
     context = forks()

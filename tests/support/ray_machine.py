@@ -18,11 +18,11 @@ HEALTH = {
     "health_check_timeout_ms": 5000,
     "health_check_failure_threshold": 4,
 }
-"""A node that dies without a word is found in seconds instead of half a minute."""
+"""Settings with which a node that dies without a message is found in seconds instead of half a minute."""
 
 
 class RayMachine:
-    """Starts nodes whose executors find ``cluster_entries``."""
+    """A cluster whose executors find ``cluster_entries``."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
@@ -32,7 +32,7 @@ class RayMachine:
 
     @property
     def address(self) -> str:
-        """Of the head."""
+        """Address of the head."""
         return str(self._cluster.address)
 
     def connect(self) -> None:
@@ -46,7 +46,7 @@ class RayMachine:
         return self._start(num_cpus=num_cpus, num_gpus=num_gpus)
 
     def kill_node(self, node: Any) -> None:
-        """With everything on it, as when its power fails."""
+        """Kill a node with everything on it, as when its power fails."""
         (raylet,) = node.all_processes["raylet"]
         processes = list(_descendants(raylet.process.pid))
         self._cluster.remove_node(node, allow_graceful=False)
@@ -55,7 +55,7 @@ class RayMachine:
                 os.kill(pid, signal.SIGKILL)
 
     def is_alive(self, node: Any) -> bool:
-        """As far as Ray knows, which takes it a moment."""
+        """Return whether a node lives, as far as Ray knows, which learns it after a moment."""
         import ray
 
         return any(row["NodeID"] == node.node_id and row["Alive"] for row in ray.nodes())
@@ -75,7 +75,7 @@ class RayMachine:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Actors, and the executors that they started; threads and processes may end meanwhile."""
+    """Return actors, and the executors that they started; threads and processes may end meanwhile."""
     children: list[int] = []
     with suppress(FileNotFoundError, ProcessLookupError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -88,7 +88,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 @contextmanager
 def ray_machine() -> Iterator[RayMachine]:
-    """A head, to which this process is connected."""
+    """Run a head, to which this process is connected."""
     machine = RayMachine()
     try:
         machine.connect()

@@ -1,4 +1,4 @@
-"""Jobs side by side in a bank of small random models, step by step, and what it means that a step is PEFT's."""
+"""Jobs together in a bank of small random models, step by step, and the comparison of a step with PEFT's."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make_model(name: str) -> PreTrainedModel:
 
 
 def make_dataset(num_rows: int, seed: int) -> EncodedDataset:
-    """Rows of 5 to 40 tokens from a noisy counting language, the later half trained."""
+    """Return rows of 5 to 40 tokens from a noisy counting language, of which the second half is trained."""
     generator = torch.Generator().manual_seed(seed)
     input_ids, targets = [], []
     for _ in range(num_rows):
@@ -98,7 +98,7 @@ PAIRS = TaskData(train=make_pairs(28, seed=1), validation=make_pairs(6, seed=2))
 
 
 def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
-    """A task with exactly these jobs; the last states of all stay, to be compared."""
+    """Return a task with exactly these jobs; the last states of all jobs are kept for comparison."""
     filled = [{"lora_alpha": "2*r", "target_modules": "all-linear"} | config for config in configs]
     keys = {key for config in filled for key in config}
     defaults = {
@@ -125,7 +125,7 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
 
 
 def start_of(task: Task, backbone: Backbone) -> StartAdapter | None:
-    """The adapter in the folder that ``init_adapter`` of ``task`` names; None where there is none."""
+    """Return the adapter in the folder that ``init_adapter`` of ``task`` names; None if there is none."""
     if task.init_adapter is None:
         return None
     return StartAdapter.read(Path(task.init_adapter), backbone, model="unused")
@@ -133,7 +133,7 @@ def start_of(task: Task, backbone: Backbone) -> StartAdapter | None:
 
 @torch.no_grad()
 def with_references(backbone: Backbone, data: TaskData) -> TaskData:
-    """``data`` with what ``backbone`` gives every reply."""
+    """Return ``data`` with the log-probs of every reply under ``backbone``."""
 
     def answered(pairs: EncodedDataset) -> EncodedDataset:
         batch = collate([JobRows(pairs, 0, tuple(range(len(pairs))))], backbone.device)
@@ -144,7 +144,7 @@ def with_references(backbone: Backbone, data: TaskData) -> TaskData:
 
 
 def make_trainer(context: TaskContext, num_slots: int, on_memory_event: OnMemoryEvent = lambda event: None) -> Trainer:
-    """A trainer for the jobs of a task, with so many slots a rank."""
+    """Return a trainer for the jobs of a task, with this number of slots per rank."""
     task, ranks = context.task, context.ranks
     assert task.max_tokens_per_pass is not None
     micro_batches = MicroBatches(task.max_tokens_per_pass, on_memory_event, can_retry=ranks.is_alone)
@@ -160,12 +160,12 @@ def make_trainer(context: TaskContext, num_slots: int, on_memory_event: OnMemory
 
 class Bank:
     """All jobs of a task admitted to a trainer, job ``i`` to slot ``slots[i]``; they begin with the adapter in
-    ``saved``, where that is given.
+    ``saved``, if it is given.
 
     Attributes:
         backbone: The base that they share.
-        data: What they are trained on; where the objective needs reference log-probs, with them.
-        memory_events: What the trainer has said of memory that ran out.
+        data: Their training data, with reference log-probs if the objective needs them.
+        memory_events: Events of the trainer about memory that ran out.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Bank:
         return [job for job in self.jobs if job.step < job.total_steps]
 
     def step(self) -> dict[str, StepFacts]:
-        """One step of every job that still trains, with everything it did."""
+        """Take one step of every job that still trains, and return all its results."""
         jobs, trainer = self.training, self.trainer
         before = {job.id: flat(trainer.bank.read(job.slot)) for job in jobs}
         losses = trainer.backward(jobs).tolist()
@@ -220,15 +220,15 @@ class Bank:
 
 
 def state_of(bank: Bank, job: JobState) -> tuple[AdapterWeights, OptimizerState]:
-    """The adapter of a job in ``bank``, and the state of its optimizer."""
+    """Return the adapter of a job in ``bank``, and the state of its optimizer."""
     return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
 
 
 def assert_same_step(found: StepFacts, expected: StepFacts, *, rounding: float = 1e-5) -> None:
-    """Both have the same loss, gradients and updates.
+    """Check that both have the same loss, gradients and updates.
 
     Args:
-        rounding: Share of the largest gradient of a tensor below which one may be rounding alone.
+        rounding: Share of the largest gradient of a tensor below which a gradient may be only rounding.
     """
     assert found.loss == pytest.approx(expected.loss, rel=LOSS_TOLERANCE)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=NORM_TOLERANCE)
@@ -240,10 +240,10 @@ def assert_same_step(found: StepFacts, expected: StepFacts, *, rounding: float =
 
 
 def above_rounding(found: StepFacts, expected: StepFacts, name: str, rounding: float = 1e-5) -> torch.Tensor:
-    """Entries of a matrix whose gradient is more than rounding (or zero in both).
+    """Return the entries of a matrix whose gradient is more than rounding (or zero in both).
 
-    Adam divides by the root of the gradient's square, so an entry that is rounding and nothing else moves as far as any
-    other. About one in a million of them is enough to move a whole update by 1e-4 in norm.
+    Adam divides by the root of the gradient's square, so an entry that is only rounding moves as far as any other.
+    About one such entry in a million is enough to move a whole update by 1e-4 in norm.
     """
     gradient = expected.gradients[name].abs()
     return (gradient > rounding * gradient.max()) | ((gradient == 0) & (found.gradients[name] == 0))

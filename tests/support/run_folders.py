@@ -1,4 +1,4 @@
-"""Run directories written by hand, for what only reads them."""
+"""Run directories written by hand, for code that only reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ QUEUE_SETTINGS = {"method": "lpt", "strategy": "single", "cluster": "local", "to
 
 
 def write_journal(path: Path, events: Iterable[dict[str, Any]], *, start: float) -> None:
-    """``events`` as a journal that begins at ``start`` (unix seconds), numbered from 0, with their own distances."""
+    """Write ``events`` as a journal that begins at ``start`` (unix seconds), numbered from 0, with their own
+    distances."""
     events = list(events)
     shift = start - events[0]["time"]
     lines = ({**event, "seq": seq, "time": event["time"] + shift} for seq, event in enumerate(events))
@@ -23,7 +24,7 @@ def write_journal(path: Path, events: Iterable[dict[str, Any]], *, start: float)
 
 
 def write_run(folder: Path, name: str, events: Iterable[dict[str, Any]], *, start: float) -> Path:
-    """A run in ``folder`` with such a journal."""
+    """Write a run in ``folder`` with such a journal."""
     root = folder / name
     root.mkdir(parents=True)
     (root / "task.yaml").write_text("model: alto-tiny\n", encoding="utf-8")
@@ -32,7 +33,7 @@ def write_run(folder: Path, name: str, events: Iterable[dict[str, Any]], *, star
 
 
 def write_queue(folder: Path, tasks: dict[str, Task], *, start: float) -> QueueDir:
-    """A queue in ``folder`` that has begun; the runs of its tasks have not."""
+    """Write a queue in ``folder`` that has begun; the runs of its tasks have not."""
     entries = [QueueEntry(task=name, num_gpus=1, duration_s=5.0) for name in tasks]
     queue = QueueDir.create(folder, entries, list(tasks.values()), QUEUE_SETTINGS)
     described = [{"task": name, "num_gpus": 1, "duration_s": 5.0} for name in tasks]

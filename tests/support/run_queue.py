@@ -1,10 +1,10 @@
-"""Runs a queue of tiny tasks on one GPU, or goes on with one; a program of its own, so that it may be killed.
+"""Runs a queue of tiny tasks on one GPU, or continues one; a program of its own, so that it may be killed.
 
     python run_queue.py FOLDER CLUSTER MODEL NAME…
     python run_queue.py FOLDER CLUSTER
 
-Executors die and wait as ``deaths.plan_deaths(FOLDER, …)`` has said. Every entry that an observer is shown is printed,
-as a line of JSON.
+Executors die and wait as ``deaths.plan_deaths(FOLDER, …)`` has set. Every entry that an observer gets is printed as a
+line of JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from alto.errors import TaskInterruptedError
 from alto.runs import JournalEntry
 
 INTERRUPTED = 75
-"""Exit code of one that was asked to stop."""
+"""Exit code of a program that was asked to stop."""
 
 SETTINGS = {
     "search_space": {"lr": [1e-3, 1e-2], "batch_size": [4, 8]},

@@ -38,7 +38,7 @@ class ServiceProcess:
         self._process = _CONTEXT.Process(target=main, args=self._arguments)
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the server, and wait until it answers."""
         self._process = _CONTEXT.Process(target=main, args=self._arguments)
         # The server of forks finds what it is to have imported, so that a service begins in no time.
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
@@ -46,24 +46,24 @@ class ServiceProcess:
         wait_for(self._answers)
 
     def kill(self) -> None:
-        """Kill it, as the kernel does."""
+        """Kill the server, as the kernel does."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.join()
 
     def pause(self) -> None:
-        """Let it stand still."""
+        """Stop the process until :meth:`go_on`."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let it go on after a pause."""
+        """Let the process continue after a pause."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGCONT)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ServiceProcess]:
-        """The process until the block is left."""
+        """Run the process inside the context."""
         self.start()
         try:
             yield self
@@ -93,7 +93,7 @@ class ContainedService:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it; it answers soon."""
+        """Start the server, which answers soon."""
         enter = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         with self._log.open("ab") as log:
@@ -106,24 +106,24 @@ class ContainedService:
             )
 
     def kill(self) -> None:
-        """Kill it, and with it all processes of its namespace."""
+        """Kill the server and all processes of its namespace."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def answers(self) -> bool:
-        """Whether it answers requests."""
+        """Return whether it answers requests."""
         assert self._process is not None
         assert self._process.poll() is None, self._log.read_text()
         return _answers(self.url)
 
     def leads(self) -> bool:
-        """Whether it answers requests and leads."""
+        """Return whether it answers requests and leads."""
         return self.answers() and "\nalto_leads 1\n" in httpx2.get(f"{self.url}/metrics").text
 
 
 def skip_without_namespaces() -> None:
-    """Skip the test where this user may not make PID namespaces."""
+    """Skip the test if this user may not make PID namespaces."""
     if shutil.which("unshare") is None:
         pytest.skip("there is no program unshare, of the package util-linux")
     tried = subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"], check=False, capture_output=True)
@@ -132,7 +132,7 @@ def skip_without_namespaces() -> None:
 
 
 def main(root: Path, port: int, waits_for: Path | None, lease_s: float, database: str | None = None) -> None:
-    """Answer until the process is killed; runs wait in their middle for a file, where one is given."""
+    """Serve until the process is killed; runs wait in their middle for a file, if one is given."""
     plane = simulated_plane(root, lambda: SimulatedCluster(duration_s=0.3, waits_for=waits_for))
     with served(root, open_plane=plane, lease_s=lease_s, port=port, database=database):
         while True:

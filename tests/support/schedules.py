@@ -1,4 +1,4 @@
-"""Scheduling problems, drawn and random, and what exhaustive search finds of the small ones."""
+"""Scheduling problems, drawn and random, and the optimum that exhaustive search finds for small ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nodes_of(*sizes: int) -> tuple[Node, ...]:
 
 
 def tasks_of(*tasks: tuple[int, float]) -> tuple[TaskDemand, ...]:
-    """Tasks by their GPUs and seconds, named ``t0``, ``t1`` and so on."""
+    """Return tasks by their GPUs and seconds, named ``t0``, ``t1`` and so on."""
     return tuple(
         TaskDemand(task=f"t{index}", num_gpus=num_gpus, duration_s=duration_s)
         for index, (num_gpus, duration_s) in enumerate(tasks)
@@ -28,7 +28,8 @@ def tasks_of(*tasks: tuple[int, float]) -> tuple[TaskDemand, ...]:
 
 
 def random_problem(seed: int, *, priorities: int = 1) -> SchedulingProblem:
-    """One to three nodes and few enough tasks for :func:`least`; half have releases, running tasks, quotas."""
+    """Return one to three nodes and few enough tasks for :func:`least`; half of the problems have releases, running
+    tasks and quotas."""
     draw = random.Random(seed)
     num_nodes = draw.randint(1, 3)
     nodes = nodes_of(*(draw.randint(1, 4) for _ in range(num_nodes)))
@@ -61,13 +62,13 @@ def random_problem(seed: int, *, priorities: int = 1) -> SchedulingProblem:
 
 
 def least(problem: SchedulingProblem, placed: Iterable[Placement] = ()) -> tuple[float, float]:
-    """Least makespan and, with that, least sum of ends of the tasks that wait, found by trying everything.
+    """Return the least makespan and, with that, the least sum of ends of the waiting tasks, found by exhaustive search.
 
-    Every order of the tasks, on every choice of nodes, each as early as it can: among these is a best one. Times have
-    to be whole numbers.
+    It tries every order of the tasks, on every choice of nodes, each as early as possible; one of these is optimal.
+    Times must be whole numbers.
 
     Args:
-        placed: Where tasks are already; they stay there, and the makespan counts them too.
+        placed: Tasks that are already placed; they stay there, and the makespan includes them.
     """
     tenants = {demand.task: demand.tenant for demand in problem.pending}
     uses = [(_counts(problem, item.gpus), int(item.start_s), int(item.end_s), tenants[item.task]) for item in placed]
@@ -104,7 +105,7 @@ def _counts(problem: SchedulingProblem, gpus: Sequence[Gpu]) -> tuple[int, ...]:
 
 
 def _choices(problem: SchedulingProblem, num_gpus: int) -> Iterator[tuple[int, ...]]:
-    """Numbers of GPUs on each node, on as few nodes as can be."""
+    """Return numbers of GPUs on each node, on as few nodes as possible."""
     splits = itertools.product(*(range(len(node.gpus) + 1) for node in problem.nodes))
     whole = [split for split in splits if sum(split) == num_gpus]
     fewest = min(sum(map(bool, split)) for split in whole)
@@ -128,7 +129,8 @@ def _fits(
 
 @st.composite
 def problems(draw: st.DrawFn, *, max_tasks: int = 30, priorities: int = 2) -> SchedulingProblem:
-    """Any problem: nodes of several sizes, one perhaps with a GPU lost; tasks that run, wait or come later; quotas."""
+    """Draw any problem: nodes of several sizes, perhaps one with a lost GPU; tasks that run, wait or come later;
+    quotas."""
     sizes = draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
     nodes = nodes_of(*sizes)
     if len(nodes[0].gpus) > 1 and draw(st.booleans()):
@@ -161,9 +163,10 @@ def problems(draw: st.DrawFn, *, max_tasks: int = 30, priorities: int = 2) -> Sc
 
 
 def paper_case() -> SchedulingProblem:
-    """The paper's mix: 11 tasks on one node of 8 GPUs, two of 4 GPUs, three of 2 and six of 1, the wide ones longest.
+    """Return the paper's mix: 11 tasks on one node of 8 GPUs, two of 4 GPUs, three of 2 and six of 1, the wide ones
+    longest.
 
-    Durations, seconds, are made up: hours for large models on many GPUs, less for small ones.
+    Durations, in seconds, are invented: hours for large models on many GPUs, less for small ones.
     """
     return SchedulingProblem(
         nodes=nodes_of(8),

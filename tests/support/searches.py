@@ -44,18 +44,17 @@ def make(search: dict[str, Any], **changes: Any) -> Task:
 
 
 class KilledError(Exception):
-    """Ends a run at once: what it has not saved is lost."""
+    """Raised to end a run at once: everything that it has not saved is lost."""
 
 
 class Run:
     """One run of a task, in this process.
 
     Args:
-        folder: Of the run.
-        task: Its task.
+        folder: Folder of the run.
         model: Makes the base model.
         data: Rows of the task.
-        clock: Returns the time that its budget is held to.
+        clock: Returns the time against which its budget is measured.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Run:
         self._data = data
 
     def train(self, turns: int | None = None, *, is_killed: bool = False) -> Run:
-        """To its end, or so many turns, after which it is stopped and saved, or killed."""
+        """Train to the end, or for a number of turns, after which the run is stopped and saved, or killed."""
         left = [turns]
 
         def is_interrupted() -> bool:

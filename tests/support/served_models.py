@@ -1,4 +1,4 @@
-"""Fine-tuned models that are put straight into a service, as a finished job leaves them."""
+"""Fine-tuned models that are put directly into a service, as a finished job leaves them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["add_model", "key_of", "row_of"]
 def add_model(
     service: Service, job: str, *, tenant: str = "default", suffix: str | None = None, base: str = "base"
 ) -> str:
-    """The id of a new model of the job ``ftjob-…`` that is made with it; its adapter is two small files."""
+    """Make a model with its job ``ftjob-…``, and return its id; its adapter is two small files."""
     name = fine_tuned_name(base, tenant, suffix, f"ftjob-{job}")
     adapter = f"models/{tenant}/ftjob-{job}"
     files = {"adapter_config.json": json.dumps({"r": 8}).encode(), "adapter_model.safetensors": job.encode() * 1000}
@@ -60,7 +60,7 @@ def add_model(
 
 
 def row_of(service: Service, model: str) -> ModelRow:
-    """The present row of a model, deleted or not."""
+    """Return the present row of a model, deleted or not."""
     with service.store.reading() as session:
         row = session.scalar(select(ModelRow).where(ModelRow.id == model))
     assert row is not None
@@ -68,6 +68,6 @@ def row_of(service: Service, model: str) -> ModelRow:
 
 
 def key_of(service: Service, tenant: str, *scopes: str) -> str:
-    """The secret of a new key of a tenant."""
+    """Return the secret of a new key of a tenant."""
     with service.store.writing() as session:
         return create_key(session, tenant, scopes=scopes or ("read", "write", "chat"))[1]

@@ -36,12 +36,12 @@ ROWS = "".join(
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """A service that answers.
+    """A running service.
 
     Attributes:
         url: Its address, without a path.
-        service: What its handlers have.
-        coordinator: Of its process; None where it only answers.
+        service: The object that its handlers get.
+        coordinator: Coordinator of its process; None if the process only answers.
     """
 
     url: str
@@ -49,15 +49,15 @@ class Served:
     coordinator: Coordinator | None
 
     def client(self, key: str = "none", **settings: Any) -> openai.OpenAI:
-        """The unmodified client."""
+        """Return the unmodified client."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **settings})
 
     def upload(self, client: openai.OpenAI, content: bytes = ROWS) -> str:
-        """The id of an uploaded file."""
+        """Upload a file, and return its id."""
         return client.files.create(file=("rows.jsonl", content), purpose="fine-tune").id
 
     def finished(self, client: openai.OpenAI, job: str) -> Any:
-        """A job once it has ended."""
+        """Return a job once it has ended."""
         wait_for(lambda: client.fine_tuning.jobs.retrieve(job).status in ENDED)
         return client.fine_tuning.jobs.retrieve(job)
 
@@ -66,11 +66,11 @@ class Served:
 def served(
     root: Path, *, open_plane: OpenPlane | None = None, lease_s: float = LEASE_S, **own: Any
 ) -> Iterator[Served]:
-    """A server on a free port until the block is left.
+    """Run a server on a free port inside the context.
 
     Args:
         root: Data folder.
-        open_plane: Opens what its coordinator drives; None has no coordinator.
+        open_plane: Opens the control plane of its coordinator; None has no coordinator.
         lease_s: Time of its lease as leader.
         own: Settings.
     """
@@ -90,7 +90,7 @@ def served(
 
 @contextlib.contextmanager
 def answering(service: Service, coordinator: Coordinator | None) -> Iterator[str]:
-    """The address at which a thread of this process answers for ``service``."""
+    """Yield the address at which a thread of this process answers for ``service``."""
     config = uvicorn.Config(
         create_app(service, coordinator),
         host="127.0.0.1",
@@ -110,7 +110,7 @@ def answering(service: Service, coordinator: Coordinator | None) -> Iterator[str
 
 
 def local_plane(root: Path) -> OpenPlane:
-    """Opens a control plane with real executors on one slot of this machine; ``root`` is the service's data folder."""
+    """Open a control plane with real executors on one slot of this machine; ``root`` is the service's data folder."""
 
     def opened(epoch: int) -> contextlib.AbstractContextManager[ControlPlane]:
         setup = QueueSetup(strategy="single", cluster="local", total_gpus=1, quotas={})
@@ -120,7 +120,7 @@ def local_plane(root: Path) -> OpenPlane:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    """Wait until a condition holds; the time-out is far beyond what a busy machine needs."""
+    """Wait until a condition holds; the time limit is far beyond what a busy machine needs."""
     until = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < until, "it never came to hold"

@@ -1,4 +1,4 @@
-"""What every rank checks of a base model that is sharded over them; ``backbone/test_sharding.py`` starts the ranks."""
+"""Checks by every rank of a base model that is sharded over them; ``backbone/test_sharding.py`` starts the ranks."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def evaluations_leave_nothing_behind(folder: str) -> None:
 
 
 def a_step_gathers_the_base_and_nothing_else(folder: str, checkpointing: bool) -> None:
-    """Layers twice, embeddings, output head and what is outside of layers once; of adapters not a byte."""
+    """Check that a step gathers layers twice, and embeddings, output head and modules outside of layers once, but no
+    byte of adapters."""
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     trainer, jobs = trainer_of(folder, ranks, gradient_checkpointing=checkpointing)
     trainer.step(jobs)
@@ -150,7 +151,8 @@ def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:
 
 
 def peak_after_a_step(trainer: Trainer, jobs: list[JobState]) -> int:
-    """Of a step that is not the first, which makes what stays and shows it to the watcher."""
+    """Return the peak of a step that is not the first: the first makes lasting tensors and shows them to the
+    watcher."""
     return peak_bytes(lambda: [trainer.step(jobs) for _ in range(2)])
 
 
@@ -159,7 +161,7 @@ def bytes_of_base_and_bank(trainer: Trainer, num_slots: int) -> int:
 
 
 class Adapted:
-    """A base from ``folder`` with two adapters that do something."""
+    """A base from ``folder`` with two adapters that have an effect."""
 
     def __init__(self, folder: str, settings: Settings, mesh: DeviceMesh | None = None) -> None:
         of_base = {key: value for key, value in settings.items() if key != "gradient_checkpointing"}
@@ -180,7 +182,7 @@ class Adapted:
                 b.fill_(0.01)
 
     def train(self, lengths: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Token losses and adapter gradients of two sequences, one for each adapter."""
+        """Return token losses and adapter gradients of two sequences, one for each adapter."""
         self.bank.grads_ZP.zero_()
         with self.context.use(TokenSchedule.build([0, 1], lengths, [2.0, 1.0])):
             losses = self._losses(lengths)
@@ -188,7 +190,7 @@ class Adapted:
         return losses.detach(), self.bank.grads_ZP.clone()
 
     def idle(self) -> tuple[Tensor, Tensor]:
-        """The same of a pass without rows."""
+        """Return the same for a pass without rows."""
         self.bank.grads_ZP.zero_()
         with self.context.use(TokenSchedule.build([], [], [])):
             losses = job_losses(self.backbone, dummy_batch(), [])
@@ -207,7 +209,7 @@ class Adapted:
 
 
 def trainer_of(folder: str, ranks: Ranks, *, gradient_checkpointing: bool = False) -> tuple[Trainer, list[JobState]]:
-    """A trainer with one job a rank, of unlike rank and batch size, as many as there are processes in the world."""
+    """Return a trainer with one job per rank, each with another rank and batch size."""
     mesh = None if ranks.is_alone else world()
     backbone = load_backbone(BaseModelSpec(id=folder), mesh=mesh, gradient_checkpointing=gradient_checkpointing)
     data = TaskData(train=inside_vocabulary(make_dataset(12, seed=1)), validation=make_dataset(2, seed=2))
@@ -236,7 +238,7 @@ def world() -> DeviceMesh:
 
 @contextmanager
 def on_ranks(count: int) -> Iterator[DeviceMesh | None]:
-    """The first ``count`` ranks; None on the others, which wait."""
+    """Return the first ``count`` ranks; None on the others, which wait."""
     mesh = DeviceMesh("cpu", list(range(count)))
     yield mesh if dist.get_rank() < count else None
     dist.barrier()
@@ -247,7 +249,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 def assert_equal_tensors(sharded: PreTrainedModel, whole: PreTrainedModel) -> None:
-    """Every parameter, gathered, and every buffer, also such as are not saved."""
+    """Check that every parameter, gathered, and every buffer is equal, including buffers that are not saved."""
     for kind in ("named_parameters", "named_buffers"):
         expected = dict(getattr(whole, kind)())
         found = dict(getattr(sharded, kind)())
@@ -258,7 +260,7 @@ def assert_equal_tensors(sharded: PreTrainedModel, whole: PreTrainedModel) -> No
 
 
 def gathered_bytes(module: torch.nn.Module, num_ranks: int) -> int:
-    """What a rank receives where ``module`` is gathered: the others' rows, filled up to as many on each."""
+    """Return the bytes that a rank receives when ``module`` is gathered: the others' rows, padded to equal numbers."""
     return sum(
         (num_ranks - 1) * math.ceil(len(parameter) / num_ranks) * parameter[0].nbytes
         for parameter in module.parameters()

@@ -21,14 +21,14 @@ SPACE = {"lr": [1e-4, 3e-4], "lora_dropout": [0.1]}
 
 
 def write_pairs(path: Path) -> Path:
-    """Of 13 questions, which of two answers is the better one."""
+    """Write 13 questions, with the better and the worse of two answers."""
     rows = [{"prompt": f"{n} and {n}?", "chosen": f" {n + n}.", "rejected": f" {n} {n}, no?"} for n in range(13)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
 def shared_tasks(model: Path, folder: Path, **changes: Any) -> dict[str, Task]:
-    """Two methods, ranks, data sets and numbers of epochs, on one base."""
+    """Return tasks with two methods, ranks, datasets and numbers of epochs, on one base."""
     folders = {name: folder / name for name in ("alder", "birch", "cedar")}
     for own in folders.values():
         own.mkdir()
@@ -73,7 +73,7 @@ class SharedRuns(Started):
         )
 
     def until_written(self, num_entries: int, attempt: int) -> bool:
-        """Poll until an attempt at all tasks has written so many lines; False where all have ended before."""
+        """Poll until an attempt at all tasks has written a number of lines; return False if all have ended before."""
 
         def found() -> str:
             if all(self.ended(name, attempt) for name in self.attached):
@@ -96,7 +96,7 @@ class SharedRuns(Started):
 
 
 def assert_as_alone(root: str | Path, alone: str | Path) -> None:
-    """The same curves, and the same winner."""
+    """Check for the same curves, and the same winner."""
     found, expected = (curves_of(read_journal(run)) for run in (root, alone))
     assert found.keys() == expected.keys()
     for job, curve in expected.items():

@@ -14,14 +14,14 @@ __all__ = ["demand_of", "running_of", "sharing_of", "sharing_problems"]
 
 
 def sharing_of(step_s: float, *, base: str = "b", num_slots: int = 1, capacity_bytes: int = 1000) -> Sharing:
-    """Slots of 1 byte beside 10."""
+    """Return the sharing properties of a task with slots of 1 byte besides 10 bytes."""
     return Sharing(
         base=base, step_s=step_s, num_slots=num_slots, slot_bytes=1, pass_bytes=10, capacity_bytes=capacity_bytes
     )
 
 
 def demand_of(task: str, duration_s: float, step_s: float, **more: object) -> TaskDemand:
-    """A task on one GPU that may share; ``more`` are fields of the demand, or of its sharing."""
+    """Return a task on one GPU that may share; ``more`` are fields of the demand, or of its sharing."""
     of_sharing = {name: more.pop(name) for name in ("base", "num_slots", "capacity_bytes") if name in more}
     demand = TaskDemand(task=task, num_gpus=1, duration_s=duration_s, sharing=sharing_of(step_s, **of_sharing))
     return replace(demand, **more)
@@ -30,7 +30,7 @@ def demand_of(task: str, duration_s: float, step_s: float, **more: object) -> Ta
 def running_of(
     task: str, gpu: Gpu, remaining_s: float, step_s: float, executor: str = "e", **more: object
 ) -> RunningTask:
-    """A running task that others may join; ``more`` as of :func:`demand_of`."""
+    """Return a running task that others may join; ``more`` as for :func:`demand_of`."""
     demand = demand_of(task, max(remaining_s, 1.0), step_s, **more)
     return RunningTask(
         task=task,
@@ -45,8 +45,8 @@ def running_of(
 
 @st.composite
 def sharing_problems(draw: st.DrawFn, *, max_tasks: int = 20) -> SchedulingProblem:
-    """Any problem in which some tasks may share: with bases, memory, priorities, releases, quotas, executors that run,
-    and tasks on several GPUs."""
+    """Draw any problem in which some tasks may share: with bases, memory, priorities, releases, quotas, running
+    executors, and tasks on several GPUs."""
     nodes = nodes_of(*draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
     gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
     quotas = draw(st.dictionaries(st.sampled_from(("a", "b")), st.integers(1, len(gpus)), max_size=1))

@@ -1,4 +1,4 @@
-"""A service with two tenants that both have one of everything, and the errors that it answers with."""
+"""A service with two tenants that both have one of everything, and its errors."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Site:
                 "action": "cancel", "checkpoint": f"{model}:x", "permission": "x"}  # fmt: skip
 
     def parameters(self) -> dict[str, list[dict[str, Any]]]:
-        """The parameters of every path that can be fetched."""
+        """Return the parameters of every path that can be fetched."""
         paths = create_app(self.served.service).openapi()["paths"]
         return {path: methods["get"].get("parameters", []) for path, methods in paths.items() if "get" in methods}
 
     def routes(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """All methods and paths that need a key, with bodies that are well-formed."""
+        """Return all methods and paths that need a key, with well-formed bodies."""
         found = []
         document = create_app(self.served.service).openapi()
         for path, methods in document["paths"].items():
@@ -102,7 +102,7 @@ class Site:
 
 @contextlib.contextmanager
 def open_site(root: Path) -> Iterator[Site]:
-    """A service in ``root`` whose tasks end by themselves."""
+    """Open a service in ``root`` whose tasks end by themselves."""
     with served(root, open_plane=simulated_plane(root, lambda: SimulatedCluster(duration_s=0.2))) as found:
         site = Site(found)
         with contextlib.closing(site.http):
@@ -116,7 +116,7 @@ def filled(path: str, ids: dict[str, str]) -> str:
 
 
 def refused(response: httpx2.Response, status: int | tuple[int, ...] = 400) -> dict[str, Any]:
-    """The error of an answer, in the one form that they have."""
+    """Return the error of an answer, in the one form that all have."""
     statuses = (status,) if isinstance(status, int) else status
     assert response.status_code in statuses, response.text[:300]
     error = response.json()["error"]

@@ -42,7 +42,7 @@ class Listening:
 
 
 def descendants(root: int) -> set[int]:
-    """``root`` and every living process that it, or one of them, has started."""
+    """Return ``root`` and every living process that it, or one of its descendants, has started."""
     parents = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -56,7 +56,7 @@ def descendants(root: int) -> set[int]:
 
 
 def listening_sockets(pids: set[int]) -> set[Listening]:
-    """Those that any of ``pids`` holds."""
+    """Return the listening sockets of ``pids``."""
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -77,7 +77,7 @@ def listening_sockets(pids: set[int]) -> set[Listening]:
 
 
 def _host(text: str) -> str:
-    """An address as ``/proc`` writes it: words of four bytes, each in the order of this machine."""
+    """Return an address from the form of ``/proc``: words of four bytes, each in the byte order of this machine."""
     raw = bytes.fromhex(text)
     words = [raw[start : start + 4][::-1] for start in range(0, len(raw), 4)]
     return str(ipaddress.ip_address(b"".join(words)))

@@ -1,10 +1,10 @@
-"""Counts how often work on a device makes the host wait for it, on a machine that has no device but the CPU.
+"""Counts how often work on a device makes the host wait for it, on a machine that has only a CPU.
 
-On a CPU nothing waits, so the counting is by what the tensors are. A tensor lies *on the device* if it was sent there
+On a CPU nothing waits, so the counting depends on the kind of tensors. A tensor is *on the device* if it was sent there
 (``.to(device, non_blocking=True)``, as the batch and every table are), if it was named at the start (parameters of the
-model, the bank), or if it was computed from one that does. Reading a number of such a tensor, or asking for a result
-whose shape depends on its numbers, is what makes the host of a GPU wait; and so does sending numbers there in another
-way, as they lie in memory that the device cannot read by itself.
+model, the bank), or if it was computed from such a tensor. The host of a GPU would wait when a number of such a tensor
+is read, or for a result whose shape depends on its numbers. It would also wait when numbers are sent there in another
+way, because they are in memory that the device cannot read by itself.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _WAITING_OPS = {
     _aten.allclose,
 }
 _WAITING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__}
-"""Which no op of a CPU tells of."""
+"""Methods that make the host wait, and that no op on a CPU shows."""
 _INDEXING = {Tensor.__getitem__, Tensor.__setitem__}
 
 
 class CountsWaiting(TorchFunctionMode):
-    """Within it, every wait is noted.
+    """A context in which every wait is recorded.
 
     Args:
-        on_device: Tensors that lie on the device from the start.
+        on_device: Tensors that are on the device from the start.
 
     Attributes:
-        waits: Of every wait, what made the host wait, and where in the source.
+        waits: The operation and the place in the source of every wait.
     """
 
     def __init__(self, on_device: Iterable[Tensor]) -> None:
@@ -130,7 +130,7 @@ def _is_out(argument: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _has_a_shape_by_number(func: Any, args: Any) -> bool:
-    """Whether the result has as many elements as numbers of the arguments say."""
+    """Return whether the number of elements of the result depends on numbers in the arguments."""
     if func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_):
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
     return func is _aten.repeat_interleave.Tensor

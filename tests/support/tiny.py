@@ -28,7 +28,7 @@ def load_tokenizer() -> Any:
 
 
 def random_llama(vocab_size: int) -> LlamaForCausalLM:
-    """Two layers; the same weights every time."""
+    """Return a Llama of two layers, always with the same weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -47,7 +47,7 @@ def random_llama(vocab_size: int) -> LlamaForCausalLM:
 
 
 def save_model(folder: Path) -> Path:
-    """The random Llama and its tokenizer as ``from_pretrained`` takes them."""
+    """Save the random Llama and its tokenizer in the form that ``from_pretrained`` reads."""
     tokenizer = load_tokenizer()
     tokenizer.save_pretrained(folder)
     random_llama(len(tokenizer)).save_pretrained(folder)
@@ -55,7 +55,7 @@ def save_model(folder: Path) -> Path:
 
 
 def write_rows(path: Path, count: int = NUM_ROWS, *, first: int = 0) -> Path:
-    """``count`` short sums, one JSON object a line."""
+    """Write ``count`` short sums, one JSON object per line."""
     numbers = range(first, first + count)
     rows = [{"prompt": f"{n} plus {n % 7}?", "completion": f" It is {n + n % 7}." + " Yes." * (n % 3)} for n in numbers]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -63,7 +63,7 @@ def write_rows(path: Path, count: int = NUM_ROWS, *, first: int = 0) -> Path:
 
 
 def make_task(folder: Path, **changes: Any) -> Task:
-    """A task on 24 training and 6 validation rows in ``folder``."""
+    """Return a task on 24 training and 6 validation rows in ``folder``."""
     settings: dict[str, Any] = {
         "name": "tiny",
         "model": "alto-tiny",
@@ -75,7 +75,7 @@ def make_task(folder: Path, **changes: Any) -> Task:
 
 
 def load_tiny(task: Task) -> tuple[Backbone, TaskData]:
-    """The random Llama, instead of the model that ``task`` names, and the task's data."""
+    """Load the random Llama, instead of the model that ``task`` names, and the task's data."""
     tokenizer = load_tokenizer()
     return Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama"), read_task_rows(task).encode(tokenizer)
 
@@ -94,5 +94,5 @@ def read_journal(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def curves_of(events: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
-    """The loss curves of all jobs, of a journal's lines."""
+    """Return the loss curves of all jobs from the lines of a journal."""
     return loss_records.curves_of([decode(event) for event in events])

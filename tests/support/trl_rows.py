@@ -1,4 +1,4 @@
-"""Rows as TRL prepares them, by its own code: the oracle of tests of ``alto.data``."""
+"""Rows as TRL prepares them with its own code: the oracle of tests of ``alto.data``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["trl_labelled_row", "trl_pair", "trl_row"]
 
 
 def trl_pair(row: dict[str, Any], tokenizer: Any) -> tuple[tuple[list[int], list[bool]], ...]:
-    """Token ids of the chosen and of the rejected conversation of ``row`` in TRL's ``DPOTrainer``, and whether each is
-    part of the completion."""
+    """Return token ids of the chosen and of the rejected conversation of ``row`` in TRL's ``DPOTrainer``, and whether
+    each is part of the completion."""
     [found] = _prepared("DPOTrainer", row, tokenizer, truncation_mode="keep_start")
     return tuple(_joined(found["prompt_ids"], found[f"{side}_ids"]) for side in ("chosen", "rejected"))
 
 
 def trl_labelled_row(row: dict[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Token ids of ``row`` in TRL's ``KTOTrainer``, and whether each is part of the completion."""
+    """Return token ids of ``row`` in TRL's ``KTOTrainer``, and whether each is part of the completion."""
     weights = SimpleNamespace(calculate_KL=False, desirable_weight=1.0, undesirable_weight=1.0)
     [found] = _prepared("KTOTrainer", row, tokenizer, **vars(weights))
     return _joined(found["prompt_ids"], found["completion_ids"])

@@ -1,1 +1,1 @@
-"""Which model classes of transformers ALTO trains exactly."""
+"""Checks which model classes of transformers ALTO trains exactly."""

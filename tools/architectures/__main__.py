@@ -1,15 +1,15 @@
-"""Every causal-LM and vision-language class of the installed transformers: what ALTO trains exactly on rows of text,
-and what it refuses.
+"""Tests for every causal-LM and vision-language class of the installed transformers whether ALTO trains it exactly on
+rows of text, or refuses it.
 
     python -m tools.architectures --scale cpu
 
-Of each a tiny model with random weights is made, saved, and loaded as a task loads its base model. Three jobs of
-different rank, batch size and row lengths train one step together; the loss and the adapter gradients of each are
-compared with Hugging Face PEFT training that adapter alone on the same rows, in float32. One adapter is exported, and
-loaded and merged by plain PEFT.
+For each class a tiny model with random weights is made, saved, and loaded as a task loads its base model. Three jobs of
+different rank, batch size and row lengths train one step together. The loss and the adapter gradients of each job are
+compared with Hugging Face PEFT, which trains the same adapter alone on the same rows, in float32. One adapter is
+exported, and then loaded and merged by plain PEFT.
 
-``exact``: losses agree to 1e-5, gradients to 1e-4 in norm, logits of the export to 1e-5. ``refused``: ALTO said why
-not, by a named error. ``wrong``: they differ. ``tracebacks``: any other exception, a crash, or no answer in time.
+``exact``: losses agree to 1e-5, gradients to 1e-4 in norm, logits of the export to 1e-5. ``refused``: ALTO raised a
+named error with the reason. ``wrong``: they differ. ``tracebacks``: any other exception, a crash, or no answer in time.
 ``cannot_build``: transformers or PEFT itself cannot train the tiny model.
 """
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _kept(folder: Path | None, model_type: str) -> Verdict | None:
-    """The verdict that an earlier call of this commit has left."""
+    """Return the verdict that an earlier call at this commit has saved; None if there is none."""
     file = folder and folder / commit_id() / f"{model_type}.json"
     return Verdict(**json.loads(file.read_text(encoding="utf-8"))) if file and file.exists() else None
 
@@ -68,7 +68,7 @@ def _keep(folder: Path | None, verdict: Verdict) -> None:
 
 
 def summarise(verdicts: Sequence[Verdict], scale: str) -> Result:
-    """Counts as figures, verdicts as rows."""
+    """Return the result: counts as figures, verdicts as rows."""
     count = Counter(verdict.status for verdict in verdicts)
     figures = {
         "exact": count["exact"],
@@ -97,7 +97,8 @@ def summarise(verdicts: Sequence[Verdict], scale: str) -> Result:
 
 
 def _failures(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """Llama is known to train exactly: where it does not, nothing else says anything."""
+    """Return why the gate fails. Llama is known to train exactly, so if it does not, no other verdict can be
+    trusted."""
     for verdict in verdicts:
         if verdict.model_type == "llama" and verdict.status != "exact":
             yield f"llama is {verdict.status}: {verdict.reason}"

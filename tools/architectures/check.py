@@ -1,5 +1,5 @@
-"""One architecture: a training step of several jobs together, against PEFT training each of them alone; and an adapter
-as it is exported, loaded and merged by plain PEFT."""
+"""The check of one architecture: a training step of several jobs together, compared with PEFT training each job alone;
+and an exported adapter, loaded and merged by plain PEFT."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ __all__ = ["LOGIT_TOLERANCE", "LOSS_TOLERANCE", "NORM_TOLERANCE", "check"]
 
 LOSS_TOLERANCE, NORM_TOLERANCE, LOGIT_TOLERANCE = 1e-5, 1e-4, 1e-5
 ROW_LENGTHS = (13, 29, 7, 18, 21, 5, 34)
-"""Every one is at least as long as the windows of the tiny models, most are several times longer, most are odd."""
+"""Row lengths. Each is at least as long as the windows of the tiny models, most are several times longer, and most are
+odd."""
 
 JOBS = (
     {"r": 4, "batch_size": 1, "seed": 1},
@@ -116,9 +117,8 @@ class _Exported:
     """An adapter on disk, and the logits that ALTO computes with it.
 
     Attributes:
-        folder: Its folder.
         row_1T: Token ids of a row.
-        logits_TV: ALTO's.
+        logits_TV: Logits that ALTO computes.
         is_padded: Whether ALTO computes padded rows on this model.
     """
 
@@ -130,7 +130,7 @@ class _Exported:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What ALTO did in one step of one job: its rows, adapter, loss and gradients."""
+    """One step of one job in ALTO: its rows, adapter, loss and gradients."""
 
     rows: list[tuple[Tensor, Tensor]]
     settings: dict[str, Any]
@@ -152,7 +152,8 @@ def _make_data(vocabulary: int) -> TaskData:
 
 
 def _targets(model: PreTrainedModel) -> list[str] | str:
-    """The dense linear modules of attention; all dense ones where none has such a name; else all linear ones."""
+    """Return the dense linear modules of attention; if none has such a name, all dense modules; else all linear
+    modules."""
     dense = [
         m for m in linear_modules(model) if not _NOT_DENSE.fullmatch(m.name) and min(m.in_features, m.out_features) >= 4
     ]
@@ -160,13 +161,13 @@ def _targets(model: PreTrainedModel) -> list[str] | str:
 
 
 def _parameters(model: PreTrainedModel) -> list[str]:
-    """The parameters of stacked experts and of their routers."""
+    """Return the parameters of stacked experts and of their routers."""
     routers = [f"{target.name}.weight" for target in adaptable(model) if target.is_router]
     return [*routers, *(target.name for target in adaptable(model) if target.num_experts)]
 
 
 def _named(weights: AdapterWeights) -> dict[str, Tensor]:
-    """Matrices as PEFT holds them, by ``<module>.A`` and ``<module>.B``."""
+    """Return the matrices in PEFT's layout, under the names ``<module>.A`` and ``<module>.B``."""
     pairs = as_in_peft(weights).items()
     return {f"{name}.{half}": matrix for name, pair in pairs for half, matrix in zip("AB", pair, strict=True)}
 
@@ -233,7 +234,7 @@ class _OwnTraining:
         self._model = model
 
     def try_out(self, dataset: EncodedDataset) -> None:
-        """A forward and backward pass of two rows."""
+        """Run a forward and a backward pass of two rows."""
         inputs = _padded(list(zip(dataset.input_ids[:2], dataset.targets[:2], strict=True)))
         model = copy.deepcopy(self._model).train()
         model(**inputs, use_cache=False).loss.backward()
@@ -243,7 +244,7 @@ class _OwnTraining:
         return renamed_by_peft(self._model)
 
     def step(self, step: _Step) -> tuple[float, dict[str, Tensor]]:
-        """Loss and gradients of the job alone."""
+        """Return loss and gradients of the job alone."""
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(copy.deepcopy(self._model), LoraConfig(**step.settings, lora_dropout=0.0)).train()
@@ -257,7 +258,8 @@ class _OwnTraining:
 
     @torch.no_grad()
     def logit_errors(self, exported: _Exported) -> tuple[float, float]:
-        """Relative distance of ALTO's logits from those of the adapter that PEFT loads, and that it merges."""
+        """Return the relative distance of ALTO's logits from those of the adapter that PEFT has loaded, and from those
+        of the adapter that PEFT has merged."""
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(copy.deepcopy(self._model), str(exported.folder)).eval()
@@ -273,7 +275,8 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _padded(rows: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """Rows as the collators of Hugging Face give them: padded on the right, masked, labels not yet shifted."""
+    """Return rows as the collators of Hugging Face make them: padded on the right, masked, with labels that are not
+    shifted yet."""
     length = max(len(ids) for ids, _ in rows)
     input_ids, attention_mask = (torch.zeros(len(rows), length, dtype=torch.long) for _ in range(2))
     labels = torch.full((len(rows), length), -100)
@@ -296,7 +299,7 @@ def _distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 
 def _where(error: BaseException) -> str:
-    """The error in one line, with the last place in it."""
+    """Return the error in one line, with the last place in its traceback."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {text} ({Path(frame.filename).name}, {frame.name})"

@@ -1,4 +1,4 @@
-"""One model type in a process of its own, so that what dies or hangs ends nothing else."""
+"""Examines one model type in a process of its own, so that a crash or a hang does not end the other examinations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _PRELOAD = ["torch", "transformers", "peft", "alto.executor", "tools.architectur
 
 
 def preloaded_context() -> BaseContext:
-    """Makes processes that have imported already what they need."""
+    """Return a context whose processes have already imported the needed modules."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
 
 
 def examine(context: Any, model_type: str, time_limit_s: float) -> Verdict:
-    """The verdict of one model type, found in a process of its own."""
+    """Return the verdict of one model type, found in a process of its own."""
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_examine, args=(model_type, sender), daemon=True)
     process.start()

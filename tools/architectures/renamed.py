@@ -1,7 +1,7 @@
-"""Which tensors of an adapter PEFT would look for under other names than those they were trained under.
+"""Finds tensors of an adapter that PEFT would look for under other names than the names under which they were trained.
 
-PEFT applies transformers' renamings of old checkpoints to the names in an adapter. Where a renaming also matches the
-names of today, its module stays without its adapter.
+PEFT applies transformers' renamings of old checkpoints to the names in an adapter. If a renaming also matches a current
+name, the module gets no adapter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RANK = 2
 
 
 def renamed_by_peft(model: PreTrainedModel) -> list[str]:
-    """Names, as PEFT has them, of modules and parameters of ``model`` that may have adapters and would lose them."""
+    """Return PEFT's names of the modules and parameters of ``model`` that may have adapters and would lose them."""
     weights = {}
     for target in adaptable(model):
         experts = (target.num_experts,) if target.num_experts else ()

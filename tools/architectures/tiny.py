@@ -17,7 +17,7 @@ __all__ = ["build_tiny", "model_types", "tiny_settings"]
 
 HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, WINDOW, CHUNK = 32, 4, 2, 8, 5, 7
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
-"""Half of a head, over time, height and width."""
+"""Split of half a head into time, height and width."""
 MAX_LAYERS = 4
 
 SIZES: Mapping[str, Any] = {
@@ -50,7 +50,7 @@ SIZES: Mapping[str, Any] = {
     r"initializer_range|init_std": 0.2,
     r"use_cache": False,
 }
-"""By pattern of the whole name of a field: what it is set to where the default configuration has a number there."""
+"""Value by pattern: a field whose full name matches gets this value if the default configuration has a number there."""
 
 DROPOUTS = re.compile(r".*(dropout|pdrop|layerdrop|jitter).*")
 NUM_LAYERS = re.compile(r"num_hidden_layers|n_layers?|num_layers|(en|de)coder_layers|num_(en|de)coder_layers")
@@ -88,18 +88,18 @@ EXTRAS: Mapping[str, Mapping[str, Any]] = {
     "xmod": {"default_language": "en_XX", "is_decoder": True},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""By model type: fields that the patterns above do not set rightly."""
+"""Settings by model type, for fields that the patterns above would set wrongly."""
 
 
 def model_types() -> list[str]:
-    """The model types that transformers has a causal-LM class for, then those that it has only a vision-language class
-    for."""
+    """Return the model types for which transformers has a causal-LM class, then those for which it has only a
+    vision-language class."""
     causal = {config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING}
     return [*sorted(causal), *sorted({c.model_type for c in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING} - causal)]
 
 
 def tiny_settings(model_type: str, vocabulary: int) -> dict[str, Any]:
-    """Arguments of the configuration class of ``model_type``."""
+    """Return the arguments of the configuration class of ``model_type``."""
     default = CONFIG_MAPPING[model_type]().to_dict()
     settings = _shrunk(default, vocabulary)
     for path, value in EXTRAS.get(model_type, {}).items():
@@ -112,7 +112,7 @@ def tiny_settings(model_type: str, vocabulary: int) -> dict[str, Any]:
 
 
 def build_tiny(model_type: str, vocabulary: int, seed: int = 0) -> PreTrainedModel:
-    """A float32 model of ``model_type`` with random weights, in evaluation mode."""
+    """Return a float32 model of ``model_type`` with random weights, in evaluation mode."""
     config = CONFIG_MAPPING[model_type](**tiny_settings(model_type, vocabulary))
     torch.manual_seed(seed)
     model: PreTrainedModel = auto_class(config).from_config(config).eval()
@@ -162,14 +162,14 @@ _SYNONYMS = {"hidden_size", "d_model", "n_embd", "vocab_size"}
 
 
 def _is_configuration(value: object) -> bool:
-    """Whether ``value`` is the configuration of a model, or holds such configurations."""
+    """Return whether ``value`` is the configuration of a model, or holds such configurations."""
     if not isinstance(value, dict):
         return False
     return bool(_SYNONYMS.intersection(value)) or any(_is_configuration(part) for part in value.values())
 
 
 def _kept_layers(settings: Mapping[str, Any], num_layers: int) -> list[int]:
-    """Numbers of layers that show every kind of layer the default has: at least two, at most four."""
+    """Return the numbers of layers that include every kind of layer of the default: at least two, at most four."""
     lists = [value for value in settings.values() if isinstance(value, list | tuple) and len(value) == num_layers]
     if num_layers < 2 or not lists:
         return list(range(2))

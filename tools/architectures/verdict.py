@@ -1,4 +1,4 @@
-"""What came of one model type."""
+"""The verdict on one model type."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ __all__ = ["Verdict"]
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What came of one model type.
+    """The verdict on one model type.
 
     Attributes:
         status: ``exact``, ``refused`` (a named error), ``wrong``, ``traceback`` (any other exception), ``cannot_build``
             (transformers itself cannot train the tiny model), ``timeout`` or ``crash``.
-        reason: The error, or what differs; empty where it is exact.
+        reason: The error or the difference; empty if it is exact.
         loss_error: Largest relative error of a job's loss.
         gradient_error: Largest relative error in norm of a job's adapter gradients.
-        export_error, merged_error: Relative distance of the logits of an exported adapter that plain PEFT loads, and
-            merges, from ALTO's.
-        rows: ``packed`` or ``padded``: how ALTO lays out sequences for it.
+        export_error, merged_error: Relative distance between ALTO's logits and those of an exported adapter that plain
+            PEFT has loaded, or merged.
+        rows: ``packed`` or ``padded``: how ALTO lays out its sequences.
     """
 
     model_type: str

@@ -1,1 +1,1 @@
-"""The kernels of a training step on a GPU that is not here, computed."""
+"""A computed model of the kernels of a training step on a GPU."""

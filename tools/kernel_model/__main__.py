@@ -1,10 +1,10 @@
-"""The training step that ``benchmarks/kernels`` measures, on an H200, as a model: bytes, FLOPs, programs and predicted
-times, computed.
+"""Computes the training step that ``benchmarks/kernels`` measures, on an H200: bytes, FLOPs, programs and predicted
+times.
 
     python -m tools.kernel_model
 
-Nothing is measured here. The gate compares every launch of the model with the one that the Triton backend makes for the
-same group, and bytes and FLOPs with the floors that ``benchmarks/kernels`` divides measured times by.
+Nothing is measured here. The gate compares every launch of the model with the launch that the Triton backend makes for
+the same group, and bytes and FLOPs with the floors by which ``benchmarks/kernels`` divides measured times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tools.kernel_model.roofline import H200, VERSIONS, StepModel, Version, llam
 GOALS = {"predicted_step_over_floor_1b": ("<=", 1.08), "predicted_step_over_floor_8b": ("<=", 1.08)}
 BATCH_SIZES = {"1b": (1, 2, 4), "8b": (1, 4)}
 SUFFIXES = {"before": "_before", "now": ""}
-"""Of the names of figures."""
+"""Suffix of a figure's name, by version of the kernels."""
 OF_FIGURE = 1
 """Batch size of the figures."""
 
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def step_model(plan: ModelPlan, batch_size: int, version: Version) -> StepModel:
-    """The step that ``benchmarks/kernels`` measures with ``plan``."""
+    """Return the model of the step that ``benchmarks/kernels`` measures with ``plan``."""
     passes, trained, sequences = _passes(plan, batch_size)
     return StepModel(
         chip=H200,
@@ -80,7 +80,8 @@ def step_model(plan: ModelPlan, batch_size: int, version: Version) -> StepModel:
 def _passes(
     plan: ModelPlan, batch_size: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...], tuple[tuple[int, ...], ...]]:
-    """Of each pass of a step: the tokens of the jobs, the number of trained ones, and the lengths of its sequences."""
+    """Return for each pass of a step: the tokens of the jobs, the number of trained tokens, and the lengths of the
+    sequences."""
     data = random_rows(row_lengths(plan.tokenizer), SHAPES[plan.shape]["vocab_size"])
     batches = list(Workload(plan.ranks, data, plan.max_tokens_per_pass).batches(batch_size, torch.device("cpu")))
     passes = []
@@ -95,7 +96,7 @@ def _passes(
 
 
 def step_row(shape: str, batch_size: int, when: str, model: StepModel) -> dict[str, Any]:
-    """Where the time of a step goes."""
+    """Return a row with the parts of a step's time."""
     return {
         "table": "step",
         "model": shape,
@@ -113,7 +114,8 @@ def step_row(shape: str, batch_size: int, when: str, model: StepModel) -> dict[s
 
 
 def gate_failures(shape: str, model: StepModel) -> list[str]:
-    """Where the model counts other launches, bytes or FLOPs than backend and floors have, a sentence each."""
+    """Return a sentence for every launch, byte count or FLOP count of the model that differs from the backend or the
+    floors."""
     lengths, failures = model.passes[0], []
     kernels = model.kernels(lengths)
     modelled = [(kernel.kernel, kernel.grid) for kernel in kernels]
@@ -152,7 +154,7 @@ def gate_failures(shape: str, model: StepModel) -> list[str]:
 def _launches(
     in_features: int, out_features: tuple[int, ...], ranks: tuple[int, ...], lengths: tuple[int, ...]
 ) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Kernel and grid of every launch of a group, as the backend makes them, forward and backward."""
+    """Return kernel and grid of every launch of a group, as the backend makes them, forward and backward."""
     members, largest = len(out_features), max(ranks)
     size = (in_features * members + sum(out_features)) * largest
     # Adapters are neither read nor written, so that all may lie in the same numbers.

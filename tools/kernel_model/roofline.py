@@ -1,15 +1,17 @@
-"""A model of one training step on a GPU that is not here: bytes, FLOPs, programs and the time that they must take.
+"""A computed model of one training step on a GPU: bytes, FLOPs, programs and the time that they must take.
 
-A kernel takes the longest of four times: its bytes from device memory over the bandwidth; all bytes that its programs
-load over the bandwidth of the L2 cache; its products over the rate of the matrix units; and the busiest multiprocessor,
-with programs dealt out in order to whichever is free first. A frozen GEMM takes the longer of its products and its
-bytes. Nothing overlaps with anything else, caches keep nothing from one kernel to the next, and the host is free.
+The time of a kernel is the longest of four times: its bytes from device memory over that bandwidth; all bytes that its
+programs load over the bandwidth of the L2 cache; its products over the rate of the matrix units; and the time of the
+busiest multiprocessor, if each program in order goes to the multiprocessor that is free first. The time of a frozen
+GEMM is the longer of the times of its products and its bytes. Nothing overlaps with anything else, caches keep nothing
+from one kernel to the next, and the host takes no time.
 
-Within one launch the L2 cache keeps what two programs read that start close to each other: ``dy`` reads the upstream
-gradient of a slot and of ``PART`` columns twice, and from memory once if that is at most ``KEPT_BYTES``. These are an
-eighth of the cache: half of it, because on A100 and H100 each of its two partitions may hold a copy of what
-multiprocessors of both read (NVIDIA's whitepapers), and of that a quarter, because programs of several slots are under
-way at once. All loads count towards the bandwidth of L2, wherever they come from.
+Within one launch the L2 cache keeps bytes that are read by two programs that start close to each other. ``dy`` reads
+the upstream gradient of a slot and of ``PART`` columns twice. It is read from memory only once if it has at most
+``KEPT_BYTES``. These are an eighth of the cache: half of it, because on A100 and H100 each of its two partitions may
+hold a copy of bytes that multiprocessors of both partitions read (NVIDIA's whitepapers); and a quarter of this half,
+because programs of several slots run at once. All loads count towards the bandwidth of L2, whether or not they come
+from memory.
 
 Every program is counted as the backend launches it: ``model_gate`` compares the grids.
 """
@@ -26,18 +28,19 @@ __all__ = ["H200", "VERSIONS", "Chip", "Group", "KernelTime", "StepModel", "Vers
 
 BLOCK_TOKENS = 64
 SMALL_TILE = 64
-"""Rows of a program whose slot may have more than ``NARROW_TILE // 2`` narrow columns: it has registers for no more."""
+"""Rows per program if a slot may have more than ``NARROW_TILE // 2`` narrow columns: registers suffice for no more."""
 KEPT_BYTES = 50e6 / 8
-"""That programs of one launch find in the L2 cache again, of the 50 MB of an H200."""
+"""Bytes that programs of one launch find in the L2 cache again; an H200 has 50 MB."""
 NARROW_TILE = 256
-"""Most columns of a program on the narrow side, of 16-bit products."""
+"""Largest number of columns per program on the narrow side, for 16-bit products."""
 PART = 2048
-"""Wide columns of a part of a sum in ``shrink`` and ``ds``."""
+"""Wide columns in one part of a sum in ``shrink`` and ``ds``."""
 TOKEN_BYTES, ADAPTER_BYTES = 2, 4
 FLOOR_BYTES = 36
-"""Of a parameter in the floor: norm 4, AdamW reads weight, gradient and two moments and writes all four."""
+"""Bytes per parameter in the floor: the norm reads 4; AdamW reads weight, gradient and two moments, and writes all
+four."""
 _BALANCED = 40
-"""Programs a multiprocessor from which on their number is taken as even."""
+"""Number of programs per multiprocessor from which on their work counts as evenly distributed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +48,12 @@ class Chip:
     """A GPU.
 
     Attributes:
-        bytes_per_s: Device memory, as a large copy measures it.
-        l2_bytes_per_s: From the L2 cache to all multiprocessors.
-        sm_bytes_per_s: To one multiprocessor.
-        flops_per_s: bfloat16 products with float32 sums, as a large GEMM measures it.
-        num_sms: Multiprocessors.
-        launch_s: Between the end of a kernel and the first loads of the next.
+        bytes_per_s: Bandwidth of device memory, as a large copy measures it.
+        l2_bytes_per_s: Bandwidth from the L2 cache to all multiprocessors together.
+        sm_bytes_per_s: Bandwidth to one multiprocessor.
+        flops_per_s: Rate of bfloat16 products with float32 sums, as a large GEMM measures it.
+        num_sms: Number of multiprocessors.
+        launch_s: Seconds between the end of a kernel and the first loads of the next one.
     """
 
     name: str
@@ -89,24 +92,24 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Version:
-    """How the kernels of the adapters are made.
+    """A version of the adapters' kernels.
 
     Attributes:
-        reads_outputs: They read and write Y and dX behind the frozen GEMM; else they write them, and it reads them
-            where it stores.
-        output_tile: Columns of a program of ``expand`` and ``dx``.
-        narrow_bytes: Of a number of ``s`` and ``ds``.
-        weight_bytes: Of a number of an adapter where it is read to multiply with.
-        overwrites_gradients: The first product of a step overwrites a gradient; else all are added to zeros, to which
-            the optimizer has set it.
-        has_parts: Sums over more than ``PART`` wide columns are cut into parts, a program each.
-        reads_norms: The clipping norm is a pass of its own over the gradients; else the kernels of the gradients leave
-            the sum of squares of every tile.
+        reads_outputs: Whether the kernels read and write Y and dX after the frozen GEMM. Otherwise they write them
+            before the GEMM, which reads them when it stores.
+        output_tile: Columns per program of ``expand`` and ``dx``.
+        narrow_bytes: Bytes of a number in ``s`` and ``ds``.
+        weight_bytes: Bytes of an adapter's number when it is read for a product.
+        overwrites_gradients: Whether the first product of a step overwrites a gradient. Otherwise all products are
+            added to a gradient that the optimizer has set to zero.
+        has_parts: Whether sums over more than ``PART`` wide columns are cut into parts, with one program per part.
+        reads_norms: Whether the clipping norm is a separate pass over the gradients. Otherwise the kernels of the
+            gradients store the sum of squares of every tile.
         chunk_tokens: Tokens for which a program of ``expand`` and ``dx`` reads its part of an adapter once.
-        reads_dy_once: ``ds`` and ``db`` are one launch, ``dy``.
-        ds_tokens: Tokens of a program of ``ds``.
-        gradient_tile: Wide columns of a program of ``da`` and ``db``.
-        moment_bytes: Of a number of the state of AdamW.
+        reads_dy_once: Whether ``ds`` and ``db`` are one launch, ``dy``.
+        ds_tokens: Tokens per program of ``ds``.
+        gradient_tile: Wide columns per program of ``da`` and ``db``.
+        moment_bytes: Bytes of a number in the state of AdamW.
     """
 
     reads_outputs: bool
@@ -124,8 +127,8 @@ class Version:
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of a parameter in a step: 4 less where the gradient is not set to zero, and where no norm reads it; a copy of
-        the weight more where products read copies; two moments are read and written."""
+        """Bytes per parameter and step: 4 fewer if the gradient is not set to zero, and 4 fewer if no norm reads it; a
+        copy of the weight more if products read copies; two moments are read and written."""
         copied = self.weight_bytes if self.weight_bytes < ADAPTER_BYTES else 0
         saved = ADAPTER_BYTES * (self.overwrites_gradients + (not self.reads_norms))
         return FLOOR_BYTES + copied - saved - 4 * (ADAPTER_BYTES - self.moment_bytes)
@@ -148,8 +151,8 @@ VERSIONS: Mapping[str, Version] = {
     "now": _NOW,
     "now, with bfloat16 moments": replace(_NOW, moment_bytes=2),
 }
-"""In the order in which they were made; that of now has tiles of 128 in ``dy`` and ``da``. Last what
-``optim_state_dtype: bfloat16`` makes of it."""
+"""Versions in the order in which they were made. The current one has tiles of 128 in ``dy`` and ``da``. The last one is
+the current version with ``optim_state_dtype: bfloat16``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,12 +160,12 @@ class KernelTime:
     """One launch in the model.
 
     Attributes:
-        num_bytes: From and to device memory, each tensor once.
-        num_flops: Without padding.
-        num_programs: Programs with work.
+        num_bytes: Bytes from and to device memory, with each tensor counted once.
+        num_flops: FLOPs without padding.
+        num_programs: Programs that have work.
         grid: Programs that are launched.
-        seconds: Predicted.
-        limit: Which of the four times is the longest.
+        seconds: Predicted time.
+        limit: The longest of the four times.
     """
 
     group: str
@@ -175,7 +178,7 @@ class KernelTime:
     limit: str
 
     def as_row(self) -> dict[str, Any]:
-        """For the result file."""
+        """Return the launch as a row of the result file."""
         return {
             "group": self.group,
             "kernel": self.kernel,
@@ -188,7 +191,7 @@ class KernelTime:
 
 
 def llama_groups(shape: Mapping[str, Any]) -> tuple[Group, ...]:
-    """The groups of a layer of a Llama."""
+    """Return the groups of a layer of a Llama."""
     hidden, wide = shape["hidden_size"], shape["intermediate_size"]
     kv = hidden // shape["num_attention_heads"] * shape["num_key_value_heads"]
     return (
@@ -204,13 +207,14 @@ class StepModel:
     """One step of adapters of ``ranks`` on all linear modules of a Llama.
 
     Attributes:
-        chip: That it runs on.
-        shape: Of the base model.
-        ranks: Of the jobs.
-        passes: Tokens of every job in each forward and backward pass; jobs in slot order, 0 where it has none.
+        chip: The GPU.
+        shape: Shape of the base model.
+        ranks: Ranks of the jobs.
+        passes: Tokens of every job in each forward and backward pass; jobs are in slot order, and a job without tokens
+            has 0.
         trained: Trained tokens of each pass.
         sequences: Lengths of all sequences of each pass.
-        version: Of the adapters' kernels.
+        version: Version of the adapters' kernels.
     """
 
     chip: Chip
@@ -223,18 +227,18 @@ class StepModel:
 
     @property
     def num_params(self) -> int:
-        """Of all adapters."""
+        """Number of parameters of all adapters."""
         sides = sum(len(g.out_features) * g.in_features + sum(g.out_features) for g in llama_groups(self.shape))
         return self.shape["num_hidden_layers"] * sum(self.ranks) * sides
 
     @property
     def floor_s(self) -> float:
-        """The frozen step, and the adapters' bytes at full bandwidth."""
+        """Seconds of the frozen step, plus the adapters' bytes at full bandwidth."""
         return self.frozen_s + FLOOR_BYTES * self.num_params / self.chip.bytes_per_s
 
     @property
     def step_s(self) -> float:
-        """Frozen GEMMs as they are, kernels of the adapters, optimizer."""
+        """Seconds of the whole step: frozen GEMMs, kernels of the adapters, optimizer."""
         layers = self.shape["num_hidden_layers"]
         adapters, trained = 0.0, [False] * len(self.ranks)
         for lengths in self.passes:
@@ -248,12 +252,12 @@ class StepModel:
 
     @property
     def frozen_s(self) -> float:
-        """The base alone, forward and backward of activations."""
+        """Seconds of the base alone: forward pass, and backward pass of activations."""
         return self._frozen(accumulates=False)
 
     @property
     def _sums_bytes(self) -> float:
-        """Of the sums of squares that a step writes and reads."""
+        """Bytes of the sums of squares that a step writes and reads."""
         if self.version.reads_norms:
             return 0.0
         groups, largest, num_tiles = llama_groups(self.shape), max(self.ranks), 0
@@ -264,11 +268,11 @@ class StepModel:
         return 2.0 * ADAPTER_BYTES * len(self.ranks) * num_tiles * self.shape["num_hidden_layers"]
 
     def kernels(self, lengths: Sequence[int], trained: Sequence[bool] | None = None) -> list[KernelTime]:
-        """The adapters' launches of one layer in a pass of ``lengths`` tokens.
+        """Return the adapters' launches of one layer in a pass of ``lengths`` tokens.
 
         Args:
             lengths: Tokens of every job.
-            trained: Which jobs had tokens in an earlier pass of the step; None where it is the first.
+            trained: Whether each job had tokens in an earlier pass of the step; None for the first pass.
         """
         trained = trained if trained is not None else [False] * len(lengths)
         return [kernel for group in llama_groups(self.shape) for kernel in self._of_group(group, lengths, trained)]
@@ -306,7 +310,7 @@ class StepModel:
         version = self.version
 
         def blocks_of(most: int) -> list[tuple[int, int]]:
-            """Rank and tokens of every block of up to ``most`` tokens."""
+            """Return rank and tokens of every block of up to ``most`` tokens."""
             return [(rank, min(most, length - first)) for rank, length in jobs for first in range(0, length, most)]
 
         blocks, chunks = blocks_of(BLOCK_TOKENS), blocks_of(version.chunk_tokens)
@@ -325,8 +329,9 @@ class StepModel:
         q_tiles, r_tiles = math.ceil(widest / NARROW_TILE), math.ceil(max(self.ranks) / NARROW_TILE)
 
         def narrow_programs(wide_sizes: Sequence[int], per_rank: int, block_tokens: int) -> list[tuple[float, float]]:
-            """Of every block and part of a wide size: it reads both sides, and stores narrow columns. Of several parts
-            each stores a plane in float32, which one of them reads."""
+            """Return bytes and FLOPs of the programs for every block and part of a wide size. A program reads both
+            sides, and stores narrow columns. If there are several parts, each part stores a plane in float32, and one
+            program reads all planes."""
             found = []
             for wide in wide_sizes:
                 sizes = _tiles(wide, PART) if version.has_parts else [wide]
@@ -340,7 +345,8 @@ class StepModel:
             return found
 
         def wide_programs(wide: int, per_rank: int, passes: int) -> list[tuple[float, float]]:
-            """Of every chunk and tile of wide columns; ``passes`` over the output."""
+            """Return bytes and FLOPs of the programs for every chunk and tile of wide columns, with ``passes`` over the
+            output."""
             found = []
             for rank, rows in chunks:
                 columns = rank * per_rank
@@ -353,7 +359,8 @@ class StepModel:
             return found
 
         def weight_programs(wide: int, per_rank: int) -> list[tuple[float, float]]:
-            """Of every job and tile of wide columns: its tokens of both sides, and a gradient that is added to."""
+            """Return bytes and FLOPs of the programs for every job and tile of wide columns: the job's tokens of both
+            sides, and a gradient to which the result is added."""
             found = []
             gradient_tile = _rows(version.gradient_tile, per_rank * max(self.ranks))
             for times, (rank, length) in zip(uses, jobs, strict=True):
@@ -371,12 +378,12 @@ class StepModel:
             return math.ceil(wide / PART) if version.has_parts else 1
 
         def planes(wide_sizes: Sequence[int], per_rank: int) -> float:
-            """Bytes of planes that reach memory: they are read from L2."""
+            """Return the bytes of planes that are written to memory; they are read from L2."""
             columns = per_rank * sum(rank * length for rank, length in jobs)
             return ADAPTER_BYTES * columns * sum(parts(wide) for wide in wide_sizes if parts(wide) > 1)
 
         def kept_dy() -> float:
-            """Bytes of the upstream gradient that are found in the L2 cache when they are read again."""
+            """Return the bytes of the upstream gradient that are in the L2 cache when they are read again."""
             found = (TOKEN_BYTES * length * min(PART, n) for _, length in jobs for n in ns)
             sizes = (TOKEN_BYTES * length * n for _, length in jobs for n in ns)
             return sum(size for size, unit in zip(sizes, found, strict=True) if unit <= KEPT_BYTES)
@@ -465,7 +472,8 @@ class StepModel:
 
 
 def _busiest(chip: Chip, programs: Sequence[tuple[float, float]]) -> float:
-    """Seconds until the last multiprocessor is done, each program given to the one that is free first."""
+    """Return the seconds until the last multiprocessor is done, if each program goes to the multiprocessor that is free
+    first."""
     seconds = [max(moved / chip.sm_bytes_per_s, flops * chip.num_sms / chip.flops_per_s) for moved, flops in programs]
     if len(seconds) >= _BALANCED * chip.num_sms:
         return sum(seconds) / chip.num_sms
@@ -476,7 +484,7 @@ def _busiest(chip: Chip, programs: Sequence[tuple[float, float]]) -> float:
 
 
 def _rows(rows: int, most: int) -> int:
-    """Of ``rows`` of a program those that it has where a slot may have ``most`` narrow columns."""
+    """Return how many of a program's ``rows`` it has if a slot may have ``most`` narrow columns."""
     return min(rows, SMALL_TILE) if most > NARROW_TILE // 2 else rows
 
 
@@ -485,5 +493,5 @@ def _tiles(columns: int, tile: int) -> list[int]:
 
 
 def _padded(columns: int) -> int:
-    """Columns that the matrix units multiply: a power of two, at least 32."""
+    """Return the number of columns that the matrix units multiply: a power of two, at least 32."""
     return max(32, 1 << (columns - 1).bit_length())

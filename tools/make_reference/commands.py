@@ -16,8 +16,8 @@ __all__ = ["commands_section"]
 def commands_section() -> str:
     root = typer.main.get_command(app)
     sections = [
-        "## Commands\n\nExit code 0 is success, 1 an error of ALTO, 2 wrong usage, 130 an interruption by "
-        "Ctrl-C, 143 by SIGTERM. `alto --version` shows the version, `--help` after any command its options.\n"
+        "## Commands\n\nExit code 0 means success, 1 an error of ALTO, 2 wrong usage, 130 an interruption by "
+        "Ctrl-C, 143 by SIGTERM. `alto --version` shows the version; `--help` after a command shows its options.\n"
     ]
     for words, command in _commands(root, ("alto",)):
         arguments = [p for p in command.params if p.param_type_name == "argument"]

@@ -28,44 +28,50 @@ def datasets_section() -> str:
     prompts = [" with ".join(code(column) for column in way.values()) for way in _PROMPTS]
     return f"""## Datasets
 
-`dataset` and `validation_dataset` name a file that exists, a preset, or a dataset of the hub (`owner/name`); the
-first of these that exists is used. A list under `dataset` is a mixture of several: [data.md](data.md#mixtures).
+`dataset` and `validation_dataset` name an existing file, a preset, or a hub dataset (`owner/name`). If a name could be
+several of these, the first one in this order is used. A list under `dataset` is a mixture of several datasets:
+[data.md](data.md#mixtures).
 
-**Files** end in {", ".join(map(code, FILE_ENDINGS))}; all but `.parquet` also with `.gz`. Parquet and the hub need
-`pip install "alto-lora[data]"`.
+**Files** end in {", ".join(map(code, FILE_ENDINGS))}; all except `.parquet` may also end in `.gz`. Parquet and the hub
+need `pip install "alto-lora[data]"`.
 
-**Forms** are recognised by the columns; `dataset_format` names one where several fit.
+**Forms** are recognised by their columns. If the columns fit several forms, name one with `dataset_format`.
 
 {table(("form", "columns", "optional columns"), forms)}
 
-Messages are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
-token that ends them; of `text`, everything. A message with `weight: 0` is shown and not trained. `train_on` trains all
-tokens or the last reply only; `raw_prompt_completion` and, of pairs, `raw_preference` are only named, never recognised:
-[data.md](data.md#prompts-and-completions-without-a-chat).
+**Messages** are `{{role, content}}` (`sharegpt`: `{{from, value}}`). The replies of the assistant are trained, with the
+token that ends each of them; of a `text`, everything is trained. A message with `weight: 0` is shown to the model but
+not trained. `train_on` trains all tokens, or only the last reply. `raw_prompt_completion` and `raw_preference` (for
+pairs) are never recognised, so name them: [data.md](data.md#prompts-and-completions-without-a-chat).
 
-A message of the assistant may have `tool_calls` (OpenAI's form, flat, or the older `function_call`; arguments as an
-object or as JSON text) beside its content or instead of it; `tool` messages hold results and are shown, not trained.
-`tools` are JSON schemas, or JSON text of them (`functions`: the older form); `chat_template_kwargs` goes to the chat
-template unchanged, and so does every other key of a message (`reasoning_content`, `name`, …). Content in parts is
-joined where all are text; images and audio are refused. Parts that the template does not show, and unread columns, are
-listed with counts before training. Which tokens are trained under well-known templates:
-[chat-templates.md](chat-templates.md).
+A message of the assistant may have `tool_calls` beside its content or instead of it: in OpenAI's form, flat, or as the
+older `function_call`, with arguments as an object or as JSON text. `tool` messages hold results; they are shown, but
+not trained. `tools` are JSON schemas, or a JSON text of them (`functions` is the older form). `chat_template_kwargs`
+and every other key of a message (`reasoning_content`, `name`, …) go to the chat template unchanged. Content in parts is
+joined if all parts are text; images and audio are refused. Before training, ALTO lists parts that the template does not
+show and columns that nothing reads, with counts. [chat-templates.md](chat-templates.md) shows which tokens are trained
+under well-known templates.
 
-**Pairs** (`preference`, `raw_preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`,
-**labelled replies** (`unpaired_preference`; a `label` is true where the reply, which may be the last message, is
-desirable) for `kto`, which also makes two of each pair;
-**texts with labels** (`text_classification`) for `classification` and `regression`
-([data.md](data.md#texts-with-labels)); the others are for `sft`; where a dataset has columns of several, the method
-takes its own. A reply is a text, a message or a list of messages.
-The prompt of `preference` is in the first of {", ".join(prompts)} that the dataset
-has (an `input` is added after its instruction); or `chosen` and `rejected` both begin with it, as in TRL. `input` of
-`openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first differ in a
-reply of the assistant. A pair is left out, and counted, where `max_length` leaves no part in which they differ.
+**Methods** read different forms:
 
-**Bad rows**, which cannot be used, end the task before training, all of them listed; `on_bad_row: skip` leaves them
-out: [data.md](data.md#bad-rows).
+- **Pairs** (`preference`, `raw_preference`, `openai_preference`) are for `method: dpo`, `orpo` and `cpo`.
+- **Labelled replies** (`unpaired_preference`) are for `kto`, which also makes two labelled replies of each pair. The
+  `label` is true if the reply is desirable. The reply may be the last message.
+- **Texts with labels** (`text_classification`) are for `classification` and `regression`
+  ([data.md](data.md#texts-with-labels)).
+- All other forms are for `sft`.
 
-**Columns** with other names: `columns` maps a role to its column. Roles are
+If a dataset has columns for several methods, the method reads its own columns. A reply is a text, a message or a list
+of messages. The prompt of `preference` is in the first of these columns that the dataset has: {", ".join(prompts)} (an
+`input` is added after its instruction). Otherwise `chosen` and `rejected` both begin with the prompt, as in TRL.
+`input` of `openai_preference` is `{{messages: […], tools: […]}}`. Prompts are not trained: the two conversations first
+differ in a reply of the assistant. A pair is left out and counted if `max_length` leaves no part in which its
+conversations differ.
+
+**Bad rows** cannot be used. They end the task before training, and the error lists all of them. `on_bad_row: skip`
+leaves them out: [data.md](data.md#bad-rows).
+
+**Columns** may have other names: `columns` maps a role to its column. The roles are
 {codes(roles)}.
 
 ```yaml

@@ -1,4 +1,4 @@
-"""A model's fields as a table: what a user writes, and what it means."""
+"""A model's fields as a table: their values and meanings."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TYPES: Mapping[Any, str] = {
     Mapping: "a mapping of text to text",
     tuple: "a list",
 }
-"""What the user writes for types that have no word in ``alto.spec.validation``."""
+"""Words for values of types that ``alto.spec.validation`` has no word for."""
 
 ONE_OR_MORE = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "report_to")
 """Fields that take one name or a list of them."""
@@ -40,12 +40,18 @@ OTHER_KINDS = {
     "optim_args": "a mapping, or text such as `momentum=0.9,nesterov=true`",
     "lr_scheduler_kwargs": "a mapping",
     "warmup_steps": "a whole number ≥ 0, or a share below 1",
+    "target_parameters": "a list of texts, or null",
+    "id2label": "a list of texts, a mapping of whole numbers to texts, or null",
+    "keys": "a list of texts, or null",
+    "evaluation_share": "a finite number > 0 and ≤ 10, or `all`",
+    "final_evaluations": "a list of two whole numbers, or null",
+    "refit": "a mapping, or null",
 }
-"""What the user writes for fields whose types do not say it."""
+"""Words for values of fields whose types do not describe them."""
 
 
 def keys_table(model: type[SpecModel], aliases: Mapping[str, str]) -> str:
-    """A table of a model's fields."""
+    """Return a table of a model's fields."""
     longer = _attributes(model)
     rows = []
     fields = {name: model.model_fields[name] for name in longer if name in model.model_fields} | model.model_fields
@@ -59,7 +65,7 @@ def keys_table(model: type[SpecModel], aliases: Mapping[str, str]) -> str:
 
 
 def _attributes(model: type) -> dict[str, str]:
-    """What the docstring says under ``Attributes:``, by name; ``a, b: …`` counts for both."""
+    """Return the entries of a docstring under ``Attributes:``, by name; ``a, b: …`` counts for both."""
     _, found, rest = (inspect.getdoc(model) or "").partition("Attributes:\n")
     if not found:
         return {}

@@ -12,11 +12,13 @@ __all__ = ["as_yaml", "capitalised", "code", "codes", "markdown", "sentence", "t
 
 
 def capitalised(meaning: str) -> str:
-    return f"{meaning[:1].upper()}{meaning[1:]}."
+    """Return the meaning as a sentence; a key at its beginning is not capitalised."""
+    first, space, rest = meaning.partition(" ")
+    return f"{code(first) if '_' in first else first[:1].upper() + first[1:]}{space}{rest}."
 
 
 def markdown(text: str) -> str:
-    """A docstring's words as a task file's: None is null there."""
+    """Return the text of a docstring in the words of a task file, where None is null."""
     text = re.sub(r":\w+:`([^`]*)`", r"`\1`", text).replace("``", "`")
     return re.sub(r"\bNone\b", "null", text)
 

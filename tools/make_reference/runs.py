@@ -1,6 +1,7 @@
 """The sections about a run directory.
 
-What a number of an exit means is written by hand here, because no code says it; the tests compare it with the rules.
+The meanings of the numbers of an exit are written here, because no code states them; the tests compare their names with
+those of the rules.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ __all__ = ["EVIDENCE", "evidence_section", "exits", "journal_section", "run_sect
 EVIDENCE: Mapping[str, str] = {
     "train_loss": "the loss that is not finite",
     "train_ema": "smoothed training loss",
-    "validation_loss": "validation loss that was judged; at a rung interpolated to exactly its share of the steps",
+    "validation_loss": "validation loss that was judged; at a rung, interpolated to exactly the rung's share of steps",
     "train_slope": "slope of the smoothed training loss, nats per evaluation",
     "validation_slope": "slope of the validation loss",
-    "tau_slope": "the key: both slopes reached it",
-    "in_a_row": "evaluations in a row at which it held: the patience",
-    "gap": "(validation − smoothed training loss) / smoothed training loss, that taken for 0.001 at least",
-    "tau_gap": "the key: the gap exceeded it",
-    "rise": "validation loss over the best before it",
-    "margin": "the larger of `tau_upturn` × best (0.001 at least) and `tau_noise` × noise: the rise exceeded it",
+    "tau_slope": "the key of that name: both slopes reached it",
+    "in_a_row": "number of evaluations in a row at which the condition held: the patience",
+    "gap": "(validation − smoothed training loss) / smoothed training loss, with 0.001 in place of a smaller divisor",
+    "tau_gap": "the key of that name: the gap exceeded it",
+    "rise": "validation loss minus the best validation loss before it",
+    "margin": "the larger of `tau_upturn` × best loss (at least 0.001) and `tau_noise` × noise: the rise exceeded it",
     "noise": "standard deviation of the job's own validation loss around its trend",
-    "best_validation_loss": "the best before it",
-    "rank": "place at the rung, 1 is best",
-    "num_competing": "jobs that were ranked",
-    "num_kept": "places that were given",
+    "best_validation_loss": "the best validation loss before it",
+    "rank": "rank at the rung; 1 is best",
+    "num_competing": "number of jobs that were ranked",
+    "num_kept": "number of jobs that were kept",
     "cutoff_loss": "validation loss of the last job kept",
-    "score": "value of the `metric` that the task chooses by",
-    "cutoff_score": "that of the last job kept",
+    "score": "value of the `metric` by which the task selects",
+    "cutoff_score": "score of the last job kept",
 }
-"""Numbers in the ``evidence`` of a ``job_exited``."""
+"""Meaning of each number in the ``evidence`` of ``job_exited``."""
 
 
 def run_section() -> str:
@@ -62,7 +63,7 @@ Many tasks (`alto run`) share the folder of their queue:
 
 
 def _drawn(module: object) -> str:
-    """The folder that is drawn at the top of a module."""
+    """Return the drawing of a folder in the docstring of a module."""
     drawn = re.split(r"::\n\n", inspect.getdoc(module) or "")[1]
     return textwrap.dedent(re.split(r"\n\n(?=\S)", drawn)[0]).rstrip()
 
@@ -70,8 +71,8 @@ def _drawn(module: object) -> str:
 def journal_section() -> str:
     return """## Journal
 
-`journal.jsonl` has one JSON object a line: `seq` (0, 1, …), `time` (unix seconds), `event`, and the event's own fields.
-[events.md](events.md) lists every event of runs and queues.
+`journal.jsonl` has one JSON object per line: `seq` (0, 1, …), `time` (unix seconds), `event`, and the event's own
+fields. [events.md](events.md) lists every event of runs and queues.
 """
 
 
@@ -81,22 +82,22 @@ def evidence_section() -> str:
     ]
     return f"""## Numbers of an exit
 
-The field `evidence` of `job_exited`, also shown in the report:
+The event `job_exited` has these numbers in its field `evidence`, and the report shows them:
 
 {table(("reason", "because", "numbers"), rows)}
 
 {table(("number", "meaning"), [[code(key), meaning] for key, meaning in EVIDENCE.items()])}
 
-A job that reached a rung after it was decided has `progress`, too: the rung's share of its steps.
-`{ExitReason.STOPPED}` (by `alto job stop`) has no numbers. `{ExitReason.FAILED}` (a row does not fit into memory by
-itself) has `row_tokens`, the tokens of that row, and `largest_micro_batch`, those of the largest micro-batch that
-fitted; or, of a suggestion of the search whose adapter does not fit, `adapter_bytes`, its bytes with gradient and
-optimizer state.
+A job that reached a rung after the rung was decided also has `progress`, the rung's share of the job's steps.
+`{ExitReason.STOPPED}` (by `alto job stop`) has no numbers. `{ExitReason.FAILED}` means that something does not fit into
+memory. If it is a row by itself, the numbers are `row_tokens`, the tokens of that row, and `largest_micro_batch`, the
+tokens of the largest micro-batch that fitted. If it is the adapter of a configuration that the search suggested, the
+number is `adapter_bytes`, its bytes with gradient and optimizer state.
 """
 
 
 def exits() -> list[tuple[str, ExitDecision]]:
-    """Every way to end by a verdict, decided by the rules themselves on curves made for it."""
+    """Return every kind of verdict that ends a job, made by the rules themselves on suitable curves."""
     rising, turning = _curve([1.0, 2.0, 3.0, 4.0]), _curve([3.0, 2.0, 1.0, 2.0, 3.0])
     apart = _curve([2.0, 2.0], train=1.0)
     standings = [Standing(job=f"job-{number}", step=1, validation_loss=float(number)) for number in range(2)]

@@ -1,1 +1,1 @@
-"""Which tokens are trained under chat templates, beside TRL."""
+"""Compares with TRL which tokens are trained under chat templates."""

@@ -1,13 +1,13 @@
-"""Which tokens are trained, beside TRL: conversations of several kinds under several chat templates.
+"""Compares with TRL which tokens are trained, for conversations of several kinds under several chat templates.
 
     python -m tools.templates --scale cpu
 
-Of every conversation the token ids and the trained tokens of ALTO are compared with those of TRL's own preprocessing
+For every conversation, ALTO's token ids and trained tokens are compared with those of TRL's own preprocessing
 (``SFTTrainer``, without a model): ``assistant_only_loss`` on a template with ``{% generation %}``,
 ``completion_only_loss`` on prompts and completions, and no mask at all.
 
-``equal``: the same token ids, and the same of them trained; or both refuse the conversation (also counted apart).
-``different``: all others, each with its reason. ``unexplained``: no known reason; the gate fails.
+``equal``: token ids and trained tokens are the same; or both refuse the conversation (also counted separately).
+``different``: all others, each with its reason. ``unexplained``: there is no known reason, and the gate fails.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Found = list[tuple[list[int], list[bool]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One comparison; ``reason`` says why the two differ, and is empty where they are equal."""
+    """One comparison; ``reason`` explains the difference, and is empty if the two are equal."""
 
     template: str
     kind: str
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summarise(rows: Sequence[Row], scale: str) -> Result:
-    """Counts as figures; every comparison that is not equal as a row."""
+    """Return the result: counts as figures, and every comparison that is not equal as a row."""
     count = Counter(row.verdict for row in rows)
     unexplained = [row for row in rows if row.verdict == "different" and not row.reason]
     figures = {
@@ -102,7 +102,7 @@ def summarise(rows: Sequence[Row], scale: str) -> Result:
 
 
 def compare_all(name: str, is_smoke: bool) -> Iterator[Row]:
-    """Every comparison under one template."""
+    """Return every comparison under one template."""
     plain, marked = (make_tokenizer(name, is_marked=is_marked) for is_marked in (False, True))
     has_marks = "generation %}" in str(marked.chat_template)
 
@@ -130,7 +130,7 @@ def compare_all(name: str, is_smoke: bool) -> Iterator[Row]:
 
 
 def _split(row: dict[str, Any]) -> dict[str, Any]:
-    """The last message as the completion, those before it as the prompt."""
+    """Return the messages before the last one as the prompt, and the last one as the completion."""
     rest = {key: value for key, value in row.items() if key != "messages"}
     return {"prompt": row["messages"][:-1], "completion": row["messages"][-1:], **rest}
 
@@ -154,7 +154,7 @@ def _of_trl(row: dict[str, Any], tokenizer: Any, **settings: Any) -> Found | str
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings of transformers and TRL about rows and templates."""
+    """Suppress the warnings of transformers and TRL about rows and templates inside the context."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -184,7 +184,7 @@ def _compared(name: str, kind: str, comparison: str, ours: Found | str, theirs: 
 
 
 def explain(ours: Found | str, theirs: Found | str, tokenizer: Any) -> str:
-    """The key of :data:`REASONS` that explains the difference to the last token; empty where none does."""
+    """Return the key of :data:`REASONS` that explains the difference to the last token; empty if there is none."""
     if isinstance(ours, str):
         return "call" if "shows calls of tools" in ours else ""
     if isinstance(theirs, str):
@@ -208,7 +208,7 @@ def explain(ours: Found | str, theirs: Found | str, tokenizer: Any) -> str:
 
 
 def _shown(found: Found | str, tokenizer: Any) -> str:
-    """Trained tokens in brackets."""
+    """Return the text with trained tokens in brackets."""
     if isinstance(found, str):
         return found[:200]
     rows = []

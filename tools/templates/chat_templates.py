@@ -1,7 +1,7 @@
 """Chat templates in the style of well-known models, and a tokenizer that has their tokens.
 
-``[[`` and ``]]`` stand for ``{% generation %}`` and ``{% endgeneration %}``: with them TRL knows what the assistant has
-said (``assistant_only_loss``); without them the text is the same.
+``[[`` and ``]]`` stand for ``{% generation %}`` and ``{% endgeneration %}``. With these marks TRL knows the assistant's
+part (``assistant_only_loss``); without them the text is the same.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Style:
     """A chat template, with places for marks, and its special tokens.
 
     Attributes:
-        text: The template; None is alto-tiny's own.
-        eos: EOS token; None keeps alto-tiny's.
+        text: The template; None for alto-tiny's own.
+        eos: The EOS token; None keeps alto-tiny's.
         tokens: Tokens that the template writes.
     """
 
@@ -104,7 +104,8 @@ STYLES: Mapping[str, Style] = {
 
 
 def make_tokenizer(name: str, *, is_marked: bool) -> Any:
-    """alto-tiny's tokenizer with the tokens and the template of a style; marked ones show what the assistant says."""
+    """Return alto-tiny's tokenizer with the tokens and the template of a style; a marked template marks the assistant's
+    part."""
     style = STYLES[name]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
     if style.text is None:

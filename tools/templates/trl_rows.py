@@ -12,11 +12,11 @@ __all__ = ["trl_row"]
 def trl_row(
     row: dict[str, Any], tokenizer: Any, *, assistant_only: bool = False, completion_only: bool | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of ``row``, and whether each is trained.
+    """Return the token ids of ``row``, and whether each is trained.
 
     Args:
-        assistant_only: ``assistant_only_loss``; the tokenizer's own template has to have ``{% generation %}``.
-        completion_only: ``completion_only_loss``; None is TRL's default: where the row has a completion.
+        assistant_only: ``assistant_only_loss``; the tokenizer's own template must have ``{% generation %}``.
+        completion_only: ``completion_only_loss``; None is TRL's default: true if the row has a completion.
     """
     import datasets
 

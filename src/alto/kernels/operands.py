@@ -93,11 +93,11 @@ class RowParts(NamedTuple):
     """Ends of the parts of an adapter's row; each part begins where the previous one ends, and may be empty.
 
     Attributes:
-        a_end: End of ``A``: weight decay and the learning rate of ``A``.
-        decayed_end: End of ``B`` and vectors with weight decay; the learning rate of ``B`` (LoRA+).
-        vectors_end: End of vectors without weight decay; the learning rate of ``B``.
-        end: End of all other tensors: weight decay and the learning rate of ``A``. Equals the number of parameters of
-            the adapter.
+        a_end: End of ``A``, which has weight decay and the learning rate of ``A``.
+        decayed_end: End of ``B`` and of vectors with weight decay, which have the learning rate of ``B`` (LoRA+).
+        vectors_end: End of vectors without weight decay, which have the learning rate of ``B``.
+        end: End of all other tensors, which have weight decay and the learning rate of ``A``. Equals the number of
+            parameters of the adapter.
     """
 
     a_end: int

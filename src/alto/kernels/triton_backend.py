@@ -69,7 +69,7 @@ _MEMBERS = 3
 """Largest number of members of a group per launch."""
 
 _ROW_ALIGNMENT = 16
-"""In elements. Rows of narrow tensors are padded to a multiple of it, as Triton requires of an aligned stride."""
+"""Elements to whose multiples the rows of narrow tensors are padded, because Triton requires aligned strides."""
 
 
 def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule) -> Tensor:

@@ -318,7 +318,7 @@ def _exact(bank: torch.dtype) -> tl.dtype:
 # looks it up. A step has hundreds of launches with the same shapes, so this module does all of it once per shape.
 
 _ALIGNMENT = 16
-"""In bytes. Triton compiles a separate kernel for tensors whose address is not a multiple of it."""
+"""Alignment of tensors in bytes. Triton compiles a separate kernel for addresses that are not a multiple of it."""
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """Compiled kernels, and the constants that follow their arguments, by the key of :func:`_key`."""

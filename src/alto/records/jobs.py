@@ -113,7 +113,7 @@ class Rung:
     Attributes:
         progress: Share of a job's own steps, in (0, 1].
         keep: Share of the jobs kept by the previous rung that continue, in (0, 1].
-        min_kept: Smallest number of jobs that continue, if there are that many.
+        min_kept: Smallest number of jobs that continue; if fewer compete, all of them continue.
         max_kept: Largest number of jobs that continue; None means no limit.
         ends_clear_losers: Whether jobs clearly behind the best end, even if they rank high enough to continue.
     """

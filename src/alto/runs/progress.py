@@ -84,10 +84,10 @@ def rung_costs(history: RunHistory) -> list[RungCost]:
 
 
 def outlook(history: RunHistory, now: float) -> Outlook:
-    """Return the outlook of a run at ``now`` (unix seconds): the one estimate of its remaining time.
+    """Return the outlook of a run at ``now`` (unix seconds). All views use this estimate of the remaining time.
 
     The estimate begins as the duration measured beforehand (``alto plan``, journal event ``profile``), if there is one.
-    The run's own pace gets more and more weight.
+    Later the run's own pace gets more and more weight.
     """
     left, rate = expected_samples_left(history), history.pace.per_second(now)
     done = _share(history, left)

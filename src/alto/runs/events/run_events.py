@@ -113,8 +113,9 @@ class TaskResumed(RunEvent):
     Attributes:
         notes: Losses and other notices, as sentences.
         versions: Same as in ``task_started``.
-        max_slots: Slots of all ranks from now on; None, if the journal does not have it, means as before.
-        num_ranks: Processes that train the task from now on; None, if the journal does not have it, means as before.
+        max_slots: Slots of all ranks from now on; None if the journal does not have it: the number is unchanged.
+        num_ranks: Processes that train the task from now on; None if the journal does not have it: the number is
+            unchanged.
         base: Same as in ``task_started``; only if the run began with a version that did not write it.
         fused: Same as in ``task_started``.
     """
