@@ -22,19 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from alto.runs import JobHistory, JournalEntry, RunDir, RunHistory, RunStatus, Stage, read_history
-from alto.runs.events import (
-    Event,
-    JobAdmitted,
-    JobResumed,
-    KernelsCompiled,
-    MeasuringBegun,
-    OutOfMemory,
-    ProfileMeasured,
-    TaskResumed,
-    TaskStarted,
-    WarmupEnded,
-)
+from alto.runs import JobHistory, JournalEntry, RunDir, RunHistory, RunStatus, Stage, events, read_history
 from alto.runs.history import Pace
 from alto.runs.progress import exit_totals, next_stop, outlook
 from alto.spec import LOSS
@@ -272,7 +260,7 @@ class LiveView:
 
     def observe(self, entry: JournalEntry) -> None:
         """Apply one entry of the journal; the next redraw shows it."""
-        if isinstance(entry.event, MeasuringBegun):  # before the run begins
+        if isinstance(entry.event, events.MeasuringBegun):  # before the run begins
             self._measuring = describe_measuring(entry.event)
             if not entry.event.is_update:
                 self._console.print(Text(self._measuring, style="dim"))
@@ -280,25 +268,25 @@ class LiveView:
         with self._lock:
             self.history.apply(entry)
             match entry.event:
-                case JobAdmitted(job=job) | JobResumed(job=job):
+                case events.JobAdmitted(job=job) | events.JobResumed(job=job):
                     self._paces[job] = Pace()
-                case WarmupEnded():
+                case events.WarmupEnded():
                     # After exits, the remaining jobs are faster.
                     self._paces = {job: Pace() for job in self._paces}
             self._measure()
         if not entry.is_replayed:
             self._print(entry.event)
 
-    def _print(self, event: Event) -> None:
+    def _print(self, event: events.Event) -> None:
         """Print lines that stay above the table. Must be called without the lock, which drawing takes too."""
         match event:
-            case OutOfMemory():
+            case events.OutOfMemory():
                 self._console.print(Text(describe_memory_event(event), style="yellow"))
-            case KernelsCompiled():
+            case events.KernelsCompiled():
                 self._console.print(Text(describe_compiling(event), style="dim"))
-            case ProfileMeasured():
+            case events.ProfileMeasured():
                 self._console.print(Text(describe_profile(event), style="dim"))
-            case TaskStarted(notes=notes) | TaskResumed(notes=notes):
+            case events.TaskStarted(notes=notes) | events.TaskResumed(notes=notes):
                 for note in notes:
                     self._console.print(Text(f"note: {clean(note)}", style="yellow"))
 
