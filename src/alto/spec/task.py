@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.records import LabelSet
+from alto.spec import task_checks
 from alto.spec.base_model import (
     BaseModelSpec,
     BaseObjects,
@@ -30,23 +31,7 @@ from alto.spec.scoring import LOSS, Scoring, check_metric, check_metric_name, pa
 from alto.spec.search import AUTO, Expansion, Job, Search, auto_space
 from alto.spec.search_space import SearchSpace, written
 from alto.spec.strict_yaml import write_yaml
-from alto.spec.task_checks import (
-    Refit,
-    check_fixed,
-    check_given_once,
-    check_label_keys,
-    check_mixture,
-    check_refit,
-    check_samples,
-    check_scored_rungs,
-    check_search,
-    check_selection,
-    check_size,
-    check_splits,
-    check_state_dtype,
-    check_train_on,
-    with_task_type,
-)
+from alto.spec.task_checks import Refit
 from alto.spec.validation import check_path, parsed, path_text, plain
 
 AdapterDtype = Literal["float32", "bfloat16"]
@@ -198,7 +183,7 @@ class Task(DataKeys):
     def __init__(self, /, **values: Any) -> None:
         values, objects = with_base_objects(values)
         values, notes = with_config_objects(values)
-        values = with_task_type(values)
+        values = task_checks.with_task_type(values)
         method = _method_of(values)
         given = with_rows_in_files(method.without_others(_canonical(values, method)))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
@@ -214,18 +199,18 @@ class Task(DataKeys):
         auto = auto_space(fixed=fixed, compares_replies=method.compares_replies)
         given["search_space"] = auto if space == AUTO else _search_space(space, method)
         given.setdefault("name", default_name(given.get("dataset")))
-        check_given_once(given, fixed)
+        task_checks.check_given_once(given, fixed)
         with spelt_as(values, method.spellings):
             super().__init__(**given)
         self._origin = Origin(objects=objects, notes=notes)
         if objects is not None:
             check_object_keys(self, objects)
-        check_splits(self.validation_split, self.test_split)
+        task_checks.check_splits(self.validation_split, self.test_split)
         check_metric(self.metric, self.method, method.entry.scores)
         with spelt_as(values, method.spellings):
-            check_fixed(fixed, self.search_space, method)
+            task_checks.check_fixed(fixed, self.search_space, method)
         self._fixed = {key: plain(value) for key, value in fixed.items()}
-        check_search(self.search, self.search_space, self.early_exit)
+        task_checks.check_search(self.search, self.search_space, self.early_exit)
         self._expansion = Expansion(
             space=self.search_space,
             search=self.search,
@@ -237,19 +222,19 @@ class Task(DataKeys):
         self._jobs = self._expansion.jobs()
         self._repetitions = {} if self.repeat_by == "none" else self._expansion.repetitions(self._jobs)
         self._expansion.check_suggestions()
-        check_selection(self.select_by, method)
-        check_samples(self.num_samples, method)
-        check_train_on(self.train_on, method)
-        check_label_keys(self, method, self.num_gpus)
-        check_mixture(self)
+        task_checks.check_selection(self.select_by, method)
+        task_checks.check_samples(self.num_samples, method)
+        task_checks.check_train_on(self.train_on, method)
+        task_checks.check_label_keys(self, method, self.num_gpus)
+        task_checks.check_mixture(self)
         if self.optim_state_dtype is not None:
             for config in (*(job.config for job in self._jobs), *self.extreme_configs()):
-                check_state_dtype(self.optim_state_dtype, config)
+                task_checks.check_state_dtype(self.optim_state_dtype, config)
         if self.refit is not None:
             max_steps = [job.config.max_steps for job in self._jobs]
-            check_refit(self.refit, self, self.early_exit, self.select_by, max_steps)
-        check_scored_rungs(self.scoring, self.early_exit, self.search)
-        check_size(self.to_dict())
+            task_checks.check_refit(self.refit, self, self.early_exit, self.select_by, max_steps)
+        task_checks.check_scored_rungs(self.scoring, self.early_exit, self.search)
+        task_checks.check_size(self.to_dict())
 
     _accept_folder = field_validator("init_adapter", mode="before")(path_text)
     _check_folder = field_validator("init_adapter")(check_path)
@@ -342,7 +327,7 @@ class Task(DataKeys):
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
         """Return the configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
         config = self._expansion.config(values)
-        check_state_dtype(self.optim_state_dtype, config)
+        task_checks.check_state_dtype(self.optim_state_dtype, config)
         return config
 
     def extreme_configs(self) -> Iterator[JobConfig]:
