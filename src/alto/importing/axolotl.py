@@ -11,14 +11,14 @@ from alto.importing import trainer
 from alto.importing.axolotl_data import read_datasets, written_dataset
 from alto.importing.draft import Draft, checked
 from alto.importing.keys import (
+    CHECKPOINTING_KEY,
+    OUTPUT_KEY,
     TRAINER_KEYS,
     WARMUP_KEYS,
     ExportedJob,
     Key,
     KeyTable,
     ToolFiles,
-    checkpointing,
-    output_dir,
     same,
 )
 from alto.spec import ALL_LINEAR, find_method
@@ -236,8 +236,8 @@ KEYS = KeyTable(
         *WARMUP_KEYS,
         Key("dtype", "bf16", lambda job: job.task.dtype == "bfloat16"),
         Key("dtype", "fp16", lambda job: job.task.dtype == "float16" or None),
-        Key("gradient_checkpointing", "gradient_checkpointing", checkpointing),
-        Key("", "output_dir", output_dir),
+        CHECKPOINTING_KEY,
+        OUTPUT_KEY,
     ),
     unneeded=_NOT_NEEDED,
     unsupported=_NOT_SUPPORTED,

@@ -10,7 +10,7 @@ from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.importing import trainer
 from alto.importing.draft import Draft
-from alto.importing.keys import TRAINER_KEYS, WARMUP_KEYS, ExportedJob, Key, KeyTable, ToolFiles, output_dir, same
+from alto.importing.keys import OUTPUT_KEY, TRAINER_KEYS, WARMUP_KEYS, ExportedJob, Key, KeyTable, ToolFiles, same
 from alto.importing.llamafactory_data import INFO, read_datasets, written_dataset
 from alto.spec import ALL_LINEAR, find_method
 
@@ -87,7 +87,7 @@ KEYS = KeyTable(
         *WARMUP_KEYS,
         Key("dtype", "bf16", lambda job: job.task.dtype == "bfloat16" or None),
         Key("dtype", "fp16", lambda job: job.task.dtype == "float16" or None),
-        Key("", "output_dir", output_dir),
+        OUTPUT_KEY,
     ),
     unneeded={
         "'report.html' of the run has the loss curves": ("plot_loss",),

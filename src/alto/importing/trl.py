@@ -10,7 +10,7 @@ from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
 from alto.importing import trainer
 from alto.importing.draft import Draft, checked
-from alto.importing.keys import TRAINER_KEYS, ExportedJob, Key, KeyTable, ToolFiles, checkpointing, output_dir, same
+from alto.importing.keys import CHECKPOINTING_KEY, OUTPUT_KEY, TRAINER_KEYS, ExportedJob, Key, KeyTable, ToolFiles, same
 from alto.importing.sources import BUILDERS, Source, builder_of, put_sources, readable_path, report_split
 from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, TEMPLATE_NAME, find_method
 
@@ -120,8 +120,8 @@ KEYS = KeyTable(
             lambda job: False if job.task.method != "sft" and job.config.lora_dropout else None,
         ),
         Key("dtype", "bf16", lambda job: False),
-        Key("gradient_checkpointing", "gradient_checkpointing", checkpointing),
-        Key("", "output_dir", output_dir),
+        CHECKPOINTING_KEY,
+        OUTPUT_KEY,
     ),
     unneeded={
         "set environment variables in the shell that starts ALTO": ("env",),
