@@ -110,12 +110,6 @@ class JobTrack:
             is_training=self.trains,
         )
 
-    def reopen(self) -> None:
-        """Reopen the job: it trains and competes again, and only its later evaluations are judged."""
-        self.decision = None
-        self.competes = True
-        self.judged_from = len(self.history)
-
     def stands_at(self, point: LossPoint, *, is_equal_share: bool) -> bool:
         """Return whether the job waits at the rung of ``point``, or trained past it and a verdict ended it there.
 

@@ -50,7 +50,7 @@ class ObjectiveImplementation(Protocol):
     """
 
     def check(self, dataset: EncodedDataset, settings: Sequence[Any]) -> None:
-        """Check, before training, that the objective can learn from these rows with these settings.
+        """Check, before training, that the objective can learn from these rows with these settings; by default it can.
 
         Args:
             dataset: Encoded training or validation rows.

@@ -53,12 +53,8 @@ _LOSS_UNITS: Mapping[str, str] = {
 def shown_metrics(history: RunHistory) -> tuple[str, ...]:
     """Return the measured metrics that have a column and a curve; the metric that the task selects by comes first,
     unless that is the loss."""
-    measured = {name for job in history.jobs.values() for name in job.best_metrics}
-    of_sources = [
-        name
-        for name in dict.fromkeys(name for job in history.jobs.values() for name in job.best_metrics)
-        if source_of(name) is not None
-    ]
+    measured = dict.fromkeys(name for job in history.jobs.values() for name in job.best_metrics)
+    of_sources = [name for name in measured if source_of(name) is not None]
     return tuple(name for name in dict.fromkeys((history.metric, *_WORDS, *of_sources)) if name in measured)
 
 
