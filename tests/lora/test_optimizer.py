@@ -221,7 +221,7 @@ def test_every_step_of_a_job_rounds_by_a_key_of_its_own(monkeypatch: pytest.Monk
             *_, rows, _ = banks
             seen.append([row.rounding_key for row in rows])
 
-    monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: Recording())
+    monkeypatch.setattr("alto.lora.bank.choose_backend", lambda **_: Recording())
     adapters = Rounded({2: 7})
     adapters.train(2)
     adapters.admit(0, 9)

@@ -144,7 +144,7 @@ def build_trainer(
         initial=initial_values(backbone.model, size.extras),
     )
     bank.keep_copies(size.working_dtype)
-    bank.keep_square_sums(choose_backend(device=backbone.device).gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
+    bank.keep_square_sums(bank.ops.gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
     optimizer = SlotAdamW(bank, size.optims, size.state_dtype)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(Passes(backbone, bank, forward_context, micro_batches, ranks or Ranks()), optimizer)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,14 +66,12 @@ class MultiLoraExperts(SettingsModule):
         bank: AdapterBank,
         operands: Mapping[str, LoraOperands],
         context: ForwardContext,
-        ops: ModuleType,
     ) -> None:
         super().__init__()
         self.base = base
         self._bank = bank
         self._operands = dict(operands)
         self._context = context
-        self._ops = ops
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
@@ -123,7 +121,7 @@ class MultiLoraExperts(SettingsModule):
         operands = self._operands.get(key)
         if operands is None:  # an empty schedule runs only the frozen experts
             operands, schedule = next(iter(self._operands.values())), TokenSchedule.build((), (), ())
-        (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, schedule, self._ops)
+        (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, schedule, self._bank.ops)
         return y_SN
 
 
@@ -186,7 +184,6 @@ class MultiLoraRouter(SettingsModule):
         bank: AdapterBank,
         operands: LoraOperands,
         context: ForwardContext,
-        ops: ModuleType,
     ) -> None:
         super().__init__()
         self.base = base
@@ -194,7 +191,6 @@ class MultiLoraRouter(SettingsModule):
         self._bank = bank
         self._operands = operands
         self._context = context
-        self._ops = ops
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +217,7 @@ class MultiLoraRouter(SettingsModule):
         if places is not None:
             x_TK = places.collect(x_TK)
         base = FrozenWeight(SimpleNamespace(weight=weight_NK, bias=bias_N))
-        (y_TN,) = grouped_lora_linear(x_TK, self._bank.anchor, [base], self._operands, schedule, self._ops)
+        (y_TN,) = grouped_lora_linear(x_TK, self._bank.anchor, [base], self._operands, schedule, self._bank.ops)
         if places is not None:
             y_TN = places.spread(y_TN)
         return y_TN.view(*x.shape[:-1], -1)

@@ -275,7 +275,7 @@ class SharedInput:
         self._outputs: dict[int, Tensor] = {}
         context.groups.add(self)
         is_plain = context.is_packed and not dora.has_magnitudes and not any(self._biases)
-        self._handle = GraphHandle(self, operands, dora.ops) if is_plain else None
+        self._handle = GraphHandle(self, operands, bank.ops) if is_plain else None
 
     @property
     def is_in_graph(self) -> bool:
@@ -313,7 +313,7 @@ class SharedInput:
         schedule = self._context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
-        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._dora.ops)
+        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._bank.ops)
 
     def _compute(self, x: Tensor) -> Iterable[Tensor]:
         x_TK = x.reshape(-1, x.shape[-1])

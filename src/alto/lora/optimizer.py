@@ -14,7 +14,6 @@ from alto.kernels import (
     RowParts,
     RowStep,
     TokenSchedule,
-    choose_backend,
     rounding_key,
     upload,
 )
@@ -74,7 +73,6 @@ class SlotAdamW:
     ) -> None:
         self._bank = bank
         self._optims = frozenset(optims)
-        self._ops = choose_backend(device=bank.params_ZP.device)
         shape = bank.params_ZP.shape if "adamw_torch" in optims else (0, 0)
         self.exp_avg_ZP = bank.params_ZP.new_zeros(shape, dtype=state_dtype)
         self.exp_avg_sq_ZP = torch.zeros_like(self.exp_avg_ZP)
@@ -90,7 +88,7 @@ class SlotAdamW:
         the gradient itself otherwise: for adapters with extra tensors, embeddings or experts, for gradients summed over
         ranks, and for passes that skipped a module. The choice depends only on the slot itself.
         """
-        bank, ops = self._bank, self._ops
+        bank, ops = self._bank, self._bank.ops
         sums = bank.square_sums
         summed = [] if sums is None else [index for index, slot in enumerate(slots) if slot in sums.complete]
         if sums is None or not summed:
@@ -172,7 +170,7 @@ class SlotAdamW:
             return
         bank = self._bank
         rows = [self._row_step(update) for update in updates]
-        self._ops.bank_adamw(
+        bank.ops.bank_adamw(
             *(bank.params_ZP, bank.grads_ZP, self.exp_avg_ZP, self.exp_avg_sq_ZP, bank.working_ZP), rows, grad_scales
         )
         bank.end_gradients([row.slot for row in rows])
@@ -271,8 +269,7 @@ def compile_kernels(
     Yields:
         Number of kernels compiled so far and in total; nothing if there is nothing to compile.
     """
-    device = bank.params_ZP.device
-    ops = choose_backend(device=device)
+    device, ops = bank.params_ZP.device, bank.ops
     keys = [None, DropoutKey(0.5, 0, 0)] if has_dropout else [None]
     schedules = [TokenSchedule.build([0], [1], [1.0], [key]) for key in keys]
 

@@ -41,7 +41,6 @@ class _VocabularyModule(InjectedModule):
         bank: AdapterBank,
         operands: LoraOperands | None,
         context: ForwardContext,
-        ops: ModuleType,
     ) -> None:
         super().__init__()
         self.base = base
@@ -50,7 +49,6 @@ class _VocabularyModule(InjectedModule):
         self._operands = operands
         self._whole = bank.tensors(whole_name(name))  # weights trained in full; None if no job trains one
         self._context = context
-        self._ops = ops
         # Some models, such as Gemma 3, scale embeddings in their own class.
         self._factor = float(getattr(base, "embed_scale", 1.0))
 
@@ -103,7 +101,7 @@ class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
                 y = torch.where(is_token_P1, places.spread(own_TH), y_PH).view(y.shape)
         if self._operands is None:
             return y
-        change = slot_embedding_change(self._bank.anchor, ids_T, self._operands, schedule, self._ops, **settings)
+        change = slot_embedding_change(self._bank.anchor, ids_T, self._operands, schedule, self._bank.ops, **settings)
         if places is not None:
             change = places.spread(change)
         return (y + change.view(y.shape)).to(y.dtype)
@@ -140,7 +138,7 @@ class MultiLoraHead(_VocabularyModule):
         if self._operands is None:
             y_SV = frozen.forward(x_SH)
         else:
-            (y_SV,) = grouped_lora_linear(x_SH, self._bank.anchor, [frozen], self._operands, schedule, self._ops)
+            (y_SV,) = grouped_lora_linear(x_SH, self._bank.anchor, [frozen], self._operands, schedule, self._bank.ops)
         for slot, start, end in schedule.segments:
             if self._whole is not None and slot in self._whole:
                 assert not torch.is_grad_enabled(), "heads are trained through the loss head"
@@ -168,7 +166,7 @@ class MultiLoraHead(_VocabularyModule):
                 adapters = _HeadAdapters(
                     anchor=self._bank.anchor,
                     operands=self._operands,
-                    ops=self._ops,
+                    ops=self._bank.ops,
                     schedule=_selected(schedule, slots, counts),
                     positions_S=tokens.loss_positions_S[first:end],
                     starts=dict(zip(slots, starts, strict=True)),
