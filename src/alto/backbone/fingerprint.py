@@ -97,9 +97,9 @@ def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> d
     files = weight_files(folder, use_safetensors=use_safetensors)
     return {
         "weights": _digest(sorted(piece for file in files for piece in _tensors(file))),
-        "config": _digest([_config(folder)]),
+        "config": _digest([_config_bytes(json.loads((folder / "config.json").read_text("utf-8")))]),
         "code": _digest(code),
-        "commit": _commit(folder),
+        "commit": folder.name if folder.parent.name == "snapshots" else None,
         "files": {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files},
     }
 
@@ -170,10 +170,6 @@ def _folder(model: str) -> Path:
     return Path(config).parent
 
 
-def _commit(folder: Path) -> str | None:
-    return folder.name if folder.parent.name == "snapshots" else None
-
-
 def weight_files(folder: Path, *, use_safetensors: bool = True) -> list[Path]:
     """Return the weight files that transformers would read."""
     single, index = (
@@ -185,10 +181,6 @@ def weight_files(folder: Path, *, use_safetensors: bool = True) -> list[Path]:
         weight_map = json.loads((folder / index).read_text("utf-8"))["weight_map"]
         return [folder / name for name in sorted(set(weight_map.values()))]
     return sorted(folder.glob("*.safetensors" if use_safetensors else "*.bin"))
-
-
-def _config(folder: Path) -> bytes:
-    return _config_bytes(json.loads((folder / "config.json").read_text("utf-8")))
 
 
 def _config_bytes(config: Mapping[str, Any]) -> bytes:

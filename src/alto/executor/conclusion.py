@@ -30,10 +30,6 @@ TextGenerator: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sa
 the given function as a :data:`Judge` does; if generation fails, it raises no error."""
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
     """Functions that the caller of an executor provides.
@@ -46,7 +42,7 @@ class Hooks:
         clock: Returns the time in seconds for the budget; never goes back.
     """
 
-    is_interrupted: Callable[[], bool] = _never
+    is_interrupted: Callable[[], bool] = lambda: False
     judge: Judge | None = None
     generate: TextGenerator | None = None
     check: Check | None = None

@@ -158,8 +158,9 @@ def grouped_backward_weight(
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return the Euclidean norm of the first ``sizes[i]`` elements of row ``slots[i]``, ``[len(slots)]``, at least
     float32."""
-    rows = [grads_ZP[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
-    return torch.stack([torch.linalg.vector_norm(row.to(_exact(row))) for row in rows])
+    exact = torch.promote_types(grads_ZP.dtype, torch.float32)
+    rows = [grads_ZP[slot, :size].to(exact) for slot, size in zip(slots, sizes, strict=True)]
+    return torch.stack([torch.linalg.vector_norm(row) for row in rows])
 
 
 def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None:
@@ -250,7 +251,3 @@ def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
 def _scale_members(narrow_TQ: Tensor, matrices: SlotMatrices) -> None:
     for ratio, (first, last) in zip(matrices.ratios, matrices.columns, strict=False):
         narrow_TQ[:, first:last] *= ratio
-
-
-def _exact(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

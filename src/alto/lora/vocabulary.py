@@ -153,7 +153,8 @@ class MultiLoraHead(_VocabularyModule):
         """
         schedule = self._context.schedule
         assert schedule is not None
-        jobs = list(zip(tokens.slots, tokens.job_targets, _starts(tokens.job_tokens), strict=True))
+        *all_starts, _ = itertools.accumulate(tokens.job_tokens, initial=0)
+        jobs = list(zip(tokens.slots, tokens.job_targets, all_starts, strict=True))
         found: list[tuple[int, _HeadAdapters | _OwnHead | None]] = []
         first = 0
         for (is_adapted, own_slot), of_run in itertools.groupby(jobs, key=lambda job: self._kind(job[0])):
@@ -314,7 +315,3 @@ def _of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
         )
     counts = [count // length * x.shape[1] for count in schedule.lengths]
     return TokenSchedule.build(schedule.slots, counts, schedule.scales)
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(lengths, initial=0))[:-1]
