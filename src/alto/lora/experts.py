@@ -63,15 +63,13 @@ class MultiLoraExperts(SettingsModule):
     def __init__(
         self,
         base: nn.Module,
+        name: str,
         bank: AdapterBank,
-        operands: Mapping[str, LoraOperands],
         context: ForwardContext,
+        operands: Mapping[str, LoraOperands],
     ) -> None:
-        super().__init__()
-        self.base = base
-        self._bank = bank
+        super().__init__(base, name, bank, context)
         self._operands = dict(operands)
-        self._context = context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
@@ -178,23 +176,14 @@ class MultiLoraRouter(SettingsModule):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        name: str,
-        bank: AdapterBank,
-        operands: LoraOperands,
-        context: ForwardContext,
+        self, base: nn.Module, name: str, bank: AdapterBank, context: ForwardContext, operands: LoraOperands
     ) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
-        self._bank = bank
+        super().__init__(base, name, bank, context)
         self._operands = operands
-        self._context = context
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._context.schedule is None:
+        if not self.is_in_forward:
             return self.base(*args, **kwargs)
         with self._adapted():
             return self.base(*args, **kwargs)

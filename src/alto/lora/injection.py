@@ -52,7 +52,7 @@ def inject(
             operands_of_experts.setdefault(owner, {})[key] = operands
             continue
         if group[0].is_router:
-            router = MultiLoraRouter(routers[group[0].name], group[0].name, bank, operands, context)
+            router = MultiLoraRouter(routers[group[0].name], group[0].name, bank, context, operands)
             model.set_submodule(group[0].name, router)
             continue
         if not group[0].is_in_body:
@@ -67,7 +67,7 @@ def inject(
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():
-        model.set_submodule(name, MultiLoraExperts(of_experts[name], bank, operands_by_key, context))
+        model.set_submodule(name, MultiLoraExperts(of_experts[name], name, bank, context, operands_by_key))
     _inject_ends(model, bank, context, of_ends)
     _inject_biases(model, bank, context)
     return context
@@ -91,10 +91,10 @@ def _inject_ends(
         base = modules[name]
         if base is head:
             assert isinstance(base, nn.Linear)
-            wrapped: nn.Module = MultiLoraHead(base, name, bank, operands.get(name), context)
+            wrapped: nn.Module = MultiLoraHead(base, name, bank, context, operands.get(name))
         else:
             assert isinstance(base, nn.Embedding)
-            wrapped = MultiLoraEmbedding(base, name, bank, operands.get(name), context)
+            wrapped = MultiLoraEmbedding(base, name, bank, context, operands.get(name))
         model.set_submodule(name, wrapped)
 
 
@@ -105,7 +105,7 @@ def _inject_biases(model: PreTrainedModel, bank: AdapterBank, context: ForwardCo
         if name not in adapted:
             biases = bank.tensors(f"{name}.bias")
             assert biases is not None
-            model.set_submodule(name, MultiBiasModule(modules[name], name, biases, bank, context))
+            model.set_submodule(name, MultiBiasModule(modules[name], name, bank, context, biases))
 
 
 def eject(model: PreTrainedModel) -> None:

@@ -35,20 +35,11 @@ class _VocabularyModule(InjectedModule):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        name: str,
-        bank: AdapterBank,
-        operands: LoraOperands | None,
-        context: ForwardContext,
+        self, base: nn.Module, name: str, bank: AdapterBank, context: ForwardContext, operands: LoraOperands | None
     ) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
-        self._bank = bank
+        super().__init__(base, name, bank, context)
         self._operands = operands
         self._whole = bank.tensors(whole_name(name))  # weights trained in full; None if no job trains one
-        self._context = context
         # Some models, such as Gemma 3, scale embeddings in their own class.
         self._factor = float(getattr(base, "embed_scale", 1.0))
 
@@ -57,11 +48,6 @@ class _VocabularyModule(InjectedModule):
         """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
         weight: Tensor = self.base.weight
         return AdaptedWeight.of(weight, self._name) if self.is_in_forward else weight
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward pass with adapters is in progress."""
-        return self._context.schedule is not None
 
     def _has_matrices(self, slot: int) -> bool:
         return self._operands is not None and slot in self._operands.slots
