@@ -71,7 +71,6 @@ def conclude(
     the result.
 
     Args:
-        run_dir: Contains the best adapters of all jobs.
         stop_if_asked: Raises an error if the run has to stop; called while adapters generate texts.
 
     Raises:

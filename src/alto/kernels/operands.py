@@ -195,7 +195,6 @@ class LoraOperands:
             a multiple of ``rank_step`` and placed by the bank, it never falls either.
         gradients: The step in which each slot's gradient was last written; None if gradients are always added.
         sums_ZC: Last written sums of squares of gradient tiles, for all groups of the bank; None if none are kept.
-        tiles: Tiles of these sums.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
 

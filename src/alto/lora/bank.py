@@ -84,8 +84,6 @@ class AdapterBank:
         initial: Initial value of every extra tensor of the layout, by name, on any device.
 
     Attributes:
-        initial: Initial value of every extra tensor, by name.
-        params_ZP: Adapter weights.
         working_ZP: Copies of the weights in the dtype of matrix products; None if products read the weights directly.
             Code that writes the weights of a slot must call :meth:`copy_weights`.
         grads_ZP: Gradients, accumulated by the backward pass and valid until :meth:`end_gradients`. Other code that

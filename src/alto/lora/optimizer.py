@@ -40,7 +40,6 @@ class OptimizerState:
     """The state of one adapter's optimizer, on the CPU.
 
     Attributes:
-        step: Number of steps done.
         tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every extra tensor, by
             ``<name>.<part>``. For ``adamw_torch`` the parts are ``exp_avg`` and ``exp_avg_sq``, shaped like the tensor
             in :class:`alto.lora.layout.AdapterWeights`; other optimizers use the parts of bitsandbytes, torch or

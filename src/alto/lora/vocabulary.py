@@ -173,7 +173,6 @@ class _HeadAdapters:
     """The adapters of some trained tokens on the head; implements :class:`alto.backbone.output_head.LogitAdapters`.
 
     Attributes:
-        anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
         starts: Position of every slot's first token in the forward pass.
     """
 
@@ -242,7 +241,6 @@ class _OwnHead:
     """A head that a job trains in full: :class:`alto.backbone.output_head.LogitAdapters` without matrices.
 
     Args:
-        anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
         dtype: Dtype of the base model; the weight is rounded to it when used.
     """
 
