@@ -173,7 +173,7 @@ def _begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         jobs=tuple(describe_job(job) for job in jobs),
     )
     if start.forecast is not None:
-        yield _profile(start.forecast)
+        yield ProfileMeasured(**{fact.name: getattr(start.forecast, fact.name) for fact in fields(ProfileMeasured)})
 
 
 def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
@@ -275,10 +275,6 @@ def _rung_notes(state: TaskState) -> tuple[str, ...]:
         rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
     rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
     return rung_notes(rungs, rises)
-
-
-def _profile(forecast: TaskPlan) -> ProfileMeasured:
-    return ProfileMeasured(**{fact.name: getattr(forecast, fact.name) for fact in fields(ProfileMeasured)})
 
 
 def _versions() -> dict[str, str | None]:

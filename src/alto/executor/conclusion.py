@@ -30,10 +30,6 @@ TextGenerator: TypeAlias = Callable[[Mapping[str, Path], Callable[[], None]], Sa
 the given function as a :data:`Judge` does; if generation fails, it raises no error."""
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
     """Functions that the caller of an executor provides.
@@ -46,7 +42,7 @@ class Hooks:
         clock: Returns the time in seconds for the budget; never goes back.
     """
 
-    is_interrupted: Callable[[], bool] = _never
+    is_interrupted: Callable[[], bool] = lambda: False
     judge: Judge | None = None
     generate: TextGenerator | None = None
     check: Check | None = None
@@ -75,7 +71,6 @@ def conclude(
     the result.
 
     Args:
-        run_dir: Contains the best adapters of all jobs.
         stop_if_asked: Raises an error if the run has to stop; called while adapters generate texts.
 
     Raises:

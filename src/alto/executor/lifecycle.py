@@ -184,11 +184,7 @@ class JobLifecycle:
 
 def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecorder) -> None:
     """Give a clone or suggestion that begins with new weights the start value of a job with the same objective
-    settings.
-
-    Args:
-        state: State of the task; its selection keeps the value.
-    """
+    settings."""
     metric = state.context.task.metric
     for job in state.jobs.values():
         start = state.selection.start_of(job.id)

@@ -30,7 +30,6 @@ class PlannedJob:
     """One job, resolved for this base model and data.
 
     Attributes:
-        shape: Ranks and targets of its adapter.
         total_steps: Number of steps without early exit.
         schedule_steps: Number of steps of its learning-rate schedule; larger than ``total_steps`` for a refit, which
             stops at the step of the winner's best checkpoint.
@@ -77,8 +76,6 @@ def plan_job(
     """Return ``job`` resolved for a base model.
 
     Args:
-        job: A job of ``task``'s search space, or a job added while the task runs.
-        task: The task; its evaluation points and rungs decide when the job is evaluated.
         model: The base model, with or without injected adapters.
         num_rows: Rows of the training split.
         sources: Names and numbers of rows of a mixture's sources; empty for a single dataset.

@@ -62,7 +62,6 @@ class TaskSession:
         ModelError: The base model gives a reply a log-prob that is not finite.
 
     Attributes:
-        state: State of the task, with its bank.
         received: Its share of the tokens while other tasks trained in the same executor; None if there were no other
             tasks.
         is_finished: Whether no job is left to train, so that :meth:`conclude` is next.
@@ -183,7 +182,6 @@ class TaskSession:
         """Record the duration of its part of a step; called before :meth:`stepped`.
 
         Args:
-            jobs: The task's jobs in the step.
             is_alone: Whether no jobs of other tasks trained.
         """
         self.state.stopwatch.add("training", duration_s)

@@ -43,10 +43,6 @@ def load_base(
 ) -> Backbone:
     """Load the base model, or this rank's share of it.
 
-    Args:
-        spec: Specification of the base model and of how it is loaded.
-        gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
-
     Raises:
         DeviceMemoryError: The model does not fit.
         AltoError: See :func:`alto.backbone.load_backbone`.
@@ -132,7 +128,6 @@ def build_state(
     Args:
         context: The task's context, with reference log-probs if its objective needs them.
         resume_state: State of an interrupted run; an empty one starts the task from its first step.
-        run_dir: Holds the states of jobs.
         bank: The executor's bank; None makes one for this task alone.
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
 

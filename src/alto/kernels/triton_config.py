@@ -45,13 +45,7 @@ MAX_NORM_WIDTH = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelConfig:
-    """The compile-time configuration of a kernel.
-
-    Attributes:
-        constants: Compile-time constants of the kernel.
-        num_warps: Warps per program.
-        num_stages: Pipeline stages of the loop.
-    """
+    """The compile-time configuration of a kernel."""
 
     constants: dict[str, Any]
     num_warps: int
