@@ -80,8 +80,8 @@ class Pair:
         self.context, self.calls, self.bank = ForwardContext(), Calls(), bank
         weights, operands = tuple(map(FrozenWeight, bases)), bank.operands(0, 0)
         none = [None] * len(bases)
-        dora = Dora(weights, bank.anchor, operands, self.calls, none)
-        shared = SharedInput(weights, bank, operands, self.context, none, dora)
+        dora = Dora(weights, operands, none)
+        shared = SharedInput(weights, bank, operands, self.context, self.calls, none, dora)
         self.layers = [MultiLoraLinear(base, f"{member}", shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))
         bank.params_ZP.normal_()

@@ -13,7 +13,7 @@ from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
 from alto.lora.experts import MultiLoraExperts, MultiLoraRouter
 from alto.lora.heads import whole_weights
-from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, RowPlaces, SharedInput
+from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, PositionMap, SharedInput
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.targets import (
     adaptable,
@@ -27,7 +27,7 @@ from alto.lora.vocabulary import MultiLoraEmbedding, MultiLoraHead
 
 
 def inject(
-    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], RowPlaces | None] | None = None
+    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], PositionMap | None] | None = None
 ) -> ForwardContext:
     """Wrap every module of the bank's layout in place; modules wrapped for another bank are unwrapped first.
 
@@ -62,8 +62,8 @@ def inject(
         biases = [bank.tensors(f"{module.name}.bias") for module in group]
         magnitudes = [_magnitude(bank, module.name) for module in group]
         weights = tuple(map(FrozenWeight, members))
-        dora = Dora(weights, bank.anchor, operands, ops, magnitudes)
-        shared = SharedInput(weights, bank, operands, context, biases, dora)
+        dora = Dora(weights, operands, magnitudes)
+        shared = SharedInput(weights, bank, operands, context, ops, biases, dora)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():

@@ -15,7 +15,15 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
-from alto.kernels import GroupedLinear, LoraOperands, SlotTensors, TokenSchedule, added_linear, slot_bias_change
+from alto.kernels import (
+    GroupedLinear,
+    LoraOperands,
+    SlotTensors,
+    TokenSchedule,
+    added_linear,
+    grouped_lora_linear,
+    slot_bias_change,
+)
 from alto.lora.bank import AdapterBank
 from alto.lora.dora import Dora
 
@@ -186,7 +194,7 @@ FrozenLinear: TypeAlias = nn.Linear | Conv1D
 """A linear layer of a base model; the GPT-2 family stores weights transposed, ``[K, N]``, in a ``Conv1D``."""
 
 
-class RowPlaces(Protocol):
+class PositionMap(Protocol):
     """The mapping between the ``T`` tokens of a forward pass and the ``P`` positions, padding included, that the model
     computes."""
 
@@ -214,7 +222,7 @@ class ForwardContext:
             without padding.
     """
 
-    def __init__(self, places: Callable[[], RowPlaces | None] | None = None) -> None:
+    def __init__(self, places: Callable[[], PositionMap | None] | None = None) -> None:
         self.schedule: TokenSchedule | None = None
         self._places = places
         self.groups: WeakSet[SharedInput] = WeakSet()
@@ -224,7 +232,7 @@ class ForwardContext:
         """Whether the model computes only tokens, without padding."""
         return self._places is None
 
-    def places(self) -> RowPlaces | None:
+    def places(self) -> PositionMap | None:
         """Return the token positions of the current forward pass; None if the model computes no padding."""
         return None if self._places is None else self._places()
 
@@ -253,7 +261,7 @@ class SharedInput:
 
     Args:
         biases: The bias of every slot for each layer; None if no job trains it.
-        dora: Computes the layers' outputs, with DoRA magnitudes for slots that have them.
+        dora: Scales the layers' outputs for slots that have DoRA magnitudes.
     """
 
     def __init__(
@@ -262,6 +270,7 @@ class SharedInput:
         bank: AdapterBank,
         operands: LoraOperands,
         context: ForwardContext,
+        ops: ModuleType,
         biases: Sequence[SlotTensors | None],
         dora: Dora,
     ) -> None:
@@ -271,11 +280,12 @@ class SharedInput:
         self._bank = bank
         self._operands = operands
         self._context = context
+        self._ops = ops
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         context.groups.add(self)
         is_plain = context.is_packed and not dora.has_magnitudes and not any(self._biases)
-        self._handle = GraphHandle(self, operands, dora.ops) if is_plain else None
+        self._handle = GraphHandle(self, operands, ops) if is_plain else None
 
     @property
     def is_in_graph(self) -> bool:
@@ -313,7 +323,7 @@ class SharedInput:
         schedule = self._context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
-        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._dora.ops)
+        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._ops)
 
     def _compute(self, x: Tensor) -> Iterable[Tensor]:
         x_TK = x.reshape(-1, x.shape[-1])
@@ -340,9 +350,12 @@ class SharedInput:
         self._check_sees_all(len(x_TK), schedule, num_positions)
         if places is not None:
             x_TK = places.collect(x_TK)
-        ys = self._dora.outputs(x_TK, schedule)
+        ys = self._dora.outputs(x_TK, schedule, self._without_magnitudes)
         ys = tuple(map(self._with_bias, range(len(ys)), ys))
         return ys if places is None else tuple(map(places.spread, ys))
+
+    def _without_magnitudes(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
+        return grouped_lora_linear(x_TK, self._bank.anchor, self._bases, self._operands, schedule, self._ops)
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
         """Return the output of layer ``member``, with each slot's own bias in place of the frozen one."""
