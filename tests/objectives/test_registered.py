@@ -26,7 +26,7 @@ from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, Unsup
 from alto.executor import RunStart, TaskContext, TaskSession, resolve_early_exit, run_alone
 from alto.objectives import Learners, find_objective, job_losses, micro_batch_terms
 from alto.report.importance import importance_of_settings
-from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
+from alto.runs import JobAction, Journal, Mailbox, RunDir, read_events, read_history
 from alto.spec import Task, load_task
 from alto.views import loss_unit
 
@@ -416,8 +416,8 @@ def test_a_clone_is_checked_by_it(install: Install, tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     mailbox = Mailbox(run_dir)
-    refused = mailbox.send(Action.CLONE, "job-000", changes={"beta": 50.0})
-    cloned = mailbox.send(Action.CLONE, "job-000", changes={"target_margin": 0.25})
+    refused = mailbox.send(JobAction.CLONE, "job-000", changes={"beta": 50.0})
+    cloned = mailbox.send(JobAction.CLONE, "job-000", changes={"target_margin": 0.25})
     with Journal(run_dir.journal_file) as journal:
         run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)

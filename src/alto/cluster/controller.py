@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from alto.cluster.base import Cluster, TaskTicket
 from alto.cluster.dispatcher import ControllerStatus, Dispatcher, Retrying
 from alto.errors import QueueCommandError, TaskInterruptedError
-from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
+from alto.runs import Answer, JobAction, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings, Solve
 
@@ -172,7 +172,7 @@ class Controller:
     def job_command(
         self,
         task: str,
-        action: Action,
+        action: JobAction,
         job: str,
         *,
         changes: Mapping[str, Any] | None = None,
