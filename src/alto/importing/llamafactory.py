@@ -12,6 +12,7 @@ from alto.importing.draft import Draft
 from alto.importing.keys import TRAINER_KEYS, WARMUP_KEYS, ExportedJob, Key, KeyTable, ToolFiles, output_dir, same
 from alto.importing.llamafactory_data import INFO, read_datasets, written_dataset
 from alto.importing.trainer import (
+    TRACKERS_ARE,
     compares_replies_as_tool,
     local_model,
     packed_rows,
@@ -167,7 +168,7 @@ KEYS = KeyTable(
         "it applies to the weights of whole layers, and ALTO trains adapters": (
             *("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro"),
         ),
-        "trackers are tensorboard, mlflow, wandb and trackio (report_to)": ("use_swanlab",),
+        TRACKERS_ARE: ("use_swanlab",),
         "the base model is frozen": ("train_from_scratch",),
     },
     off={
