@@ -148,7 +148,7 @@ class Controller:
         """Check that :meth:`submit` would accept a task; raises the same errors."""
         self.call(lambda: self._dispatcher.check(ticket))
 
-    def check_open(self, task: str) -> None:
+    def check_cancel(self, task: str) -> None:
         """Check that :meth:`cancel` would accept a task; raises the same errors."""
         self.call(lambda: self._dispatcher.check_cancel(task))
 
