@@ -22,7 +22,7 @@ from alto.lora import (
     linear_modules,
 )
 from alto.lora.dora import Dora
-from alto.lora.linear import FrozenWeight, MultiLoraLinear, SharedInput
+from alto.lora.linear import FrozenWeight, GroupedOutputs, MultiLoraLinear, SharedInput
 
 ModelFactory = Callable[..., PreTrainedModel]
 LAYER = "model.layers.0"
@@ -80,8 +80,8 @@ class Pair:
         self.context, self.calls, self.bank = ForwardContext(), Calls(), bank
         weights, operands = tuple(map(FrozenWeight, bases)), bank.operands(0, 0)
         none = [None] * len(bases)
-        dora = Dora(weights, operands, none)
-        shared = SharedInput(weights, bank, operands, self.context, self.calls, none, dora)
+        plain = GroupedOutputs(bases=weights, bank=bank, operands=operands, ops=self.calls)
+        shared = SharedInput(plain, self.context, none, Dora(weights, operands, none))
         self.layers = [MultiLoraLinear(base, f"{member}", shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))
         bank.params_ZP.normal_()

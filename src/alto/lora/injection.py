@@ -13,7 +13,15 @@ from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
 from alto.lora.experts import MultiLoraExperts, MultiLoraRouter
 from alto.lora.heads import whole_weights
-from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, PositionMap, SharedInput
+from alto.lora.linear import (
+    ForwardContext,
+    FrozenWeight,
+    GroupedOutputs,
+    InjectedModule,
+    MultiLoraLinear,
+    PositionMap,
+    SharedInput,
+)
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.targets import (
     adaptable,
@@ -62,8 +70,8 @@ def inject(
         biases = [bank.tensors(f"{module.name}.bias") for module in group]
         magnitudes = [_magnitude(bank, module.name) for module in group]
         weights = tuple(map(FrozenWeight, members))
-        dora = Dora(weights, operands, magnitudes)
-        shared = SharedInput(weights, bank, operands, context, ops, biases, dora)
+        plain = GroupedOutputs(bases=weights, bank=bank, operands=operands, ops=ops)
+        shared = SharedInput(plain, context, biases, Dora(weights, operands, magnitudes))
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():
