@@ -22,7 +22,7 @@ from alto.lora import (
     linear_modules,
 )
 from alto.lora.dora import Dora
-from alto.lora.linear import FrozenWeight, GroupedOutputs, MultiLoraLinear, SharedInput
+from alto.lora.linear import FrozenWeight, MultiLoraLinear, SharedInput
 
 ModelFactory = Callable[..., PreTrainedModel]
 LAYER = "model.layers.0"
@@ -80,8 +80,8 @@ class Pair:
         self.context, self.calls, self.bank = ForwardContext(), Calls(), bank
         weights, operands = tuple(map(FrozenWeight, bases)), bank.operands(0, 0)
         none = [None] * len(bases)
-        plain = GroupedOutputs(bases=weights, bank=bank, operands=operands, ops=self.calls)
-        shared = SharedInput(plain, self.context, none, Dora(weights, operands, none))
+        dora = Dora(weights, bank.anchor, operands, self.calls, none)
+        shared = SharedInput(weights, bank, operands, self.context, none, dora)
         self.layers = [MultiLoraLinear(base, f"{member}", shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))
         bank.params_ZP.normal_()

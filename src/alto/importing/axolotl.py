@@ -7,6 +7,7 @@ from typing import Any
 
 from alto.base import quoted
 from alto.errors import UnsupportedError
+from alto.importing import trainer
 from alto.importing.axolotl_data import read_datasets, written_dataset
 from alto.importing.draft import Draft, checked
 from alto.importing.keys import (
@@ -21,7 +22,6 @@ from alto.importing.keys import (
     same,
 )
 from alto.importing.trainer import (
-    TRACKERS_ARE,
     compares_replies_as_tool,
     local_model,
     packed_rows,
@@ -168,7 +168,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("trl", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval", "ebft"),
     ),
     "write adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
-    TRACKERS_ARE: ("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
+    trainer.TRACKERS_ARE: ("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
 }
 
 _METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}

@@ -8,11 +8,11 @@ from typing import Any
 
 from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
+from alto.importing import trainer
 from alto.importing.draft import Draft
 from alto.importing.keys import TRAINER_KEYS, WARMUP_KEYS, ExportedJob, Key, KeyTable, ToolFiles, output_dir, same
 from alto.importing.llamafactory_data import INFO, read_datasets, written_dataset
 from alto.importing.trainer import (
-    TRACKERS_ARE,
     compares_replies_as_tool,
     local_model,
     packed_rows,
@@ -168,7 +168,7 @@ KEYS = KeyTable(
         "it applies to the weights of whole layers, and ALTO trains adapters": (
             *("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro"),
         ),
-        TRACKERS_ARE: ("use_swanlab",),
+        trainer.TRACKERS_ARE: ("use_swanlab",),
         "the base model is frozen": ("train_from_scratch",),
     },
     off={

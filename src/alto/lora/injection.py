@@ -13,15 +13,7 @@ from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
 from alto.lora.experts import MultiLoraExperts, MultiLoraRouter
 from alto.lora.heads import whole_weights
-from alto.lora.linear import (
-    ForwardContext,
-    FrozenWeight,
-    GroupedOutputs,
-    InjectedModule,
-    MultiLoraLinear,
-    PositionMap,
-    SharedInput,
-)
+from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, PositionMap, SharedInput
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.targets import (
     adaptable,
@@ -70,8 +62,8 @@ def inject(
         biases = [bank.tensors(f"{module.name}.bias") for module in group]
         magnitudes = [_magnitude(bank, module.name) for module in group]
         weights = tuple(map(FrozenWeight, members))
-        plain = GroupedOutputs(bases=weights, bank=bank, operands=operands, ops=ops)
-        shared = SharedInput(plain, context, biases, Dora(weights, operands, magnitudes))
+        dora = Dora(weights, bank.anchor, operands, ops, magnitudes)
+        shared = SharedInput(weights, bank, operands, context, biases, dora)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():

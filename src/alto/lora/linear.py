@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakSet, WeakValueDictionary
@@ -16,15 +15,7 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
-from alto.kernels import (
-    GroupedLinear,
-    LoraOperands,
-    SlotTensors,
-    TokenSchedule,
-    added_linear,
-    grouped_lora_linear,
-    slot_bias_change,
-)
+from alto.kernels import GroupedLinear, LoraOperands, SlotTensors, TokenSchedule, added_linear, slot_bias_change
 from alto.lora.bank import AdapterBank
 from alto.lora.dora import Dora
 
@@ -255,20 +246,6 @@ class ForwardContext:
                 group.forget()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupedOutputs:
-    """The layers that read the same input, and their adapters in a bank."""
-
-    bases: tuple[FrozenWeight, ...]
-    bank: AdapterBank
-    operands: LoraOperands
-    ops: ModuleType
-
-    def of(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
-        """Return the output ``[T, N]`` of every layer, without trained biases and magnitudes."""
-        return grouped_lora_linear(x_TK, self.bank.anchor, self.bases, self.operands, schedule, self.ops)
-
-
 class SharedInput:
     """Linear layers that read the same input; the first call computes the outputs of all of them.
 
@@ -276,22 +253,29 @@ class SharedInput:
 
     Args:
         biases: The bias of every slot for each layer; None if no job trains it.
-        dora: Scales the layers' outputs for slots that have DoRA magnitudes.
+        dora: Computes the layers' outputs, with DoRA magnitudes for slots that have them.
     """
 
     def __init__(
-        self, plain: GroupedOutputs, context: ForwardContext, biases: Sequence[SlotTensors | None], dora: Dora
+        self,
+        bases: Sequence[FrozenWeight],
+        bank: AdapterBank,
+        operands: LoraOperands,
+        context: ForwardContext,
+        biases: Sequence[SlotTensors | None],
+        dora: Dora,
     ) -> None:
-        self._plain = plain
-        self._anchor = plain.bank.anchor
+        self._bases = tuple(bases)
         self._biases = tuple(biases)
         self._dora = dora
+        self._bank = bank
+        self._operands = operands
         self._context = context
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         context.groups.add(self)
         is_plain = context.is_packed and not dora.has_magnitudes and not any(self._biases)
-        self._handle = GraphHandle(self, plain.operands, plain.ops) if is_plain else None
+        self._handle = GraphHandle(self, operands, dora.ops) if is_plain else None
 
     @property
     def is_in_graph(self) -> bool:
@@ -326,16 +310,16 @@ class SharedInput:
         Raises:
             UnsupportedModelError: The layers do not see all tokens of the pass.
         """
-        plain, schedule = self._plain, self._context.schedule
+        schedule = self._context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
-        return GroupedLinear(bases=plain.bases, operands=plain.operands, schedule=schedule, ops=plain.ops)
+        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._dora.ops)
 
     def _compute(self, x: Tensor) -> Iterable[Tensor]:
         x_TK = x.reshape(-1, x.shape[-1])
         if torch.compiler.is_compiling():
             assert self._handle is not None
-            ys: Sequence[Tensor] = linear_in_graph(x_TK, self._anchor, self._handle)
+            ys: Sequence[Tensor] = linear_in_graph(x_TK, self._bank.anchor, self._handle)
         else:
             ys = self._compute_tokens(x_TK)
         return [y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys]
@@ -344,8 +328,8 @@ class SharedInput:
         if schedule.segments and num_tokens != num_positions:
             raise UnsupportedModelError(
                 f"target_modules: expected modules that the model runs on all {num_positions} tokens of a forward "
-                f"pass, found one with {self._plain.operands.in_features} features that it runs on {num_tokens}; leave "
-                "out layers that see only some tokens, such as layers of experts"
+                f"pass, found one with {self._operands.in_features} features that it runs on {num_tokens}; leave out "
+                "layers that see only some tokens, such as layers of experts"
             )
 
     def _compute_tokens(self, x_TK: Tensor) -> tuple[Tensor, ...]:
@@ -356,7 +340,7 @@ class SharedInput:
         self._check_sees_all(len(x_TK), schedule, num_positions)
         if places is not None:
             x_TK = places.collect(x_TK)
-        ys = self._dora.outputs(x_TK, schedule, self._plain.of)
+        ys = self._dora.outputs(x_TK, schedule)
         ys = tuple(map(self._with_bias, range(len(ys)), ys))
         return ys if places is None else tuple(map(places.spread, ys))
 
@@ -366,9 +350,9 @@ class SharedInput:
         assert schedule is not None
         if biases is None or not biases.is_in(schedule):
             return y_TN
-        base_N = self._plain.bases[member].bias
+        base_N = self._bases[member].bias
         assert base_N is not None
-        return y_TN + slot_bias_change(self._anchor, biases, base_N, schedule, y_TN.dtype)
+        return y_TN + slot_bias_change(self._bank.anchor, biases, base_N, schedule, y_TN.dtype)
 
 
 class FrozenWeight:
