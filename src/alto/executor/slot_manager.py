@@ -318,7 +318,7 @@ class SlotManager:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class TaskState:
+class RunningTask:
     """The state of a running task, equal on all ranks except for the contents of the banks.
 
     Attributes:

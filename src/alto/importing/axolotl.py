@@ -158,9 +158,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("trl", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval", "ebft"),
     ),
     "write adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
-    "trackers are tensorboard, mlflow, wandb and trackio (report_to)": (
-        *("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
-    ),
+    trainer.TRACKERS_ARE: ("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
 }
 
 _METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}

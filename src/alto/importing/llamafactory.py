@@ -159,7 +159,7 @@ KEYS = KeyTable(
         "it applies to the weights of whole layers, and ALTO trains adapters": (
             *("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro"),
         ),
-        "trackers are tensorboard, mlflow, wandb and trackio (report_to)": ("use_swanlab",),
+        trainer.TRACKERS_ARE: ("use_swanlab",),
         "the base model is frozen": ("train_from_scratch",),
     },
     off={

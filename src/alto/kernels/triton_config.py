@@ -317,12 +317,12 @@ _ALIGNMENT = 16
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """Compiled kernels, and the constants that follow their arguments, by the key of :func:`_key`."""
 
-_collected: list[Launch] | None = None
+_collected: list[KernelLaunch] | None = None
 """List that collects launches instead of running them; None if launches run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """A launch, with everything that the compilation of its kernel depends on.
 
     Attributes:
@@ -359,7 +359,7 @@ def ceil_div(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
-def collected_launches(run: Callable[[], None]) -> list[Launch]:
+def collected_launches(run: Callable[[], None]) -> list[KernelLaunch]:
     """Return the launches that ``run`` would make, without running any; their outputs are not written.
 
     The result is empty in Triton's interpreter, which compiles nothing.
@@ -368,7 +368,7 @@ def collected_launches(run: Callable[[], None]) -> list[Launch]:
     assert _collected is None, "collections do not nest"
     if triton.knobs.runtime.interpret:
         return []
-    found: list[Launch] = []
+    found: list[KernelLaunch] = []
     _collected = found
     try:
         run()
@@ -377,14 +377,14 @@ def collected_launches(run: Callable[[], None]) -> list[Launch]:
     return found
 
 
-def compiled_launches(launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
+def compiled_launches(launches: Sequence[KernelLaunch]) -> Iterator[tuple[int, int]]:
     """Compile the kernels of ``launches`` that are not compiled yet, one per iteration.
 
     Yields:
         Number of kernels compiled so far and in total, before the first kernel and after each; nothing if all are
         compiled already.
     """
-    left: dict[tuple[Any, ...], list[Launch]] = {}
+    left: dict[tuple[Any, ...], list[KernelLaunch]] = {}
     for one in launches:
         if one.key not in _compiled:
             left.setdefault(one.binary, []).append(one)
@@ -421,7 +421,7 @@ def launch(
         return
     if _collected is not None:
         _collected.append(
-            Launch(
+            KernelLaunch(
                 kernel=kernel,
                 grid=grid,
                 tensors=(*tensors,),

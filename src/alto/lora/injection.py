@@ -13,7 +13,7 @@ from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
 from alto.lora.experts import MultiLoraExperts, MultiLoraRouter
 from alto.lora.heads import whole_weights
-from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, RowPlaces, SharedInput
+from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, PositionMap, SharedInput
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.targets import (
     adaptable,
@@ -27,7 +27,7 @@ from alto.lora.vocabulary import MultiLoraEmbedding, MultiLoraHead
 
 
 def inject(
-    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], RowPlaces | None] | None = None
+    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], PositionMap | None] | None = None
 ) -> ForwardContext:
     """Wrap every module of the bank's layout in place; modules wrapped for another bank are unwrapped first.
 

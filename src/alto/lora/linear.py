@@ -198,7 +198,7 @@ FrozenLinear: TypeAlias = nn.Linear | Conv1D
 """A linear layer of a base model; the GPT-2 family stores weights transposed, ``[K, N]``, in a ``Conv1D``."""
 
 
-class RowPlaces(Protocol):
+class PositionMap(Protocol):
     """The mapping between the ``T`` tokens of a forward pass and the ``P`` positions, padding included, that the model
     computes."""
 
@@ -226,7 +226,7 @@ class ForwardContext:
             without padding.
     """
 
-    def __init__(self, places: Callable[[], RowPlaces | None] | None = None) -> None:
+    def __init__(self, places: Callable[[], PositionMap | None] | None = None) -> None:
         self.schedule: TokenSchedule | None = None
         self._places = places
         self.groups: WeakSet[SharedInput] = WeakSet()
@@ -236,7 +236,7 @@ class ForwardContext:
         """Whether the model computes only tokens, without padding."""
         return self._places is None
 
-    def places(self) -> RowPlaces | None:
+    def places(self) -> PositionMap | None:
         """Return the token positions of the current forward pass; None if the model computes no padding."""
         return None if self._places is None else self._places()
 

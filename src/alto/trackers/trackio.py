@@ -17,6 +17,8 @@ class TrackioTracker:
     in a group of their own.
     """
 
+    package = "trackio"
+
     def start(self, run: TrackedRun) -> None:
         import trackio
         import trackio.run
