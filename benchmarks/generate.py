@@ -25,7 +25,7 @@ from peft import PeftModel
 from transformers import GenerationConfig
 
 from alto.backbone import Backbone, load_backbone, load_network, resolve_model
-from alto.data import Message, encode_prompt
+from alto.data import Conversation, Message, encode_prompt
 from alto.evaluation.generate import complete, end_tokens
 from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, SavedAdapter, linear_modules, read_saved_adapter, write_adapter
@@ -224,7 +224,9 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
     script = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = script  # where its dataclasses look for themselves
     spec.loader.exec_module(script)
-    return [encode_prompt((Message("user", row["question"]),), tokenizer) for row in script.make_rows(count, 0)]
+    return [
+        encode_prompt(Conversation([Message("user", row["question"])]), tokenizer) for row in script.make_rows(count, 0)
+    ]
 
 
 def _adapter(backbone: Backbone, number: int, folder: Path) -> SavedAdapter:

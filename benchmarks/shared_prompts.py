@@ -19,7 +19,7 @@ import torch
 
 from alto import Task
 from alto.backbone import load_backbone
-from alto.data import TaskData, encode_pairs, read_task_rows
+from alto.data import Encoding, TaskData, read_task_rows, tokenize
 from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states, with_references
 from alto.spec import BaseModelSpec
 from benchmarks.common import PREFERENCE_PAIRS, format_table, option_parser, publish_figures
@@ -117,8 +117,9 @@ class _Way:
                 search_space={"learning_rate": [1e-4 * (job + 1) for job in range(NUM_JOBS)]},
             )
             conversations = read_task_rows(task)
+        encoding = Encoding(tokenizer=backbone.tokenizer, max_length=size.max_length, shares_prompts=share_prompts)
         train, validation = (
-            encode_pairs(split, backbone.tokenizer, size.max_length, what, share_prompts=share_prompts)
+            tokenize(split, encoding, what)
             for what, split in (("training", conversations.train), ("validation", conversations.validation))
         )
         self.tokens_per_pair = train.num_tokens / len(train)

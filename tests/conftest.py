@@ -15,6 +15,7 @@ if not torch.cuda.is_available():
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from architectures import build_tiny
@@ -69,6 +70,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Profiles that the machine's user has measured decide no test."""
     os.environ["ALTO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of profiles and estimates that no other test has written to."""
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random Llama and its tokenizer, which no test changes."""
+    from tiny import save_model
+
+    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -27,13 +27,13 @@ def derive(data: Path, gpt2: Path) -> dict[str, list[RowLength]]:
 
 def _alto_tiny(rows: Sequence[tuple[str, str]]) -> list[RowLength]:
     from alto.backbone import load_tokenizer
-    from alto.data import Message, encode_conversation
+    from alto.data import Conversation, Message, encode_conversation
     from alto.spec import BaseModelSpec
 
     tokenizer = load_tokenizer(BaseModelSpec(id="alto-tiny"))
     lengths = []
     for question, answer in rows:
-        conversation = (Message(role="user", content=question), Message(role="assistant", content=answer))
+        conversation = Conversation([Message("user", question), Message("assistant", answer)])
         (row,) = encode_conversation(conversation, tokenizer)
         lengths.append(RowLength(row.is_trained.index(True), len(row.input_ids)))
     return lengths

@@ -158,4 +158,4 @@ class _Residents:
 def _encoded(rows: Sequence[Mapping[str, Any]]) -> EncodedDataset:
     input_ids = tuple(torch.tensor(row["input_ids"]) for row in rows)
     targets = tuple(torch.tensor([*row["labels"][1:], IGNORED]) for row in rows)
-    return EncodedDataset(input_ids=input_ids, targets=targets, num_truncated=0, num_skipped=0)
+    return EncodedDataset(input_ids=input_ids, targets=targets)

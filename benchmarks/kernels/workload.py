@@ -98,4 +98,4 @@ def random_rows(lengths: Sequence[RowLength], vocab_size: int, seed: int = 0) ->
 
 
 def _dataset(input_ids: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> EncodedDataset:
-    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets))

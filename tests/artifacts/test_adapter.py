@@ -62,16 +62,13 @@ def base_model_of(folder: Path) -> str:
     return name
 
 
+def export(result: TaskOutcome, best_of_job: Path, **facts: Any) -> Path:
+    known = {"model": "m", "use": USE, "dataset": "d", "method": "sft"}
+    return export_best(result, best_of_job, base_model_of, **(known | facts))
+
+
 def test_folder_holds_the_winner_and_its_numbers(result: TaskOutcome, best_of_job: Path) -> None:
-    folder = export_best(
-        result,
-        best_of_job,
-        base_model_of,
-        model="o'base",
-        use=USE,
-        dataset="rows.jsonl",
-        method="sft",
-    )
+    folder = export(result, best_of_job, model="o'base", dataset="rows.jsonl")
     assert str(folder) == result.adapter_dir
     names = ["README.md", "adapter_config.json", "adapter_model.safetensors", "metrics.json"]
     assert sorted(path.name for path in folder.iterdir()) == names
@@ -96,13 +93,7 @@ def test_folder_holds_the_winner_and_its_numbers(result: TaskOutcome, best_of_jo
 
 def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: TaskOutcome, best_of_job: Path) -> None:
     labels = LabelSet(problem_type="single_label_classification", names=("bad", "good"))
-    keys = {
-        "model": "m",
-        "dataset": "d",
-        "method": "classification",
-        "use": replace(USE, labels=labels),
-    }
-    folder = export_best(result, best_of_job, base_model_of, **keys)
+    folder = export(result, best_of_job, method="classification", use=replace(USE, labels=labels))
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "pipeline_tag: text-classification" in card
     assert "AutoModelForSequenceClassification.from_pretrained(" in card
@@ -111,20 +102,12 @@ def test_a_classifier_keeps_its_labels_and_its_card_loads_it_with_them(result: T
 
 
 def test_the_job_keeps_its_own_copy(result: TaskOutcome, best_of_job: Path) -> None:
-    export_best(result, best_of_job, base_model_of, model="m", use=USE, dataset="d", method="sft")
+    export(result, best_of_job)
     assert sorted(path.name for path in best_of_job.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
 
 
 def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskOutcome, best_of_job: Path) -> None:
-    folder = export_best(
-        result,
-        best_of_job,
-        base_model_of,
-        model="o'base",
-        use=USE,
-        dataset="rows.jsonl",
-        method="sft",
-    )
+    folder = export(result, best_of_job, model="o'base", dataset="rows.jsonl")
     card = (folder / "README.md").read_text(encoding="utf-8")
     header = yaml.safe_load(card.split("---\n")[1])
     assert header["base_model"] == "/models/o'base"
@@ -139,10 +122,7 @@ def test_card_names_base_and_loss_and_its_header_is_yaml(result: TaskOutcome, be
 
 
 def test_the_card_of_a_model_that_reads_images_names_its_class(result: TaskOutcome, best_of_job: Path) -> None:
-    facts = {"model": "m", "dataset": "d", "method": "sft"}
-    folder = export_best(
-        result, best_of_job, base_model_of, use=replace(USE, model_class="AutoModelForImageTextToText"), **facts
-    )
+    folder = export(result, best_of_job, use=replace(USE, model_class="AutoModelForImageTextToText"))
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert "from transformers import AutoModelForImageTextToText, AutoTokenizer\n" in card
     assert "base = AutoModelForImageTextToText.from_pretrained(" in card
@@ -162,15 +142,7 @@ def chosen_by_accuracy(result: TaskOutcome) -> TaskOutcome:
 def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
     chosen_by_accuracy: TaskOutcome, best_of_job: Path
 ) -> None:
-    folder = export_best(
-        chosen_by_accuracy,
-        best_of_job,
-        base_model_of,
-        model="m",
-        use=USE,
-        dataset="d",
-        method="dpo",
-    )
+    folder = export(chosen_by_accuracy, best_of_job, method="dpo")
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["metric"] == "reward_accuracy"
     assert metrics["metrics"] == {"reward_accuracy": 0.715, "reward_margin": 0.21, "kl": "nan"}
@@ -185,7 +157,7 @@ def test_what_was_measured_beside_the_loss_goes_with_the_adapter(
 
 
 def test_exporting_again_replaces(result: TaskOutcome, best_of_job: Path) -> None:
-    export_best(result, best_of_job, base_model_of, model="m", use=USE, dataset="d", method="sft")
+    export(result, best_of_job)
     (best_of_job / "adapter_model.safetensors").write_bytes(b"better")
-    export_best(result, best_of_job, base_model_of, model="m", use=USE, dataset="d", method="sft")
+    export(result, best_of_job)
     assert (Path(result.adapter_dir) / "adapter_model.safetensors").read_bytes() == b"better"

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTTrainer
 
-from alto.data import DataOrder, Message, encode_dataset
+from alto.data import Conversation, DataOrder, Encoding, Message, tokenize
 from alto.spec import JobConfig
 from benchmarks.baselines import trl_sequential
 from benchmarks.baselines.bare_peft import bare_peft_one
@@ -196,10 +196,10 @@ def test_trl_is_not_handicapped_by_its_memory_savers(tmp_path):
 
 def test_the_baselines_and_alto_see_the_same_tokens_in_the_same_order(prepared):
     conversations = [
-        (Message(role="user", content=row["question"]), Message(role="assistant", content=row["answer"]))
+        Conversation([Message(role="user", content=row["question"]), Message(role="assistant", content=row["answer"])])
         for row in ROWS[:12]
     ]
-    ours = encode_dataset(conversations, prepared.tokenizer, 64, "training")
+    ours = tokenize(conversations, Encoding(tokenizer=prepared.tokenizer, max_length=64), "training")
     assert [ids.tolist() for ids in ours.input_ids] == [row["input_ids"] for row in prepared.train]
     assert [targets.tolist() for targets in ours.targets] == [[*row["labels"][1:], IGNORED] for row in prepared.train]
     order = DataOrder(12, 5, seed=3)

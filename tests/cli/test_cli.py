@@ -13,17 +13,12 @@ from typing import Any
 
 import pytest
 from forks import run_code
-from tiny import make_task, read_journal, save_model
+from tiny import make_task, read_journal
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 import alto
 from alto.cli import app, main
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

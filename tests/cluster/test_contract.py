@@ -135,25 +135,18 @@ def until_ended_by(clock: Clock, started: Started) -> ExecutorEnded:
 
 
 @here
-def test_a_hung_loop_is_found_though_its_process_lives(start_cluster: StartCluster, clock: Clock) -> None:
-    started = start_cluster("hangs", heartbeat_timeout_s=NEVER_S)
+@pytest.mark.parametrize(("entry", "tells", "is_stopped"), [("hangs", "loading", False), ("waits", "began", True)])
+def test_a_hung_loop_and_a_stopped_process_are_found_though_they_live(
+    start_cluster: StartCluster, clock: Clock, entry: str, tells: str, is_stopped: bool
+) -> None:
+    started = start_cluster(entry, heartbeat_timeout_s=NEVER_S)
     started.start()
-    pid = started.until_told("loading")["pid"]
+    pid = started.until_told(tells)["pid"]
+    if is_stopped:
+        os.kill(pid, signal.SIGSTOP)
     ended = until_ended_by(clock, started)
     assert ended.outcome is Outcome.LOST
     assert "hung: no sign of life for" in ended.reason
-    assert not is_alive(pid)
-
-
-@here
-def test_a_stopped_process_is_found(start_cluster: StartCluster, clock: Clock) -> None:
-    started = start_cluster("waits", heartbeat_timeout_s=NEVER_S)
-    started.start()
-    pid = started.until_told("began")["pid"]
-    os.kill(pid, signal.SIGSTOP)
-    ended = until_ended_by(clock, started)
-    assert ended.outcome is Outcome.LOST
-    assert "hung" in ended.reason
     assert not is_alive(pid)
 
 

@@ -19,7 +19,7 @@ def dataset_of(*lengths: int) -> EncodedDataset:
     targets = tuple(torch.cat([ids[1:], torch.tensor([-100])]).clone() for ids in input_ids)
     for row in targets:
         row[0] = -100
-    return EncodedDataset(input_ids=input_ids, targets=targets, num_truncated=0, num_skipped=0)
+    return EncodedDataset(input_ids=input_ids, targets=targets)
 
 
 def test_collate_lays_rows_end_to_end() -> None:
@@ -186,7 +186,7 @@ def rows_with_common_beginnings(draw: st.DrawFn) -> EncodedDataset:
         target[first:-1] = ids[first + 1 :]
         input_ids.append(ids)
         targets.append(target)
-    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets))
 
 
 @given(rows_with_common_beginnings(), rows_with_common_beginnings())
@@ -214,7 +214,7 @@ def test_a_shared_beginning_goes_through_the_model_once_and_a_job_shares_none_wi
     ids = torch.arange(12)
     target = torch.full_like(ids, -100)
     target[9:-1] = ids[10:]
-    dataset = EncodedDataset(input_ids=(ids,) * 3, targets=(target,) * 3, num_truncated=0, num_skipped=0)
+    dataset = EncodedDataset(input_ids=(ids,) * 3, targets=(target,) * 3)
     shares = {"shares_beginnings": True}
     batch = collate([JobRows(dataset, 0, (0, 1, 2), **shares), JobRows(dataset, 1, (0,), **shares)])
     assert batch.sequence_lengths == (12, 3, 3, 12)

@@ -13,7 +13,7 @@ from merging import BLANK, MARKED, merging_tokenizer
 from tiny import load_tokenizer
 from tokenizers import AddedToken
 
-from alto.data import Conversation, ConversationWithTools, EncodedRow, Message
+from alto.data import Conversation, EncodedRow, Message
 from alto.data.encode import Encoder, TextTokenizer
 from alto.data.template import ChatTemplate
 from alto.errors import DataError
@@ -111,7 +111,7 @@ def conversation(chance: random.Random) -> Conversation:
             Message("assistant", chance.choice([text(), *said]), is_context, json.dumps(extras) if extras else "")
         )
     arguments = {"tools": [{"type": "function", "function": {"name": "f"}}]} if chance.random() < 0.2 else {}
-    return ConversationWithTools(turns, json.dumps(arguments)) if arguments else tuple(turns)
+    return Conversation(turns, json.dumps(arguments) if arguments else "")
 
 
 def outcome(encoder: Encoder, turns: Conversation) -> tuple[list[EncodedRow] | str, int]:
@@ -159,7 +159,7 @@ def test_an_added_token_over_the_opening_of_a_reply_is_seen(
     template = "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|end|>{% else %}"
     template += shared + "{{ m.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}" + opening
     replies = ("|>Yes", " Yes", "es", "\nYes", "Yes|>")
-    turns = tuple(Message(role, text) for text in replies for role in ("user", "assistant"))
+    turns = Conversation(Message(role, text) for text in replies for role in ("user", "assistant"))
     found = []
     for is_alone in (False, True):
         if is_alone:
@@ -176,8 +176,8 @@ def test_a_beginning_is_known_only_as_the_template_writes_it_alone(name: str) ->
     tokenizer = load_tokenizer()
     tokenizer.chat_template = {**CAUSAL, **AHEAD}[name]
     template = ChatTemplate(tokenizer)
-    turns = tuple(Message(role, f"{role} {turn}") for turn in range(3) for role in ("user", "assistant"))
-    for whole in (turns, (Message("system", "Be brief."), *turns)):
+    turns = Conversation(Message(role, f"{role} {turn}") for turn in range(3) for role in ("user", "assistant"))
+    for whole in (turns, Conversation((Message("system", "Be brief."), *turns))):
         for open_turn in (False, True):
             beginnings = template.beginnings(whole, open_turn=open_turn)
             numbers = range(1, len(whole) + 1)
@@ -215,7 +215,7 @@ def test_a_long_conversation_is_rendered_and_tokenised_as_often_as_a_short_one(
     tokenizer = load_tokenizer() if style == "smollm2" else make_tokenizer(style, is_marked=False)
     if style == "smollm2":
         tokenizer.chat_template = SMOLLM2
-    turns = tuple(Message(role, f"{role} {turn}") for turn in range(40) for role in ("user", "assistant"))
+    turns = Conversation(Message(role, f"{role} {turn}") for turn in range(40) for role in ("user", "assistant"))
     encoder = Encoder(tokenizer)
     encoder.rows(turns[:2])
     num_characters = len(ChatTemplate(tokenizer).text(turns, open_turn=False))
@@ -234,7 +234,8 @@ def test_many_rows_are_tokenised_in_one_call(template: str | None, form: str, mo
     texts = ["".join(chance.choices(TEXTS, k=3)) for _ in range(1000)]
     roles = {"text": ("text",), "raw": ("text", "assistant"), "turns": ("user", "assistant")}[form]
     talks = [
-        tuple(Message(role, text, is_context=role == "text" and form == "raw") for role in roles) for text in texts
+        Conversation(Message(role, text, is_context=role == "text" and form == "raw") for role in roles)
+        for text in texts
     ]
     for train_on in get_args(TrainOn):
         with monkeypatch.context() as patch:

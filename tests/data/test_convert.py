@@ -34,7 +34,7 @@ def convert(row: dict[str, Any]) -> Pair:
 def conversation(*turns: str) -> Conversation:
     """Turns such as ``u:hello``; ``c`` is the assistant speaking without being trained."""
     roles = {"s": "system", "u": "user", "a": "assistant", "c": "assistant"}
-    return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
+    return Conversation(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
 
 QUESTION = Pair(chosen=conversation("u:q", "a:good"), rejected=conversation("u:q", "a:bad"))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tiny import load_tokenizer
 
-from alto.data import Conversation, EncodedRow, Message, encode_conversation, encode_dataset
+from alto.data import Conversation, EncodedDataset, EncodedRow, Encoding, Message, encode_conversation, tokenize
 from alto.errors import DataError
 
 EOS = 1
@@ -39,7 +39,11 @@ def tokenizer(shipped: Any) -> Any:
 
 def conversation(*turns: str) -> Conversation:
     roles = {"s": "system", "u": "user", "a": "assistant"}
-    return tuple(Message(roles[turn[0]], turn[2:]) for turn in turns)
+    return Conversation(Message(roles[turn[0]], turn[2:]) for turn in turns)
+
+
+def encode(rows: list[Conversation], tokenizer: Any, max_length: int, what: str = "training") -> EncodedDataset:
+    return tokenize(rows, Encoding(tokenizer=tokenizer, max_length=max_length), what)
 
 
 def encode_one(conversation: Conversation, tokenizer: Any) -> EncodedRow:
@@ -154,9 +158,7 @@ def test_every_row_starts_with_what_the_model_is_shown_when_it_writes_the_reply(
 
 def test_rows_of_single_turns_stay_whole_under_such_a_template(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN3_LIKE
-    dataset = encode_dataset(
-        [conversation("u:one", "a:x"), conversation("u:1", "a:2", "u:3", "a:4")], tokenizer, 100, "training"
-    )
+    dataset = encode([conversation("u:one", "a:x"), conversation("u:1", "a:2", "u:3", "a:4")], tokenizer, 100)
     assert (len(dataset), dataset.num_unrolled) == (3, 1)
 
 
@@ -170,18 +172,15 @@ def test_a_template_that_rewrites_what_stands_before_the_reply_is_refused(tokeni
 
 
 def test_a_reply_that_is_context_is_shown_and_not_trained(tokenizer: Any) -> None:
-    turns = (
-        *conversation("u:one"),
-        Message("assistant", "first", is_context=True),
-        *conversation("u:two", "a:second"),
-    )
+    shown = Message("assistant", "first", is_context=True)
+    turns = Conversation((*conversation("u:one"), shown, *conversation("u:two", "a:second")))
     assert trained_runs(turns, tokenizer) == ["second<|end|>"]
     assert "first<|end|>" in tokenizer.decode(encode_one(turns, tokenizer).input_ids)
     assert encode_conversation(turns[:3], tokenizer) == []
 
 
 def test_plain_text_is_trained_whole_and_ends(tokenizer: Any) -> None:
-    assert trained_runs((Message("text", "Once upon a time"),), tokenizer) == ["Once upon a time<|end|>"]
+    assert trained_runs(Conversation([Message("text", "Once upon a time")]), tokenizer) == ["Once upon a time<|end|>"]
 
 
 def test_a_template_that_refuses_the_turns(tokenizer: Any) -> None:
@@ -213,7 +212,7 @@ def test_a_tokenizer_without_eos_adds_none() -> None:
 
 
 def test_targets_are_the_next_trained_token() -> None:
-    dataset = encode_dataset([conversation("u:q", "a:rs")], Letters(), 100, "training")
+    dataset = encode([conversation("u:q", "a:rs")], Letters(), 100)
     assert dataset.input_ids[0].tolist() == [0, *map(ord, "q\nrs"), EOS]
     assert dataset.targets[0].tolist() == [-100, -100, ord("r"), ord("s"), EOS, -100]
     assert (len(dataset), dataset.num_tokens, dataset.num_trained_tokens) == (1, 6, 3)
@@ -221,42 +220,40 @@ def test_targets_are_the_next_trained_token() -> None:
 
 def test_rows_are_cut_and_rows_without_a_trained_token_left_out() -> None:
     rows = [conversation("u:q", "a:rs"), conversation("u:q", "a:" + "r" * 20), conversation("u:" + "q" * 20, "a:r")]
-    dataset = encode_dataset(rows, Letters(), 8, "training")
+    dataset = encode(rows, Letters(), 8)
     assert [ids.numel() for ids in dataset.input_ids] == [6, 8]
     assert dataset.targets[1].tolist() == [-100, -100, *[ord("r")] * 5, -100]
     assert (dataset.num_truncated, dataset.num_skipped) == (2, 1)
 
 
 def test_a_row_of_exactly_max_length_is_not_cut() -> None:
-    assert encode_dataset([conversation("u:q", "a:rs")], Letters(), 6, "training").num_truncated == 0
+    assert encode([conversation("u:q", "a:rs")], Letters(), 6).num_truncated == 0
 
 
 def test_rows_in_which_nothing_is_to_be_trained_are_left_out_and_counted_apart() -> None:
-    shown_only = (*conversation("u:q"), Message("assistant", "r", is_context=True))
-    dataset = encode_dataset(
-        [conversation("u:q", "a:rs"), shown_only, conversation("u:" + "q" * 20, "a:r")], Letters(), 8, "training"
-    )
+    shown_only = Conversation((*conversation("u:q"), Message("assistant", "r", is_context=True)))
+    dataset = encode([conversation("u:q", "a:rs"), shown_only, conversation("u:" + "q" * 20, "a:r")], Letters(), 8)
     assert (len(dataset), dataset.num_skipped, dataset.num_masked) == (1, 2, 1)
 
 
 def test_no_whole_row_is_an_error_unless_rows_are_plain_text() -> None:
     with pytest.raises(DataError, match=r"fit into max_length 5, found all 2 longer.*raise max_length"):
-        encode_dataset([conversation("u:q", "a:rs"), conversation("u:q", "a:rst")], Letters(), 5, "training")
-    books = encode_dataset([(Message("text", "a long book"),)], Letters(), 5, "training")
+        encode([conversation("u:q", "a:rs"), conversation("u:q", "a:rst")], Letters(), 5)
+    books = encode([Conversation([Message("text", "a long book")])], Letters(), 5)
     assert (books.num_truncated, books.targets[0].tolist()) == (1, [*map(ord, "a lo"), -100])
 
 
 def test_nothing_to_train_is_an_error() -> None:
     rows = [conversation("u:" + "q" * 20, "a:r")] * 3
     with pytest.raises(DataError, match=r"in the validation data, found none of 3 .* max_length 8; raise max_length"):
-        encode_dataset(rows, Letters(), 8, "validation")
+        encode(rows, Letters(), 8, "validation")
     tokenizer = Letters()
     tokenizer.eos_token_id = None
     with pytest.raises(DataError, match="check that completions are not empty"):
-        encode_dataset([conversation("u:q", "a:")], tokenizer, 8, "training")
+        encode([conversation("u:q", "a:")], tokenizer, 8)
 
 
 def test_long_rows_bring_no_warning_of_the_tokenizer(shipped: Any, caplog: pytest.LogCaptureFixture) -> None:
     shipped.deprecation_warnings.clear()
-    encode_dataset([conversation("u:q", "a:" + "word " * 3000), conversation("u:q", "a:r")], shipped, 64, "training")
+    encode([conversation("u:q", "a:" + "word " * 3000), conversation("u:q", "a:r")], shipped, 64)
     assert caplog.text == ""

@@ -10,12 +10,9 @@ from tiny import load_tokenizer
 from alto.data import Conversation, Message, encode_conversation, encode_prompt
 from alto.errors import DataError
 
-SINGLE = (Message("user", "What is 2 plus 3?"), Message("assistant", "It is\n#### 5"))
-SEVERAL = (
-    Message("system", "Be brief."),
-    Message("user", "Hello."),
-    Message("assistant", "Hello!"),
-    *SINGLE,
+SINGLE = Conversation([Message("user", "What is 2 plus 3?"), Message("assistant", "It is\n#### 5")])
+SEVERAL = Conversation(
+    [Message("system", "Be brief."), Message("user", "Hello."), Message("assistant", "Hello!"), *SINGLE]
 )
 
 
@@ -37,7 +34,7 @@ def test_a_prompt_is_what_training_puts_before_the_reply(tokenizer: Any, convers
 
 def test_a_reply_alone_is_no_question(tokenizer: Any) -> None:
     with pytest.raises(DataError, match="expected a turn before the assistant's reply"):
-        encode_prompt((), tokenizer)
+        encode_prompt(Conversation(()), tokenizer)
 
 
 def test_turns_the_template_refuses_are_named() -> None:

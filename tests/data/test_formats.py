@@ -38,7 +38,7 @@ def refusal(*rows: dict[str, Any], form: str = "auto", columns: Mapping[str, str
 
 
 def turns(*pairs: tuple[str, str]) -> Conversation:
-    return tuple(Message(role, content) for role, content in pairs)
+    return Conversation(Message(role, content) for role, content in pairs)
 
 
 TOKENIZER = load_tokenizer()

@@ -13,9 +13,9 @@ import torch
 from tiny import load_tokenizer
 
 from alto.data import (
+    Conversation,
     EncodedDataset,
     JobRows,
-    LabelledConversation,
     TaskData,
     collate,
     digest_of,
@@ -68,7 +68,7 @@ def test_pairs_become_two_labelled_rows_on_one_side_of_a_split(tmp_path: Path) -
     rows = read_task_rows(make_task(tmp_path, pairs(20), validation_split=0.3, test_split=0.1))
     assert (len(rows.train), len(rows.validation), len(rows.test or ())) == (24, 12, 4)
     for part in (rows.train, rows.validation, rows.test or []):
-        assert all(isinstance(row, LabelledConversation) for row in part)
+        assert all(row.is_desirable is not None for row in part)  # type: ignore[union-attr]
         assert [row.is_desirable for row in part] == [True, False] * (len(part) // 2)  # type: ignore[union-attr]
         assert all(first[0] == second[0] for first, second in zip(part[::2], part[1::2], strict=True))  # type: ignore[index]
 
@@ -82,7 +82,7 @@ def test_messages_as_prompt_and_completion(tmp_path: Path) -> None:
     (first, *_) = read_task_rows(make_task(tmp_path, [row] * 4)).train
     assert [turn.content for turn in first] == ["1 plus 1?", "2"]  # type: ignore[union-attr]
     assert pickle.loads(pickle.dumps(first)) == first
-    assert first != LabelledConversation(first.unlabelled, False)  # type: ignore[union-attr]
+    assert first != first.labelled(False)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -143,14 +143,15 @@ def test_labels_that_are_all_alike_are_refused(tmp_path: Path) -> None:
 def test_an_adapter_is_measured_on_desirable_replies(tmp_path: Path) -> None:
     rows = read_heldout_rows(make_task(tmp_path, pairs(20)), write(tmp_path / "other.jsonl", labelled_rows(6))).rows
     assert [row[-1].content for row in rows] == [" 1.", " 3.", " 5."]  # type: ignore[index]
-    assert not any(isinstance(row, LabelledConversation) for row in rows)
+    assert all(row.is_desirable is None for row in rows)  # type: ignore[union-attr]
 
 
 def test_an_adapter_is_measured_on_desirable_replies_of_its_own_rows_too(tmp_path: Path) -> None:
     task = make_task(tmp_path, pairs(20))
     found = read_heldout_rows(task, None).rows
-    validation = [row for row in read_task_rows(task).validation if isinstance(row, LabelledConversation)]
-    assert found == [row.unlabelled for row in validation if row.is_desirable]
+    validation = [row for row in read_task_rows(task).validation if isinstance(row, Conversation)]
+    assert all(row.is_desirable is not None for row in validation)
+    assert found == [row.labelled(None) for row in validation if row.is_desirable]
     assert len(found) == 2
 
 
@@ -166,7 +167,7 @@ def dataset(*rows: tuple[list[int], list[int]], **settings: Any) -> EncodedDatas
     """Of prompts and replies."""
     input_ids = tuple(torch.tensor(prompt + reply) for prompt, reply in rows)
     targets = tuple(torch.tensor([-100] * (len(prompt) - 1) + reply + [-100]) for prompt, reply in rows)
-    return EncodedDataset(input_ids=input_ids, targets=targets, num_truncated=0, num_skipped=0, **settings)
+    return EncodedDataset(input_ids=input_ids, targets=targets, **settings)
 
 
 def test_every_prompt_gets_the_reply_of_the_row_before() -> None:

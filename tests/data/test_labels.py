@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tiny import load_tokenizer
 
-from alto.data import TaskRows, cached_rows, read_task_rows
+from alto.data import TaskRows, read_task_rows, reading
 from alto.data.messages import LabelledText
 from alto.errors import BadRowsError, DataFormatError
 from alto.records import ModelLimits
@@ -169,7 +169,7 @@ def test_labels_of_large_data_are_kept_in_memory(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     rows = rows_of("a", "b", "a", "b")
     expected = read(tmp_path, rows).encode(load_tokenizer())
-    monkeypatch.setattr(cached_rows, "LARGE_BYTES", 0)
+    monkeypatch.setattr(reading, "LARGE_BYTES", 0)
     found = read(tmp_path, rows).encode(load_tokenizer())
     assert found.train.classes == expected.train.classes
     assert found.notes == expected.notes

@@ -10,7 +10,7 @@ import pytest
 from tiny import load_tokenizer, make_task, random_llama, save_model
 from transformers import OPTConfig, OPTForCausalLM
 
-from alto.data import Conversation, Message, Pair, encode_dataset, encode_pairs
+from alto.data import Conversation, Encoding, Message, Pair, tokenize
 from alto.engine import Engine
 from alto.engine.runner import TaskRunner
 from alto.errors import DataError, ModelError
@@ -21,7 +21,7 @@ POSITIONS = 128
 
 
 def conversation(question: str, reply: str) -> Conversation:
-    return (Message("user", question), Message("assistant", reply))
+    return Conversation([Message("user", question), Message("assistant", reply)])
 
 
 def write_long_rows(path: Path, *, is_paired: bool = False) -> str:
@@ -76,21 +76,22 @@ def test_rows_longer_than_the_models_positions_are_cut_and_counted(tmp_path: Pat
 
 def test_max_length_below_the_positions_is_what_cuts() -> None:
     rows = [conversation("q", "r"), conversation("q", "seven " * 50)]
-    dataset = encode_dataset(rows, TOKENIZER, 20, "training", limits=ModelLimits(max_positions=POSITIONS))
+    encoding = Encoding(tokenizer=TOKENIZER, max_length=20, limits=ModelLimits(max_positions=POSITIONS))
+    dataset = tokenize(rows, encoding, "training")
     assert max(dataset.sequence_lengths) == 20
 
 
 def test_no_row_within_the_positions_is_refused_by_them() -> None:
-    limits = ModelLimits(max_positions=12)
+    encoding = Encoding(tokenizer=TOKENIZER, max_length=100, limits=ModelLimits(max_positions=12))
     with pytest.raises(
         DataError,
         match=r"to fit into the model's 12 positions, which are fewer than max_length 100, found all 2 longer.*; "
         "shorten the rows, or use a base model with more positions",
     ):
-        encode_dataset([conversation("q", "seven " * 50)] * 2, TOKENIZER, 100, "training", limits=limits)
+        tokenize([conversation("q", "seven " * 50)] * 2, encoding, "training")
     pair = Pair(chosen=conversation("question " * 40, "a"), rejected=conversation("question " * 40, "b"))
     with pytest.raises(DataError, match=r"found none of 1 with two different replies in the model's 12 positions"):
-        encode_pairs([pair], TOKENIZER, 100, "training", limits=limits)
+        tokenize([pair], encoding, "training")
 
 
 def test_a_token_without_an_embedding_is_refused_before_training(tmp_path: Path) -> None:
@@ -111,5 +112,6 @@ def test_a_token_without_an_embedding_is_refused_before_training(tmp_path: Path)
         with pytest.raises(ModelError, match=expected):
             attempt(task)
     pair = Pair(chosen=conversation("q", "a <|new|> one"), rejected=conversation("q", "b"))
+    encoding = Encoding(tokenizer=tokenizer, max_length=100, limits=ModelLimits(vocab_size=size))
     with pytest.raises(ModelError, match=r"found .*'<\|new\|>'\) in pair 1 of the training data"):
-        encode_pairs([pair], tokenizer, 100, "training", limits=ModelLimits(vocab_size=size))
+        tokenize([pair], encoding, "training")

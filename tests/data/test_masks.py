@@ -26,7 +26,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from alto.data import Conversation, EncodedRow, Message, encode_conversation, encode_dataset
+from alto.data import Conversation, EncodedRow, Encoding, Message, encode_conversation, tokenize
 from alto.errors import DataError
 
 with warnings.catch_warnings():
@@ -77,7 +77,7 @@ def tokenizer(shipped: Any) -> Iterator[Any]:
 
 def conversation(*turns: str) -> Conversation:
     roles = {"s": "system", "u": "user", "a": "assistant", "c": "assistant"}
-    return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
+    return Conversation(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
 
 def plain(conversation: Sequence[Message]) -> list[dict[str, Any]]:
@@ -177,14 +177,15 @@ def test_an_opening_that_a_finished_reply_does_not_have_is_left_out() -> None:
 def test_an_eos_behind_the_last_turn_makes_no_row_for_every_reply() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = LAST_EOS
-    dataset = encode_dataset([conversation("u:one", "a:first", "u:two", "a:second")], tokenizer, 100, "training")
+    encoding = Encoding(tokenizer=tokenizer, max_length=100)
+    dataset = tokenize([conversation("u:one", "a:first", "u:two", "a:second")], encoding, "training")
     assert (len(dataset), dataset.num_unrolled) == (1, 0)
     [row] = encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
     assert trained_runs(row, tokenizer) == ["first<|user|>\n", "second<|user|>\n<|end|>"]
 
 
 def marked(*turns: str) -> Conversation:
-    return tuple(
+    return Conversation(
         Message(turn.role, turn.content, turn.is_context, '{"mood": "glad"}' if turn.role == "assistant" else "")
         for turn in conversation(*turns)
     )

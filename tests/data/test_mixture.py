@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer, write_rows
 
-from alto.data import LabelledConversation, MixtureOrder, digest_of, read_task_rows
-from alto.data.task_data import mixture_counts
+from alto.data import Conversation, MixtureOrder, digest_of, read_task_rows
+from alto.data.batch import mixture_counts
 from alto.errors import BadRowsError
 from alto.spec import Task
 
@@ -153,7 +153,7 @@ def test_pairs_to_validate_on_become_labelled_replies_too(tmp_path: Path) -> Non
     rows = read_task_rows(task)
     assert rows.train_sources == (("a", 12), ("b", 6))
     for split in (rows.validation, rows.test):
-        assert [row.is_desirable for row in split or () if isinstance(row, LabelledConversation)] == [True, False] * 2
+        assert [row.is_desirable for row in split or () if isinstance(row, Conversation)] == [True, False] * 2
 
 
 def test_data_with_a_row_of_another_source_is_other_data(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trl_rows import trl_labelled_row, trl_pair
 
 from tools.templates.chat_templates import STYLES, make_tokenizer  # isort: skip
 
-from alto.data import EncodedDataset, encode_dataset, encode_pairs
+from alto.data import EncodedDataset, Encoding, tokenize
 from alto.data.convert import to_labelled, to_pair
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
@@ -66,7 +66,7 @@ def rows_of(dataset: EncodedDataset) -> list[Tokens]:
 def pair_of_alto(row: dict[str, Any], tokenizer: Any, form: str = "auto") -> list[Tokens]:
     raw = RawRow("rows.jsonl:1", row)
     pair = to_pair(raw, find_layout([raw], form, {}, is_paired=True))
-    return rows_of(encode_pairs([pair], tokenizer, 1000, "training", share_prompts=False))
+    return rows_of(tokenize([pair], Encoding(tokenizer=tokenizer, max_length=1000, shares_prompts=False), "training"))
 
 
 def ended(row: Tokens, tokenizer: Any) -> Tokens:
@@ -148,7 +148,7 @@ def test_labelled_replies_have_the_tokens_and_masks_of_trl(style: str, is_marked
     row = {"prompt": EARLIER, "completion": GOOD, "label": True}
     raw = RawRow("rows.jsonl:1", row)
     labelled = to_labelled(raw, find_layout([raw], "auto", {}, is_labelled=True))
-    [found] = rows_of(encode_dataset([labelled], tokenizer, 1000, "training"))
+    [found] = rows_of(tokenize([labelled], Encoding(tokenizer=tokenizer, max_length=1000), "training"))
     assert found == ended(trl_labelled_row(row, tokenizer), tokenizer)
 
 

@@ -15,6 +15,7 @@ from tiny import load_tokenizer
 from alto.data import (
     Conversation,
     EncodedDataset,
+    Encoding,
     JobRows,
     Message,
     Pair,
@@ -22,7 +23,7 @@ from alto.data import (
     collate,
     digest_of,
     encode_conversation,
-    encode_pairs,
+    tokenize,
 )
 from alto.errors import DataError
 
@@ -44,12 +45,11 @@ TOKENIZER = load_tokenizer()
 
 
 def pair(prompt: str, chosen: str, rejected: str) -> Pair:
-    asked = Message("user", prompt)
-    return Pair(chosen=(asked, Message("assistant", chosen)), rejected=(asked, Message("assistant", rejected)))
+    return Pair(*(Conversation([Message("user", prompt), Message("assistant", reply)]) for reply in (chosen, rejected)))
 
 
 def encode(*pairs: Pair, max_length: int = 100, tokenizer: Any = None, **how: Any) -> EncodedDataset:
-    return encode_pairs(pairs, tokenizer or Letters(), max_length, "training", **how)
+    return tokenize(pairs, Encoding(tokenizer=tokenizer or Letters(), max_length=max_length, **how), "training")
 
 
 def letters(text: str) -> list[int]:
@@ -82,7 +82,7 @@ def test_a_prompt_stands_once_but_for_its_last_token_which_predicts_both_replies
 
 
 def test_laid_out_whole_nothing_is_shared() -> None:
-    dataset = encode(pair("q", "xy", "z"), share_prompts=False)
+    dataset = encode(pair("q", "xy", "z"), shares_prompts=False)
     assert dataset.spans == ((Span(6), Span(5)),)
     assert dataset.input_ids[0].tolist() == [0, *letters("q\nxy"), EOS, 0, *letters("q\nz"), EOS]
 
@@ -99,7 +99,7 @@ def test_both_talks_are_those_of_a_conversation_cut_as_one(
     one = pair(prompt, *replies)
     try:
         shared, apart = (
-            encode(one, max_length=max_length, tokenizer=tokenizer, share_prompts=share) for share in (True, False)
+            encode(one, max_length=max_length, tokenizer=tokenizer, shares_prompts=share) for share in (True, False)
         )
     except DataError:
         return
@@ -141,7 +141,7 @@ def test_pairs_that_teach_nothing_are_left_out_and_counted() -> None:
         pair("q", "same", "same"),
         pair("q", "", "bad"),
         pair("q", "good", " \n"),
-        Pair(chosen=(Message("user", "q"), shown), rejected=pair("q", "x", "bad").rejected),
+        Pair(chosen=Conversation([Message("user", "q"), shown]), rejected=pair("q", "x", "bad").rejected),
         pair("q" * 40, "good", "bad"),
         pair("q", "the same until the very end: x", "the same until the very end: y"),
         pair("q", "good", "long " * 10),
@@ -161,7 +161,7 @@ def test_no_pair_left_is_an_error() -> None:
 
 def conversation(*turns: str) -> Conversation:
     roles = {"u": "user", "a": "assistant", "c": "assistant"}
-    return tuple(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
+    return Conversation(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
 
 REWRITING = (
@@ -192,10 +192,8 @@ def test_several_replies_that_the_template_rewrites_are_refused(rewriting: Any) 
 
 
 def test_replies_of_the_prompt_may_be_rewritten(rewriting: Any) -> None:
-    before = conversation("u:one", "c:x", "u:two")
-    dataset = encode(
-        Pair(chosen=(*before, *conversation("a:y")), rejected=(*before, *conversation("a:z"))), tokenizer=rewriting
-    )
+    before = ("u:one", "c:x", "u:two")
+    dataset = encode(Pair(conversation(*before, "a:y"), conversation(*before, "a:z")), tokenizer=rewriting)
     assert [rewriting.decode(ids) for ids, _ in whole(dataset)] == [
         f"<|user|>one<|end|><|assistant|>x<|end|><|user|>two<|end|><|assistant|>(hm){reply}<|end|>" for reply in "yz"
     ]
@@ -203,6 +201,6 @@ def test_replies_of_the_prompt_may_be_rewritten(rewriting: Any) -> None:
 
 def test_the_digest_tells_how_pairs_are_laid_out() -> None:
     one, other = pair("q", "xy", "z"), pair("q", "z", "xy")
-    digests = {digest_of(encode(one)), digest_of(encode(one, share_prompts=False)), digest_of(encode(other))}
+    digests = {digest_of(encode(one)), digest_of(encode(one, shares_prompts=False)), digest_of(encode(other))}
     assert len(digests) == 3
     assert digest_of(encode(one)) in digests

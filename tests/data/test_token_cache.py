@@ -20,8 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer
 
-from alto.data import TaskData, dataset, digest_of, read_task_rows, source, token_cache
-from alto.data import cached_rows as cached_rows_module
+from alto.data import TaskData, dataset, digest_of, read_task_rows, reading, source, token_cache
 from alto.data import files as files_module
 from alto.data.source import tokenizer_digest
 from alto.errors import BadRowsError, DataError, DiskFullError, RunWriteError
@@ -189,7 +188,7 @@ def test_auto_means_disk_from_a_size_on(tmp_path: Path, monkeypatch: pytest.Monk
     task = Task(model="alto-tiny", dataset=write(tmp_path / "rows.jsonl", sums(20)))
     encode(task)
     assert not cache.exists()
-    monkeypatch.setattr(cached_rows_module, "LARGE_BYTES", 1000)
+    monkeypatch.setattr(reading, "LARGE_BYTES", 1000)
     assert "read from disk" in encode(task).notes[-1]
     assert cache.is_dir()
 
@@ -210,12 +209,12 @@ def test_auto_keeps_less_data_in_memory_where_the_cache_cannot_hold_it(
 ) -> None:
     task = Task(model="alto-tiny", dataset=write(tmp_path / "rows.jsonl", sums(20)))
     expected = digest_of(*encode(task).splits)
-    monkeypatch.setattr(cached_rows_module, "SLOW_BYTES", 1000)
+    monkeypatch.setattr(reading, "SLOW_BYTES", 1000)
     with monkeypatch.context() as patch:
         patch.setattr(token_cache._HashedFile, "finish", _disk_is_full)
         with pytest.warns(UserWarning, match="computed again at every start: .*token_cache: memory"):
             assert digest_of(*encode(task).splits) == expected
-        patch.setattr(cached_rows_module, "LARGE_BYTES", 1000)
+        patch.setattr(reading, "LARGE_BYTES", 1000)
         with pytest.raises(DiskFullError):
             encode(task)
     with monkeypatch.context() as patch:

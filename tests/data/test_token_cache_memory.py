@@ -35,7 +35,7 @@ def test_reading_holds_a_bounded_part_of_the_files(tmp_path: Path, monkeypatch: 
     targets_T = torch.cat([ids_T[1:], torch.tensor([IGNORED])])
     for _ in range(NUM_ROWS):
         writer.add(ids_T, targets_T, (Span(NUM_TOKENS),))
-    writer.rows()
+    writer.dataset()
     monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", tool.MIB)
     assert _growth(tmp_path / "rows") < 12 * tool.MIB
     monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", 10**12)

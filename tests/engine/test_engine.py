@@ -1,4 +1,4 @@
-"""The engine end to end on a tiny saved model: tune, the paper's listing, what it refuses, and that nothing is left."""
+"""The engine end to end on a tiny saved model: tune, the paper's listing, what it prints, refuses and leaves behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from observers import pass_time_for
 from oracle import padded_batch
 from peft import PeftModel
-from tiny import load_tokenizer, make_task, read_journal, save_model
+from tiny import load_tokenizer, make_task, read_journal
 from transformers import AutoModelForCausalLM
 
 import alto
@@ -37,11 +37,6 @@ from alto.runs import FLUSH_TIMEOUT_S, Event, Journal, JournalEntry, read_events
 from alto.runs.events import JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -339,3 +334,40 @@ def test_losses_are_finite_numbers(tuned: tuple[alto.Task, alto.TaskResult, list
     _, result, _ = tuned
     assert all(math.isfinite(job.best_validation_loss) for job in result.job_results)
     assert result.duration_s > 0
+
+
+ROWS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(1, 13)]
+
+
+def tune(folder: Path, *, progress: bool | None) -> alto.TaskResult:
+    task = alto.Task(model="alto-tiny", dataset=ROWS, name="sums", max_steps=2, search_space={"r": [2, 4]})
+    return alto.Engine(output_dir=folder, progress=progress).tune(task)
+
+
+@pytest.mark.parametrize("progress", [False, None], ids=["never", "not-a-terminal"])
+def test_nothing_is_printed_where_it_is_not_asked_for(
+    progress: bool | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tune(tmp_path, progress=progress)
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_and_then_the_table_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tune(tmp_path, progress=True)
+    shown = capsys.readouterr().out
+    assert "task sums: 2 jobs (sft)" in shown
+    progress, _, table = shown.partition("sums finished after")
+    assert "admitted job-000" in progress
+    assert f"★ {result.best_job}" in table
+    assert "admitted" not in table
+
+
+def test_a_finished_run_that_is_resumed_shows_its_table_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = tune(tmp_path, progress=False)
+    again = alto.Engine(output_dir=tmp_path, progress=True).resume(result.run_dir)
+    assert again.best_job == result.best_job
+    assert f"★ {result.best_job}" in capsys.readouterr().out
+    assert alto.Engine(output_dir=tmp_path, progress=False).resume(result.run_dir).best_job == result.best_job
+    assert capsys.readouterr().out == ""

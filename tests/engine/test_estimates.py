@@ -13,6 +13,8 @@ from alto.cluster import Cluster
 from alto.engine.estimates import base_key, known_estimate, remember_duration, remember_estimate
 from alto.records import Node, Sharing, TaskEstimate
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 
 @dataclass
 class Machines:
@@ -23,11 +25,6 @@ class Machines:
 CLUSTER = cast(Cluster, Machines())
 SHARING = Sharing(base="m", step_s=2.0, num_slots=4, slot_bytes=10, pass_bytes=100, capacity_bytes=1000)
 ESTIMATE = TaskEstimate(duration_s=12.5, sharing=SHARING)
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
 
 
 def test_known_under_any_name_once_remembered(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 from queues import tiny_tasks
-from tiny import save_model
 from typer.testing import CliRunner
 
 import alto
@@ -26,11 +25,6 @@ from alto.scheduler.queue import TaskState
 
 LIMIT_S = 240.0
 LONG = {"num_train_epochs": 2000, "early_exit": False}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def wait_for(found: Callable[[], Any], what: str) -> Any:

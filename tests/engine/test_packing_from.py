@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import make_task, read_journal, save_model
+from tiny import make_task, read_journal
 from typer.testing import CliRunner
 
 import alto
@@ -17,11 +17,6 @@ from alto.errors import RunError, RunNotFoundError
 from alto.executor.profiling import planning
 
 SPACE = {"lr": [1e-3, 1e-2, 3e-3]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

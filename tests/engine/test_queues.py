@@ -18,7 +18,7 @@ import pytest
 import yaml
 from journals import entries
 from queues import one_by_one, tiny_tasks
-from tiny import make_task, save_model
+from tiny import make_task
 from typer.testing import CliRunner
 
 import alto
@@ -42,14 +42,11 @@ from alto.records import Gpu, MemoryProfile, Node, Sharing, TaskEstimate, TaskPl
 from alto.runs import JournalEntry, QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
 from alto.runs.events import MeasuringBegun, TaskRelayed
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
+Ran = tuple[QueueDir, list[alto.TaskResult], list[Any]]
 
 
 @pytest.fixture(scope="module")
-def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[QueueDir, list[alto.TaskResult], list[Any]]:
+def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """A queue of three tasks, two of which have one name, on two slots."""
     folder = tmp_path_factory.mktemp("ran")
     seen: list[Any] = []
@@ -60,9 +57,7 @@ def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[QueueDir
     return QueueDir(root), results, seen
 
 
-def test_results_are_in_the_order_of_the_tasks_and_their_runs_in_the_queues_folder(
-    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]],
-) -> None:
+def test_results_are_in_the_order_of_the_tasks_and_their_runs_in_the_queues_folder(ran: Ran) -> None:
     queue, results, _ = ran
     assert [Path(result.run_dir).name for result in results] == ["a", "b", "a-2"]
     assert {path.name for path in queue.root.iterdir()} == {
@@ -79,7 +74,7 @@ def test_results_are_in_the_order_of_the_tasks_and_their_runs_in_the_queues_fold
         assert alto.load_task(Path(result.run_dir) / "task.yaml").max_slots is not None
 
 
-def test_the_journal_tells_plans_and_executors(ran: tuple[QueueDir, list[alto.TaskResult], list[Any]]) -> None:
+def test_the_journal_tells_plans_and_executors(ran: Ran) -> None:
     queue, _, seen = ran
     events = read_events(queue.run.journal_file)
     kinds = [event["event"] for event in events]
@@ -92,9 +87,7 @@ def test_the_journal_tells_plans_and_executors(ran: tuple[QueueDir, list[alto.Ta
     assert {gpu.index for task in history.tasks.values() for gpu in task.attempts[0].gpus} == {0, 1}
 
 
-def test_a_finished_queue_gives_its_results_again(
-    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]],
-) -> None:
+def test_a_finished_queue_gives_its_results_again(ran: Ran) -> None:
     queue, results, _ = ran
     engine = alto.Engine(output_dir=queue.root.parent)
     before, journal = engine._setup, queue.run.journal_file.read_bytes()
@@ -111,9 +104,7 @@ def test_a_finished_queue_gives_its_results_again(
 
 
 @pytest.mark.parametrize("command", ["show", "report", "resume"])
-def test_commands_know_a_queue_by_its_folder(
-    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], command: str
-) -> None:
+def test_commands_know_a_queue_by_its_folder(ran: Ran, command: str) -> None:
     queue, _, _ = ran
     done = CliRunner().invoke(app, [command, str(queue.root)])
     assert done.exit_code == 0, done.output
@@ -122,9 +113,7 @@ def test_commands_know_a_queue_by_its_folder(
     assert len(re.findall(r"finished .* 100 % +\d+\.\d+ ", done.stdout)) == 3  # progress and loss of every task
 
 
-def test_a_queue_whose_journal_is_torn_goes_on(
-    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
-) -> None:
+def test_a_queue_whose_journal_is_torn_goes_on(ran: Ran, tmp_path: Path) -> None:
     """The disk was full when an executor ended: its line is torn, and its task has its result without an export."""
     root = shutil.copytree(ran[0].root, tmp_path / "queue")
     journal = root / "journal.jsonl"
@@ -142,9 +131,7 @@ def test_a_queue_whose_journal_is_torn_goes_on(
     assert (root / "tasks" / "a-2" / "best" / "adapter_model.safetensors").is_file()
 
 
-def test_a_queue_with_a_damaged_line_says_what_it_lost_and_goes_on(
-    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
-) -> None:
+def test_a_queue_with_a_damaged_line_says_what_it_lost_and_goes_on(ran: Ran, tmp_path: Path) -> None:
     root = shutil.copytree(ran[0].root, tmp_path / "queue")
     journal = root / "journal.jsonl"
     lines = journal.read_bytes().splitlines(keepends=True)
@@ -161,7 +148,7 @@ def test_a_queue_with_a_damaged_line_says_what_it_lost_and_goes_on(
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_a_queue_that_has_lost_its_journal_keeps_its_results_and_says_so(
-    is_damaged: bool, ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
+    is_damaged: bool, ran: Ran, tmp_path: Path
 ) -> None:
     root = shutil.copytree(ran[0].root, tmp_path / "queue")
     journal = root / "journal.jsonl"
@@ -189,9 +176,7 @@ def test_a_queue_that_has_lost_its_journal_keeps_its_results_and_says_so(
         lambda facts: facts["tasks"][0].update(duration_s=0),
     ],
 )
-def test_a_queue_whose_file_is_damaged_is_refused(
-    change: Callable[[Any], object], ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
-) -> None:
+def test_a_queue_whose_file_is_damaged_is_refused(change: Callable[[Any], object], ran: Ran, tmp_path: Path) -> None:
     root = shutil.copytree(ran[0].root, tmp_path / "queue")
     facts = yaml.safe_load((root / "queue.yaml").read_text("utf-8"))
     change(facts)
@@ -200,9 +185,7 @@ def test_a_queue_whose_file_is_damaged_is_refused(
         alto.Engine().resume_queue(root)
 
 
-def test_the_report_of_a_queue_is_left_to_who_holds_its_lock(
-    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]], tmp_path: Path
-) -> None:
+def test_the_report_of_a_queue_is_left_to_who_holds_its_lock(ran: Ran, tmp_path: Path) -> None:
     root = shutil.copytree(ran[0].root, tmp_path / "queue")
     journal = root / "journal.jsonl"
     journal.write_bytes(b"".join(journal.read_bytes().splitlines(keepends=True)[:-1]))  # it is not finished
@@ -217,16 +200,14 @@ def test_the_report_of_a_queue_is_left_to_who_holds_its_lock(
     assert (root / "report.html").read_text("utf-8") == "of another process"
 
 
-def test_show_as_json(ran: tuple[QueueDir, list[alto.TaskResult], list[Any]]) -> None:
+def test_show_as_json(ran: Ran) -> None:
     queue, results, _ = ran
     facts = json.loads(CliRunner().invoke(app, ["show", str(queue.root), "--json"]).stdout)
     assert facts["state"] == "finished"
     assert [task["best_validation_loss"] for task in facts["tasks"]] == [r.best_validation_loss for r in results]
 
 
-def test_the_report_names_every_task_and_loads_nothing(
-    ran: tuple[QueueDir, list[alto.TaskResult], list[Any]],
-) -> None:
+def test_the_report_names_every_task_and_loads_nothing(ran: Ran) -> None:
     page = (ran[0].root / "report.html").read_text(encoding="utf-8")
     assert all(f'href="tasks/{name}/report.html"' in page for name in ("a", "b", "a-2"))
     assert "default-src 'none'" in page

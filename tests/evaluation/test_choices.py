@@ -20,7 +20,7 @@ from alto.spec import Scoring
 
 OPTIONS = ("no", "perhaps not at all", "yes")
 LIKED = ("yes", "no", "perhaps not at all", "yes", "no")
-ROWS = [(Message("user", f"Is {n} odd?"), Message("assistant", reply)) for n, reply in enumerate(LIKED)]
+ROWS = [Conversation([Message("user", f"Is {n} odd?"), Message("assistant", reply)]) for n, reply in enumerate(LIKED)]
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def by_transformers(backbone: Backbone, rows: Sequence[Conversation], options: S
     for row in rows:
         found = []
         for option in options:
-            (encoded,) = encode_conversation((*row[:-1], Message("assistant", option)), backbone.tokenizer)
+            (encoded,) = encode_conversation(
+                Conversation((*row[:-1], Message("assistant", option))), backbone.tokenizer
+            )
             ids = torch.tensor([encoded.input_ids])
             with torch.no_grad(), backbone.own_attention():
                 log_probs = backbone.model(ids).logits[0].double().log_softmax(-1)
@@ -62,7 +64,7 @@ def test_the_most_likely_option_counts(backbone: Backbone) -> None:
 
 
 def test_only_the_last_turn_counts_and_earlier_ones_are_read(backbone: Backbone) -> None:
-    talk = [(Message("user", "Is 1 odd?"), Message("assistant", "yes"), *row) for row in ROWS]
+    talk = [Conversation([Message("user", "Is 1 odd?"), Message("assistant", "yes"), *row]) for row in ROWS]
     wanted = by_transformers_last(backbone, talk)
     tokens = [Choices(rows, OPTIONS, backbone)._dataset.num_trained_tokens for rows in (ROWS, talk)]
     assert tokens[0] == tokens[1], "the likelihood is that of the last turn alone"
@@ -71,7 +73,7 @@ def test_only_the_last_turn_counts_and_earlier_ones_are_read(backbone: Backbone)
 
 def by_transformers_last(backbone: Backbone, rows: Sequence[Conversation]) -> list[float]:
     masked = [
-        tuple(
+        Conversation(
             Message(turn.role, turn.content, is_context=True) if at < len(row) - 1 else turn
             for at, turn in enumerate(row)
         )
@@ -106,7 +108,7 @@ def test_a_row_that_does_not_fit_into_memory(backbone: Backbone, monkeypatch: py
 
 
 def test_too_many_replies_and_a_single_one_are_refused(backbone: Backbone) -> None:
-    many = [(Message("user", "?"), Message("assistant", str(n))) for n in range(27)]
+    many = [Conversation([Message("user", "?"), Message("assistant", str(n))]) for n in range(27)]
     assert len(options_of(many[:26])) == 26
     for rows in (many, many[:1] * 3):
         with pytest.raises(DataError, match=r"select_by multiple_choice: .* 2 to 26 distinct replies.*; or remove"):
@@ -114,7 +116,7 @@ def test_too_many_replies_and_a_single_one_are_refused(backbone: Backbone) -> No
 
 
 def test_rows_that_are_too_long_are_refused(backbone: Backbone) -> None:
-    long = [(Message("user", "Is it? " * 200), Message("assistant", reply)) for reply in ("yes", "no")]
+    long = [Conversation([Message("user", "Is it? " * 200), Message("assistant", reply)]) for reply in ("yes", "no")]
     with pytest.raises(DataError, match=r"expected rows that fit into the model's 128 positions .* found \d+ of \d+"):
         FinalistJudge([*ROWS, *long], backbone, "tiny", Scoring(scorer="multiple_choice"))
 

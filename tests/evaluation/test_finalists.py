@@ -9,40 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import load_tokenizer, make_task, random_llama, read_journal, save_model, write_rows
+from judging import by_loss, stopped_once_all_are_trained, sums_task, tune
+from tiny import load_tokenizer, make_task, random_llama, read_journal, write_rows
 
 import alto
 from alto.backbone import Backbone
-from alto.data import Message
+from alto.data import Conversation, Message
 from alto.engine import runner
-from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
+from alto.errors import DataError, SpecError, UnsupportedError
 from alto.evaluation import FinalistJudge
 from alto.records import Judgement
-from alto.runs import JournalEntry
-from alto.runs.events import JobCompleted
 from alto.spec import Scoring
-
-SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def task(tmp_path: Path, model: Path) -> alto.Task:
-    sums = tmp_path / "sums.jsonl"
-    rows = [{"question": f"{n} plus 1?", "answer": f"#### {n + 1}"} for n in range(5)]
-    sums.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return make_task(
-        tmp_path,
-        **{"model": str(model), "dataset": str(sums), "validation_dataset": str(sums), "max_steps": 2},
-        search_space=SPACE,
-        early_exit=False,
-        select_by="eval_accuracy",
-        num_finalists=3,
-    )
+    return sums_task(tmp_path, model, 5, answer=lambda n: n + 1, select_by="eval_accuracy", num_finalists=3)
 
 
 class Judge:
@@ -64,18 +46,14 @@ class Judge:
         return Judgement(scorer=self.scorer, rows=rows)
 
 
-def tune(task: alto.Task, judge: Judge, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> alto.TaskResult:
+def tune_judged(task: alto.Task, judge: Judge, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> alto.TaskResult:
     monkeypatch.setattr(runner, "FinalistJudge", lambda *_: judge)
-    return alto.Engine(output_dir=Path(task.dataset).parent / "runs", **settings).tune(task)
-
-
-def by_loss(result: alto.TaskResult) -> list[str]:
-    return [job.job for job in sorted(result.job_results, key=lambda job: job.best_validation_loss)]
+    return tune(task, **settings)
 
 
 def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge([1, 0, 4])
-    result = tune(task, judge, monkeypatch)
+    result = tune_judged(task, judge, monkeypatch)
     finalists = by_loss(result)[:3]
     run = Path(result.run_dir)
     assert [list(asked) for asked in judge.asked] == [finalists]
@@ -105,13 +83,13 @@ def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatc
 
 
 def test_equal_answers_are_decided_by_the_validation_loss(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = tune(task, Judge([2, 3, 3]), monkeypatch)
+    result = tune_judged(task, Judge([2, 3, 3]), monkeypatch)
     assert result.best_job == by_loss(result)[1]
 
 
 def test_without_it_nobody_is_asked(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge([])
-    result = tune(task.replace(select_by="metric"), judge, monkeypatch)
+    result = tune_judged(task.replace(select_by="metric"), judge, monkeypatch)
     assert (result.best_job, judge.asked, result.finalists) == (by_loss(result)[0], [], ())
     metrics = json.loads((Path(result.adapter_dir) / "metrics.json").read_text())
     assert not {"eval_accuracy", "finalists"} & set(metrics)
@@ -125,7 +103,7 @@ def test_a_run_that_is_killed_before_the_judging_is_judged_when_it_goes_on(
             raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        tune(task, Dying([]), monkeypatch)
+        tune_judged(task, Dying([]), monkeypatch)
     (run,) = (Path(task.dataset).parent / "runs").iterdir()
     assert "finalists_judged" not in {event["event"] for event in read_journal(run)}
     judge = Judge([0, 5, 0])
@@ -138,17 +116,7 @@ def test_a_run_that_is_killed_before_the_judging_is_judged_when_it_goes_on(
 
 def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: alto.Task) -> None:
     """With the real judge: the question is asked between two tokens."""
-    ended: list[str] = []
-
-    def observe(entry: JournalEntry) -> None:
-        if isinstance(entry.event, JobCompleted):
-            ended.append(entry.event.job)
-
-    folder = Path(task.dataset).parent / "runs"
-    runs = runner.TaskRunner(observers=[observe], is_interrupted=lambda: len(ended) == 4)
-    with pytest.raises(TaskInterruptedError, match="with 0 of 4 jobs still to train"):
-        runs.begin(task, folder)
-    (run,) = folder.iterdir()
+    run = stopped_once_all_are_trained(task, 4)
     assert read_journal(run)[-1]["event"] == "task_interrupted"
     result = alto.Engine().resume(run)
     assert [score.job for score in result.finalists] == by_loss(result)[:3]
@@ -162,15 +130,15 @@ def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: 
 def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
     backbone = Backbone(random_llama(len(load_tokenizer())), load_tokenizer(), "tiny")
     rows = [
-        (Message("user", "1 plus 1?"), Message("assistant", "#### 2")),
-        (Message("user", "Who?"), Message("assistant", "Nobody.")),
-        (Message("text", "#### 3"),),
+        Conversation([Message("user", "1 plus 1?"), Message("assistant", "#### 2")]),
+        Conversation([Message("user", "Who?"), Message("assistant", "Nobody.")]),
+        Conversation([Message("text", "#### 3")]),
     ]
     assert len(FinalistJudge(rows, backbone, "tiny")._answers.prompts) == 1
     turned = [rows[1], rows[0], rows[0]]
     first = FinalistJudge(turned, backbone, "tiny", Scoring(scorer="exact_match", num_rows=1))
     assert len(first._answers.prompts) == 1, "the first of those that can be scored"
-    long = (Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2"))
+    long = Conversation([Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2")])
     said = r"select_by eval_accuracy: among the validation rows .* expected prompts shorter .* in row 2; .*select_by"
     with pytest.raises(DataError, match=said):
         FinalistJudge([*rows, long], backbone, "tiny")
@@ -180,7 +148,8 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
 
 def test_an_error_of_the_device_is_no_failure_of_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = Backbone(random_llama(len(load_tokenizer())), load_tokenizer(), "tiny")
-    judge = FinalistJudge([(Message("user", "1 plus 1?"), Message("assistant", "#### 2"))], backbone, "tiny")
+    row = Conversation([Message("user", "1 plus 1?"), Message("assistant", "#### 2")])
+    judge = FinalistJudge([row], backbone, "tiny")
 
     def fails(error: Exception) -> None:
         def rows(*_: object) -> None:

@@ -16,7 +16,7 @@ from tiny import load_tokenizer, make_task
 
 import alto
 from alto.backbone import load_network, resolve_model
-from alto.data import HeldoutRows, Message, Pair, encode_conversation, encode_prompt, read_heldout_rows
+from alto.data import Conversation, HeldoutRows, Message, Pair, encode_conversation, encode_prompt, read_heldout_rows
 from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
 from alto.evaluation import EvaluationSettings, measure
 from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
@@ -294,7 +294,9 @@ def test_several_adapters_are_measured_as_each_alone(adapter: SavedAdapter, rows
 def pairs(rows: HeldoutRows) -> HeldoutRows:
     """What was learned against another answer."""
     conversations = [row for row in rows.rows if not isinstance(row, Pair)]
-    rejected = [(*conversation[:-1], Message("assistant", "I do not know.")) for conversation in conversations]
+    rejected = [
+        Conversation((*conversation[:-1], Message("assistant", "I do not know."))) for conversation in conversations
+    ]
     pairs = [
         Pair(chosen=conversation, rejected=other) for conversation, other in zip(conversations, rejected, strict=True)
     ]
@@ -369,7 +371,8 @@ def test_gsm8k_goes_through(adapter: SavedAdapter) -> None:
 
 
 def test_predictions_are_generated_where_no_metric_needs_them(adapter: SavedAdapter, rows: HeldoutRows) -> None:
-    plain = dataclasses.replace(rows, rows=[(row[0], Message("assistant", "Five.")) for row in rows.rows[:2]])
+    others = [Conversation([row[0], Message("assistant", "Five.")]) for row in rows.rows[:2]]
+    plain = dataclasses.replace(rows, rows=others)
     found = run(adapter, plain, predictions=True, max_new_tokens=12)
     exact = run(adapter, rows, limit=2, baseline=True, max_new_tokens=12)
     assert (of_mine(found).exact_match, of_mine(found).num_correct, found.baseline) == (None, None, None)

@@ -11,22 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from judging import by_loss, stopped_once_all_are_trained, tune
 from peft import PeftModel
 from peft_adapters import save_with_peft
 from rich.console import Console
-from tiny import load_tokenizer, make_task, random_llama, read_journal, save_model
+from tiny import load_tokenizer, make_task, random_llama, read_journal
 from typer.testing import CliRunner
 
 import alto
 from alto.backbone import Backbone
 from alto.cli import app
-from alto.data import LabelledText, Message, Pair
+from alto.data import Conversation, LabelledText, Message, Pair
 from alto.engine import runner
 from alto.errors import DataError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.evaluation import Sampler, samples
 from alto.records import Judgement, Samples
 from alto.runs import JournalEntry, read_entries, read_history
-from alto.runs.events import JobCompleted, SamplesGenerated
+from alto.runs.events import SamplesGenerated
 from alto.views import final_summary
 from alto.views.plain import PlainView
 
@@ -35,18 +36,20 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 LENGTH = 6
 ROWS = [
-    (Message("user", "1 plus 1?"), Message("assistant", "It is 2.")),
-    (Message("text", "plain text alone"),),
-    (Message("user", "Who? " * 200), Message("assistant", "The prompt is longer than the model's positions.")),
-    (Message("user", "Say nothing."), Message("assistant", "  ")),
-    (Message("assistant", "A reply alone."),),
+    Conversation([Message("user", "1 plus 1?"), Message("assistant", "It is 2.")]),
+    Conversation([Message("text", "plain text alone")]),
+    Conversation(
+        [Message("user", "Who? " * 200), Message("assistant", "The prompt is longer than the model's positions.")]
+    ),
+    Conversation([Message("user", "Say nothing."), Message("assistant", "  ")]),
+    Conversation([Message("assistant", "A reply alone.")]),
     LabelledText("a text", None, 1),
     Pair(
-        chosen=(Message("user", "2 plus 2?"), Message("assistant", "It is 4.")),
-        rejected=(Message("user", "2 plus 2?"), Message("assistant", "Five.")),
+        chosen=Conversation([Message("user", "2 plus 2?"), Message("assistant", "It is 4.")]),
+        rejected=Conversation([Message("user", "2 plus 2?"), Message("assistant", "Five.")]),
     ),
-    (Message("text", "3 plus 3", is_context=True), Message("text", " is 6.")),
-    (Message("user", "never used"), Message("assistant", "as the first three are enough")),
+    Conversation([Message("text", "3 plus 3", is_context=True), Message("text", " is 6.")]),
+    Conversation([Message("user", "never used"), Message("assistant", "as the first three are enough")]),
 ]
 
 
@@ -128,11 +131,6 @@ def test_a_generation_that_fails_is_a_reason_and_what_the_caller_raises_is_raise
 # -- whole runs ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def task(tmp_path: Path, model: Path) -> alto.Task:
     return make_task(
@@ -142,14 +140,6 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
         num_samples=2,
         sample_max_new_tokens=4,
     )
-
-
-def tune(task: alto.Task, **settings: Any) -> alto.TaskResult:
-    return alto.Engine(output_dir=Path(task.dataset).parent / "runs", **settings).tune(task)
-
-
-def by_loss(result: alto.TaskResult) -> list[str]:
-    return [job.job for job in sorted(result.job_results, key=lambda job: job.best_validation_loss)]
 
 
 def test_a_run_records_and_shows_them(task: alto.Task) -> None:
@@ -261,17 +251,7 @@ def test_the_terminal_shows_them_within_its_width(task: alto.Task, width: int) -
 
 
 def test_a_run_that_is_stopped_while_they_are_generated_generates_them_when_it_is_resumed(task: alto.Task) -> None:
-    ended: list[str] = []
-
-    def observe(entry: JournalEntry) -> None:
-        if isinstance(entry.event, JobCompleted):
-            ended.append(entry.event.job)
-
-    folder = Path(task.dataset).parent / "runs"
-    runs = runner.TaskRunner(observers=[observe], is_interrupted=lambda: len(ended) == 3)
-    with pytest.raises(TaskInterruptedError, match="with 0 of 3 jobs still to train"):
-        runs.begin(task, folder)
-    (run,) = folder.iterdir()
+    run = stopped_once_all_are_trained(task, 3)
     assert not read_history(run).samples
     result = alto.Engine().resume(run)
     events = [entry.event for entry in entries_of(result) if isinstance(entry.event, SamplesGenerated)]

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import scoring_functions
+from judging import by_loss, stopped_once_all_are_trained, sums_task, tune
 from rich.console import Console
-from tiny import make_task, read_journal, save_model
+from tiny import read_journal
 from typer.testing import CliRunner
 
 import alto
@@ -21,39 +22,16 @@ from alto.errors import SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.evaluation import finalists
 from alto.evaluation.scorers import Answer, OnTurn, ScorerFailedError
 from alto.records import Judgement
-from alto.runs import JournalEntry, read_history
-from alto.runs.events import FinalistsJudged, JobCompleted
+from alto.runs import read_history
+from alto.runs.events import FinalistsJudged
 from alto.views import final_summary
 
-SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 LENGTH = {"scorer": "python", "function": "scoring_functions:length", "max_new_tokens": 8}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def task(tmp_path: Path, model: Path) -> alto.Task:
-    sums = tmp_path / "sums.jsonl"
-    rows = [{"question": f"{n} plus 1?", "answer": f"#### {n % 3}"} for n in range(20)]
-    sums.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return make_task(
-        tmp_path,
-        **{"model": str(model), "dataset": str(sums), "validation_dataset": str(sums), "max_steps": 2},
-        search_space=SPACE,
-        early_exit=False,
-        num_finalists=3,
-    )
-
-
-def tune(task: alto.Task) -> alto.TaskResult:
-    return alto.Engine(output_dir=Path(task.dataset).parent / "runs").tune(task)
-
-
-def by_loss(result: alto.TaskResult) -> list[str]:
-    return [job.job for job in sorted(result.job_results, key=lambda job: job.best_validation_loss)]
+    return sums_task(tmp_path, model, 20, num_finalists=3)
 
 
 def summary(run: str) -> str:
@@ -216,17 +194,7 @@ def test_a_failure_of_one_adapter_is_one_of_all(task: alto.Task, monkeypatch: py
 
 
 def test_a_run_that_is_stopped_while_a_function_works_is_judged_when_it_goes_on(task: alto.Task) -> None:
-    ended: list[str] = []
-
-    def observe(entry: JournalEntry) -> None:
-        if isinstance(entry.event, JobCompleted):
-            ended.append(entry.event.job)
-
-    folder = Path(task.dataset).parent / "runs"
-    runs = runner.TaskRunner(observers=[observe], is_interrupted=lambda: len(ended) == 4)
-    with pytest.raises(TaskInterruptedError):
-        runs.begin(task.replace(select_by=LENGTH), folder)
-    (run,) = folder.iterdir()
+    run = stopped_once_all_are_trained(task.replace(select_by=LENGTH), 4)
     assert not any(event["event"] == "finalists_judged" for event in read_journal(run))
     result = alto.Engine().resume(run, trust_remote_code=True)
     assert (len(result.finalists), result.scorer_failure) == (3, "")

@@ -16,7 +16,7 @@ from moe_models import MODELS, random_adapter
 from safetensors.torch import load_file
 
 from alto.backbone import resolve_model
-from alto.data import HeldoutRows, Message
+from alto.data import Conversation, HeldoutRows, Message
 from alto.errors import DataError, UnsupportedError
 from alto.evaluation import EvaluationSettings, measure
 from alto.evaluation.vllm import complete_with_vllm
@@ -155,7 +155,7 @@ def test_answers_are_judged_as_those_of_alto(monkeypatch: pytest.MonkeyPatch) ->
         return list(tokenizer(answers[request.lora_int_id], add_special_tokens=False)["input_ids"])
 
     monkeypatch.setattr(LLM, "reply", staticmethod(reply))
-    rows = [(Message("user", f"{n} plus 2?"), Message("assistant", f"#### {n + 2}")) for n in (1, 2, 1)]
+    rows = [Conversation([Message("user", f"{n} plus 2?"), Message("assistant", f"#### {n + 2}")]) for n in (1, 2, 1)]
     found = measure(
         {"a": adapter("a"), "b": adapter("b")},
         HeldoutRows(name="sums", rows=rows, max_length=100),

@@ -146,8 +146,6 @@ def begin_with(begun: torch.Tensor, rows: EncodedDataset) -> EncodedDataset:
     return EncodedDataset(
         input_ids=tuple(torch.cat([begun, ids]) for ids in rows.input_ids),
         targets=tuple(torch.cat([torch.full_like(begun, -100), target]) for target in rows.targets),
-        num_truncated=0,
-        num_skipped=0,
     )
 
 

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import torch
 from biased_models import llama
-from isolation import assert_micro_batches_change_nothing, assert_nan_stays_alone
+from isolation import (
+    assert_micro_batches_change_nothing,
+    assert_nan_stays_alone,
+    assert_step_is_that_of,
+    evaluations_beside,
+)
 from oracle import (
     SoloCpo,
     SoloPairs,
@@ -138,20 +143,14 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
     solos = [solo_of(job, base, trl) for job in bank.jobs]
     for _ in range(3):
         bank.step()
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
+    assert_step_is_that_of(solos, bank)
     bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are no rounding
-    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
-        solo.load(*state_of(bank, job))
-        expected = solo.evaluate(PAIRS.validation)
-        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+    for job, metrics, expected in evaluations_beside(solos, bank, PAIRS.validation):
         for metric, name_in_trl in METRICS.items():
-            assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
+            assert metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
         kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.objective.beta
-        assert worth.metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
-        assert abs(worth.metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
+        assert metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
+        assert abs(metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
 
 
 def test_without_a_reference_one_step_and_one_evaluation_in_company_equal_trl_alone(tmp_path: Path) -> None:
@@ -161,18 +160,12 @@ def test_without_a_reference_one_step_and_one_evaluation_in_company_equal_trl_al
     solos = [SoloCpo(base, PAIRS.train, job.config, trl=trl) for job in bank.jobs]
     for _ in range(3):
         bank.step()
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
-    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
-        solo.load(*state_of(bank, job))
-        expected = solo.evaluate(PAIRS.validation)
-        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+    assert_step_is_that_of(solos, bank)
+    for job, metrics, expected in evaluations_beside(solos, bank, PAIRS.validation):
         for metric, name_in_trl in METRICS.items():
-            assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
+            assert metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
         if job.config.objective.cpo_alpha:
-            assert worth.metrics["chosen_loss"] == pytest.approx(expected["nll_loss"], rel=LOSS_TOLERANCE)
+            assert metrics["chosen_loss"] == pytest.approx(expected["nll_loss"], rel=LOSS_TOLERANCE)
 
 
 def test_what_the_base_gives_replies_is_what_trls_own_reference_model_gives(trl: Any) -> None:
@@ -305,14 +298,8 @@ def test_magnitudes_and_biases_equal_trl_alone_whose_reference_has_none(trl: Any
     ]
     base, bank = llama(), Bank(llama(), dpo_task(configs), slots=[2, 4, 0, 1], data=PAIRS)
     bank.step()
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    worths = bank.trainer.evaluate(bank.jobs)
-    for job, state, worth in zip(bank.jobs, states, worths, strict=True):
-        solo = solo_of(job, base, trl)
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
-        solo.load(*state_of(bank, job))
-        expected = solo.evaluate(PAIRS.validation)
-        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+    solos = [solo_of(job, base, trl) for job in bank.jobs]
+    assert_step_is_that_of(solos, bank)
+    for _, metrics, expected in evaluations_beside(solos, bank, PAIRS.validation):
         for metric, name_in_trl in METRICS.items():
-            assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-4, abs=1e-5), metric
+            assert metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-4, abs=1e-5), metric

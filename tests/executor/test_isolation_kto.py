@@ -12,10 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from isolation import assert_micro_batches_change_nothing, assert_nan_stays_alone
+from isolation import (
+    assert_micro_batches_change_nothing,
+    assert_nan_stays_alone,
+    assert_step_is_that_of,
+    evaluations_beside,
+)
 from oracle import reference_model
 from oracle_kto import LABELLED, SoloKto, make_kto_trainer
-from resident_jobs import LOSS_TOLERANCE, Bank, assert_same_step, make_model, make_task, state_of
+from resident_jobs import Bank, assert_same_step, make_model, make_task, state_of
 from tiny import read_journal, run_task
 
 from alto.runs import RunDir
@@ -61,22 +66,16 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
         bank.step()
     far_from_the_base(bank)
     trl._metrics["eval"].clear()
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
+    assert_step_is_that_of(solos, bank)
     assert sum(kl > 1e-3 for kl in trl._metrics["eval"]["kl"]) >= 2, "no divergence was compared"
-    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
-        solo.load(*state_of(bank, job))
-        expected = solo.evaluate(LABELLED.validation)
-        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+    for _, metrics, expected in evaluations_beside(solos, bank, LABELLED.validation):
         for metric, name_in_trl in {
             "chosen_reward": "rewards/chosen",
             "rejected_reward": "rewards/rejected",
             "reward_margin": "rewards/margins",
             "kl": "kl",
         }.items():
-            assert worth.metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-4, abs=1e-5), metric
+            assert metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-4, abs=1e-5), metric
 
 
 @pytest.mark.parametrize("change", [{"shift": 2}, {"shift": 0}, {"beta": 0.51}, {"labels": True}])
@@ -156,8 +155,5 @@ def test_a_batch_whose_rows_have_one_label_is_that_of_trl(label: bool, trl: Any)
     bank = bank_of(JOBS, data=replace(LABELLED, train=data))
     bank.step()
     far_from_the_base(bank)
-    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
-    for job, state in zip(bank.jobs, states, strict=True):
-        solo = SoloKto(base, data, job.config, trl=trl, reference=reference_model(base))
-        solo.load(*state)
-        assert_same_step(found[job.id], solo.train_step())
+    solos = [SoloKto(base, data, job.config, trl=trl, reference=reference_model(base)) for job in bank.jobs]
+    assert_step_is_that_of(solos, bank)

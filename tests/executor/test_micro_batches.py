@@ -13,7 +13,7 @@ from alto.executor.micro_batches import MemoryEvent, MicroBatches, NoMemoryError
 
 LENGTHS = (40, 10, 30, 20)
 ROWS = tuple(torch.arange(length) for length in LENGTHS)
-DATASET = EncodedDataset(input_ids=ROWS, targets=ROWS, num_truncated=0, num_skipped=0)
+DATASET = EncodedDataset(input_ids=ROWS, targets=ROWS)
 WORK = [JobRows(DATASET, 0, (0, 1)), JobRows(DATASET, 1, (2, 3))]
 EVERY_ROW_ONCE = [(0, 0), (0, 1), (1, 2), (1, 3)]
 Jobs = Sequence[JobRows]

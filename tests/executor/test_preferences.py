@@ -46,9 +46,7 @@ def make_pairs(num_pairs: int, seed: int) -> EncodedDataset:
         input_ids.append(torch.cat([prompt, chosen, prompt[-1:], rejected]))
         targets.append(torch.cat([torch.full((length - 1,), -100), chosen, nothing, rejected, nothing]))
         spans.append((Span(length + size), Span(1 + size, length - 1)))
-    return EncodedDataset(
-        input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0, spans=tuple(spans)
-    )
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), spans=tuple(spans))
 
 
 DATA = TaskData(train=make_pairs(12, seed=5), validation=make_pairs(8, seed=105))

@@ -24,12 +24,9 @@ from alto.executor.profiling.sketch import RowLength, SpanLength, lengths_of, sy
 from alto.objectives import job_losses
 from alto.spec import Task
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture

@@ -25,12 +25,9 @@ from alto.records import UNSTEADY, TaskPlan, Throughput
 from alto.spec import Task
 from alto.views import plan_text
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 KEY = {"measured": "by hand"}
-
-
-@pytest.fixture(autouse=True)
-def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
 
 
 def with_spread(spread: float) -> Measured:

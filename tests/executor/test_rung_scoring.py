@@ -3,7 +3,6 @@ exits."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import resident_jobs
 from company import built
-from tiny import make_task, save_model
+from judging import sums_task
 
 import alto
 from alto.backbone import Backbone
@@ -27,25 +26,17 @@ from alto.runs.events import JobCompleted, JobExited, JournalEntry, RungScored, 
 from alto.views import choice_notes
 
 NUM_ROWS = 12
-SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 SPACE_JOBS = ("job-000", "job-001", "job-002", "job-003")
 EARLY_EXIT = {"rungs": [[0.5, 0.5]], "detect_overfitting": False, "detect_divergence": False, "min_kept": 2}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def task(tmp_path: Path, model: Path) -> alto.Task:
-    sums = tmp_path / "sums.jsonl"
-    rows = [{"question": f"{n} plus 1?", "answer": f"#### {n % 3}"} for n in range(NUM_ROWS)]
-    sums.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return make_task(
+    return sums_task(
         tmp_path,
-        **{"model": str(model), "dataset": str(sums), "validation_dataset": str(sums), "max_steps": 8},
-        search_space=SPACE,
+        model,
+        NUM_ROWS,
+        max_steps=8,
         early_exit=EARLY_EXIT,
         lr_scheduler_type="constant",
         keep="all",

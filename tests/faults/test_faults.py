@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from forks import run_code
 from journals import entries, event
-from tiny import curves_of, make_task, read_journal, save_model
+from tiny import curves_of, make_task, read_journal
 
 import alto
 from alto.early_exit import audit
@@ -31,11 +31,6 @@ from alto.runs.events import CheckpointSaved, JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 from queues import one_by_one, tiny_tasks
-from tiny import save_model
 from typer.testing import CliRunner
 
 import alto
@@ -27,11 +26,6 @@ from alto.report.pages import write_page
 from alto.runs import read_events
 
 LIMIT_BYTES = 2_000_000
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture

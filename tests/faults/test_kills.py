@@ -1,14 +1,25 @@
-"""A run that is killed at any instant, however often, ends with the winner, curves and files of one that was not."""
+"""Runs and shared executors killed at any instant, however often, end with the results of those that were not."""
 
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from budgets import kills
 from forks import run_code
+from shared_runs import SharedRuns, assert_as_alone, shared_tasks
+from tiny import save_model
+
+from alto.cluster import ExecutorEnded, Outcome
+from alto.cluster.local import LocalCluster
+from alto.engine.runner import TaskRunner
+from alto.spec import Task
 
 SEEDS = (1,)
 """Seeds of the instants; others by hand: each kill takes five seconds."""
@@ -43,3 +54,52 @@ def test_killed_runs_are_resumed_as_if_nothing_had_happened(seed: int, tmp_path:
     # What the instants were drawn from: hundreds of file operations, every journal line, every checkpoint's weights.
     assert outcome["counts"]["seen"]["file"] > 200
     assert outcome["counts"]["seen"]["line"] > 50
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Task]:
+    model = save_model(tmp_path_factory.mktemp("model"))
+    tasks = shared_tasks(model, tmp_path_factory.mktemp("rows"), checkpoint_interval_s=0.01)
+    return {**tasks, "dogwood": tasks["cedar"].replace(name="dogwood", early_exit={"enabled": True})}
+
+
+@pytest.fixture(scope="module")
+def alone(tasks: Mapping[str, Task], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
+    folder = tmp_path_factory.mktemp("alone")
+    return {name: TaskRunner().begin(task, folder).run_dir for name, task in tasks.items()}
+
+
+def killed_after(runs: SharedRuns, num_entries: int, attempt: int) -> bool:
+    """Kill the process once its tasks have written so many lines into their journals; whether they were not done by
+    then."""
+    if runs.until_written(num_entries, attempt):
+        os.kill(runs.pid, signal.SIGKILL)
+    return any(runs.until_ended(name, attempt).outcome is Outcome.LOST for name in runs.attached)
+
+
+@pytest.mark.slow("campaigns")
+def test_four_tasks_whose_process_is_killed_again_and_again(
+    tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path
+) -> None:
+    draw = random.Random(20)
+    num_kills, trial, wanted = 0, 0, kills(18)  # each takes two to five seconds
+    while num_kills < wanted:
+        trial += 1
+        (tmp_path / str(trial)).mkdir()
+        cluster = LocalCluster()
+        runs = SharedRuns(cluster, tmp_path / str(trial), tasks)
+        is_open, attempt = dict.fromkeys(tasks, True), 0
+        while any(is_open.values()):
+            attempt += 1
+            runs.attached = [name for name, open_ in is_open.items() if open_]
+            for name in runs.attached:
+                runs.attach(name, attempt)
+            num_kills += killed_after(runs, draw.randrange(0, 80) if num_kills < wanted else 10**9, attempt)
+            for name in runs.attached:
+                ended = runs.until_ended(name, attempt)
+                assert isinstance(ended, ExecutorEnded)
+                assert ended.outcome in (Outcome.LOST, Outcome.FINISHED), ended
+                is_open[name] = ended.outcome is Outcome.LOST
+        cluster.close()
+        for name in tasks:
+            assert_as_alone(runs.roots[name], alone[name])

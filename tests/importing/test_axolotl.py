@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_configs import write_configs
 
 from alto.errors import AltoError, SpecError, UnsupportedError
 from alto.importing import ImportedFile, import_file, imported_task
@@ -23,12 +22,6 @@ BASE: dict[str, Any] = {
     "val_set_size": 0.1,
     "warmup_steps": 5,
 }
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 def imported(folder: Path, **keys: Any) -> ImportedFile:

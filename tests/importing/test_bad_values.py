@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_configs import CONFIGS, DATASET_INFO, write_configs
+from foreign_configs import CONFIGS, DATASET_INFO
 
 from alto.errors import AltoError
 from alto.importing.draft import Draft
@@ -52,12 +52,6 @@ OTHER_KEYS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Keys that the configurations do not have, and that importers read themselves."""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 def spoilt(value: Any) -> Iterator[Any]:

@@ -5,24 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from foreign_configs import AXOLOTL_DPO, AXOLOTL_LORA, write_configs
+from foreign_configs import CONFIGS
 
 from alto.errors import SpecError
 from alto.importing import ImportedTask, import_file, imported_task
 from alto.spec import load_task
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
-
-
 def together(folder: Path, *changes: dict[str, str], overrides: tuple[str, ...] = ()) -> ImportedTask:
     """The task of Axolotl's configuration with each of ``changes`` of its lines."""
     files = []
     for number, changed in enumerate(changes):
-        text = AXOLOTL_LORA
+        text = CONFIGS["axolotl-lora.yml"][1]
         for old, new in changed.items():
             assert old in text
             text = text.replace(old, new)
@@ -104,7 +98,9 @@ def test_overrides_hold_for_every_configuration(folder: Path) -> None:
 
 def test_tools_may_differ(folder: Path) -> None:
     """Where they agree on everything that a task fixes."""
-    (folder / "more.yml").write_text(AXOLOTL_DPO.replace("rl_beta: 0.2", "rl_beta: 0.5"), encoding="utf-8")
+    (folder / "more.yml").write_text(
+        CONFIGS["axolotl-dpo.yml"][1].replace("rl_beta: 0.2", "rl_beta: 0.5"), encoding="utf-8"
+    )
     imported = imported_task([import_file(folder / "axolotl-dpo.yml"), import_file(folder / "more.yml")])
     assert imported.values["search_space"] == {"beta": [0.2, 0.5]}
     assert imported.to_yaml(folder).startswith(

@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_configs import DATASET_INFO, write_configs
+from foreign_configs import DATASET_INFO
 
 from alto.errors import AltoError, SpecError, UnsupportedError
 from alto.importing import ImportedFile, import_file, imported_task
 
 BASE: dict[str, Any] = {"model_name_or_path": "alto-tiny", "stage": "sft", "dataset": "identity", "val_size": 0.1}
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 def imported(folder: Path, **keys: Any) -> ImportedFile:

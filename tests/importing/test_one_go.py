@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_configs import CONFIGS, LOCAL_ROWS, write_configs
+from foreign_configs import CONFIGS, LOCAL_ROWS
 from optional import needs_bitsandbytes
 from safetensors.torch import load_file
 from tiny import read_journal
@@ -197,12 +197,6 @@ NAMES = [
     )
     for name in SAID
 ]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 def localise(file: Path) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from foreign_configs import write_configs
 from tiny import load_tokenizer
 from trl_rows import trl_row
 
@@ -23,12 +22,6 @@ BASE: dict[str, Any] = {
     "lora_target_modules": "all-linear",
     "assistant_only_loss": True,
 }
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(write_configs(tmp_path / "work"))
-    return tmp_path / "work"
 
 
 def imported(folder: Path, *overrides: str, **keys: Any) -> ImportedFile:

@@ -10,7 +10,7 @@ import torch
 from adapter_groups import Group
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_backends import BACKENDS
+from kernel_backends import BACKENDS, lowbias32
 from torch import Tensor
 
 from alto.kernels import DropoutKey, TokenSchedule, torch_backend
@@ -23,15 +23,6 @@ CPU = torch.device("cpu")
 def kept(key: DropoutKey = KEY, number: int = 2, num_tokens: int = 300, num_features: int = 200) -> Tensor:
     """One where an element is kept, ``[T, K]`` float64."""
     return (dropout_factor(key, number, num_tokens, num_features, CPU) != 0).double()
-
-
-def lowbias32(x: int) -> int:
-    """The published hash, on plain integers."""
-    x ^= x >> 16
-    x = x * 0x7FEB352D % 2**32
-    x ^= x >> 15
-    x = x * 0x846CA68B % 2**32
-    return x ^ x >> 16
 
 
 def is_kept(key: DropoutKey, number: int, token: int, feature: int) -> bool:

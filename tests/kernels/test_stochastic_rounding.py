@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_backends import BACKENDS
+from kernel_backends import BACKENDS, lowbias32
 from torch import Tensor
 
 from alto.kernels import RowParts, choose_backend, rounding_key
@@ -17,15 +17,6 @@ from alto.kernels.stochastic_rounding import _CHUNK, MomentRounding, random_bits
 
 NAN, INF = float("nan"), float("inf")
 CPU, REFERENCE = torch.device("cpu"), choose_backend("reference")
-
-
-def lowbias32(x: int) -> int:
-    """The published hash, on plain integers."""
-    x ^= x >> 16
-    x = x * 0x7FEB352D % 2**32
-    x ^= x >> 15
-    x = x * 0x846CA68B % 2**32
-    return x ^ x >> 16
 
 
 @given(seed=st.integers(0, 2**64 - 1), step=st.integers(1, 2**32 - 1), column=st.integers(0, 2**40))

@@ -1,16 +1,24 @@
-"""The kernels as compiled for GPUs that are not here: what they take is what ``docs/kernels-compiled.md`` says."""
+"""The kernels as compiled for GPUs that are not here: which variants there are, and what they take."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from alto.kernels import DropoutKey, TokenSchedule
+from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule
+from alto.spec import JobConfig
 from tools.occupancy import resident_programs
 
 ROOT = Path(__file__).parents[2]
@@ -111,3 +119,127 @@ def test_how_many_programs_a_multiprocessor_holds(
     registers: int, shared: int, num_warps: int, arch: int, programs: int
 ) -> None:
     assert resident_programs(registers=registers, shared=shared, num_warps=num_warps, arch=arch) == programs
+
+
+RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 64)
+MODULES = tuple(
+    TargetModule(name=name, in_features=64, out_features=width)
+    for name, width in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32), ("o_proj", 64))
+)
+SHARED = (("q_proj", "k_proj", "v_proj"),)
+DROPOUT = DropoutKey(probability=0.1, seed=1, step=2)
+KERNELS = {"shrink", "expand", "dy", "dx", "da", "square_sums", "total_norms", "summed_norms", "adamw"}
+
+
+class Launches:
+    """Stands in for a kernel: of every launch it keeps what Triton would look for among what it has compiled."""
+
+    def __init__(self, kernel: Any) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import make_backend
+        from triton.runtime.jit import JITFunction, create_function_from_signature
+
+        # Interpreted where there is no GPU: then it keeps what it was made with.
+        known = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self._key = create_function_from_signature(known.signature, known.params, backend)
+        self.keys: set[str] = set()
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            _, specialisation, options = self._key(*args, **kwargs)
+            self.keys.add(f"{specialisation} {sorted(options.items())}")
+
+        return launch
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
+    from alto.kernels import triton_backend
+
+    found = {name: Launches(getattr(triton_backend, f"{name}_kernel")) for name in KERNELS}
+    for name, kernel in found.items():
+        monkeypatch.setattr(triton_backend, f"{name}_kernel", kernel)
+    return found
+
+
+class Slots:
+    """A bank whose groups are computed by the Triton backend."""
+
+    def __init__(self, ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch, *, rank_step: int) -> None:
+        from alto.kernels import triton_backend
+
+        layout = BankLayout(modules=MODULES, max_rank=max(ranks), rank_step=rank_step, shared_inputs=SHARED)
+        self.ops = triton_backend
+        self.bank = AdapterBank(layout, 3)
+        self.bank.keep_square_sums(triton_backend.gradient_tiles(torch.float32, torch.float32))
+        self.groups = [self.bank.operands(index, index) for index in range(len(layout.groups))]
+        monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: triton_backend)
+        self.optimizer = SlotAdamW(self.bank, ["adamw_torch"])
+
+    def admit(self, residents: Sequence[tuple[int, tuple[TargetModule, ...]]]) -> None:
+        for slot in list(self.bank._places):
+            self.bank.release(slot)
+        for slot, (rank, targets) in enumerate(residents):
+            self.bank.occupy(slot, AdapterShape(rank=rank, targets=targets))
+
+    def step(self, num_tokens: Sequence[int]) -> None:
+        slots = range(len(num_tokens))
+        schedule = TokenSchedule.build(slots, num_tokens, [2.0] * len(num_tokens), [DROPOUT] * len(num_tokens))
+        for operands in self.groups:
+            x_TK = torch.zeros(sum(num_tokens), operands.in_features)
+            ys = [torch.zeros(sum(num_tokens), width) for width in operands.out_features]
+            s_TQ = self.ops.grouped_shrink(x_TK, operands, schedule)
+            self.ops.grouped_expand(s_TQ, operands, ys, schedule)
+            self.ops.grouped_backward(x_TK, s_TQ, ys, operands, torch.zeros_like(x_TK), schedule)
+        self.optimizer.gradient_norms(slots)
+        self.bank.complete_gradients(slots)
+        norms = self.optimizer.gradient_norms(slots)
+        self.optimizer.step([SlotUpdate(slot=slot, config=JobConfig(), learning_rate=1e-3) for slot in slots], norms)
+
+
+def companies() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
+    """One to three of the ranks at a time, on all modules and on some."""
+    targets = itertools.cycle((MODULES, MODULES[:1], MODULES[1:], MODULES[::3]))
+    for size in (1, 2, 3):
+        for ranks in itertools.combinations(RANKS, size):
+            yield [(rank, next(targets)) for rank in ranks]
+
+
+def test_whoever_comes_and_goes_nothing_is_compiled_again(
+    launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots(RANKS, monkeypatch, rank_step=1)
+    numbers = itertools.cycle((1, 2, 15, 16, 17, 64, 100, 128, 1000))
+    compiled: dict[str, list[int]] = defaultdict(list)
+    slots.admit([(8, MODULES)] * 3)
+    slots.step([5, 16, 1])
+    for name, kernel in launches.items():
+        compiled[name].append(len(kernel.keys))
+    for residents in companies():
+        slots.admit(residents)
+        slots.step([next(numbers) for _ in residents])
+    for name, kernel in launches.items():
+        compiled[name].append(len(kernel.keys))
+    assert all(first == last > 0 for first, last in compiled.values()), dict(compiled)
+
+
+def test_ranks_divisible_by_eight_move_whole_vectors(
+    launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slots = Slots([8, 16], monkeypatch, rank_step=8)
+    slots.admit([(8, MODULES), (16, MODULES[:2])])
+    assert [operands.alignment for operands in slots.groups] == [8, 8]
+
+
+def test_the_order_in_which_squares_are_summed_is_compiled_in_without_the_sizes_of_rows(
+    launches: dict[str, Launches],
+) -> None:
+    """Which thread adds which numbers follows from how many of them lie together: had another job's row length a part
+    in that, it would decide the last bits of this one's norm."""
+    from alto.kernels import triton_backend
+
+    rows_ZP = torch.zeros(2, 40_016)
+    for sizes in ([40_000, 16], [40_001, 16], [40_002, 16], [40_003, 7], [40_004, 1]):
+        triton_backend.row_norms(rows_ZP, [0, 1], sizes)
+    assert len(launches["square_sums"].keys) == len(launches["total_norms"].keys) == 1

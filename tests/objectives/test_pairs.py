@@ -26,7 +26,7 @@ from alto.objectives import (
     find_objective,
     job_losses,
     micro_batch_terms,
-    reference_log_probs,
+    reference_sums,
 )
 from alto.spec import JobConfig
 from alto.spec.method import find_method
@@ -278,7 +278,7 @@ def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: l
         assert torch.equal(gradient, expected)
         assert index == 1 or torch.equal(beside_nan, expected)
         assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in company)
-        for name in objective.metrics:
+        for name in objective.method.entry.metrics:
             assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in company), name
 
 
@@ -310,9 +310,7 @@ def test_a_reply_that_is_certain_has_finite_odds_and_gradients() -> None:
 
 @pytest.mark.parametrize("method", ["dpo", "orpo"])
 def test_rows_with_one_reply_are_refused(method: str) -> None:
-    conversation = EncodedDataset(
-        input_ids=(torch.tensor([1, 2, 3]),), targets=(torch.tensor([2, 3, -100]),), num_truncated=0, num_skipped=0
-    )
+    conversation = EncodedDataset(input_ids=(torch.tensor([1, 2, 3]),), targets=(torch.tensor([2, 3, -100]),))
     with pytest.raises(DataError, match=f"method {method}: expected preference pairs"):
         find_objective(method).check(conversation, [])
     with pytest.raises(DataError, match="method sft: expected rows that are conversations"):
@@ -332,7 +330,7 @@ def test_a_prompt_that_both_replies_share_changes_no_loss_and_no_gradient(
         jobs = [JobRows(pairs, slot, tuple(range(first, first + 3))) for slot, first in enumerate((0, 12, 30))]
         batch = collate(jobs)
         with torch.no_grad():
-            references = reference_log_probs(backbone, batch)
+            references = reference_sums(backbone, batch)[0]
         batch = replace(batch, references_Q2=references, job_references=batch.job_rows)
         bank, run = adapted(backbone)
         results.append((references, run(DPO, batch, configs), bank.grads_ZP))

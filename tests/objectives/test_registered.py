@@ -332,9 +332,7 @@ def test_jobs_of_the_one_on_conversations_train_in_company_as_they_do_alone(
 
 def test_the_one_on_conversations_refuses_replies_of_one_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     packages.install(tmp_path, FOCAL, monkeypatch)
-    short = EncodedDataset(
-        input_ids=(torch.tensor([1, 2]),), targets=(torch.tensor([2, -100]),), num_truncated=0, num_skipped=0
-    )
+    short = EncodedDataset(input_ids=(torch.tensor([1, 2]),), targets=(torch.tensor([2, -100]),))
     with pytest.raises(DataError, match=r"^focal: expected replies of several tokens, found rows with one each"):
         find_objective("focal").check(short, [])
 

@@ -30,7 +30,7 @@ def make_dataset() -> EncodedDataset:
         target[length // 2] = ids[length // 2 + 1]
         input_ids.append(ids)
         targets.append(target)
-    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets))
 
 
 DATA = make_dataset()

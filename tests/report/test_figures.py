@@ -158,20 +158,20 @@ def test_a_rung_is_drawn_where_a_job_could_be():
 def test_an_open_stay_lasts_until_now(small_run):
     history = RunHistory.of(entries(small_run[:4]))
     figure = occupancy_figure(history, job_table(history).rows)
-    assert (figure.unit, figure.gaps) == ("seconds", [])
-    assert [bar["y"] for bar in figure.traces] == [["slot 0", "slot 1"]]
-    assert figure.traces[0]["base"] == [1.0, 2.0]
-    assert figure.traces[0]["x"] == [2.0, 1.0]
+    assert (figure["xTitle"], figure["gaps"]) == ("seconds since the start", [])
+    assert [bar["y"] for bar in figure["traces"]] == [["slot 0", "slot 1"]]
+    assert figure["traces"][0]["base"] == [1.0, 2.0]
+    assert figure["traces"][0]["x"] == [2.0, 1.0]
 
 
 def test_time_in_which_nobody_worked_is_cut_out_and_marked(interrupted_run):
     history = RunHistory.of(entries(interrupted_run))
     figure = occupancy_figure(history, job_table(history).rows)
-    assert figure.unit == "seconds"
-    assert figure.gaps == [(8.0, "interrupted for 1 h 00 min")]
+    assert figure["xTitle"] == "seconds since the start, interruptions cut out"
+    assert figure["gaps"] == [(8.0, "interrupted for 1 h 00 min")]
     stays = sorted(
         (slot, start, length)
-        for bar in figure.traces
+        for bar in figure["traces"]
         for slot, start, length in zip(bar["y"], bar["base"], bar["x"], strict=True)
     )
     # Job a from second 1 to 7 and the clone from 11 in slot 0; job b until the interruption and after it in slot 1.
@@ -183,7 +183,7 @@ def test_a_clock_set_back_makes_no_negative_bar(small_run):
         event["time"] -= 7200
     history = RunHistory.of(entries(small_run))
     figure = occupancy_figure(history, job_table(history).rows)
-    numbers = [number for bar in figure.traces for number in (*bar["x"], *bar["base"])]
+    numbers = [number for bar in figure["traces"] for number in (*bar["x"], *bar["base"])]
     assert len(numbers) == 8
     assert min(numbers) >= 0
 
@@ -191,9 +191,9 @@ def test_a_clock_set_back_makes_no_negative_bar(small_run):
 def test_lanes_are_named_by_rank_where_there_are_several(ranked_run):
     history = RunHistory.of(entries(ranked_run))
     figure = occupancy_figure(history, job_table(history).rows)
-    assert figure.lanes == ["rank 0, slot 0", "rank 0, slot 1", "rank 1, slot 0", "rank 1, slot 1"]
+    assert figure["lanes"] == ["rank 0, slot 0", "rank 0, slot 1", "rank 1, slot 0", "rank 1, slot 1"]
     of_job: dict[str, list[str]] = {}
-    for bar in figure.traces:
+    for bar in figure["traces"]:
         for job, lane in zip(bar["text"], bar["y"], strict=True):
             of_job.setdefault(job, []).append(lane)
     assert of_job == {
@@ -201,4 +201,4 @@ def test_lanes_are_named_by_rank_where_there_are_several(ranked_run):
         "b": ["rank 0, slot 1", "rank 1, slot 1"],
         "c": ["rank 1, slot 0", "rank 0, slot 0", "rank 1, slot 0"],
     }
-    assert all("in rank" not in hover for bar in figure.traces for hover in bar["customdata"])
+    assert all("in rank" not in hover for bar in figure["traces"] for hover in bar["customdata"])

@@ -99,7 +99,7 @@ def test_time_in_which_no_process_ran_the_queue_is_in_no_number(interrupted_queu
     queue = QueueHistory.of(entries(interrupted_queue))
     found = _context(queue, tmp_path)
     assert queue.duration_s == 40.0
-    assert [(row.planned_start_s, row.start_s, row.spent_s) for row in found["rows"]] == [
+    assert [(row["planned_start_s"], row["start_s"], row["spent_s"]) for row in found["rows"]] == [
         (0.0, 0.0, 20.0), (20.0, 0.0, 20.0), (20.0, 20.0, 20.0),
     ]  # fmt: skip
     assert [queue.worked_s(plan.at) for plan in queue.plans] == [0.0, 10.0, 20.0]
@@ -129,7 +129,7 @@ def test_without_an_interruption_the_page_says_nothing_of_it(interrupted_queue, 
 
 
 def test_attempts_are_numbered_by_order_though_the_journal_counts_anew(interrupted_queue, tmp_path):
-    attempts = _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"][1].attempts
+    attempts = _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"][1]["attempts"]
     assert [attempt.split(":")[0] for attempt in attempts] == ["1 on local", "2 on local"]
 
 
@@ -160,9 +160,9 @@ def test_each_task_has_its_winner_and_what_it_saved(interrupted_queue, page_of, 
     page = page_of(interrupted_queue)
     assert '<td class="winner">d<span class="detail">lr 2e-4 · r 8</span></td>' in page
     assert '<td class="number">57.5 %</td>' in page, "of the task a: 2,300 of 4,000"
-    rows = {row.task.task: row for row in _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"]}
-    assert (rows["a"].winner, rows["b"].winner, rows["c"].winner) == ("d", "b", "")
-    assert (rows["c"].saved_share, rows["c"].hours) == (None, None)
+    rows = {row["task"].task: row for row in _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"]}
+    assert (rows["a"]["winner"], rows["b"]["winner"], rows["c"]["winner"]) == ("d", "b", "")
+    assert (rows["c"]["saved_share"], rows["c"]["hours"]) == (None, None)
 
 
 def test_savings_of_all_tasks_are_added(interrupted_queue, small_run, tmp_path, monkeypatch):
@@ -173,11 +173,11 @@ def test_savings_of_all_tasks_are_added(interrupted_queue, small_run, tmp_path, 
         (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in small_run))
     queue = QueueHistory.of(entries(interrupted_queue))
     found = _context(queue, tmp_path)["savings"]
-    assert (found.samples_trained, found.samples_budgeted, found.share) == (3400, 8000, 0.575)
+    assert (found["samples_trained"], found["samples_budgeted"], found["share"]) == (3400, 8000, 0.575)
     # Each took 24 seconds for 1,700 samples, and saved 2,300.
-    assert found.saved_h == pytest.approx(2 * 24 / 3600 * 2300 / 1700)
-    assert found.cost is None
-    assert _context(queue, tmp_path, 3600.0)["savings"].cost == pytest.approx(2 * 24 * 2300 / 1700)
+    assert found["saved_h"] == pytest.approx(2 * 24 / 3600 * 2300 / 1700)
+    assert found["cost"] is None
+    assert _context(queue, tmp_path, 3600.0)["savings"]["cost"] == pytest.approx(2 * 24 * 2300 / 1700)
 
 
 def test_a_queue_whose_tasks_have_not_begun_has_saved_nothing(interrupted_queue, page_of, tmp_path):

@@ -19,7 +19,7 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "data/source.py": {"train"},  # splits of datasets
     "data/task_data.py": {"train"},
     "executor/recovery.py": {"train"},  # a split of the data
-    "data/task_rows.py": {"train"},
+    "data/tokenize.py": {"train"},
     "executor/cache.py": {"measured"},  # a key of the cache
     "cli/show.py": {"measuring"},  # what the time of a run went into
     "views/wording.py": {"measuring"},

@@ -1,4 +1,4 @@
-"""Typed events and their codec: strict when writing, tolerant when reading."""
+"""Events of journals: what is written is what is read, and damaged lines are named."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from enum import StrEnum
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -15,20 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.errors import RunError
-from alto.records import ExitReason, Gpu, Placement, Rung
-from alto.runs import Journal, read_entries
+from alto.records import ExitReason, FinalistScore, Gpu, Placement, Rung
+from alto.runs import Journal, JournalTail, RunHistory, read_entries, read_events, read_intact_events
 from alto.runs.events import (
     FORMAT,
     WIRE_NAMES,
     CheckpointSaved,
     Event,
     ExecutorStarted,
+    FinalistsJudged,
     GpusOffered,
     JobEvaluated,
     JobExited,
     JobResumed,
     JournalEntry,
     QueueStarted,
+    RungScored,
     SavedJob,
     SchedulePlanned,
     TaskCompleted,
@@ -331,3 +334,58 @@ def test_gpus_are_pairs_on_the_wire() -> None:
 def test_an_object_that_is_no_event_is_refused() -> None:
     with pytest.raises(TypeError, match="Rung"):
         encode(lines(UnknownEvent(name="x", fields={"value": Rung})))
+
+
+@pytest.mark.parametrize("time", ["NaN", "1e18", "-1", "1e999", '"x"', "true", "null", "[]", "1" + "0" * 400])
+def test_a_time_that_is_none_damages_its_line(tmp_path: Path, time: str) -> None:
+    path = tmp_path / "journal.jsonl"
+    lines = [json.dumps({"seq": seq, "time": 10.0 + seq, "event": "x"}) for seq in range(3)]
+    lines[1] = f'{{"seq": 1, "time": {time}, "event": "x"}}'
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with pytest.raises(RunError, match="line 2 of 3 is not one"):
+        read_events(path)
+    assert [event["seq"] for event in read_intact_events(path)] == [0]
+    assert [entry.seq for entry in JournalTail(path).read()] == [0, 2]
+
+
+OLD = {
+    "seq": 7,
+    "time": 5.0,
+    "event": "finalists_judged",
+    "scores": [{"job": "a", "num_correct": 1, "num_questions": 8}, {"job": "b", "num_correct": 5, "num_questions": 8}],
+}
+SCORE = FinalistScore(job="a", num_questions=3, mean=0.5, interval=(0.25, 0.75), rows=(0.25, 0.5, 0.75))
+
+
+def test_a_line_of_version_0_1_is_read_and_written_back() -> None:
+    entry = decode(OLD)
+    assert isinstance(entry.event, FinalistsJudged)
+    assert [score.score for score in entry.event.scores] == [0.125, 0.625]
+    assert (entry.event.scorer, entry.event.failure, entry.unknown) == ("", "", {})
+    assert encode(entry) == OLD
+    history = RunHistory.of([entry])
+    assert (history.scorer, history.scorer_failure, len(history.finalists)) == ("eval_accuracy", "", 2)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        FinalistsJudged(scores=(SCORE,), scorer="python"),
+        FinalistsJudged(scores=(), scorer="http", failure="https://judge.example: status 500, 3 times"),
+        RungScored(rung=1, progress=0.2, scores=(SCORE,), scorer="python"),
+        RungScored(rung=0, progress=0.1, scores=(), scorer="python", failure="score: row 1: it raised KeyError"),
+    ],
+)
+def test_an_event_is_written_and_read_back(event: Any) -> None:
+    entry = JournalEntry(seq=1, time=2.0, event=event)
+    again = decode(encode(entry))
+    assert again == entry
+    history = RunHistory.of([again])
+    if isinstance(event, RungScored):
+        assert history.rung_scores == [event]
+    else:
+        assert (history.finalists, history.scorer, history.scorer_failure) == (
+            event.scores,
+            event.scorer,
+            event.failure,
+        )

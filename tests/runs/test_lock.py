@@ -1,4 +1,4 @@
-"""The lock of a run: one process holds it, and knows when the file it holds is not the one that others would lock."""
+"""The lock of a run and its lease: one process writes a run, and notices when it may no longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from alto.base.files import LockFile, scratch_folder
 from alto.errors import RunBusyError
 from alto.runs import Answer, Journal, Mailbox, RunDir, read_entries, read_events
-from alto.runs.events import CheckpointSaved
+from alto.runs.events import CheckpointSaved, TaskInterrupted
 
 
 @pytest.fixture
@@ -183,3 +183,42 @@ def test_the_folders_of_killed_processes_are_removed_by_the_next_one(
     holders[2].communicate("")
     assert holders[2].returncode == 0
     assert not live.exists()
+
+
+NEWS = TaskInterrupted(training=("job-000",))
+
+
+def test_a_run_without_leases_is_written(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with run.locked(), Journal(run.journal_file, check=run.check_lock) as journal:
+        journal.append(NEWS)
+    assert len(run.journal_file.read_text().splitlines()) == 1
+
+
+def test_a_process_that_began_before_the_lease_writes_no_more(tmp_path: Path) -> None:
+    before, after = RunDir(tmp_path), RunDir(tmp_path)
+    after.lease(1)
+    with before.locked(), Journal(before.journal_file, check=before.check_lock) as journal:
+        journal.append(NEWS)
+        after.lease(2)
+        known = before.journal_file.read_bytes()
+        with pytest.raises(RunBusyError, match=r"expected lease 1 of .* found 2: another process was given the run"):
+            journal.append(NEWS)
+        assert before.journal_file.read_bytes() == known
+
+
+def test_a_process_that_begins_after_the_lease_writes(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for number in (1, 2):
+        run.lease(number)
+        with run.locked(), Journal(run.journal_file, check=run.check_lock) as journal:
+            journal.append(NEWS)
+    assert len(run.journal_file.read_text().splitlines()) == 2
+
+
+def test_the_first_lease_ends_those_that_had_none(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    with run.locked():
+        RunDir(tmp_path).lease(1)
+        with pytest.raises(RunBusyError, match="expected lease none"):
+            run.check_lock()

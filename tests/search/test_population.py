@@ -1,10 +1,10 @@
-"""Who continues for whom in a population, and with which settings."""
+"""Who continues for whom in a population, and which jobs end within a budget."""
 
 from __future__ import annotations
 
 import pytest
 
-from alto.search import forks_of, population_rungs
+from alto.search import Need, beyond_budget, forks_of, population_rungs
 
 CONFIG = {"learning_rate": 1e-3, "weight_decay": 0.1, "lora_dropout": 0.0}
 
@@ -72,3 +72,19 @@ def test_without_a_job_that_trains_nothing_is_copied() -> None:
 )
 def test_points_of_exchange(interval: float, expected: tuple[float, ...]) -> None:
     assert population_rungs(interval) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("needs", "ended"),
+    [
+        ({}, ()),
+        ({"a": 0.5, "b": 0.5}, ()),
+        ({"a": 0.96, "b": 0.2}, ("b",)),  # the leader needs all that is left
+        ({"a": 1.2, "b": 0.5, "c": 1.1}, ("a", "c")),  # cannot be finished any more
+        ({"a": 1.2, "b": 0.96, "c": 0.5}, ("a", "c")),
+        ({"a": 1.2, "b": 1.1}, ("b",)),  # none can be finished: the best of them trains on
+    ],
+)
+def test_jobs_end_for_the_leader(needs: dict[str, float], ended: tuple[str, ...]) -> None:
+    margins = {job: Need(share=share, reserved=share + 0.05) for job, share in needs.items()}
+    assert beyond_budget(tuple(needs), margins) == ended

@@ -1,4 +1,4 @@
-"""How a service starts, what it logs and counts, and its keys on the command line."""
+"""How a service starts, what it logs and counts, its settings, and its keys on the command line."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from services import served
 from typer.testing import CliRunner
 
 from alto.cli.app import app
-from alto.errors import ServiceError
+from alto.errors import ServiceError, UnknownKeyError
 from alto.service.serve import configure_logs, listening, serve
-from alto.service.settings import ServiceSettings
+from alto.service.settings import ServiceSettings, load_settings
 from alto.service.store.tables import LeaderRow
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -134,3 +134,26 @@ def test_keys_are_listed_with_their_state(tmp_path: Path, monkeypatch: pytest.Mo
 def test_merged_weights_need_nothing_beside_the_extra() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert any(each.startswith("peft") for each in extras["service"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prt: 1", "the settings file has the unknown key 'prt'. Did you mean 'port'?"),
+        ("colour: red", "the settings file has the unknown key 'colour'. Known keys are artefacts, cluster, "),
+        ("vllm: {urll: 'http://a', base_model: b}", "vllm has the unknown key 'urll'. Did you mean 'url'?"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_those_that_there_are(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text(text)
+    with pytest.raises(UnknownKeyError) as caught:
+        load_settings(path, {})
+    assert str(caught.value).startswith(message)
+
+
+def test_settings_of_a_server_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("port: 1\nvllm: {url: 'http://a', base_model: b}")
+    found = load_settings(path, {"port": 2})
+    assert (found.port, found.vllm and found.vllm.url) == (2, "http://a")

@@ -158,7 +158,7 @@ def test_every_field_is_covered_by_a_table():
     rest |= {"target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"}
     rest |= {"rank_pattern", "alpha_pattern"}
     rest |= {"bias", "use_dora"}  # tests/lora/test_extras.py
-    rest |= {"modules_to_save"}  # tests/lora/test_whole_modules.py
+    rest |= {"modules_to_save"}  # tests/lora/test_vocabulary.py
     assert set(OUTSIDE) | rest == set(JOB_FIELDS)
 
 

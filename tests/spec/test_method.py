@@ -7,14 +7,14 @@ import re
 import pytest
 
 from alto.errors import SpecError, UnknownKeyError
-from alto.spec.method import OWN_METHODS, find_method, learns_from_pairs
+from alto.spec.method import OWN_METHODS, find_method
 from alto.spec.objective_settings import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
 
 
 def test_methods_of_alto() -> None:
     assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo", "kto", "classification", "regression")
     assert [name for name in OWN_METHODS if find_method(name).entry.needs_reference] == ["dpo", "kto"]
-    assert [name for name in OWN_METHODS if learns_from_pairs(name)] == ["dpo", "orpo", "cpo"]
+    assert [name for name in OWN_METHODS if find_method(name).entry.is_paired] == ["dpo", "orpo", "cpo"]
     assert [name for name in OWN_METHODS if find_method(name).entry.problem_types] == ["classification", "regression"]
 
 

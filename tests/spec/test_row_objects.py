@@ -14,12 +14,9 @@ import pytest
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec import Task
 
+pytestmark = pytest.mark.usefixtures("empty_cache")
+
 ROWS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(1, 7)]
-
-
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
 
 
 def make_task(**keys: Any) -> Task:

@@ -35,9 +35,12 @@ SLOW_KINDS = {
 """Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
 
 QUICK_EXAMPLES = 10
-FULL_EXAMPLES = 25
+FULL_EXAMPLES = 15
 NIGHTLY_EXAMPLES = 100
 """Examples that hypothesis tries: without an option, with ``--all``, and with ``--nightly``."""
+
+_WHOLE_EXAMPLES = 25
+"""The budget from which on a test with a number of examples of its own tries all of them."""
 
 _LONG_S = 20.0
 
@@ -55,8 +58,8 @@ def load_budget(num_examples: int) -> None:
 
 
 def examples(full: int) -> int:
-    """How many examples to try now, where ``--all`` tries ``full``; at least five."""
-    return min(full, max(5, full * settings.default.max_examples // FULL_EXAMPLES))
+    """How many examples to try now, where ``--nightly`` tries ``full``; at least five."""
+    return min(full, max(5, full * settings.default.max_examples // _WHOLE_EXAMPLES))
 
 
 def kills(nightly: int) -> int:

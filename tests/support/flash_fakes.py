@@ -81,9 +81,8 @@ def early_varlen_attn(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Any:
     """Compute the function of torch.nn.attention.varlen before it had ``enable_gqa`` and ``num_splits``."""
-    bounds = _Bounds(cu_seq_q, cu_seq_k, max_q, max_k)
-    output, normaliser = _attend(query, key, value, bounds, scale, window_size, 0.0)
-    return (output, normaliser) if return_aux is not None and return_aux.lse else output
+    known = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
+    return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **known, enable_gqa=True, num_splits=1)
 
 
 def flash_attention_backward(

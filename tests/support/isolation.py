@@ -3,7 +3,7 @@ step's rows into micro-batches does not matter; parking loses no bit; and dropou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from oracle import SoloJob
 from resident_jobs import DATA, LOSS_TOLERANCE, Bank, assert_same_step, make_task, state_of
 from transformers import PreTrainedModel
 
+from alto.data import EncodedDataset
+from alto.executor import JobState
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.kernels import DropoutKey
 from alto.kernels.dropout import dropout_factor
@@ -24,7 +26,9 @@ __all__ = [
     "assert_continues_to_the_last_bit",
     "assert_micro_batches_change_nothing",
     "assert_nan_stays_alone",
+    "assert_step_is_that_of",
     "compare_dropped",
+    "evaluations_beside",
 ]
 
 
@@ -55,6 +59,29 @@ def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1, poison: st
     assert poisoned[broken.id].loss != poisoned[broken.id].loss, "the victim itself must be NaN, or nothing was shown"
     for job, *worths in zip(banks[0].jobs, *(bank.trainer.evaluate(bank.jobs) for bank in banks), strict=True):
         assert (worths[0] == worths[1]) == (job.id != broken.id)
+
+
+def assert_step_is_that_of(solos: Sequence[Any], bank: Bank) -> None:
+    """The next step of every job of ``bank`` is that of its solo, from equal state."""
+    states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
+    for job, solo, state in zip(bank.jobs, solos, states, strict=True):
+        solo.load(*state)
+        assert_same_step(found[job.id], solo.train_step())
+
+
+def evaluations_beside(
+    solos: Sequence[Any], bank: Bank, rows: EncodedDataset
+) -> Iterator[tuple[JobState, dict[str, float], dict[str, float]]]:
+    """Evaluate all jobs of ``bank`` and, from equal state, their solos on ``rows``; their losses are the same.
+
+    Returns:
+        For every job its metrics in the bank, and what its solo finds.
+    """
+    for job, solo, worth in zip(bank.jobs, solos, bank.trainer.evaluate(bank.jobs), strict=True):
+        solo.load(*state_of(bank, job))
+        expected = solo.evaluate(rows)
+        assert worth.loss == pytest.approx(expected["loss"], rel=LOSS_TOLERANCE)
+        yield job, worth.metrics, expected
 
 
 def assert_micro_batches_change_nothing(whole: Bank, split: Bank) -> None:

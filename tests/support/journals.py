@@ -16,6 +16,24 @@ from alto.runs.events import JournalEntry, decode
 Event = dict[str, Any]
 START = 1_763_635_000.0
 SAMPLES = 1000
+PROFILE = {
+    "is_cached": True,
+    "profile_s": 1.0,
+    "memory": {
+        "fixed_bytes": 1.0, "bytes_per_token": 1.0, "capacity_bytes": 1, "margin": 0.9, "error_median": 0.0,
+        "error_worst": 0.0, "points": [],
+    },
+    "throughput": {"step_s": 0.1, "job_s": 0.1, "token_s": 0.1, "eval_token_s": 0.1, "points": []},
+    "slot_bytes": 1,
+    "max_slots": 2,
+    "max_tokens_per_step": 64,
+    "max_tokens_per_pass": 64,
+    "gradient_checkpointing": False,
+    "peak_bytes": 1,
+    "duration_s": 900.0,
+    "expected_duration_s": 100.0,
+}  # fmt: skip
+"""Facts of the event ``profile``: 100 seconds are expected."""
 
 
 def entry(event: Event) -> JournalEntry:

@@ -18,7 +18,16 @@ from torch import Tensor
 from alto.errors import UnsupportedError
 from alto.kernels import LoraOperands, choose_backend
 
-__all__ = ["BACKENDS", "TRITON"]
+__all__ = ["BACKENDS", "TRITON", "lowbias32"]
+
+
+def lowbias32(x: int) -> int:
+    """The published hash, on plain integers."""
+    x ^= x >> 16
+    x = x * 0x7FEB352D % 2**32
+    x ^= x >> 15
+    x = x * 0x846CA68B % 2**32
+    return x ^ x >> 16
 
 
 class OnGpu:

@@ -33,8 +33,6 @@ def labelled(num_rows: int, seed: int, labels: LabelSet) -> EncodedDataset:
     return EncodedDataset(
         input_ids=rows.input_ids,
         targets=tuple(targets),
-        num_truncated=0,
-        num_skipped=0,
         classes=tuple(_label(ids, labels) for ids in rows.input_ids),
         label_set=labels,
     )

@@ -99,7 +99,7 @@ def _rotated(dataset: EncodedDataset, rows: Sequence[int], shift: int) -> Encode
     for prompt, reply in zip(prompts, replies, strict=True):
         input_ids.append(torch.tensor(prompt + reply))
         targets.append(torch.tensor([-100] * (len(prompt) - 1) + reply + [-100]))
-    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets))
 
 
 def make_kto_trainer(folder: Path) -> Any:

@@ -32,9 +32,7 @@ def make_pairs(num_pairs: int, seed: int, *, vocabulary: int = 160) -> EncodedDa
         input_ids.append(torch.cat([prompt, chosen, prompt[-1:], rejected]))
         targets.append(torch.cat([torch.full((shared,), IGNORED), *map(_predicting, (chosen, rejected))]))
         spans.append((Span(num_prompt + len(chosen)), Span(1 + len(rejected), shared)))
-    return EncodedDataset(
-        input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0, spans=tuple(spans)
-    )
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), spans=tuple(spans))
 
 
 def laid_out_whole(dataset: EncodedDataset) -> EncodedDataset:

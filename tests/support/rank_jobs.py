@@ -205,6 +205,19 @@ def an_adapter_on_embeddings_is_refused(saved: str) -> None:
         Slots(sharded(make_model("llama"), ranks), task, ranks)
 
 
+def _assert_two_steps_are_those_of(alone: Bank, slots: Slots) -> None:
+    """Each from equal state."""
+    for _ in range(2):
+        for job, local_slot in slots.here(slots.jobs):
+            mine = next(other for other in alone.jobs if other.id == job.id)
+            slots.trainer.bank.write(local_slot, alone.trainer.bank.read(mine.slot))
+            slots.trainer.optimizer.write(local_slot, job.config.optim, alone.trainer.optimizer.read(mine.slot))
+        found, expected = slots.step(), alone.step()
+        assert found
+        for name, facts in found.items():
+            assert_same_step(facts, expected[name])
+
+
 def _steps_are_those_of_one_process(
     folder: str, method: str, jobs: list[dict[str, object]], data: TaskData, saved: str | None
 ) -> None:
@@ -223,15 +236,7 @@ def _steps_are_those_of_one_process(
             found, expected = (getattr(known, split).references for known in (slots.data, alone.data))
             assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
         assert not ranks.is_first or len(list(Path(folder).glob("references/*.json"))) == 2
-        for _ in range(2):
-            for job, local_slot in slots.here(slots.jobs):
-                mine = next(other for other in alone.jobs if other.id == job.id)
-                slots.trainer.bank.write(local_slot, alone.trainer.bank.read(mine.slot))
-                slots.trainer.optimizer.write(local_slot, job.config.optim, alone.trainer.optimizer.read(mine.slot))
-            found, expected = slots.step(), alone.step()
-            assert found
-            for job, facts in found.items():
-                assert_same_step(facts, expected[job])
+        _assert_two_steps_are_those_of(alone, slots)
         worths = zip(slots.trainer.evaluate(slots.jobs), alone.trainer.evaluate(alone.jobs), strict=True)
         for worth, expected_worth in worths:
             assert math.isclose(worth.loss, expected_worth.loss, rel_tol=1e-4)
@@ -247,15 +252,7 @@ def steps_of_a_mixture_are_those_of_one_process() -> None:
         alone = Bank(build_mixture("mixtral", vocab_size=VOCABULARY), task)
         model = sharded(build_mixture("mixtral", vocab_size=VOCABULARY), ranks)
         slots = Slots(model, task, ranks, is_data_parallel=is_data_parallel)
-        for _ in range(2):
-            for job, local_slot in slots.here(slots.jobs):
-                mine = next(other for other in alone.jobs if other.id == job.id)
-                slots.trainer.bank.write(local_slot, alone.trainer.bank.read(mine.slot))
-                slots.trainer.optimizer.write(local_slot, job.config.optim, alone.trainer.optimizer.read(mine.slot))
-            found, expected = slots.step(), alone.step()
-            assert found
-            for job, facts in found.items():
-                assert_same_step(facts, expected[job])
+        _assert_two_steps_are_those_of(alone, slots)
 
 
 def a_job_that_goes_nan_changes_no_other_by_one_bit() -> None:

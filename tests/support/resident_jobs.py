@@ -90,7 +90,7 @@ def make_dataset(num_rows: int, seed: int) -> EncodedDataset:
         target[length // 2 : -1] = ids[length // 2 + 1 :]
         input_ids.append(ids)
         targets.append(target)
-    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0)
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets))
 
 
 DATA = TaskData(train=make_dataset(28, seed=1), validation=make_dataset(6, seed=2))

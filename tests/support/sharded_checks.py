@@ -229,8 +229,6 @@ def inside_vocabulary(dataset: EncodedDataset) -> EncodedDataset:
     return EncodedDataset(
         input_ids=tuple(ids % VOCABULARY for ids in dataset.input_ids),
         targets=tuple(torch.where(ids >= 0, ids % VOCABULARY, ids) for ids in dataset.targets),
-        num_truncated=0,
-        num_skipped=0,
     )
 
 

@@ -1,4 +1,4 @@
-"""The recordings on which policies are judged: their plans, and parts that are joined."""
+"""The recordings on which policies are judged, and the committed lengths of GSM8K's rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import pytest
 
 from alto import Task
 from alto.early_exit import Recording
+from benchmarks.kernels.lengths import row_lengths
 from tools import record_sweeps
+from tools.make_row_lengths import derive
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,3 +33,14 @@ def test_jobs_of_parts_are_counted_through() -> None:
     joined = record_sweeps.join(parts)
     assert [job.job for job in joined.jobs] == [f"job-{number:03d}" for number in range(5)]
     assert [job.evaluations for job in joined.jobs] == [job.evaluations for job in whole.jobs[:5]]
+
+
+SHARED = Path(__file__).parents[3] / "shared"
+
+
+def test_committed_lengths_are_those_of_the_data() -> None:
+    data, gpt2 = SHARED / "data" / "gsm8k" / "train.jsonl", SHARED / "tokenizers" / "gpt2"
+    if not data.exists() or not gpt2.exists():
+        pytest.skip(f"needs GSM8K at {data} and GPT-2's tokenizer at {gpt2}")
+    for tokenizer, found in derive(data, gpt2).items():
+        assert tuple(found) == row_lengths(tokenizer)

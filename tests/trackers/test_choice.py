@@ -1,4 +1,4 @@
-"""``report_to``: what may be written, which trackers it comes to, and what is said of a tool that is not there."""
+"""``report_to``: what may be written, which trackers it comes to, and what is kept of a tool's ids."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from alto.errors import SpecError, UnsupportedError
 from alto.spec import Task, load_task
 from alto.spec.task import TRACKERS
 from alto.trackers import choice, chosen_trackers
+from alto.trackers.base import StoredRuns
 
 
 def task(**changes: Any) -> Task:
@@ -79,3 +80,19 @@ def test_key_survives_the_task_file(tmp_path: Path, report_to: Any) -> None:
 def test_key_refuses(report_to: Any) -> None:
     with pytest.raises(SpecError, match=r"report_to should be .*tensorboard, mlflow, wandb, trackio, found .*Write"):
         task(report_to=report_to)
+
+
+def test_nothing_is_known_of_a_new_run(tmp_path: Path) -> None:
+    stored = StoredRuns(tmp_path, "mlflow")
+    assert stored.id_of("job-000") is None
+    assert stored.ended_at("job-000") == 0
+
+
+def test_what_is_kept_is_there_when_the_run_is_resumed(tmp_path: Path) -> None:
+    stored = StoredRuns(tmp_path, "mlflow")
+    stored.set_id("run", "f00d")
+    stored.set_id("job-000", "beef")
+    stored.set_ended("job-000", 30)
+    again = StoredRuns(tmp_path, "mlflow")
+    assert (again.id_of("run"), again.id_of("job-000"), again.ended_at("job-000")) == ("f00d", "beef", 30)
+    assert StoredRuns(tmp_path, "wandb").id_of("run") is None

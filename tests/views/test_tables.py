@@ -1,16 +1,23 @@
+"""Tables of jobs in the terminal, and scores of answers in them and in the report."""
+
 from __future__ import annotations
 
+import io
 import math
 
 import pytest
 from journals import entries
+from rich.console import Console
 
 from alto.early_exit.patterns import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
 from alto.early_exit.policy import select
-from alto.records import LossPoint, Standing
+from alto.records import FinalistScore, LossPoint, Standing
+from alto.report.report import write_report
 from alto.runs import JobHistory, RunHistory, Stage
 from alto.runs.progress import exit_totals
 from alto.views.tables import explain_exit, job_table
+from alto.views.terminal import final_summary
+from alto.views.wording import format_score
 
 
 def exited(reason, evidence, **fields) -> JobHistory:
@@ -131,3 +138,32 @@ def test_the_table_of_a_run_that_repeats_seeds_counts_configurations(small_run):
         job["configuration"] = f"of {job['job']}"
     rows = {row.job: row.explanation for row in job_table(RunHistory.of(entries(small_run))).rows}
     assert rows["b"] == "rank 3 of 3 configurations at 10 %: 2 kept"
+
+
+@pytest.mark.parametrize(
+    ("score", "text"),
+    [
+        (None, "–"),
+        (FinalistScore(job="a", num_questions=8, num_correct=4), "50 %"),
+        (FinalistScore(job="a", num_questions=8, num_correct=4, mean=0.5, interval=(0.2, 0.8)), "50 % (20–80 %)"),
+        (FinalistScore(job="a", num_questions=8, mean=0.7134), "0.713"),
+        (FinalistScore(job="a", num_questions=8, mean=-1.5, interval=(-2.0, -1.0)), "-1.5 (-2–-1)"),
+    ],
+)
+def test_a_score_in_a_narrow_column(score: FinalistScore | None, text: str) -> None:
+    assert format_score(score) == text
+
+
+@pytest.mark.parametrize("is_scored", [True, False])
+def test_jobs_that_were_scored_have_a_column(is_scored: bool, judged_run, small_run, write_run) -> None:
+    events = judged_run if is_scored else small_run
+    table = job_table(RunHistory.of(entries(events)))
+    assert table.has_scores == is_scored
+    scored = {row.job: row.score for row in table.rows if row.raw_score is not None}
+    assert scored == ({"d": "12 %", "c": "62 %"} if is_scored else {})
+    page = write_report(write_run(events)).read_text(encoding="utf-8")
+    assert (">score<" in page) == is_scored
+    console = Console(width=160, record=True, file=io.StringIO())
+    history = RunHistory.of(entries(events))
+    console.print(final_summary(history))
+    assert ("62 %" in console.export_text()) == is_scored

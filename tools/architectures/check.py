@@ -147,7 +147,7 @@ def _make_data(vocabulary: int) -> TaskData:
         target = torch.full_like(row, -100)
         target[len(row) // 3 : -1] = row[len(row) // 3 + 1 :]
         targets.append(target)
-    dataset = EncodedDataset(input_ids=tuple(rows), targets=tuple(targets), num_truncated=0, num_skipped=0)
+    dataset = EncodedDataset(input_ids=tuple(rows), targets=tuple(targets))
     return TaskData(train=dataset, validation=dataset)
 
 

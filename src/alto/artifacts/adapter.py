@@ -34,7 +34,6 @@ def export_best(
     """Copy the winner's best adapter into the run's ``best/`` and describe it there.
 
     Args:
-        result: Result of the task.
         best_of_job: The winner's own ``best/`` folder, in PEFT's format.
         base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: Names from the task, for the card.

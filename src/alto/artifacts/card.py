@@ -26,7 +26,6 @@ def card_header(base_model: str, *, library: str, pipeline: str, tags: Sequence[
     Args:
         base_model: The argument of ``from_pretrained``; an empty one omits the key.
         library, pipeline: ``library_name`` and ``pipeline_tag``.
-        tags: The tags, in any order.
     """
     lines = [f"base_model: {json.dumps(base_model)}"] if base_model else []
     lines += [f"library_name: {library}", f"pipeline_tag: {pipeline}", "tags:"]

@@ -32,7 +32,6 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
     """Return the command that serves an adapter on its base model with vLLM.
 
     Args:
-        folder: The export folder.
         is_stacked: Whether the adapter has stacked experts that vLLM can read only as separate matrices.
 
     Returns:
@@ -65,11 +64,6 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
     return shlex.join(command), tuple(notes)
 
 
-def model_command(winner: Winner, folder: Path) -> str:
-    """Return the command that serves the merged model in ``folder`` with vLLM."""
-    return shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
-
-
 def gguf_command(file: Path) -> str:
     """Return the command that serves a GGUF file with llama.cpp."""
     return shlex.join(["llama-server", "--jinja", "-m", str(file)])
@@ -87,11 +81,7 @@ def _trust(winner: Winner) -> list[str]:
 
 
 def check_free(folder: Path) -> None:
-    """Check that ``folder`` does not exist or is an empty folder.
-
-    Raises:
-        RunExistsError: It is a file, or a folder with files.
-    """
+    """Check that ``folder`` does not exist or is an empty folder."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -166,37 +156,24 @@ def adapter_card(winner: Winner, form: ExportForm, use: ModelUse) -> str:
 LoRA adapter for `{winner.base_model}`, rank {winner.adapter.rank}, exported by {_BY}.{how}"""
 
 
-def merged_card(winner: Winner, difference: float, what: str, use: ModelUse) -> str:
-    """Return the card of a merged model for transformers.
+def merged_card(winner: Winner, difference: float, what: str, *, library: str, pipeline: str, how: str) -> str:
+    """Return the card of a merged model.
 
     Args:
-        winner: The adapter that was merged.
         difference: Relative difference between the merged model's logits in float32 and those of the adapter on its
             base model.
         what: A description of the files.
+        library, pipeline: See :func:`card_header`.
+        how: How the model is run, in a block of code.
     """
-    text = _merged_text(winner, difference, what)
-    return f"{_model_header(winner, 'transformers', use.pipeline)}{text}\n{use.merged_code()}"
-
-
-def gguf_card(winner: Winner, difference: float, file_name: str) -> str:
-    """Return the card of a merged model in a GGUF file; ``difference`` is the same as in :func:`merged_card`."""
-    text = _merged_text(winner, difference, f"`{file_name}`, for llama.cpp")
-    return f"{_model_header(winner, 'gguf', 'text-generation')}{text}\n{_shell(gguf_command(Path(file_name)))}"
-
-
-def _model_header(winner: Winner, library: str, pipeline: str) -> str:
     base = winner.base_model if is_hub_id(winner.base_model) else ""
-    return card_header(base, library=library, pipeline=pipeline, tags=["alto", "lora"])
-
-
-def _merged_text(winner: Winner, difference: float, what: str) -> str:
-    return f"""
+    return f"""{card_header(base, library=library, pipeline=pipeline, tags=["alto", "lora"])}
 # {winner.name}
 
 `{winner.base_model}` with a LoRA adapter of rank {winner.adapter.rank} merged into its weights by {_BY}: {what}.
 Merged in float32; the logits differ from those of the base model with the adapter by {difference:.1e} (relative).
-"""
+
+{how}"""
 
 
 def _shell(command: str) -> str:
@@ -213,11 +190,6 @@ def write_adapter_folder(winner: Winner, form: ExportForm, folder: Path) -> None
 
     Args:
         form: ``adapter``: a copy that names the base model as ``winner`` does; or ``per_expert``.
-        folder: An existing folder.
-
-    Raises:
-        UnsupportedError: ``form`` is ``per_expert``, and the adapter cannot be, or need not be, written in this form.
-        ModelError: The base model's configuration or tokenizer cannot be read.
     """
     source = winner.adapter.folder
     for name in _KEPT if form == "per_expert" else (*_FILES, *_KEPT):
@@ -363,11 +335,13 @@ def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> Exp
     with new_folder(folder) as fresh:
         cast: Any = model
         cast.to(dtype).save_pretrained(fresh)
-        card = merged_card(winner, difference, what, save_tokenizer(winner, fresh))
+        use = save_tokenizer(winner, fresh)
+        card = merged_card(
+            winner, difference, what, library="transformers", pipeline=use.pipeline, how=use.merged_code()
+        )
         (fresh / "README.md").write_text(card, encoding="utf-8")
-    return ExportResult(
-        form="merged", folder=str(folder), files=(), command=model_command(winner, folder), difference=difference
-    )
+    command = shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
+    return ExportResult(form="merged", folder=str(folder), files=(), command=command, difference=difference)
 
 
 def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
@@ -375,14 +349,17 @@ def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> Expor
     described = GgufModel.of(winner, settings.gguf)
     model, difference = merged_model(winner)
     tensors = described.tensors(model)
+    file = described.file_name
+    what, how = f"`{file}`, for llama.cpp", _shell(gguf_command(Path(file)))
     with new_folder(folder) as fresh:
-        described.write(fresh / described.file_name, tensors)
-        (fresh / "README.md").write_text(gguf_card(winner, difference, described.file_name), encoding="utf-8")
+        described.write(fresh / file, tensors)
+        card = merged_card(winner, difference, what, library="gguf", pipeline="text-generation", how=how)
+        (fresh / "README.md").write_text(card, encoding="utf-8")
     return ExportResult(
         form="gguf",
         folder=str(folder),
         files=(),
-        command=gguf_command(folder / described.file_name),
+        command=gguf_command(folder / file),
         difference=difference,
         notes=described.notes,
     )

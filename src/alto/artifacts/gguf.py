@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -37,11 +37,7 @@ _YARN_SPEEDS = ("beta_fast", "beta_slow")
 
 
 def architecture_of(config: PreTrainedConfig) -> str:
-    """Return llama.cpp's name of the architecture that ``config`` describes.
-
-    Raises:
-        UnsupportedError: ALTO cannot write this architecture, or llama.cpp computes one of its features differently.
-    """
+    """Return llama.cpp's name of the architecture that ``config`` describes."""
     kind = config.model_type
     if kind not in _ARCHITECTURES or not type(config).__module__.startswith("transformers."):
         raise _unsupported(f"a base model of the kinds {', '.join(_ARCHITECTURES)}", repr(kind))
@@ -157,6 +153,7 @@ def _unsupported(expected: str, found: str) -> UnsupportedError:
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
@@ -185,12 +182,8 @@ class _Splitter:
 _SPLITTERS: Mapping[str, _Splitter] = {
     "gpt-2": _Splitter(lambda: ByteLevel(add_prefix_space=False, use_regex=True)),
     "smollm": _Splitter(lambda: _split_by(r"\p{N}", then_as_gpt2=True)),
-    "llama-bpe": _Splitter(
-        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), True
-    ),
-    "dbrx": _Splitter(
-        lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"), False
-    ),
+    "llama-bpe": _Splitter(lambda: _split_by(_LLAMA3), True),
+    "dbrx": _Splitter(lambda: _split_by(_LLAMA3), False),
     "qwen2": _Splitter(lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}")),
     "tekken": _Splitter(lambda: _split_by(_TEKKEN), None),
 }
@@ -214,10 +207,6 @@ def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
         writer: A ``gguf.GGUFWriter``.
         tokenizer: A tokenizer of transformers.
         vocab_size: Number of rows of the model's embeddings; rows without a token become unused tokens ``[PAD…]``.
-
-    Raises:
-        UnsupportedError: The tokenizer is not a byte-level BPE, or splits texts or adds special tokens in a way that
-            llama.cpp cannot.
     """
     import gguf
 
@@ -236,7 +225,9 @@ def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
         kinds[index] = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
     writer.add_token_list(texts)
     writer.add_token_types(kinds)
-    writer.add_token_merges([_as_text(merge) for merge in state["model"]["merges"]])
+    # Older files store the two parts of a merge as one text.
+    merges = state["model"]["merges"]
+    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
     for name in _NAMED:
         index = getattr(tokenizer, f"{name}_token_id", None)
         if index is not None:
@@ -281,11 +272,6 @@ def _pieces(splitter: PreTokenizer) -> list[str]:
     return [piece for piece, _ in splitter.pre_tokenize_str(_TEXT)]
 
 
-def _as_text(merge: Any) -> str:
-    """Return both parts of a merge joined with a space; older files already store merges in this form."""
-    return merge if isinstance(merge, str) else " ".join(merge)
-
-
 def _marks(tokenizer: Any) -> tuple[bool, bool]:
     """Return whether the tokenizer adds the BOS token to every text, and whether it adds the EOS token."""
     bare, marked = (tokenizer("a", add_special_tokens=is_marked)["input_ids"] for is_marked in (False, True))
@@ -313,11 +299,7 @@ _BIASED: Mapping[str, tuple[str, ...]] = {
 
 
 def check_writable() -> None:
-    """Check that GGUF files can be written here.
-
-    Raises:
-        UnsupportedError: The package gguf is not installed.
-    """
+    """Check that GGUF files can be written here."""
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -345,11 +327,7 @@ class GgufModel:
 
     @classmethod
     def of(cls, winner: Winner, type: GgufType) -> Self:
-        """Return the description of the merged model of ``winner``; no weights are read.
-
-        Raises:
-            UnsupportedError: The base model, its tokenizer or the adapter has a feature that ALTO cannot write.
-        """
+        """Return the description of the merged model of ``winner``; no weights are read."""
         import gguf
 
         if winner.adapter.has_head:
@@ -412,14 +390,7 @@ class GgufModel:
         return found
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Write the file; tensors are converted one at a time.
-
-        Args:
-            tensors: See :meth:`tensors`.
-
-        Raises:
-            OSError: The disk is full or cannot be written.
-        """
+        """Write the file; tensors are converted one at a time."""
         from gguf.quants import quantize
 
         writer = self._writer
@@ -431,8 +402,8 @@ class GgufModel:
             writer.write_header_to_file(path)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, data in _arrays(tensors):
-                writer.write_tensor_data(quantize(data, kinds[name]))
+            for name, weight in tensors.items():
+                writer.write_tensor_data(quantize(weight.to(torch.float32).cpu().numpy(), kinds[name]))
             writer.flush()
         finally:
             writer.close()
@@ -456,11 +427,6 @@ class GgufModel:
         if weight.ndim == 1 or name.endswith("_norm.weight"):
             return Kind.F32
         return Kind.Q8_0 if self.type == "q8_0" and weight.shape[-1] % 32 == 0 else Kind.F16
-
-
-def _arrays(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-    for name, weight in tensors.items():
-        yield name, weight.to(torch.float32).cpu().numpy()
 
 
 def _layout(shape: tuple[int, ...], kind: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

@@ -22,11 +22,7 @@ Merging rounds every weight once, which causes a difference below 1e-5.
 
 
 def check_mergeable() -> None:
-    """Check that adapters can be merged here.
-
-    Raises:
-        UnsupportedError: PEFT is not installed, or cannot be imported.
-    """
+    """Check that adapters can be merged here."""
     try:
         with silent_peft():
             import peft  # noqa: F401

@@ -32,16 +32,11 @@ def write_tool_config(winner: Winner, tool: ForeignTool, fresh: Path, folder: Pa
     """Write the configuration of ``tool`` that trains the job of ``winner``.
 
     Args:
-        winner: An adapter of a run.
         fresh: The folder in which files are written.
         folder: The final path of ``fresh``.
 
     Returns:
         The command that starts training; and notices, as sentences, one for each setting that the tool does not have.
-
-    Raises:
-        SpecError: The adapter does not come from a run.
-        UnsupportedError: The tool cannot train with the method, or cannot read the dataset.
     """
     task, config = winner.task, winner.config
     if task is None or config is None or winner.rows is None:

@@ -29,12 +29,7 @@ def repository_fault(name: str) -> str:
 
 
 def check_pushable(repository: str) -> None:
-    """Check, before anything is written, that ``repository`` can be pushed to.
-
-    Raises:
-        SpecError: It is not a valid repository name.
-        HubError: There is no token, or the hub does not accept it.
-    """
+    """Check, before anything is written, that ``repository`` can be pushed to."""
     fault = repository_fault(repository)
     if fault:
         raise SpecError(
@@ -85,7 +80,6 @@ class Winner:
         is_base_named: Whether the caller named the base model.
         named_labels: Labels of its classification head, if it has a head and they are known.
         task: The task of its run; None for an adapter from a folder.
-        config: Configuration of its job; None for an adapter from a folder.
         rows: Layout of the task's rows; None if it is not needed.
         data: ``form`` and ``of_messages`` of its rows, as in a run's journal; empty if unknown.
     """

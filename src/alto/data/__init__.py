@@ -2,7 +2,9 @@
 
 from alto.data.batch import (
     BatchTotals,
+    DataOrder,
     JobRows,
+    MixtureOrder,
     PassSize,
     TokenBatch,
     collate,
@@ -11,45 +13,35 @@ from alto.data.batch import (
     share_rows,
     split_into_micro_batches,
 )
-from alto.data.cached_rows import preview_rows, read_task_rows
 from alto.data.dataset import IGNORED, EncodedDataset, HeadStore, Span, Unread, digest_of, running_digests
 from alto.data.encode import EncodedRow, encode_conversation, encode_prompt
-from alto.data.encoders import encode_dataset, encode_pairs
-from alto.data.messages import (
-    Conversation,
-    ConversationWithTools,
-    LabelledConversation,
-    LabelledText,
-    Message,
-    Pair,
-    Row,
-)
-from alto.data.reading import HeldoutRows, read_heldout_rows
-from alto.data.source import DataOrder, sample_rows, split_rows
-from alto.data.task_data import EvaluationSplit, MixtureOrder, TaskData
-from alto.data.task_rows import ReadRows, TaskRows, encode_rows
+from alto.data.messages import Conversation, LabelledText, Message, Pair, Row
+from alto.data.preview import preview_rows
+from alto.data.reading import CachedRows, HeldoutRows, read_heldout_rows, read_task_rows
+from alto.data.source import sample_rows, split_rows
+from alto.data.task_data import EvaluationSplit, TaskData
 from alto.data.template import ChatTemplate
+from alto.data.tokenize import Encoding, TaskRows, tokenize
 
 __all__ = [
     "IGNORED",
     "BatchTotals",
+    "CachedRows",
     "ChatTemplate",
     "Conversation",
-    "ConversationWithTools",
     "DataOrder",
     "EncodedDataset",
     "EncodedRow",
+    "Encoding",
     "EvaluationSplit",
     "HeadStore",
     "HeldoutRows",
     "JobRows",
-    "LabelledConversation",
     "LabelledText",
     "Message",
     "MixtureOrder",
     "Pair",
     "PassSize",
-    "ReadRows",
     "Row",
     "Span",
     "TaskData",
@@ -60,10 +52,7 @@ __all__ = [
     "digest_of",
     "dummy_batch",
     "encode_conversation",
-    "encode_dataset",
-    "encode_pairs",
     "encode_prompt",
-    "encode_rows",
     "mismatched_rows",
     "preview_rows",
     "read_heldout_rows",
@@ -73,4 +62,5 @@ __all__ = [
     "share_rows",
     "split_into_micro_batches",
     "split_rows",
+    "tokenize",
 ]

@@ -1,13 +1,15 @@
-"""Padding-free batches: the rows of many jobs, concatenated into one row of tokens.
+"""The rows of each step of a job, and padding-free batches: the rows of many jobs, concatenated into one row of tokens.
 
 Shapes: ``T`` tokens, ``S`` positions that predict a trained token, ``J`` jobs of the batch, ``Q`` pairs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +19,100 @@ from alto.records import LabelSet, RowLabel
 
 _LEAST_SHARED = 8
 """Minimum number of shared tokens; sharing fewer costs as much as it saves."""
+
+
+class DataOrder:
+    """The rows of each step of a job: every epoch has its own shuffle, which depends only on seed and epoch.
+
+    The last batch of an epoch holds the remaining rows, as in Hugging Face's Trainer. The rows of any step can be
+    computed at any time, so a job that is parked or resumed needs no random state.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+        self._num_rows = num_rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._epoch = -1
+        self._rows_N = torch.empty(0, dtype=torch.int64)
+
+    def rows_of_step(self, step: int) -> list[int]:
+        """Return the row numbers of the step with 0-based index ``step``."""
+        epoch, position = divmod(step, -(-self._num_rows // self._batch_size))
+        if epoch != self._epoch:
+            self._epoch, self._rows_N = epoch, self._rows_of_epoch(epoch)
+        rows: list[int] = self._rows_N[position * self._batch_size :][: self._batch_size].tolist()
+        return rows
+
+    def _rows_of_epoch(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        return torch.randperm(self._num_rows, generator=generator)
+
+
+def mixture_counts(num_rows: int, shares: Sequence[float]) -> list[int]:
+    """Return the number of rows of every source in an epoch: its share of ``num_rows``.
+
+    Numbers are rounded so that they add up to ``num_rows`` (largest remainders; the first source wins a tie).
+
+    Args:
+        shares: Share of every source; they sum to 1.
+    """
+    exact = [num_rows * share for share in shares]
+    counts = [math.floor(value + 1e-9) for value in exact]
+    left = num_rows - sum(counts)
+    by_remainder = sorted(
+        (index for index, share in enumerate(shares) if share > 0), key=lambda index: counts[index] - exact[index]
+    )
+    for index in itertools.islice(itertools.cycle(by_remainder), left):
+        counts[index] += 1
+    return counts
+
+
+class MixtureOrder(DataOrder):
+    """The rows of each step of a job, drawn from sources by its own weights.
+
+    An epoch has as many rows as all sources together, whatever the weights; every source has its share of them
+    (:func:`mixture_counts`). The rows of a source are an endless stream of shuffles, and every epoch continues the
+    stream where the epoch before stopped. So a source that is smaller than its share repeats in new shuffles, and a
+    larger source gives other rows in later epochs. The rows of an epoch are shuffled together.
+
+    Args:
+        sizes: Number of rows of every source; the dataset holds one source after the other.
+        shares: Share of every source; they sum to 1.
+    """
+
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float], batch_size: int, seed: int) -> None:
+        assert len(sizes) == len(shares), "one share per source"
+        super().__init__(sum(sizes), batch_size, seed)
+        self._sizes = tuple(sizes)
+        self._firsts = tuple(itertools.accumulate(sizes, initial=0))[:-1]
+        self._counts = mixture_counts(sum(sizes), shares)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of rows of every source in an epoch."""
+        return tuple(self._counts)
+
+    def _rows_of_epoch(self, epoch: int) -> Tensor:
+        drawn_N = torch.cat(
+            [
+                first + self._stream(source, size, epoch * count, count)
+                for source, (first, size, count) in enumerate(zip(self._firsts, self._sizes, self._counts, strict=True))
+            ]
+        )
+        return drawn_N[self._shuffle(len(drawn_N), "epoch", epoch)]
+
+    def _stream(self, source: int, size: int, start: int, count: int) -> Tensor:
+        """Return rows ``start`` to ``start + count - 1`` of a source's endless stream of shuffles."""
+        if not count:
+            return torch.empty(0, dtype=torch.int64)
+        first, last = start // size, (start + count - 1) // size
+        rows = torch.cat([self._shuffle(size, f"source {source}", number) for number in range(first, last + 1)])
+        return rows[start - first * size :][:count]
+
+    def _shuffle(self, size: int, what: str, number: int) -> Tensor:
+        digest = hashlib.sha256(f"{self._seed}/{what}/{number}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.randperm(size, generator=generator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,19 +333,19 @@ class TokenBatch:
 def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
     """Concatenate the rows of ``jobs`` into one batch; jobs of the same task have to be adjacent."""
     laid_J = [list(_laid(job)) for job in jobs]
-    laid = [row for of_job in laid_J for row in of_job]
-    spans_J = [[span for row in of_job for span in row.spans] for of_job in laid_J]
+    input_ids, targets, _ = zip(*(row for of_job in laid_J for row in of_job), strict=True)
+    spans_J = [[span for _, _, of_row in of_job for span in of_row] for of_job in laid_J]
     spans = [span for of_job in spans_J for span in of_job]
     lengths, prefixes = [span.length for span in spans], [span.prefix for span in spans]
     ends_N = torch.tensor(lengths).cumsum(0)
-    targets_T = torch.cat([row.targets for row in laid])
+    targets_T = torch.cat(targets)
     loss_positions_S = (targets_T >= 0).nonzero().squeeze(1)
     trained_up_to_N = torch.searchsorted(loss_positions_S, ends_N)
     referring = [job for job in jobs if job.dataset.references is not None]
     totals = [job.totals for job in jobs]
     return TokenBatch(
         slots=tuple(job.slot for job in jobs),
-        input_ids_T=_send(torch.cat([row.input_ids for row in laid]), device),
+        input_ids_T=_send(torch.cat(input_ids), device),
         position_ids_T=_send(_positions(lengths, prefixes, ends_N), device),
         sequence_lengths=tuple(lengths),
         sequence_prefixes=tuple(prefixes),
@@ -274,33 +370,25 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
     )
 
 
-class _Laid(NamedTuple):
-    """Tokens, targets and sequences of a row, as they are laid out in a batch."""
-
-    input_ids: Tensor
-    targets: Tensor
-    spans: tuple[Span, ...]
-
-
-def _laid(job: JobRows) -> Iterator[_Laid]:
-    """Yield the rows of ``job`` without the beginnings that they share with earlier rows."""
+def _laid(job: JobRows) -> Iterator[tuple[Tensor, Tensor, tuple[Span, ...]]]:
+    """Yield token ids, targets and sequences of the rows of ``job``, without the beginnings that they share with
+    earlier rows."""
     provider: Tensor | None = None
     for row in job.rows:
-        found = _Laid(job.dataset.input_ids[row], job.dataset.targets[row], job.dataset.spans[row])
-        if job.shares_beginnings and len(found.spans) == 1:
-            num_shared = 0 if provider is None else _num_shared(provider, found)
-            if num_shared >= _LEAST_SHARED:
-                span = Span(found.spans[0].length - num_shared, num_shared)
-                yield _Laid(found.input_ids[num_shared:], found.targets[num_shared:], (span,))
-                continue
-            provider = found.input_ids
-        yield found
+        ids, targets, spans = job.dataset.input_ids[row], job.dataset.targets[row], job.dataset.spans[row]
+        if job.shares_beginnings and len(spans) == 1:
+            shared = 0 if provider is None else _num_shared(provider, ids, targets)
+            if shared >= _LEAST_SHARED:
+                ids, targets, spans = ids[shared:], targets[shared:], (Span(spans[0].length - shared, shared),)
+            else:
+                provider = ids
+        yield ids, targets, spans
 
 
-def _num_shared(provider: Tensor, row: _Laid) -> int:
-    """Return the number of leading tokens that ``row`` shares with ``provider`` and that predict no trained token."""
-    most = min(len(provider), len(row.input_ids) - 1)
-    differs = (provider[:most] != row.input_ids[:most]) | (row.targets[:most] >= 0)
+def _num_shared(provider: Tensor, ids: Tensor, targets: Tensor) -> int:
+    """Return the number of leading tokens that a row shares with ``provider`` and that predict no trained token."""
+    most = min(len(provider), len(ids) - 1)
+    differs = (provider[:most] != ids[:most]) | (targets[:most] >= 0)
     return int(differs.int().argmax()) if differs.any() else most
 
 
@@ -437,9 +525,7 @@ def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedData
         row_targets[-1] = IGNORED  # the last token of a row predicts nothing
         input_ids.append(ids)
         targets.append(row_targets)
-    return EncodedDataset(
-        input_ids=tuple(input_ids), targets=tuple(targets), num_truncated=0, num_skipped=0, labels=(True,) * len(rows)
-    )
+    return EncodedDataset(input_ids=tuple(input_ids), targets=tuple(targets), labels=(True,) * len(rows))
 
 
 def _first_target(dataset: EncodedDataset, row: int) -> int:

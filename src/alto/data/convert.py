@@ -11,8 +11,6 @@ from typing import Any
 from alto.data.formats import Layout
 from alto.data.messages import (
     Conversation,
-    ConversationWithTools,
-    LabelledConversation,
     LabelledText,
     Message,
     Pair,
@@ -229,7 +227,7 @@ def to_conversation(row: RawRow, layout: Layout) -> Conversation:
     return conversation
 
 
-def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
+def to_labelled(row: RawRow, layout: Layout) -> Conversation:
     """Convert one row into its turns, with the label of the reply.
 
     Raises:
@@ -239,7 +237,7 @@ def to_labelled(row: RawRow, layout: Layout) -> LabelledConversation:
     label = fields.get("label")
     if not isinstance(label, bool | int) or label not in (0, 1):
         raise fields.wrong(f"{fields.column('label')} to be true (a desirable reply) or false", label)
-    return LabelledConversation(to_conversation(row, layout), bool(label))
+    return to_conversation(row, layout).labelled(bool(label))
 
 
 def to_pair(row: RawRow, layout: Layout) -> Pair:
@@ -271,7 +269,7 @@ def to_labelled_text(row: RawRow, layout: Layout, labels: LabelReader) -> Labell
     if layout.column("messages") is not None:
         given = fields.get("messages")
         is_sharegpt = isinstance(given, list) and bool(given) and isinstance(given[0], Mapping) and "from" in given[0]
-        text = tuple(fields.turns(given, "messages", is_sharegpt=is_sharegpt))
+        text = Conversation(fields.turns(given, "messages", is_sharegpt=is_sharegpt))
         texts: list[str] = []
     else:
         texts = [fields.text(role) for role in ("text", "text_pair") if layout.column(role) is not None]
@@ -363,7 +361,7 @@ def _completed(turns: list[Message], fields: _Fields) -> Conversation:
         turns = [Message("system", text), *turns] if text else turns
     arguments = _template_arguments(fields)
     written = json.dumps(arguments, ensure_ascii=False) if arguments else ""
-    return ConversationWithTools(turns, written, fields.row.where)
+    return Conversation(turns, written, fields.row.where)
 
 
 def _template_arguments(fields: _Fields) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -49,40 +49,27 @@ def close_abandoned(file: IO[bytes]) -> None:
         file.close()
 
 
-class RowStore(Protocol):
-    """A store that keeps rows until they are tokenised."""
+class RowStore:
+    """A store that keeps rows in lists until they are tokenised."""
 
     def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
         """Store all ``rows``, which are read once."""
-        ...
-
-    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
-        """Return the rows with these indices, in the order of the indices."""
-        ...
-
-    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
-        """Return the rows of all ``parts``, one part after the other."""
-        ...
-
-
-class _MemoryStore:
-    """A store that keeps rows in lists."""
-
-    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
         return list(rows)
 
     def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+        """Return the rows with these indices, in the order of the indices."""
         return [rows[index] for index in indices]
 
     def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+        """Return the rows of all ``parts``, one part after the other."""
         return [row for part in parts for row in part]
 
 
-MEMORY: RowStore = _MemoryStore()
+MEMORY = RowStore()
 """The store for data that fits into memory."""
 
 
-class HeadStore(_MemoryStore):
+class HeadStore(RowStore):
     """A store that keeps the first ``num_rows`` rows of every dataset in lists, and does not read the others.
 
     Attributes:
@@ -104,18 +91,18 @@ class HeadStore(_MemoryStore):
         return super().choose(rows, indices[: self.num_rows])
 
 
-class _ViewStore(_MemoryStore):
+class _ViewStore(RowStore):
     """A store that keeps rows in lists, and refers to the parts of a chain instead of copying them."""
 
     def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
-        return Chain(parts)
+        return parts[0] if len(parts) == 1 else Chain(parts)
 
 
-VIEWS: RowStore = _ViewStore()
+VIEWS = _ViewStore()
 """The store for rows that are already stored elsewhere, in memory or on disk."""
 
 
-class DiskStore:
+class DiskStore(_ViewStore):
     """A store that keeps rows in unnamed files in ``folder``, which are gone when this process ends, in any way.
 
     Eight bytes a row, and some rows of each file, are in memory.
@@ -134,9 +121,6 @@ class DiskStore:
 
     def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
         return View(rows, indices if isinstance(indices, range) else array("q", indices))
-
-    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
-        return Chain(parts)
 
 
 class _StoredRows(LazySequence[Row]):
@@ -170,6 +154,9 @@ class _StoredRows(LazySequence[Row]):
         return self._chunk[place]
 
 
+_COUNTS = ("num_truncated", "num_skipped", "num_masked", "num_unrolled", "num_alike", "num_shortened")
+"""Attributes of a split that count the rows or replies that tokenisation changed or left out."""
+
 IGNORED = -100
 """The target of a position where nothing is trained."""
 
@@ -190,62 +177,41 @@ class RowCounts(NamedTuple):
     num_chosen: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedRows:
-    """Tokenised rows, as in :class:`EncodedDataset`, with their counts if these are known."""
+class RowWriter:
+    """A receiver of the rows of a split while they are tokenised; this one keeps them in memory."""
 
-    input_ids: Sequence[Tensor]
-    targets: Sequence[Tensor]
-    spans: Sequence[tuple[Span, ...]]
-    is_desirable: Sequence[bool]
-    counts: RowCounts | None = None
+    def __init__(self) -> None:
+        self._rows: list[tuple[Tensor, Tensor, tuple[Span, ...], RowLabel | None]] = []
 
+    def __len__(self) -> int:
+        return len(self._rows)
 
-class RowWriter(Protocol):
-    """A receiver of the rows of a split while they are tokenised."""
-
-    def __len__(self) -> int: ...
-
-    def add(self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, is_desirable: bool = True) -> None:
+    def add(
+        self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, label: RowLabel | None = None
+    ) -> None:
         """Add one row.
 
         Args:
             input_ids, targets: Vectors of equal length, int64; a target is the next token id, or :data:`IGNORED`.
-            is_desirable: Label of the reply.
+            label: Whether the reply is desirable, or the label of a text; None if the row has none.
         """
-        ...
+        self._rows.append((input_ids, targets, spans, label))
 
-    def rows(self) -> EncodedRows:
-        """Return all rows; none can be added afterwards."""
-        ...
+    def dataset(self, *, is_labelled: bool = False, **facts: Any) -> EncodedDataset:
+        """Return a split of all rows; none can be added afterwards.
 
-
-class MemoryWriter:
-    """A writer that keeps the rows in memory."""
-
-    def __init__(self) -> None:
-        self._input_ids: list[Tensor] = []
-        self._targets: list[Tensor] = []
-        self._spans: list[tuple[Span, ...]] = []
-        self._is_desirable: list[bool] = []
-
-    def __len__(self) -> int:
-        return len(self._input_ids)
-
-    def add(self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, is_desirable: bool = True) -> None:
-        """Add one row; see :meth:`RowWriter.add`."""
-        self._input_ids.append(input_ids)
-        self._targets.append(targets)
-        self._spans.append(spans)
-        self._is_desirable.append(is_desirable)
-
-    def rows(self) -> EncodedRows:
-        """Return all rows; see :meth:`RowWriter.rows`."""
-        return EncodedRows(
-            input_ids=tuple(self._input_ids),
-            targets=tuple(self._targets),
-            spans=tuple(self._spans),
-            is_desirable=tuple(self._is_desirable),
+        Args:
+            is_labelled: Whether the labels of rows say that a reply is desirable.
+            facts: Other attributes of the split.
+        """
+        labels: Any = tuple(label for _, _, _, label in self._rows)
+        return EncodedDataset(
+            input_ids=tuple(input_ids for input_ids, _, _, _ in self._rows),
+            targets=tuple(targets for _, targets, _, _ in self._rows),
+            spans=tuple(spans for _, _, spans, _ in self._rows),
+            labels=labels if is_labelled else None,
+            classes=None if facts.get("label_set") is None else labels,
+            **facts,
         )
 
 
@@ -302,8 +268,8 @@ class EncodedDataset:
 
     input_ids: Sequence[Tensor]
     targets: Sequence[Tensor]
-    num_truncated: int
-    num_skipped: int
+    num_truncated: int = 0
+    num_skipped: int = 0
     num_masked: int = 0
     num_unrolled: int = 0
     num_alike: int = 0
@@ -337,23 +303,6 @@ class EncodedDataset:
         is_mean_of_rows = self.is_paired or self.labels is not None or self.classes is not None
         object.__setattr__(self, "weights", (1,) * len(self) if is_mean_of_rows else self.num_trained)
 
-    @classmethod
-    def of(cls, rows: EncodedRows, *, is_labelled: bool = False, **facts: Any) -> EncodedDataset:
-        """Return a split of ``rows``.
-
-        Args:
-            is_labelled: Whether ``is_desirable`` of the rows is a label of the data.
-            facts: Other attributes.
-        """
-        return cls(
-            input_ids=rows.input_ids,
-            targets=rows.targets,
-            spans=rows.spans,
-            labels=rows.is_desirable if is_labelled else None,
-            counts=rows.counts,
-            **facts,
-        )
-
     @property
     def _counts(self) -> RowCounts:
         return RowCounts(self.num_row_tokens, self.num_trained, self.num_chosen)
@@ -378,8 +327,6 @@ class EncodedDataset:
         return EncodedDataset(
             input_ids=self.input_ids[start:stop],
             targets=self.targets[start:stop],
-            num_truncated=0,
-            num_skipped=0,
             spans=self.spans[start:stop],
             labels=None if self.labels is None else self.labels[start:stop],
             classes=None if self.classes is None else self.classes[start:stop],
@@ -433,24 +380,31 @@ def joined(parts: Sequence[EncodedDataset], names: Sequence[str] = (), store: Ro
         known = unread.get(one.what, Unread(what=one.what, count=0, total=0))
         unread[one.what] = Unread(what=one.what, count=known.count + one.count, total=known.total + one.total)
     return EncodedDataset(
-        input_ids=store.chain([part.input_ids for part in parts]),
-        targets=store.chain([part.targets for part in parts]),
-        num_truncated=sum(part.num_truncated for part in parts),
-        num_skipped=sum(part.num_skipped for part in parts),
-        num_masked=sum(part.num_masked for part in parts),
-        num_unrolled=sum(part.num_unrolled for part in parts),
-        num_alike=sum(part.num_alike for part in parts),
-        num_shortened=sum(part.num_shortened for part in parts),
+        **chained(parts, store),
+        **{count: sum(getattr(part, count) for part in parts) for count in _COUNTS},
         refused=tuple(bad for part in parts for bad in part.refused),
         unread=tuple(unread.values()),
-        spans=store.chain([part.spans for part in parts]),
         sources=tuple((name, len(part)) for name, part in zip(names, parts, strict=True)) if names else (),
-        labels=None if parts[0].labels is None else store.chain([part.labels or () for part in parts]),
-        classes=None if parts[0].classes is None else tuple(label for part in parts for label in part.classes or ()),
-        label_set=parts[0].label_set,
         max_length=parts[0].max_length,
-        counts=RowCounts(*map(store.chain, zip(*(part._counts for part in parts), strict=True))),
     )
+
+
+def chained(parts: Sequence[EncodedDataset], store: RowStore) -> dict[str, Any]:
+    """Return the columns of ``parts``, which have the same kind of rows, one part after the other, with their counts.
+
+    Args:
+        store: Store that holds the rows of the parts.
+    """
+    first = parts[0]
+    return {
+        "input_ids": store.chain([part.input_ids for part in parts]),
+        "targets": store.chain([part.targets for part in parts]),
+        "spans": store.chain([part.spans for part in parts]),
+        "labels": None if first.labels is None else store.chain([part.labels or () for part in parts]),
+        "classes": None if first.classes is None else tuple(label for part in parts for label in part.classes or ()),
+        "label_set": first.label_set,
+        "counts": RowCounts(*map(store.chain, zip(*(part._counts for part in parts), strict=True))),
+    }
 
 
 def digest_of(*datasets: EncodedDataset) -> str:

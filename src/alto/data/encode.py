@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from alto.data.dataset import Unread
-from alto.data.messages import Conversation, ConversationWithTools, Message
+from alto.data.messages import Conversation, Message
 from alto.data.rows import ConversationError, quoted
 from alto.data.template import ChatTemplate, TurnTexts, given_keys, without_key
 from alto.errors import DataError
@@ -213,7 +213,7 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
 def closing_text(tokenizer: Any) -> str:
     """Return the template's text after a reply, without surrounding whitespace; empty if it writes nothing."""
     reply = "a reply"
-    turns = (Message("user", "a question"), Message("assistant", reply))
+    turns = Conversation((Message("user", "a question"), Message("assistant", reply)))
     return ChatTemplate(tokenizer).text(turns, open_turn=False).rpartition(reply)[2].strip()
 
 
@@ -487,9 +487,7 @@ def with_last_reply(conversation: Conversation) -> Conversation:
         replace(turn, is_context=True) if position in trained[:-1] else turn
         for position, turn in enumerate(conversation)
     ]
-    if isinstance(conversation, ConversationWithTools):
-        return ConversationWithTools(turns, conversation.template_arguments, conversation.where)
-    return tuple(turns)
+    return Conversation(turns, conversation.template_arguments, conversation.where)
 
 
 def _raw(conversation: Conversation, tokenizer: Any) -> _Steps[EncodedRow]:

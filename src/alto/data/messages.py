@@ -52,84 +52,60 @@ class Message:
         return keys
 
 
-Conversation = tuple[Message, ...]
-"""Turns in order."""
-
-
-class ConversationWithTools(Conversation):
-    """Turns in order, with the other arguments of the chat template.
+class Conversation(tuple[Message, ...]):
+    """Turns in order, and what belongs to all of them.
 
     Attributes:
-        template_arguments: The text of a JSON object: ``tools``, and the row's ``chat_template_kwargs``; empty if the
-            row has neither.
+        template_arguments: The text of a JSON object with the other arguments of the chat template: ``tools``, and the
+            row's ``chat_template_kwargs``; empty if the row has neither.
         where: Place of the row, for messages: ``train.jsonl:7``; empty if unknown. It does not count in comparisons.
+        is_desirable: Whether the model should give the last reply; None if the reply has no label.
     """
 
     template_arguments: str
     where: str
+    is_desirable: bool | None
 
-    def __new__(cls, turns: Iterable[Message], template_arguments: str, where: str = "") -> ConversationWithTools:
+    def __new__(
+        cls, turns: Iterable[Message], template_arguments: str = "", where: str = "", is_desirable: bool | None = None
+    ) -> Conversation:
         made = super().__new__(cls, turns)
         made.template_arguments = template_arguments
         made.where = where
+        made.is_desirable = is_desirable
         return made
 
-    def __getnewargs__(self) -> tuple[Conversation, str, str]:
-        return tuple(self), self.template_arguments, self.where
+    def __getnewargs__(self) -> tuple[tuple[Message, ...], str, str, bool | None]:
+        return tuple(self), self.template_arguments, self.where, self.is_desirable
+
+    def labelled(self, is_desirable: bool | None) -> Conversation:
+        """Return the same conversation with another label, or without one."""
+        return Conversation(self, self.template_arguments, self.where, is_desirable)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Message: ...
 
     @overload
-    def __getitem__(self, index: slice) -> ConversationWithTools: ...
+    def __getitem__(self, index: slice) -> Conversation: ...
 
-    def __getitem__(self, index: SupportsIndex | slice) -> Message | ConversationWithTools:
+    def __getitem__(self, index: SupportsIndex | slice) -> Message | Conversation:
         if isinstance(index, slice):
-            return ConversationWithTools(super().__getitem__(index), self.template_arguments, self.where)
+            return Conversation(super().__getitem__(index), self.template_arguments, self.where)
         return super().__getitem__(index)
 
-    def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.template_arguments == getattr(other, "template_arguments", "")
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        own = super().__hash__()  # a plain tuple may be equal if there are no arguments
-        return hash((own, self.template_arguments)) if self.template_arguments else own
-
-
-class LabelledConversation(ConversationWithTools):
-    """A conversation whose last reply is labelled.
-
-    Attributes:
-        is_desirable: Whether the model should give this reply.
-    """
-
-    is_desirable: bool
-
-    def __new__(cls, turns: Conversation, is_desirable: bool) -> LabelledConversation:
-        made = super().__new__(cls, turns, getattr(turns, "template_arguments", ""), getattr(turns, "where", ""))
-        assert isinstance(made, LabelledConversation)
-        made.is_desirable = is_desirable
-        return made
-
-    def __getnewargs__(self) -> tuple[Conversation, bool]:  # type: ignore[override]
-        return self.unlabelled, self.is_desirable
-
     @property
-    def unlabelled(self) -> Conversation:
-        """The conversation without the label."""
-        return ConversationWithTools(tuple(self), self.template_arguments, self.where)
+    def _beside(self) -> tuple[str, bool | None]:
+        return self.template_arguments, self.is_desirable
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) and self.is_desirable == getattr(other, "is_desirable", None)
+        return super().__eq__(other) is True and self._beside == getattr(other, "_beside", ("", None))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((super().__hash__(), self.is_desirable))
+        own = super().__hash__()  # a plain tuple may be equal if there is nothing beside the turns
+        return hash((own, self._beside)) if self._beside != ("", None) else own
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +144,8 @@ def unpaired(rows: Iterable[Row]) -> Iterator[Row]:
     """Yield ``rows`` with two labelled conversations instead of each pair, the chosen one first."""
     for row in rows:
         if isinstance(row, Pair):
-            yield LabelledConversation(row.chosen, True)
-            yield LabelledConversation(row.rejected, False)
+            yield row.chosen.labelled(True)
+            yield row.rejected.labelled(False)
         else:
             yield row
 

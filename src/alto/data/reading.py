@@ -1,14 +1,19 @@
-"""Reads and splits the rows that a task names."""
+"""Reads and splits the rows that a task names, or finds their tokens in the token cache."""
 
 from __future__ import annotations
 
+import datetime
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from alto.base import cache_home, replace_file
 from alto.data.convert import (
     LabelReader,
     find_labels,
@@ -18,165 +23,78 @@ from alto.data.convert import (
     to_labelled_text,
     to_pair,
 )
-from alto.data.dataset import MEMORY, RowStore
+from alto.data.dataset import MEMORY, DiskStore, HeadStore, RowStore, writing_cache
 from alto.data.formats import Layout, find_layout
-from alto.data.messages import LabelledConversation, Row, unpaired
-from alto.data.rows import BadRows, FaultList, RawRow, RowError, listed
-from alto.data.source import Source, open_source, sample_rows, split_rows
-from alto.data.task_rows import TaskRows
-from alto.errors import DataError, DataFormatError
-from alto.records import LabelSet
-from alto.spec import DataKeys, Task, TrainOn, find_method, learns_from_pairs
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvertedRows:
-    """The rows of one dataset.
-
-    Attributes:
-        rows: The rows that can be used.
-        layout: Their form and columns.
-        unread_columns: Columns without a role, each with the number of rows that have a value there.
-        bad: The rows that were left out; None if there are none.
-        labels: Reader of the labels of texts; None if the rows are not labelled texts.
-    """
-
-    rows: Sequence[Row]
-    layout: Layout
-    unread_columns: Mapping[str, int]
-    bad: BadRows | None
-    labels: LabelReader | None = None
-
-
-def convert_rows(
-    rows: Sequence[RawRow],
-    known_form: str,
-    keys: DataKeys,
-    method: str,
-    *,
-    key: str = "dataset",
-    is_paired: bool | None = None,
-    labels: LabelReader | None = None,
-    store: RowStore = MEMORY,
-) -> ConvertedRows:
-    """Convert ``rows``; their form is the task's, or that of the dataset's preset if the task sets none.
-
-    Args:
-        rows: Rows of the dataset; they are read more than once.
-        known_form: Form of the dataset's preset; ``auto`` if it has none.
-        keys: Data keys of the task, or of one source of its mixture.
-        key: The task's key that names the dataset, for messages.
-        is_paired: Whether the rows have to be pairs. None accepts both kinds, and prefers the kind that the task's
-            method needs.
-        labels: The labels that texts may have; None allows all labels of the rows.
-
-    Raises:
-        BadRowsError: Rows cannot be used and bad rows are not skipped, or no row can be used.
-        DataFormatError: See :func:`find_layout` and :func:`find_labels`; or the rows are not of the kind that the
-            task's method learns from.
-    """
-    form = known_form if keys.dataset_format == "auto" and not keys.columns else keys.dataset_format
-    faults = FaultList(key)
-    if all(row.fault is not None for row in rows):
-        for row in rows:
-            assert row.fault is not None
-            faults.add(row.where, row.fault)
-        faults.settle(len(rows), keys.on_bad_row)
-    entry = find_method(method).entry
-    meant = learns_from_pairs(method) if is_paired is None else is_paired
-    layout = find_layout(
-        rows,
-        form,
-        keys.columns,
-        is_paired=None if entry.is_labelled else meant,
-        is_labelled=entry.is_labelled,
-        is_classified=bool(entry.problem_types),
-    )
-    if not entry.is_labelled and is_paired is not None and layout.is_paired != is_paired:
-        raise _wrong_kind(layout, method, key)
-    if layout.is_classified and labels is None:
-        values = [label_of(row, layout) for row in rows if row.fault is None]
-        labels = find_labels(values, keys, entry.problem_types, key)
-    unread = _UnreadColumns(layout)
-    convert = _converter(layout, labels, is_labelled=entry.is_labelled)
-
-    def convert_all() -> Iterator[Row]:
-        for row in rows:
-            unread.count(row)
-            try:
-                yield convert(row, layout)
-            except RowError as error:
-                faults.add_error(error)
-
-    return ConvertedRows(
-        rows=store.keep(convert_all()),
-        layout=layout,
-        unread_columns=unread.counts,
-        bad=faults.settle(len(rows), keys.on_bad_row),
-        labels=labels,
-    )
-
-
-def _converter(layout: Layout, labels: LabelReader | None, *, is_labelled: bool) -> Callable[[RawRow, Layout], Row]:
-    if labels is not None:
-        return partial(to_labelled_text, labels=labels)
-    if layout.is_paired:
-        return to_pair
-    return to_labelled if is_labelled else to_conversation
-
-
-class _UnreadColumns:
-    """A counter of values in columns without a role.
-
-    Attributes:
-        counts: Number of rows with a value, by column, in the order in which columns first have one.
-    """
-
-    def __init__(self, layout: Layout) -> None:
-        self._read = {column for _, column in layout.columns}
-        self.counts: Counter[str] = Counter()
-
-    def count(self, row: RawRow) -> None:
-        empty: tuple[object, ...] = (None, "", [], {})
-        self.counts.update(name for name, value in row.values.items() if name not in self._read and value not in empty)
-
-
-def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
-    """Return the error for rows of the wrong kind, which the method's objective would find only with a loaded model."""
-    if not layout.is_paired:
-        return DataFormatError(
-            f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "
-            "method: sft, or name the columns of the pairs with columns: {prompt: <its column>, chosen: <its column>, "
-            "rejected: <its column>}"
-        )
-    chosen = layout.column("chosen")
-    replies = "" if chosen is None else f"; or train on the chosen replies with columns: {{completion: {chosen}}}"
-    return DataFormatError(
-        f"{key}: expected rows with one reply for method {method}, found preference pairs ({layout}); learn from "
-        f"them with method: dpo{replies}"
-    )
-
+from alto.data.messages import Conversation, Row, unpaired
+from alto.data.rows import FaultList, RawRow, RowError, listed
+from alto.data.source import (
+    Source,
+    changed,
+    code_digest,
+    digest_of_json,
+    open_source,
+    sample_rows,
+    split_rows,
+    tokenizer_digest,
+)
+from alto.data.task_data import TaskData
+from alto.data.token_cache import TokenCache
+from alto.data.tokenize import TaskRows
+from alto.errors import DataError, DataFormatError, RunWriteError, UnsupportedError
+from alto.records import LabelSet, ModelLimits
+from alto.spec import DataKeys, Task, TrainOn, find_method
 
 DEFAULT_VALIDATION_SHARE = 0.1
 """Default share of validation rows, if neither the task nor its dataset defines them."""
 
+LARGE_BYTES = 256 * 2**20
+"""Size of a task's texts from which ``token_cache: auto`` means ``disk``, in bytes."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldoutRows:
-    """Rows to evaluate an adapter on.
+SLOW_BYTES = 4 * 2**20
+"""Size of a task's texts from which ``token_cache: auto`` keeps tokens on disk if possible, in bytes: one core
+tokenises about this much in ten seconds."""
 
-    Attributes:
-        name: Name of the rows in results.
-        max_length: Number of tokens at which a row is cut.
-        train_on: Tokens that the loss is computed on.
-        labels: Labels of the task; None if it has none.
+_EMPTY: tuple[object, ...] = (None, "", [], {})
+"""Values of a column that have nothing to read."""
+
+_WITHOUT_EFFECT = {"name", "model", "chat_template", "token_cache"}
+"""Data keys that do not change which rows there are; the chat template belongs to the tokenizer."""
+
+
+def read_task_rows(task: Task, *, head: HeadStore | None = None) -> TaskRows | CachedRows:
+    """Read and split the rows of ``task``.
+
+    Every source of a mixture is split by itself, with the task's ``validation_split`` and ``test_split``. Rows whose
+    tokens are in the token cache, and that were read without an error, are not read again.
+
+    Args:
+        head: Store that takes only the first rows of every dataset, used if tokenising all rows would take long. Not
+            used for labelled texts, since their labels come from all rows.
+
+    Raises:
+        BadRowsError: Rows cannot be used and bad rows are not skipped, or no row of a dataset can be used.
+        DataError: See :func:`alto.data.source.open_source`, :meth:`TaskSources.read`.
+        RunWriteError: The token cache cannot be written; :class:`DiskFullError` if the disk is full.
     """
+    sources = TaskSources(task)
+    if find_method(task.method).entry.problem_types:
+        return sources.read(MEMORY)  # the token cache does not store labels of texts
+    if head is not None and sources.num_bytes >= SLOW_BYTES:
+        return sources.read(head)
+    is_auto, num_bytes = task.token_cache == "auto", sources.num_bytes
+    needs_disk = task.token_cache == "disk" or (is_auto and num_bytes >= LARGE_BYTES)
+    if needs_disk or (is_auto and num_bytes >= SLOW_BYTES):
+        try:
+            return CachedRows(task, sources, TokenCache(cache_home() / "tokens"), needs_disk=needs_disk)
+        except RunWriteError as error:
+            if needs_disk:
+                raise
+            _warn(error)
+    return sources.read(MEMORY)
 
-    name: str
-    rows: Sequence[Row]
-    max_length: int
-    train_on: TrainOn = "completion"
-    labels: LabelSet | None = None
+
+def _warn(error: Exception) -> None:
+    warnings.warn(f"The tokens are held in memory, and computed again at every start: {error}", stacklevel=3)
 
 
 class TaskSources:
@@ -187,15 +105,17 @@ class TaskSources:
     """
 
     def __init__(self, task: Task) -> None:
-        self._task = task
+        self.task = task
         self._found: dict[tuple[object, ...], Source] = {}
-        for name, key, keys in _named_datasets(task):
-            self.find(name, key, keys)
-
-    @property
-    def name(self) -> str:
-        """The dataset as text, for messages."""
-        return self._task.dataset_name
+        parts: list[tuple[str, DataKeys]] = [("dataset", task)]
+        if task.sources:
+            parts = [(f"dataset ({source.name})", task.of_source(source)) for source in task.sources]
+        for key, keys in parts:
+            self.find(keys.dataset_name, key, keys)
+        for keys in (*(keys for _, keys in parts), *((task,) if task.sources else ())):
+            for key in ("test_dataset", "validation_dataset"):
+                if (name := getattr(keys, key)) is not None:
+                    self.find(name, key, keys)
 
     @property
     def num_bytes(self) -> int:
@@ -228,205 +148,46 @@ class TaskSources:
             DataError: See :func:`find_layout`, :func:`split_rows`; a dataset cannot be read; or the rows are not of the
                 kind that the task's method learns from.
         """
-        return _Reader(self._task, self.find, store).task_rows()
-
-
-def _named_datasets(task: Task) -> Iterator[tuple[str, str, DataKeys]]:
-    """Yield name, key and other keys of every dataset of ``task``, training rows first."""
-    parts: list[tuple[str, DataKeys]] = [("dataset", task)]
-    if task.sources:
-        parts = [(f"dataset ({source.name})", task.of_source(source)) for source in task.sources]
-    yield from ((keys.dataset_name, key, keys) for key, keys in parts)
-    for keys in (*(keys for _, keys in parts), *((task,) if task.sources else ())):
-        for key in ("test_dataset", "validation_dataset"):
-            if (name := getattr(keys, key)) is not None:
-                yield name, key, keys
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """A reader of the rows of a task into a store."""
-
-    task: Task
-    find: Callable[[str, str, DataKeys], Source]
-    store: RowStore
-
-    @property
-    def method(self) -> str:
-        return self.task.method
-
-    def task_rows(self) -> TaskRows:
-        task, chain = self.task, self.store.chain
+        reader, task = _Reader(self.task, self.find, store), self.task
         if not task.sources:
-            return self._of_dataset(task, "dataset")
+            return reader.of_dataset(task, "dataset")
         is_validated_apart = task.validation_dataset is not None
         parts = [
-            self._of_dataset(task.of_source(source), f"dataset ({source.name})", is_validated_apart=is_validated_apart)
+            reader.of_dataset(task.of_source(source), f"dataset ({source.name})", is_validated_apart=is_validated_apart)
             for source in task.sources
         ]
         _check_same_labels(parts)
         names = [source.name for source in task.sources]
-        validation = chain([part.validation for part in parts])
-        test: Sequence[Row] | None = chain([part.test or () for part in parts]) or None
+        validation = store.chain([part.validation for part in parts])
+        test: Sequence[Row] | None = store.chain([part.test or () for part in parts]) or None
         bad = [bad for part in parts for bad in part.bad_rows]
-        of_validation = [(name, len(part.validation)) for name, part in zip(names, parts, strict=True)]
+        validation_sources = _sizes(names, [part.validation for part in parts])
         if task.validation_dataset is not None:
-            other = self._of_other(task.validation_dataset, "validation_dataset", task, parts[0])
-            validation, of_validation = self._learned(other.rows), []
-            bad += [] if other.bad is None else [other.bad]
+            other = reader.of_other(task.validation_dataset, "validation_dataset", task, parts[0])
+            validation, validation_sources = reader.learned(other.train), ()
+            bad += other.bad_rows
         if task.test_dataset is not None:
-            other = self._of_other(task.test_dataset, "test_dataset", task, parts[0])
-            test = self._learned(other.rows)
-            bad += [] if other.bad is None else [other.bad]
+            other = reader.of_other(task.test_dataset, "test_dataset", task, parts[0])
+            test = reader.learned(other.train)
+            bad += other.bad_rows
         unread: Counter[str] = Counter()
         for part in parts:
             unread.update(part.unread_columns)
         return replace(
             parts[0],
-            train=chain([part.train for part in parts]),
+            train=store.chain([part.train for part in parts]),
             validation=validation,
             test=test,
             max_length=task.max_length or max(part.max_length for part in parts),
-            unread_columns=dict(unread),
+            unread_columns=unread,
             bad_rows=tuple(bad),
-            train_sources=tuple((name, len(part.train)) for name, part in zip(names, parts, strict=True)),
-            validation_sources=tuple(of_validation),
+            train_sources=_sizes(names, [part.train for part in parts]),
+            validation_sources=validation_sources,
         )
 
-    def _of_dataset(self, keys: DataKeys, key: str, *, is_validated_apart: bool = False) -> TaskRows:
-        """Read the rows of one dataset.
 
-        Args:
-            keys: Data keys of the task, or of one source of its mixture.
-            key: The task's key that names the dataset, for messages.
-            is_validated_apart: Whether another dataset holds the validation rows, so that all rows are trained.
-        """
-        source = self.find(keys.dataset_name, key, keys)
-        splits = source.read(self.store)
-        rows = sample_rows(splits.train, keys.max_samples, keys.data_seed, store=self.store)
-        converted = convert_rows(
-            rows,
-            source.form,
-            keys,
-            self.method,
-            key=key,
-            is_paired=learns_from_pairs(self.method),
-            store=self.store,
-        )
-        train, layout, bad = converted.rows, converted.layout, [converted.bad]
-        num_rows, test = len(train), None
-        if keys.test_split is not None:
-            train, test = split_rows(train, keys.test_split, keys.data_seed, key="test_split", store=self.store)
-        elif keys.test_dataset is not None:
-            other = self._of_other(keys.test_dataset, "test_dataset", keys, converted)
-            test = other.rows
-            bad.append(other.bad)
-        validation: Sequence[Row] = []
-        if is_validated_apart:
-            pass
-        elif keys.validation_dataset is not None:
-            other = self._of_other(keys.validation_dataset, "validation_dataset", keys, converted)
-            validation = other.rows
-            bad.append(other.bad)
-        elif splits.validation is not None and keys.validation_split is None:
-            other = self._convert_like(splits.validation, source, keys, key, converted)
-            validation = other.rows
-            bad.append(other.bad)
-        else:
-            share = (keys.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
-            train, validation = split_rows(train, share, keys.data_seed, store=self.store)
-        return TaskRows(
-            train=self._learned(train),
-            validation=self._learned(validation),
-            test=None if test is None else self._learned(test),
-            layout=layout,
-            max_length=keys.max_length or source.max_length,
-            unread_columns=converted.unread_columns,
-            bad_rows=tuple(one for one in bad if one is not None),
-            on_bad_row=keys.on_bad_row,
-            train_on=keys.train_on,
-            labels=converted.labels,
-            store=self.store,
-        )
-
-    def _of_other(self, name: str, key: str, keys: DataKeys, like: TaskRows | ConvertedRows) -> ConvertedRows:
-        """Read the dataset that the task names under ``key``, as rows of the same kind and with the same labels as
-        ``like``; if it has a validation or test split (whichever ``key`` asks for), only that split."""
-        source = self.find(name, key, keys)
-        splits = source.read(self.store)
-        own = splits.validation if key == "validation_dataset" else splits.test
-        rows = splits.train if own is None else own
-        return self._convert_like(rows, source, keys, key, like)
-
-    def _convert_like(
-        self, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str, like: TaskRows | ConvertedRows
-    ) -> ConvertedRows:
-        """Convert ``rows`` of ``source`` to rows of the same kind and with the same labels as ``like``."""
-        return convert_rows(
-            rows,
-            source.form,
-            keys,
-            self.method,
-            key=key,
-            is_paired=like.layout.is_paired,
-            labels=like.labels,
-            store=self.store,
-        )
-
-    def _learned(self, rows: Sequence[Row]) -> Sequence[Row]:
-        return _learned(rows, self.method, self.store)
-
-
-def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
-    """Read rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
-
-    Args:
-        dataset: A file, a preset or a hub dataset, whose test split is used if it has one. None uses the task's test
-            rows; if it sets none, the test split of its dataset; if there is none, the task's validation rows.
-
-    Raises:
-        DataError: See :func:`open_source`, :meth:`TaskSources.read`.
-    """
-    name = dataset or task.dataset_name
-    if dataset is None and (task.sources or task.test_dataset is not None or task.test_split is not None):
-        return _own_heldout_rows(task)
-    source = open_source(name, "dataset", task)
-    splits = source.read(MEMORY)
-    if splits.test is not None:
-        name, found = f"{name} (test split)", convert_rows(splits.test, source.form, task, task.method)
-    elif dataset is None:
-        return _own_heldout_rows(task)
-    else:
-        found = convert_rows(splits.train, source.form, task, task.method)
-    if found.bad is not None:
-        name += f" ({found.bad.num_bad:,} bad rows left out)"
-    return HeldoutRows(
-        name=name,
-        rows=_wanted(_learned(found.rows, task.method)),
-        max_length=task.max_length or source.max_length,
-        train_on=task.train_on,
-        labels=task.label_set,
-    )
-
-
-def _own_heldout_rows(task: Task) -> HeldoutRows:
-    own = TaskSources(task).read(MEMORY)
-    if own.test:
-        name, rows = f"{task.test_dataset or task.dataset_name} (test rows)", own.test
-    elif task.refit is None:
-        name, rows = f"{task.dataset_name} (validation rows)", own.validation
-    else:
-        raise DataError(
-            "dataset: expected rows that the adapter was not trained on, found a refit, which was also trained on the "
-            "validation rows; name other rows with --dataset"
-        )
-    return HeldoutRows(
-        name=name,
-        rows=_wanted(rows),
-        max_length=own.max_length,
-        train_on=task.train_on,
-        labels=task.label_set,
-    )
+def _sizes(names: Sequence[str], parts: Sequence[Sequence[Row]]) -> tuple[tuple[str, int], ...]:
+    return tuple(zip(names, map(len, parts), strict=True))
 
 
 def _check_same_labels(parts: Sequence[TaskRows]) -> None:
@@ -439,18 +200,339 @@ def _check_same_labels(parts: Sequence[TaskRows]) -> None:
         )
 
 
-def _learned(rows: Sequence[Row], method: str, store: RowStore = MEMORY) -> Sequence[Row]:
-    """Return ``rows`` as ``method`` learns from them.
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A reader of single datasets of a task into a store.
 
-    Call it after rows are split, so that both replies to a prompt are in the same split."""
-    return store.keep(unpaired(rows)) if find_method(method).entry.is_labelled else rows
+    Attributes:
+        find: Function that finds a dataset by its name, the task's key that names it, and the other data keys.
+    """
+
+    task: Task
+    find: Callable[[str, str, DataKeys], Source]
+    store: RowStore
+
+    def of_dataset(self, keys: DataKeys, key: str, *, is_validated_apart: bool = False) -> TaskRows:
+        """Read and split the rows of one dataset.
+
+        Args:
+            keys: Data keys of the task, or of one source of its mixture.
+            key: The task's key that names the dataset, for messages.
+            is_validated_apart: Whether another dataset holds the validation rows, so that all rows are trained.
+        """
+        source = self.find(keys.dataset_name, key, keys)
+        splits = source.read(self.store)
+        rows = sample_rows(splits.train, keys.max_samples, keys.data_seed, store=self.store)
+        found = self.converted(rows, source, keys, key, is_paired=find_method(self.task.method).entry.is_paired)
+        train, bad = found.train, [*found.bad_rows]
+        num_rows, test = len(train), None
+        if keys.test_split is not None:
+            train, test = split_rows(train, keys.test_split, keys.data_seed, key="test_split", store=self.store)
+        elif keys.test_dataset is not None:
+            other = self.of_other(keys.test_dataset, "test_dataset", keys, found)
+            test = other.train
+            bad += other.bad_rows
+        validation: Sequence[Row] = []
+        if is_validated_apart:
+            pass
+        elif keys.validation_dataset is not None:
+            other = self.of_other(keys.validation_dataset, "validation_dataset", keys, found)
+            validation = other.train
+            bad += other.bad_rows
+        elif splits.validation is not None and keys.validation_split is None:
+            other = self._converted_like(found, splits.validation, source, keys, key)
+            validation = other.train
+            bad += other.bad_rows
+        else:
+            share = (keys.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
+            train, validation = split_rows(train, share, keys.data_seed, store=self.store)
+        return replace(
+            found,
+            train=self.learned(train),
+            validation=self.learned(validation),
+            test=None if test is None else self.learned(test),
+            bad_rows=tuple(bad),
+        )
+
+    def of_other(self, name: str, key: str, keys: DataKeys, like: TaskRows) -> TaskRows:
+        """Read the dataset that the task names under ``key``, as rows of the same kind and with the same labels as
+        ``like``; if it has a validation or test split (whichever ``key`` asks for), only that split."""
+        source = self.find(name, key, keys)
+        splits = source.read(self.store)
+        own = splits.validation if key == "validation_dataset" else splits.test
+        return self._converted_like(like, splits.train if own is None else own, source, keys, key)
+
+    def _converted_like(
+        self, like: TaskRows, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str
+    ) -> TaskRows:
+        return self.converted(rows, source, keys, key, is_paired=like.layout.is_paired, labels=like.labels)
+
+    def converted(
+        self,
+        rows: Sequence[RawRow],
+        source: Source,
+        keys: DataKeys,
+        key: str,
+        *,
+        is_paired: bool | None = None,
+        labels: LabelReader | None = None,
+    ) -> TaskRows:
+        """Return rows of ``source`` as training rows; their form is the task's, or else that of the dataset's preset.
+
+        Args:
+            rows: Rows of the dataset; they are read more than once.
+            keys: Data keys of the task, or of one source of its mixture.
+            key: The task's key that names the dataset, for messages.
+            is_paired: Whether the rows have to be pairs. None accepts both kinds, and prefers the kind that the task's
+                method needs.
+            labels: The labels that texts may have; None allows all labels of the rows.
+
+        Raises:
+            BadRowsError: Rows cannot be used and bad rows are not skipped, or no row can be used.
+            DataFormatError: See :func:`find_layout` and :func:`find_labels`; or the rows are not of the kind that the
+                task's method learns from.
+        """
+        form = source.form if keys.dataset_format == "auto" and not keys.columns else keys.dataset_format
+        faults = FaultList(key)
+        if all(row.fault is not None for row in rows):
+            for row in rows:
+                assert row.fault is not None
+                faults.add(row.where, row.fault)
+            faults.settle(len(rows), keys.on_bad_row)
+        method = self.task.method
+        entry = find_method(method).entry
+        meant = entry.is_paired if is_paired is None else is_paired
+        layout = find_layout(
+            rows,
+            form,
+            keys.columns,
+            is_paired=None if entry.is_labelled else meant,
+            is_labelled=entry.is_labelled,
+            is_classified=bool(entry.problem_types),
+        )
+        if not entry.is_labelled and is_paired is not None and layout.is_paired != is_paired:
+            raise _wrong_kind(layout, method, key)
+        if layout.is_classified and labels is None:
+            values = [label_of(row, layout) for row in rows if row.fault is None]
+            labels = find_labels(values, keys, entry.problem_types, key)
+        convert = _converter(layout, labels, is_labelled=entry.is_labelled)
+        known, unread = {column for _, column in layout.columns}, Counter[str]()
+
+        def convert_all() -> Iterator[Row]:
+            for row in rows:
+                unread.update(name for name, value in row.values.items() if name not in known and value not in _EMPTY)
+                try:
+                    yield convert(row, layout)
+                except RowError as error:
+                    faults.add_error(error)
+
+        kept = self.store.keep(convert_all())
+        bad = faults.settle(len(rows), keys.on_bad_row)
+        return TaskRows(
+            train=kept,
+            layout=layout,
+            max_length=keys.max_length or source.max_length,
+            unread_columns=unread,
+            bad_rows=() if bad is None else (bad,),
+            on_bad_row=keys.on_bad_row,
+            train_on=keys.train_on,
+            labels=labels,
+            store=self.store,
+        )
+
+    def learned(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return ``rows`` as the task's method learns from them.
+
+        Call it after rows are split, so that both replies to a prompt are in the same split."""
+        return self.store.keep(unpaired(rows)) if find_method(self.task.method).entry.is_labelled else rows
 
 
-def _wanted(rows: Sequence[Row]) -> list[Row]:
+def _converter(layout: Layout, labels: LabelReader | None, *, is_labelled: bool) -> Callable[[RawRow, Layout], Row]:
+    if labels is not None:
+        return partial(to_labelled_text, labels=labels)
+    if layout.is_paired:
+        return to_pair
+    return to_labelled if is_labelled else to_conversation
+
+
+def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
+    """Return the error for rows of the wrong kind, which the method's objective would find only with a loaded model."""
+    if not layout.is_paired:
+        return DataFormatError(
+            f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "
+            "method: sft, or name the columns of the pairs with columns: {prompt: <its column>, chosen: <its column>, "
+            "rejected: <its column>}"
+        )
+    chosen = layout.column("chosen")
+    replies = "" if chosen is None else f"; or train on the chosen replies with columns: {{completion: {chosen}}}"
+    return DataFormatError(
+        f"{key}: expected rows with one reply for method {method}, found preference pairs ({layout}); learn from "
+        f"them with method: dpo{replies}"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """Facts that are kept about rows that were read without an error."""
+
+    layout: Layout
+    max_length: int
+
+
+_CODEC = TypeAdapter(_Known)
+
+
+class CachedRows:
+    """The rows of a task whose tokens are in the token cache, or will be; they are read only when needed.
+
+    Args:
+        needs_disk: Whether texts and tokens must stay out of memory, so that an unusable cache is an error.
+
+    Attributes:
+        layout, max_length: See :class:`TaskRows`.
+        labels: None, since labelled texts are not cached.
+    """
+
+    labels = None
+
+    def __init__(self, task: Task, sources: TaskSources, cache: TokenCache, *, needs_disk: bool) -> None:
+        self._needs_disk = needs_disk
+        self._sources = sources
+        self._cache = cache
+        self._identity = sources.identity(cache.folder)
+        self._key = [code_digest(), _settings(task), self._identity]
+        self._rows: TaskRows | None = None
+        name = digest_of_json(self._key)
+        file = cache.folder / f"{name}.rows.json"
+        with cache.locked(name):
+            try:
+                known = _CODEC.validate_json(file.read_bytes())
+            except (OSError, ValueError):
+                rows = self.read()
+                known = _Known(layout=rows.layout, max_length=rows.max_length)
+                with writing_cache(cache.folder):
+                    replace_file(file, _CODEC.dump_json(known))
+        self.layout = known.layout
+        self.max_length = known.max_length
+
+    def read(self) -> TaskRows:
+        """Read the rows, once; they are on disk if ``needs_disk``.
+
+        Raises:
+            DataError: Their files have changed since they were found.
+        """
+        if self._rows is None:
+            rows = self._sources.read(DiskStore(self._cache.folder) if self._needs_disk else MEMORY)
+            if self._sources.identity(self._cache.folder) != self._identity:
+                raise changed(self._sources.task.dataset_name)
+            self._rows = rows
+        return self._rows
+
+    @property
+    def train(self) -> Sequence[Row]:
+        """The training rows."""
+        return self.read().train
+
+    @property
+    def validation(self) -> Sequence[Row]:
+        """The validation rows."""
+        return self.read().validation
+
+    def encode(self, tokenizer: Any, limits: ModelLimits | None = None) -> TaskData:
+        """Tokenise every split as :meth:`TaskRows.encode` does, and keep the tokens on disk.
+
+        If that fails and tokens may be in memory, warn and keep them in memory.
+
+        Raises:
+            RunWriteError: The token cache cannot be written.
+            UnsupportedError: The tokenizer cannot be saved, so its tokens cannot be found again.
+        """
+        limits = limits or ModelLimits()
+        # A template that writes the date gives different tokens tomorrow.
+        is_dated = "strftime_now" in str(getattr(tokenizer, "chat_template", None))
+        date = datetime.date.today().isoformat() if is_dated else None
+        try:
+            of_model = [tokenizer_digest(tokenizer), limits.max_positions, limits.vocab_size, date]
+            return self._cache.data(
+                digest_of_json([self._key, of_model]),
+                lambda new_writer: self.read().encode(tokenizer, limits, new_writer=new_writer),
+                layout=self.layout,
+                max_length=self.max_length,
+            )
+        except (RunWriteError, UnsupportedError) as error:
+            if self._needs_disk:
+                raise
+            _warn(error)
+            return self.read().encode(tokenizer, limits)
+
+
+def _settings(task: Task) -> dict[str, Any]:
+    """Return all settings of ``task`` that decide its rows and who may reuse their tokens, as JSON values."""
+    entry = find_method(task.method).entry
+    keys = task.model_dump(mode="json", include=set(DataKeys.model_fields) - _WITHOUT_EFFECT)
+    # A tenant could tell from the time saved that another tenant has the same data, so tenants share no tokens.
+    return {**keys, "tenant": task.tenant, "method": [task.method, entry.is_paired, entry.is_labelled]}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutRows:
+    """Rows to evaluate an adapter on.
+
+    Attributes:
+        name: Name of the rows in results.
+        max_length: Number of tokens at which a row is cut.
+        train_on: Tokens that the loss is computed on.
+        labels: Labels of the task; None if it has none.
+    """
+
+    name: str
+    rows: Sequence[Row]
+    max_length: int
+    train_on: TrainOn = "completion"
+    labels: LabelSet | None = None
+
+
+def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
+    """Read rows to evaluate a finished adapter on; if possible, rows that were not used for training or selection.
+
+    Args:
+        dataset: A file, a preset or a hub dataset, whose test split is used if it has one. None uses the task's test
+            rows; if it sets none, the test split of its dataset; if there is none, the task's validation rows.
+
+    Raises:
+        DataError: See :func:`open_source`, :meth:`TaskSources.read`.
+    """
+    if dataset is None and (task.sources or task.test_dataset is not None or task.test_split is not None):
+        return _own_heldout_rows(task)
+    source = open_source(dataset or task.dataset_name, "dataset", task)
+    splits = source.read(MEMORY)
+    if splits.test is None and dataset is None:
+        return _own_heldout_rows(task)
+    reader = _Reader(task, open_source, MEMORY)
+    found = reader.converted(splits.train if splits.test is None else splits.test, source, task, "dataset")
+    name = (dataset or task.dataset_name) + ("" if splits.test is None else " (test split)")
+    name += "".join(f" ({bad.num_bad:,} bad rows left out)" for bad in found.bad_rows)
+    return _held_out(task, name, reader.learned(found.train), found.max_length)
+
+
+def _own_heldout_rows(task: Task) -> HeldoutRows:
+    own = TaskSources(task).read(MEMORY)
+    if own.test:
+        return _held_out(task, f"{task.test_dataset or task.dataset_name} (test rows)", own.test, own.max_length)
+    if task.refit is None:
+        return _held_out(task, f"{task.dataset_name} (validation rows)", own.validation, own.max_length)
+    raise DataError(
+        "dataset: expected rows that the adapter was not trained on, found a refit, which was also trained on the "
+        "validation rows; name other rows with --dataset"
+    )
+
+
+def _held_out(task: Task, name: str, rows: Sequence[Row], max_length: int) -> HeldoutRows:
     """Return ``rows`` without undesirable replies and without labels: an adapter is evaluated on replies that it should
     give."""
-    return [
-        row.unlabelled if isinstance(row, LabelledConversation) else row
+    wanted = [
+        row.labelled(None) if isinstance(row, Conversation) else row
         for row in rows
-        if not isinstance(row, LabelledConversation) or row.is_desirable
+        if not isinstance(row, Conversation) or row.is_desirable is not False
     ]
+    return HeldoutRows(name=name, rows=wanted, max_length=max_length, train_on=task.train_on, labels=task.label_set)

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
 from alto.base import replace_file
 from alto.data.dataset import MEMORY, RowStore, writing_cache
 from alto.data.files import FILE_ENDINGS, HubRows, load_hub_dataset, read_file, unpacked_bytes
@@ -253,31 +251,6 @@ def carve_rows(
         )
     drawn = iter(random.Random(seed).sample(range(len(rows)), sum(counts)))
     return [store.choose(rows, sorted(itertools.islice(drawn, count))) for count in counts]
-
-
-class DataOrder:
-    """The rows of each step of a job: every epoch has its own shuffle, which depends only on seed and epoch.
-
-    The last batch of an epoch holds the remaining rows, as in Hugging Face's Trainer. The rows of any step can be
-    computed at any time, so a job that is parked or resumed needs no random state.
-    """
-
-    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
-        self._num_rows = num_rows
-        self._batch_size = batch_size
-        self._seed = seed
-        self._steps_per_epoch = -(-num_rows // batch_size)
-        self._epoch = -1
-        self._permutation_N = torch.empty(0, dtype=torch.int64)
-
-    def rows_of_step(self, step: int) -> list[int]:
-        """Return the row numbers of the step with 0-based index ``step``."""
-        epoch, position = divmod(step, self._steps_per_epoch)
-        if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._epoch, self._permutation_N = epoch, torch.randperm(self._num_rows, generator=generator)
-        rows: list[int] = self._permutation_N[position * self._batch_size :][: self._batch_size].tolist()
-        return rows
 
 
 DEFAULT_MAX_LENGTH = 1024

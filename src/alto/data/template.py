@@ -14,7 +14,7 @@ from typing import Any, overload
 from jinja2 import Environment, Template, nodes
 from jinja2.visitor import NodeTransformer
 
-from alto.data.messages import Conversation, ConversationWithTools, Message
+from alto.data.messages import Conversation, Message
 from alto.data.rows import ConversationError
 
 # Finds the texts of all beginnings of a conversation in one rendering of its chat template.
@@ -441,12 +441,12 @@ def without_key(conversation: Conversation, name: str) -> Conversation:
         turns = [_altered(turn) if turn.role == of_kind else turn for turn in conversation]
     else:
         turns = [_stripped(turn, name) for turn in conversation]
-    return ConversationWithTools(turns, json.dumps(beside, ensure_ascii=False)) if beside else tuple(turns)
+    return Conversation(turns, json.dumps(beside, ensure_ascii=False) if beside else "")
 
 
 def _beside(conversation: Conversation) -> dict[str, Any]:
     """Return the arguments of the template beside the turns."""
-    text = conversation.template_arguments if isinstance(conversation, ConversationWithTools) else ""
+    text = conversation.template_arguments
     arguments: dict[str, Any] = json.loads(text) if text else {}
     return arguments
 

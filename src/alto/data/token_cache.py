@@ -30,18 +30,21 @@ from torch import Tensor
 from alto.base import LockFile, replace_file, sync_folder
 from alto.data.dataset import (
     IGNORED,
+    VIEWS,
     EncodedDataset,
-    EncodedRows,
     RowCounts,
     RowWriter,
     Span,
     Unread,
+    chained,
     close_abandoned,
     writing_cache,
 )
-from alto.data.rows import BadRows, Chain, LazySequence
+from alto.data.formats import Layout
+from alto.data.rows import BadRows, LazySequence
 from alto.data.task_data import SPLITS, TaskData
 from alto.errors import RunWriteError
+from alto.records import RowLabel
 
 _IDS, _TRAINED, _ROWS = "ids.bin", "trained.bin", "rows.bin"
 _ID_TYPE, _MASK_TYPE, _ROW_TYPE = np.dtype("<u4"), np.dtype("u1"), np.dtype("<i8")
@@ -92,7 +95,7 @@ class _Row(NamedTuple):
 _NUM_COLUMNS = len(_Row._fields)
 
 
-class TokenWriter:
+class TokenWriter(RowWriter):
     """A writer of the rows of a split into files of a new ``folder``.
 
     Raises:
@@ -110,8 +113,10 @@ class TokenWriter:
     def __len__(self) -> int:
         return self._num_rows
 
-    def add(self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, is_desirable: bool = True) -> None:
-        """Add one row; see :meth:`alto.data.dataset.RowWriter.add`."""
+    def add(
+        self, input_ids: Tensor, targets: Tensor, spans: tuple[Span, ...], *, label: RowLabel | None = None
+    ) -> None:
+        """Add one row; see :meth:`RowWriter.add`. The label says whether the reply is desirable."""
         is_trained = targets != IGNORED
         assert torch.equal(targets[:-1], input_ids[1:].where(is_trained[:-1], IGNORED)), "a target is the next token"
         assert not is_trained[-1], "the last token predicts nothing"
@@ -123,7 +128,7 @@ class TokenWriter:
             prefix=second.prefix,
             num_trained=int(is_trained.sum()),
             num_chosen=int(is_trained[: first.length].sum()),
-            is_desirable=int(is_desirable),
+            is_desirable=int(label is not False),
         )
         assert row.num_tokens == input_ids.numel(), "spans cover the row"
         self._num_rows += 1
@@ -133,11 +138,11 @@ class TokenWriter:
             self._files[_TRAINED].write(is_trained.numpy().astype(_MASK_TYPE).tobytes())
             self._files[_ROWS].write(np.array(row, _ROW_TYPE).tobytes())
 
-    def rows(self) -> EncodedRows:
-        """Return the added rows, after writing them to the disk."""
+    def dataset(self, *, is_labelled: bool = False, **facts: Any) -> EncodedDataset:
+        """Return the added rows, after writing them to the disk; see :meth:`RowWriter.dataset`."""
         with writing_cache(self._folder):
             self.facts = {name: file.finish() for name, file in self._files.items()}
-        return open_rows(self._folder)
+        return open_rows(self._folder, is_labelled=is_labelled, **facts)
 
 
 class _HashedFile:
@@ -162,23 +167,28 @@ class _HashedFile:
         return self._num_bytes, self._digest.hexdigest()
 
 
-def open_rows(folder: Path) -> EncodedRows:
+def open_rows(folder: Path, *, is_labelled: bool = False, **facts: Any) -> EncodedDataset:
     """Open the rows that a :class:`TokenWriter` has written into ``folder``; each row is read when it is used.
+
+    Args:
+        is_labelled: Whether the rows have labels that say whether a reply is desirable.
+        facts: Other attributes of the split.
 
     Raises:
         OSError, ValueError: The files are missing or empty.
     """
     tokens = _StoredTokens(folder)
-    return EncodedRows(
+    return EncodedDataset(
         input_ids=_OfRows(tokens, tokens.input_ids),
         targets=_OfRows(tokens, tokens.targets),
         spans=_OfRows(tokens, lambda row: row.spans),
-        is_desirable=_OfRows(tokens, lambda row: bool(row.is_desirable)),
+        labels=_OfRows(tokens, lambda row: bool(row.is_desirable)) if is_labelled else None,
         counts=RowCounts(
             num_row_tokens=_OfRows(tokens, lambda row: row.num_tokens),
             num_trained=_OfRows(tokens, lambda row: row.num_trained),
             num_chosen=_OfRows(tokens, lambda row: row.num_chosen),
         ),
+        **facts,
     )
 
 
@@ -335,11 +345,12 @@ class TokenCache:
         with writing_cache(folder):
             folder.mkdir(parents=True, exist_ok=True)
 
-    def data(self, name: str, encode: Encode) -> TaskData:
+    def data(self, name: str, encode: Encode, *, layout: Layout, max_length: int) -> TaskData:
         """Return the tokenised data called ``name``; if it is missing or damaged, make it with ``encode``.
 
         Args:
             name: A digest of everything that the tokens depend on.
+            layout, max_length: Attributes of the data, which are stored with the rows that were read.
 
         Raises:
             RunWriteError: The cache cannot be written (:class:`DiskFullError` if the disk is full), or does not hold
@@ -357,7 +368,7 @@ class TokenCache:
                         self._write(entry, encode)
                         self._remove_unused()
                     with _noticing_damage():
-                        stored, data = _open(entry)
+                        stored, data = _open(entry, layout, max_length)
                 with _noticing_damage():
                     for part in (part for split in stored.splits for part in split.parts):
                         check_files(entry / part.folder, part.files)
@@ -431,7 +442,7 @@ def _stored(data: TaskData, parts: Sequence[Sequence[tuple[str, TokenWriter]]]) 
     return _StoredData(splits=splits, num_shared=data.num_shared, num_bad=data.num_bad, notes=tuple(data.notes))
 
 
-def _open(entry: Path) -> tuple[_StoredData, TaskData]:
+def _open(entry: Path, layout: Layout, max_length: int) -> tuple[_StoredData, TaskData]:
     """Return the facts stored in the folder ``entry``, and its data; the content of its files is not checked.
 
     Raises:
@@ -450,24 +461,14 @@ def _open(entry: Path) -> tuple[_StoredData, TaskData]:
         num_shared=stored.num_shared,
         num_bad=stored.num_bad,
         notes=(*stored.notes, note),
+        layout=layout,
+        max_length=max_length,
     )
 
 
 def _dataset(entry: Path, split: _StoredSplit) -> EncodedDataset:
-    parts = [open_rows(entry / part.folder) for part in split.parts]
-    rows = parts[0] if len(parts) == 1 else _chained(parts)
-    return EncodedDataset.of(rows, is_labelled=split.is_labelled, **{fact: getattr(split, fact) for fact in _OWN_FACTS})
-
-
-def _chained(parts: Sequence[EncodedRows]) -> EncodedRows:
-    counts = [part.counts for part in parts if part.counts is not None]
-    return EncodedRows(
-        input_ids=Chain([part.input_ids for part in parts]),
-        targets=Chain([part.targets for part in parts]),
-        spans=Chain([part.spans for part in parts]),
-        is_desirable=Chain([part.is_desirable for part in parts]),
-        counts=RowCounts(*map(Chain, zip(*counts, strict=True))),
-    )
+    parts = [open_rows(entry / part.folder, is_labelled=split.is_labelled) for part in split.parts]
+    return EncodedDataset(**chained(parts, VIEWS), **{fact: getattr(split, fact) for fact in _OWN_FACTS})
 
 
 def _remove(path: Path) -> None:

@@ -7,11 +7,10 @@ policy.
 """
 
 from alto.early_exit.evaluation_budget import budgeted
-from alto.early_exit.journal import Disagreement, audit, exits_of, selection_of
+from alto.early_exit.journal import audit, exits_of, selection_of
 from alto.early_exit.noise import choose, evaluation_order, interval_of, mean_loss, scores_of
 from alto.early_exit.patterns import (
     Divergence,
-    Evidence,
     OverfittingGap,
     OverfittingUpturn,
     judge_step_loss,
@@ -23,15 +22,13 @@ from alto.early_exit.progress import evaluation_steps, point_at_share, rung_note
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.replay import ReplayResult, replay
 from alto.early_exit.selection import Selection
-from alto.early_exit.track import Ema, ema_of
+from alto.early_exit.track import Ema
 from alto.records import ExitDecision, LossPoint
 from alto.spec import Rule
 
 __all__ = [
-    "Disagreement",
     "Divergence",
     "Ema",
-    "Evidence",
     "ExitDecision",
     "LossPoint",
     "OverfittingGap",
@@ -45,7 +42,6 @@ __all__ = [
     "audit",
     "budgeted",
     "choose",
-    "ema_of",
     "evaluation_order",
     "evaluation_steps",
     "exits_of",

@@ -52,7 +52,6 @@ def budgeted(
         steps: Steps of every job that reaches the first rung.
         row_cost: Time to evaluate one row, divided by the time to train one job to its end.
         every: Smallest share of a job's steps between two evaluations after the last rung.
-        are_pairs: Whether rows are preference pairs.
         drops_rungs: Whether to keep only the rungs with which training and evaluations take the least time.
     """
     total_share = settings.evaluation_share
@@ -122,10 +121,7 @@ class _RungPlan:
         """Return the plan with the rungs ``chosen`` out of ``given``.
 
         Args:
-            places: Number of jobs that continue from each rung.
-            chosen: Indices of rungs, rising.
             steps: Steps of every job that reaches the first rung; remaining jobs have the same mix of steps.
-            share: Time of an evaluation, divided by the time that a job has trained since the one before.
             affordable: Function that returns how many rows can be evaluated in a time, and at least a given number.
         """
         evaluations: list[tuple[float, int]] = []

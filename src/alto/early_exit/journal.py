@@ -35,10 +35,6 @@ class Curves:
     """The losses, scores and metrics of one job by step, and its evaluation before the first step.
 
     Attributes:
-        start: Evaluation before the first step; None if unknown.
-        scores: Value of the task's metric at every evaluation.
-        score_rows: Value of the task's metric on every validation row.
-        metrics: Metrics of the method beside the loss, by name.
         loss_rows: Loss of every validation row; step 0 is the evaluation before the first step.
         tests: Loss on the test rows; step 0 is the evaluation before the first step.
     """
@@ -150,11 +146,7 @@ class Disagreement:
 
 
 def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
-    """Derive every exit again from the losses of a journal and return the differences; empty if they agree.
-
-    Raises:
-        RunError: See `selection_of`.
-    """
+    """Derive every exit again from the losses of a journal and return the differences; empty if they agree."""
     entries = list(entries)
     journalled = exits_of(entries)
     selection = selection_of(entries)

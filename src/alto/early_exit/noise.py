@@ -8,34 +8,14 @@ import random
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from alto.records import FinalistScore, Judgement, LossPoint, Standing, StartValue
 from alto.records.evaluation import student_quantile
 from alto.spec import LEAST_SCORE
 
-
-class Scored(Protocol):
-    """An object with a score: an evaluation, or a job's state at a rung; see :class:`alto.records.LossPoint`."""
-
-    @property
-    def job(self) -> str: ...
-
-    @property
-    def validation_loss(self) -> float: ...
-
-    @property
-    def score(self) -> float: ...
-
-    @property
-    def score_rows(self) -> tuple[float, ...]: ...
-
-    @property
-    def loss_scale(self) -> str: ...
-
-    @property
-    def start_loss(self) -> float | None: ...
-
+Scored: TypeAlias = LossPoint | Standing
+"""An evaluation, or a job's state at a rung."""
 
 S = TypeVar("S", bound=Scored)
 
@@ -107,7 +87,7 @@ def _parted(items: list[S]) -> tuple[list[S], list[S]]:
 
 def _ordered_inside(group: list[S]) -> list[S]:
     if len({item.loss_scale for item in group}) == 1:
-        return sorted(group, key=_by_loss)
+        return sorted(group, key=lambda item: (item.validation_loss, item.job))
     if all(item.start_loss is not None and 0 < item.start_loss < math.inf for item in group):
         return sorted(group, key=_by_share_of_the_base_loss)
     return sorted(group, key=_by_score)
@@ -116,10 +96,6 @@ def _ordered_inside(group: list[S]) -> list[S]:
 def _by_share_of_the_base_loss(item: Scored) -> tuple[float, str]:
     assert item.start_loss is not None
     return (item.validation_loss / item.start_loss, item.job)
-
-
-def _by_loss(item: Scored) -> tuple[float, str]:
-    return (item.validation_loss, item.job)
 
 
 def _by_score(item: Scored) -> tuple[float, float, str]:
@@ -179,11 +155,8 @@ def on_one_scale(points: Sequence[LossPoint], weights: Sequence[float]) -> list[
     return [on_scale_of(reference, point, weights) for point in points]
 
 
-T = TypeVar("T", bound=LossPoint | Standing)
-
-
 @dataclass(frozen=True, slots=True)
-class Repeated(Generic[T]):
+class Repeated(Generic[S]):
     """The repetitions of one configuration.
 
     Attributes:
@@ -191,13 +164,13 @@ class Repeated(Generic[T]):
         members: The repetitions, best first.
     """
 
-    mean: T
-    members: tuple[T, ...]
+    mean: S
+    members: tuple[S, ...]
 
 
 def ranked_configurations(
-    items: Iterable[T], configuration_of: Mapping[str, str], failed: Collection[str] = ()
-) -> list[Repeated[T]]:
+    items: Iterable[S], configuration_of: Mapping[str, str], failed: Collection[str] = ()
+) -> list[Repeated[S]]:
     """Rank configurations, best first, independent of the given order; a job that repeats none is a configuration.
 
     They are ordered by :func:`alto.early_exit.noise.ordered`, by the means over their jobs: of losses, of scores, and
@@ -205,16 +178,15 @@ def ranked_configurations(
     other jobs is not what the user can expect.
 
     Args:
-        items: Values with which the jobs compete.
         configuration_of: Id of the configuration of every job that repeats one; it is the id of one of the jobs.
         failed: Ids of configurations of which a job has diverged or failed.
 
     Source: none; the paper tries every configuration once.
     """
-    groups: dict[str, list[T]] = {}
+    groups: dict[str, list[S]] = {}
     for item in items:
         groups.setdefault(configuration_of.get(item.job, item.job), []).append(item)
-    means: dict[str, T] = {name: _mean(name, group) for name, group in groups.items()}
+    means: dict[str, S] = {name: _mean(name, group) for name, group in groups.items()}
     order = [
         *ordered(mean for name, mean in means.items() if name not in failed),
         *ordered(mean for name, mean in means.items() if name in failed),
@@ -222,10 +194,12 @@ def ranked_configurations(
     return [Repeated(mean, tuple(ordered(groups[mean.job]))) for mean in order]
 
 
-def _mean(name: str, group: Sequence[T]) -> T:
+def _mean(name: str, group: Sequence[S]) -> S:
     if len(group) == 1:
         return replace(group[0], job=name)
     first = group[0]
+    # A configuration with a value that is not finite is ranked as if its mean were not finite.
+    losses, scores = [item.validation_loss for item in group], [item.score for item in group]
     starts = [item.start_loss for item in group if item.start_loss is not None]
     facts: dict[str, Any] = {}
     if isinstance(first, Standing):
@@ -233,22 +207,12 @@ def _mean(name: str, group: Sequence[T]) -> T:
     return replace(
         first,
         job=name,
-        validation_loss=_finite_mean([item.validation_loss for item in group]),
-        score=_mean_score([item.score for item in group]),
+        validation_loss=statistics.fmean(losses) if all(map(math.isfinite, losses)) else math.inf,
+        score=LEAST_SCORE if LEAST_SCORE in scores else statistics.fmean(scores),
         score_rows=_mean_rows([item.score_rows for item in group]),
         start_loss=statistics.fmean(starts) if len(starts) == len(group) else None,
         **facts,
     )
-
-
-def _finite_mean(values: Sequence[float]) -> float:
-    """Return the mean; infinity if a value is not finite."""
-    return statistics.fmean(values) if all(map(math.isfinite, values)) else math.inf
-
-
-def _mean_score(scores: Sequence[float]) -> float:
-    """Return the mean; the least score if one job has it, because its metric is not finite."""
-    return LEAST_SCORE if LEAST_SCORE in scores else statistics.fmean(scores)
 
 
 def _mean_rows(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:

@@ -27,7 +27,6 @@ def verdict_in_a_row(
     """End the job if a condition holds at its last ``patience`` evaluations.
 
     Args:
-        history: Evaluations of one job, oldest first.
         holds: Function that tests the condition at the last point of a history, and returns its evidence, or None if it
             does not hold.
         patience: Number of evaluations in a row at which it must hold; one failure resets the count.

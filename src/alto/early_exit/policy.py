@@ -44,9 +44,6 @@ def select(
     scores differ, it also has ``score`` and ``cutoff_score``; if a configuration is repeated, ``mean_loss``.
 
     Args:
-        places: Number of configurations that continue.
-        is_finish: Whether the rung ends all but one.
-        ends_clear_losers: Whether jobs clearly behind the best one end.
         configuration_of, failed: See ``ranked_configurations``.
     """
     ranked = ranked_configurations(standings, configuration_of or {}, failed)
@@ -144,8 +141,6 @@ class Policy:
         Args:
             num_entered: Number of configurations that were ever ranked, including these; None means the number ranked
                 here.
-            configuration_of: Id of the configuration of every job that repeats one.
-            failed: Ids of configurations of which a job has diverged or failed.
         """
         known = configuration_of or {}
         num_ranked = len({known.get(standing.job, standing.job) for standing in standings})

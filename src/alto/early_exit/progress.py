@@ -33,7 +33,6 @@ def point_at_share(
 
     Args:
         history: Evaluations of one job, oldest first.
-        total_steps: Steps of the job.
         start: Evaluation before the first step; None if unknown, for example if a job begins with another job's
             weights.
         row_weights: Weight of every validation row, in the order of evaluation; empty if all evaluations are on all
@@ -100,9 +99,6 @@ def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> t
 
     Args:
         every: Fraction of the steps between two evaluations, in (0, 1].
-
-    Raises:
-        SpecError: ``every`` is not in (0, 1].
     """
     if not 0.0 < every <= 1.0:
         raise SpecError(

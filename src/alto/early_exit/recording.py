@@ -29,8 +29,6 @@ class RecordedJob:
     """The complete curves of one job.
 
     Attributes:
-        config: The job's configuration, canonical keys.
-        rows_per_step: Training rows of one full optimizer step.
         evaluations: ``(step, validation_loss)``, steps rising.
         scores: Value of the task's metric at each evaluation; empty if the task selects by the loss.
         score_rows: Value of the task's metric on every validation row, for each evaluation; empty if unknown.
@@ -104,7 +102,6 @@ class Recording:
 
     Attributes:
         task: Description of the task for the reader (model, dataset, commit, …), in any form.
-        num_train: Number of rows of the training set.
     """
 
     task: Mapping[str, Any]
@@ -114,7 +111,11 @@ class Recording:
     @property
     def lr_warmup(self) -> float:
         """The largest share of a job's steps in which its learning rate rises; see :meth:`EarlyExit.resolved`."""
-        return max(_common_config(job).lr_warmup_share(job.total_steps) for job in self.jobs)
+        # A recording does not name the method, so its settings are left out.
+        configs = (
+            JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS}) for job in self.jobs
+        )
+        return max(config.lr_warmup_share(job.total_steps) for config, job in zip(configs, self.jobs, strict=True))
 
     def samples_after(self, job: RecordedJob, step: int) -> int:
         """Return how many rows ``job`` has trained after ``step`` steps; the last step of an epoch may be short."""
@@ -157,24 +158,7 @@ class Recording:
             "version": VERSION,
             "task": dict(self.task),
             "num_train": self.num_train,
-            "jobs": [
-                {
-                    "job": job.job,
-                    "config": dict(job.config),
-                    "total_steps": job.total_steps,
-                    "rows_per_step": job.rows_per_step,
-                    "train_losses": [_to_json(loss) for loss in job.train_losses],
-                    "evaluations": [[step, _to_json(loss)] for step, loss in job.evaluations],
-                    **({"gains": list(job.scores)} if job.scores else {}),
-                    **({"gain_rows": [list(rows) for rows in job.score_rows]} if job.score_rows else {}),
-                    **({"metrics": _metrics_to_json(job.metrics)} if job.metrics else {}),
-                    **({} if job.start is None else {"start": _start_to_json(job.start)}),
-                    **({"loss_rows": _rows_to_json(job.loss_rows)} if job.loss_rows else {}),
-                    **({"tests": _tests_to_json(job.tests)} if job.tests else {}),
-                    **({} if job.configuration is None else {"configuration": job.configuration}),
-                }
-                for job in self.jobs
-            ],
+            "jobs": [_job_to_json(job) for job in self.jobs],
         }
         text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":")) + "\n"
         data = text.encode()
@@ -201,11 +185,6 @@ class Recording:
                 f"{path}: expected a recording of version {VERSION}, found a document that lacks or misspells {error}."
                 " Record the run again."
             ) from error
-
-
-def _common_config(job: RecordedJob) -> JobConfig:
-    """Return the keys that do not depend on the method, because a recording does not name the method."""
-    return JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS})
 
 
 def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
@@ -277,23 +256,27 @@ def _start_from(value: Sequence[Any] | None) -> StartValue | None:
     return StartValue(validation_loss=loss_of(loss), score=float(score), score_rows=tuple(map(float, rows)))
 
 
-def _metrics_to_json(metrics: Mapping[str, Sequence[float]]) -> dict[str, list[float | str]]:
-    return {
-        name: [value if math.isfinite(value) else str(value) for value in values] for name, values in metrics.items()
+def _job_to_json(job: RecordedJob) -> dict[str, Any]:
+    start, metrics = job.start, job.metrics.items()
+    optional = {
+        "gains": list(job.scores),
+        "gain_rows": [list(rows) for rows in job.score_rows],
+        "metrics": {
+            name: [value if math.isfinite(value) else str(value) for value in values] for name, values in metrics
+        },
+        "start": None if start is None else [_to_json(start.validation_loss), start.score, *start.score_rows],
+        "loss_rows": {str(step): list(map(_thousandths, rows)) for step, rows in job.loss_rows.items()},
+        "tests": {str(step): [_to_json(test.loss), *map(_thousandths, test.rows)] for step, test in job.tests.items()},
+        "configuration": job.configuration,
     }
-
-
-def _start_to_json(start: StartValue) -> list[Any]:
-    return [_to_json(start.validation_loss), start.score, *start.score_rows]
-
-
-def _rows_to_json(rows_of: Mapping[int, Sequence[float]]) -> dict[str, list[int | str]]:
-    return {str(step): [_thousandths(value) for value in rows] for step, rows in rows_of.items()}
-
-
-def _tests_to_json(tests: Mapping[int, SplitLoss]) -> dict[str, list[Any]]:
     return {
-        str(step): [_to_json(test.loss), *(_thousandths(value) for value in test.rows)] for step, test in tests.items()
+        "job": job.job,
+        "config": dict(job.config),
+        "total_steps": job.total_steps,
+        "rows_per_step": job.rows_per_step,
+        "train_losses": [_to_json(loss) for loss in job.train_losses],
+        "evaluations": [[step, _to_json(loss)] for step, loss in job.evaluations],
+        **{key: value for key, value in optional.items() if value},
     }
 
 

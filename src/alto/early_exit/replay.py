@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from alto.early_exit.policy import Policy
@@ -18,7 +18,6 @@ class ReplayResult:
     """The outcome of a policy on a recording.
 
     Attributes:
-        jobs: The result of every job, in the order of the recording.
         winner: Job with the best evaluation seen before it ended; None if no evaluation was finite.
         winner_step: Step of that evaluation; 0 if there is none.
         best_kept: Validation loss of that evaluation; infinity if there is none.
@@ -77,9 +76,6 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     A rung is decided at the first recorded evaluation at or after its step, so a recording whose evaluations miss a
     rung makes the policy later, not better. If a job has no recorded evaluation before its first step, a rung before
     its first evaluation ranks it by that evaluation.
-
-    Args:
-        ema_alpha: Weight of the newest training loss in its average.
     """
     selection = Selection(
         policy,
@@ -91,11 +87,11 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     for recorded in recording.jobs:
         if recorded.start is not None:
             selection.observe_base(recorded.job, recorded.start)
-    tapes = {job.job: _Tape(job) for job in recording.jobs}
+    tapes = {job.job: _tape(job, selection) for job in recording.jobs}
     while selection.training:
         for job in selection.training:
             while selection.is_training(job) and not selection.rungs.is_waiting(job):
-                tapes[job].play_to_next_evaluation(selection)
+                next(tapes[job])
         while selection.rungs.is_ready():
             selection.select()
     winner = selection.winner()
@@ -112,23 +108,19 @@ def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResu
     )
 
 
-class _Tape:
-    """A player that feeds one recorded job into a selection, one evaluation at a time."""
-
-    def __init__(self, job: RecordedJob) -> None:
-        self._job = job
-        self._evaluations = iter(job.scored_evaluations)
-        self._steps_played = 0
-
-    def play_to_next_evaluation(self, selection: Selection) -> None:
-        job = self._job.job
-        step, validation_loss, score, rows = next(self._evaluations, (len(self._job.train_losses), None, 0.0, ()))
-        losses = self._job.train_losses[self._steps_played : step]
-        verdict = selection.observe_losses(job, self._steps_played + 1, losses)
-        self._steps_played = step
+def _tape(recorded: RecordedJob, selection: Selection) -> Iterator[None]:
+    """Feed one recorded job into ``selection``, one evaluation at a time."""
+    job, played = recorded.job, 0
+    for step, validation_loss, score, rows in (
+        *recorded.scored_evaluations,
+        (len(recorded.train_losses), None, 0.0, ()),
+    ):
+        verdict = selection.observe_losses(job, played + 1, recorded.train_losses[played:step])
+        played = step
         if verdict is None:
             assert validation_loss is not None, f"{job} was not recorded to its end"
             selection.observe(job, step, validation_loss, score, rows)
+        yield
 
 
 def _result(recording: Recording, job: RecordedJob, selection: Selection) -> JobResult:

@@ -26,12 +26,6 @@ class Rungs:
     A job that waits at a rung and is certain to be kept may continue to the rung after that one. The rung at which it
     waited still ranks it by its value at that rung: verdicts after a rung do not change that rung.
 
-    Args:
-        policy: The policy that ranks.
-        tracks: The state of every job, by job id.
-        configuration_of: Id of the configuration, by job that repeats one with another seed.
-        row_weights: Weight of every validation row; see :class:`alto.early_exit.Selection`.
-
     Attributes:
         held: Number of decided rungs, which is also the index of `next`.
     """

@@ -39,9 +39,7 @@ class Selection:
     Verdicts on one job use its losses; evaluations and jobs are ordered by their scores.
 
     Args:
-        policy: The policy that judges and ranks.
         ema_alpha: Weight of the newest training loss in its running average, in (0, 1].
-        total_steps: Steps of every job, by job id.
         loss_scales: Scale of a job's loss (:func:`alto.spec.scoring.loss_scale`), by job id; jobs without an entry have
             equal scales.
         configuration_of: Id of the configuration, by job that repeats one with another seed; it is the id of one of the
@@ -50,8 +48,7 @@ class Selection:
             rows.
 
     Attributes:
-        policy: The policy that judges and ranks.
-        rungs: Which jobs compete at rungs.
+        rungs: The rungs, and the jobs that compete at them.
 
     Raises:
         RunError: Raised by every observing method, if the event is not possible in the present state.
@@ -85,10 +82,6 @@ class Selection:
         """Observe the training losses of consecutive steps from ``first_step`` (1-based) on.
 
         The first loss that is not finite ends the job at its step; later losses are ignored.
-
-        Args:
-            first_step: Step of the first loss.
-            losses: One loss per step.
         """
         track = self._tracks[job]
         due = track.ema.count + 1
@@ -125,7 +118,6 @@ class Selection:
         """Observe an evaluation after ``step`` steps, whose training losses must all have been observed.
 
         Args:
-            step: Number of steps done.
             score: Result of :func:`alto.spec.scoring.score_of`, a finite number; 0 if only the loss decides.
             score_rows: The metric on every validation row, if known.
             loss_rows: Loss of every row of the evaluation, in the order of evaluation; empty if evaluations are on all
@@ -136,7 +128,20 @@ class Selection:
         _require(track.trains, f"{job} to train, found that it has ended")
         _require(step == done, f"an evaluation of {job} after the {done} steps it has done, found one after {step}")
         _require(last < step <= track.total_steps, f"an evaluation of {job} after step {last}, found one at {step}")
-        point = track.evaluated(job, validation_loss, score, tuple(score_rows), tuple(loss_rows))
+        assert track.ema.value is not None, "it has trained"
+        point = LossPoint(
+            job=job,
+            step=step,
+            total_steps=track.total_steps,
+            train_ema=track.ema.value,
+            validation_loss=validation_loss,
+            score=score,
+            score_rows=tuple(score_rows),
+            loss_scale=track.loss_scale,
+            start_loss=None if track.start is None else track.start.validation_loss,
+            loss_rows=tuple(loss_rows),
+        )
+        track.history.append(point)
         self._num_changes += 1
         verdict = patterns.judge_point(point)
         if verdict is None:
@@ -198,7 +203,6 @@ class Selection:
         """Add a job before its first step; it takes part in every rung that is still to be decided.
 
         Args:
-            loss_scale: Scale of its loss; the default is that of all other jobs.
             catches_up: Whether no rung waits for it until it has reached that rung. A rung that was decided before
                 ranks it alone, as soon as it gets there, among all jobs that were ever ranked at that rung.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alto.early_exit.noise import is_better, is_within_noise, on_scale_of
@@ -17,9 +17,7 @@ class Ema:
     """A running average ``ema = alpha * loss + (1 - alpha) * ema``, started by the first loss.
 
     Attributes:
-        alpha: Weight of the newest loss, in (0, 1].
         value: The average so far; None before the first loss.
-        count: Number of losses.
     """
 
     alpha: float
@@ -40,12 +38,6 @@ class Ema:
         return self.value
 
 
-def ema_of(losses: Iterable[float], alpha: float) -> tuple[float, ...]:
-    """Return the running average after each of ``losses``, bit-identical to `Ema` with one loss at a time."""
-    ema = Ema(alpha)
-    return tuple(ema.update(loss) for loss in losses)
-
-
 ENDS_COMPETING = (
     ExitReason.DIVERGING,
     ExitReason.UNDERPERFORMING,
@@ -62,15 +54,9 @@ class JobTrack:
     """The evaluations of one job, and its state.
 
     Attributes:
-        ema: Running average of the training losses.
-        start: Evaluation before the first step; None if unknown.
-        was_ranked: Whether a rung has ranked the job.
         late_rung: For a job that was added while others trained: the first rung that it has not reached yet, or that
             was decided without it. None for all other jobs, and once it waits at a rung with them.
-        history: Evaluations, oldest first.
         best, peak: The evaluation that the job competes with in the end, and the one with the best score.
-        decision: The verdict that ended the job.
-        finished: Whether the job did all its steps.
         competes: Whether the job may still take a place at a rung.
         judged_from: Number of evaluations that no rule judges again.
     """
@@ -111,11 +97,7 @@ class JobTrack:
         return self.decision is not None and self.decision.reason in (ExitReason.DIVERGING, ExitReason.FAILED)
 
     def standing(self, point: LossPoint, score: FinalistScore | None = None) -> Standing:
-        """Return the state of the job at a rung with ``point``, one of its evaluations.
-
-        Args:
-            score: Score of the job's answers; None if the metric ranks.
-        """
+        """Return the state of the job at a rung with ``point``, one of its evaluations."""
         return Standing(
             job=point.job,
             step=self.ema.count,
@@ -128,31 +110,6 @@ class JobTrack:
             is_training=self.trains,
         )
 
-    def evaluated(
-        self,
-        job: str,
-        validation_loss: float,
-        score: float,
-        score_rows: tuple[float, ...],
-        loss_rows: tuple[float, ...],
-    ) -> LossPoint:
-        """Record and return an evaluation after the steps done so far; arguments are those of :class:`LossPoint`."""
-        assert self.ema.value is not None, "it has trained"
-        point = LossPoint(
-            job=job,
-            step=self.ema.count,
-            total_steps=self.total_steps,
-            train_ema=self.ema.value,
-            validation_loss=validation_loss,
-            score=score,
-            score_rows=score_rows,
-            loss_scale=self.loss_scale,
-            start_loss=None if self.start is None else self.start.validation_loss,
-            loss_rows=loss_rows,
-        )
-        self.history.append(point)
-        return point
-
     def reopen(self) -> None:
         """Reopen the job: it trains and competes again, and only its later evaluations are judged."""
         self.decision = None
@@ -163,7 +120,6 @@ class JobTrack:
         """Return whether the job waits at the rung of ``point``, or trained past it and a verdict ended it there.
 
         Args:
-            point: Value of the job at the rung.
             is_equal_share: Whether jobs are compared at exactly equal shares. A job that finished at the rung must not
                 have an advantage over the others.
         """
@@ -172,11 +128,7 @@ class JobTrack:
         return self.trains or self.ended_after(point)
 
     def keep_best(self, point: LossPoint, row_weights: Sequence[float]) -> None:
-        """Replace the best evaluation by ``point``, the latest one, if that is better.
-
-        Args:
-            row_weights: Weight of every validation row, in the order of evaluation.
-        """
+        """Replace the best evaluation by ``point``, the latest one, if that is better."""
         if self.peak is None or point.score > self.peak.score:
             self.peak = point
         # A series of steps, each within noise of the step before, must not lead away from the best score.

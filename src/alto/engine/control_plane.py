@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket, running_controller
-from alto.data import read_task_rows
 from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
 from alto.engine.queue_setup import QueueSetup, journal_begin, replanning
-from alto.engine.runner import portable
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
 from alto.runs import Action, Answer, Journal, RunDir
@@ -41,17 +39,6 @@ class OrderState:
     is_new: bool
     reason: str
     error: str
-
-
-def checked_task(task: Task) -> Task:
-    """Return ``task`` with absolute paths, so that any process can train it, after reading and checking its rows.
-
-    Raises:
-        AltoError: The rows have an error.
-    """
-    found = portable(task)
-    read_task_rows(found)
-    return found
 
 
 class ControlPlane:

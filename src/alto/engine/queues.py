@@ -20,7 +20,6 @@ from alto.cluster import (
     past_ends,
     running_controller,
 )
-from alto.data import read_task_rows
 from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key
 from alto.engine.gpus import STRATEGIES
 from alto.engine.objects import IN_A_QUEUE, check_has_id
@@ -33,7 +32,7 @@ from alto.engine.queue_setup import (
     replanning,
     unique_names,
 )
-from alto.engine.runner import portable
+from alto.engine.runner import checked_task, portable
 from alto.engine.task_queue import TaskQueue, past_of_finished, queue_results, write_report_of
 from alto.engine.work import TRAIN
 from alto.errors import ProfileError, RunError, SpecError, TaskInterruptedError, UntrustedCodeError
@@ -367,10 +366,7 @@ def _read(tasks: Sequence[Task]) -> list[Task]:
     """Return ``tasks`` with absolute paths, so that any process can run them; raise errors in their rows now, with the
     task's name."""
     check_has_id(tasks, IN_A_QUEUE)
-    found = [portable(task) for task in tasks]
-    for task in found:
-        read_task_rows(task)
-    return found
+    return [checked_task(task) for task in tasks]
 
 
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:

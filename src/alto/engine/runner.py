@@ -27,7 +27,7 @@ from alto.backbone import (
     resolve_model,
 )
 from alto.base import cache_home, note_resumption
-from alto.data import ReadRows, read_task_rows
+from alto.data import CachedRows, TaskRows, read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
@@ -207,8 +207,6 @@ class TaskRunner:
         task = with_usual_rate(task, backbone.model.config, begins=begins)
         base = None if resume_state is None else self._checked_base(task, backbone, resume_state)
         data = rows.encode(backbone.tokenizer, limits_of(backbone.model.config))
-        layout = rows.layout
-        data = replace(data, form=layout.form, of_messages=layout.of_messages, max_length=rows.max_length)
         data = data if task.refit is None else data.with_all_rows()
         for split in data.splits:
             objective.check(split, [job.config for job in task.jobs])
@@ -407,7 +405,7 @@ class _Prepared:
     forecast: TaskPlan | None = None
 
 
-def _sampler(task: Task, rows: ReadRows, backbone: Backbone) -> Sampler | None:
+def _sampler(task: Task, rows: TaskRows | CachedRows, backbone: Backbone) -> Sampler | None:
     """Return the generator of the samples that ``task`` asks for; None if it asks for none.
 
     Raises:
@@ -434,6 +432,17 @@ def portable(task: Task) -> Task:
     if task.chat_template is not None:
         found["chat_template"] = task.base_model.chat_template  # the text: the file may change
     return task.replace(**found)
+
+
+def checked_task(task: Task) -> Task:
+    """Return the :func:`portable` task after reading and checking its rows.
+
+    Raises:
+        AltoError: The rows have an error.
+    """
+    found = portable(task)
+    read_task_rows(found)
+    return found
 
 
 def _portable_source(source: MixtureSource) -> MixtureSource:

@@ -10,9 +10,8 @@ from typing import Any
 
 from alto.base import resume_command
 from alto.cluster import Controller, ControllerStatus, LiveQueue
-from alto.data import read_task_rows
 from alto.engine.objects import IN_A_QUEUE, check_has_id
-from alto.engine.runner import portable
+from alto.engine.runner import checked_task
 from alto.errors import AltoError, RunBusyError, RunError, TasksFailedError
 from alto.report import write_queue_report
 from alto.results import TaskResult
@@ -129,8 +128,7 @@ class TaskQueue:
             QueueCommandError: The queue accepts no more tasks.
         """
         check_has_id([task], IN_A_QUEUE)
-        task = portable(task)
-        read_task_rows(task)
+        task = checked_task(task)
         return self._live.submit(
             task,
             tenant=task.tenant if tenant is None else tenant,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from alto.backbone import Backbone, is_out_of_memory, release_memory
-from alto.data import Conversation, LabelledText, Pair
+from alto.data import Conversation, Row
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.generate import check_prompts, complete, max_positions, prompts_of
 from alto.evaluation.loss import Choices, options_of
@@ -110,7 +110,7 @@ class FinalistJudge:
 
     def __init__(
         self,
-        rows: Sequence[Conversation | Pair | LabelledText],
+        rows: Sequence[Row],
         backbone: Backbone,
         model: str,
         select_by: str | Scoring = EVAL_ACCURACY,
@@ -173,7 +173,7 @@ class FinalistJudge:
         return [tuple(float(f"{score:.6g}") for score in of_job) for of_job in scores]
 
 
-def usable_rows(rows: Sequence[Conversation | Pair | LabelledText], select_by: str | Scoring) -> list[Conversation]:
+def usable_rows(rows: Sequence[Row], select_by: str | Scoring) -> list[Conversation]:
     """Return the validation rows that the scorer of ``select_by`` can use.
 
     Raises:

@@ -21,7 +21,7 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
 from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
-from alto.data import Conversation, LabelledText, Message, Pair, encode_prompt
+from alto.data import LabelledText, Message, Pair, Row, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
 from alto.lora import ServedAdapters
 
@@ -49,7 +49,7 @@ def reply_text(reply: Message) -> str:
     return "\n".join([*([reply.content] if reply.content.strip() else []), *lines])
 
 
-def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt | None:
+def prompt_of(row: Row, tokenizer: Any) -> Prompt | None:
     """Return the turns before the last trained reply of ``row`` (for a pair, of its chosen side), encoded as a prompt.
 
     Returns:
@@ -70,7 +70,7 @@ def prompt_of(row: Conversation | Pair | LabelledText, tokenizer: Any) -> Prompt
     return Prompt(ids=tuple(encode_prompt(turns[:position], tokenizer)), reference=reference)
 
 
-def prompts_of(rows: Iterable[Conversation | Pair | LabelledText], tokenizer: Any) -> list[Prompt]:
+def prompts_of(rows: Iterable[Row], tokenizer: Any) -> list[Prompt]:
     """Return the prompt of every row.
 
     Raises:

@@ -15,14 +15,14 @@ from torch.nn import functional as F
 from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
 from alto.data import (
     Conversation,
-    ConversationWithTools,
     EncodedDataset,
+    Encoding,
     JobRows,
     Message,
     TokenBatch,
     collate,
-    encode_rows,
     split_into_micro_batches,
+    tokenize,
 )
 from alto.errors import DataError, DeviceMemoryError, NoResultError
 from alto.evaluation.generate import max_positions
@@ -272,9 +272,9 @@ class Choices:
         self._right = torch.tensor([self._options.index(_reply(row).content) for row in rows])
         tried = [_with_reply(row, option) for row in rows for option in options]
         limit = max_positions(backbone)
-        self._dataset = encode_rows(
-            tried, backbone.tokenizer, limit or 2**31, "validation", limits=limits_of(backbone.model.config)
-        )
+        limits = limits_of(backbone.model.config)
+        encoding = Encoding(tokenizer=backbone.tokenizer, max_length=limit or 2**31, limits=limits)
+        self._dataset = tokenize(tried, encoding, "validation")
         if self._dataset.num_truncated or len(self._dataset) != len(tried):
             raise DataError(
                 f"expected rows that fit into the model's {limit} positions with every option, found "
@@ -335,5 +335,4 @@ def _with_reply(row: Conversation, option: str) -> Conversation:
     position = reply_position(row)
     assert position is not None, "the row has a reply"
     before = (replace(turn, is_context=True) if turn.role == "assistant" else turn for turn in row[:position])
-    turns = (*before, Message("assistant", option))
-    return ConversationWithTools(turns, row.template_arguments) if isinstance(row, ConversationWithTools) else turns
+    return Conversation((*before, Message("assistant", option)), row.template_arguments)

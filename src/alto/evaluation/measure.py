@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from alto.backbone import Backbone, check_classifier, is_out_of_memory, limits_of, load_backbone, load_tokenizer
-from alto.data import Conversation, EncodedDataset, HeldoutRows, LabelledText, Pair, Row, encode_rows
+from alto.data import Conversation, EncodedDataset, Encoding, HeldoutRows, LabelledText, Pair, Row, tokenize
 from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
 from alto.evaluation.generate import Prompt, check_prompts, complete, max_positions, prompts_of
 from alto.evaluation.loss import Choices, head_logits, heldout_losses, label_metrics, options_of, reply_log_probs
@@ -268,15 +268,14 @@ class _Bench:
         max_length = min(max_length or limit or sys.maxsize, limits.max_positions or sys.maxsize)
         dataset = None
         if measured:
-            dataset = encode_rows(
-                rows.rows,
-                backbone.tokenizer,
-                max_length,
-                "held-out",
+            encoding = Encoding(
+                tokenizer=backbone.tokenizer,
+                max_length=max_length,
                 limits=limits,
                 train_on=rows.train_on,
                 labels=rows.labels,
             )
+            dataset = tokenize(rows.rows, encoding, "held-out")
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
         if dataset is not None and "loss" in measured:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from alto.backbone import Backbone
-from alto.data import Conversation, LabelledText, Pair
+from alto.data import Row
 from alto.errors import DataError
 from alto.evaluation.generate import Prompt, complete, max_positions, prompt_of
 from alto.evaluation.scorers import Guard, failure_text
@@ -36,7 +36,7 @@ class Sampler:
 
     def __init__(
         self,
-        rows: Iterable[Conversation | Pair | LabelledText],
+        rows: Iterable[Row],
         backbone: Backbone,
         *,
         num_samples: int,
@@ -93,7 +93,7 @@ class Sampler:
         )
 
 
-def _usable(rows: Iterable[Conversation | Pair | LabelledText], backbone: Backbone) -> Iterator[Prompt]:
+def _usable(rows: Iterable[Row], backbone: Backbone) -> Iterator[Prompt]:
     """Yield the prompts of rows that have one, if it leaves at least one position for the answer."""
     limit = max_positions(backbone)
     for row in rows:

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from alto.data import ChatTemplate, Conversation, LabelledText, Pair
+from alto.data import ChatTemplate, Conversation, LabelledText, Pair, Row
 from alto.errors import DataError, SpecError
 from alto.evaluation.generate import reply_text
 from alto.evaluation.matching import check_keys, matching_of, tool_calls_in
@@ -277,7 +277,7 @@ def needed_of(scoring: Scoring) -> str:
     return "are text after a prompt" if matching is None else matching.needed
 
 
-def scorable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring) -> list[Conversation]:
+def scorable(rows: Sequence[Row], scoring: Scoring) -> list[Conversation]:
     """Return the rows that ``scoring`` can score."""
     matching = matching_of(scoring)
     found = []
@@ -289,7 +289,7 @@ def scorable(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scorin
     return found
 
 
-def check_key_names(rows: Sequence[Conversation | Pair | LabelledText], scoring: Scoring) -> None:
+def check_key_names(rows: Sequence[Row], scoring: Scoring) -> None:
     """Check that every key to compare is in at least one reply, if any replies have JSON values.
 
     Raises:

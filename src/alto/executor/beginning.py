@@ -180,8 +180,8 @@ def _begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
 
 def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
     how: dict[str, Any] = {}
-    if data.max_length is not None:
-        how = {"form": data.form, "of_messages": data.of_messages, "max_length": data.max_length}
+    if data.layout is not None:
+        how = {"form": data.layout.form, "of_messages": data.layout.of_messages, "max_length": data.max_length}
     return {**data.counts(), **how, **fingerprints}
 
 

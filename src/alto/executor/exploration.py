@@ -15,7 +15,7 @@ from alto.executor.lifecycle import JobLifecycle
 from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throughput
 from alto.search import Need, TimeSpent, Trial, beyond_budget, forks_of, next_configuration
-from alto.spec import JOB_ALIASES, JOB_FIELDS, LOSS, Job, JobConfig, Sampled, Task, canonical_keys, find_method
+from alto.spec import JOB_FIELDS, LOSS, Job, JobConfig, Sampled, Task, find_method
 
 
 def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobState], *, warm: bool, task: Task) -> Job:
@@ -35,9 +35,7 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
         JobCommandError: Another job already has this configuration.
         SpecError: A change is not valid.
     """
-    of = find_method(task.method)
-    fields, aliases = (*JOB_FIELDS, *of.known_keys), {**JOB_ALIASES, **of.aliases}
-    changes = canonical_keys(changes, fields=fields, aliases=aliases, where="the clone")
+    changes = find_method(task.method).canonical(changes, JOB_FIELDS, "the clone")
     values = origin.config.to_dict()
     if isinstance(changes.get("r"), int) and "lora_alpha" not in changes:
         values["lora_alpha"] *= changes["r"] / values["r"]

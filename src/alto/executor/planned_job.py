@@ -15,7 +15,7 @@ from alto.early_exit import budgeted, evaluation_steps, policy_from
 from alto.errors import SpecError
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
-from alto.spec import LOSS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_share, learns_from_pairs, rung_step
+from alto.spec import LOSS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_share, find_method, rung_step
 
 USUAL_FORWARD_SHARE = 0.45
 """Time to evaluate a token divided by the time to train it, used if it is not measured. Source: two CPU cores,
@@ -240,7 +240,7 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
         num_rows=len(data.validation),
         row_cost=forward_share * validation_tokens / job_tokens,
         every=task.eval_steps,
-        are_pairs=bool(learns_from_pairs(task.method)),
+        are_pairs=bool(find_method(task.method).entry.is_paired),
         drops_rungs=has_preset and task.search.algorithm != "pbt" and not has_scored_rungs,
     )
     return task.replace(early_exit=early_exit)

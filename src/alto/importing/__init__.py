@@ -1,7 +1,7 @@
 """Configurations of LLaMA-Factory, Axolotl and TRL, read as tasks and written for jobs; none of the tools is needed."""
 
 from alto.importing.axolotl_data import NAMED_TYPES
-from alto.importing.draft import Note, NoteKind
+from alto.importing.draft import NoteKind
 from alto.importing.imported import TOOLS, ImportedFile, ImportedTask, import_file, imported_task
 from alto.importing.keys import ExportedJob, Rows
 from alto.importing.sources import check_dataset
@@ -12,7 +12,6 @@ __all__ = [
     "ExportedJob",
     "ImportedFile",
     "ImportedTask",
-    "Note",
     "NoteKind",
     "Rows",
     "check_dataset",

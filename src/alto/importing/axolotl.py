@@ -292,16 +292,7 @@ _KERNEL_PLUGINS = ("liger", "cut_cross_entropy", "kernels")
 
 
 def read_axolotl(draft: Draft, method_name: str | None) -> None:
-    """Convert a configuration of Axolotl to a task.
-
-    Args:
-        draft: The configuration; task values and notes are added to it.
-        method_name: The method, if the user named one.
-
-    Raises:
-        SpecError: A key has a value that Axolotl does not accept.
-        UnsupportedError: The configuration does not train adapters, or has a dataset that ALTO cannot read.
-    """
+    """Convert a configuration of Axolotl to a task."""
     _check_adapter(draft)
     if method_name is not None and draft.take("rl") is not None:
         draft.not_needed("rl", "'--set method' names the method")

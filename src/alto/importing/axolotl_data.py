@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from alto.base import quoted
@@ -47,16 +47,12 @@ _PAIR_TYPES: Mapping[str, Mapping[str, str]] = {
 }
 """Columns of pairs, by the part of the type after the template."""
 
-_LABELLED_TYPES: Mapping[str, str] = {
-    "argilla": "instruction",
-    "intel": "question",
-    "icr": "input",
-    "prompt_pairs": "prompt",
-    "ultra": "prompt",
-    "argilla_chat": "",
+_PROMPTS = {"argilla": "instruction", "intel": "question", "icr": "input", "prompt_pairs": "prompt", "ultra": "prompt"}
+_LABELLED_TYPES: Mapping[str, Mapping[str, str]] = {
+    **{name: {"prompt": prompt, "completion": "completion", "label": "label"} for name, prompt in _PROMPTS.items()},
+    "argilla_chat": {"messages": "completion", "label": "label"},
 }
-"""The prompt column of labelled replies, by the part of the type after the template; empty if the completion is a whole
-conversation."""
+"""Columns of labelled replies, by the part of the type after the template."""
 
 _CUSTOM_FIELDS = {"field_instruction": "prompt", "field_output": "completion", "field_system": "system"}
 _FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -130,12 +126,7 @@ _TYPE_KEYS = (
 
 
 def read_datasets(draft: Draft, method: Method) -> None:
-    """Read ``datasets`` and ``test_datasets``.
-
-    Raises:
-        SpecError: They are not lists of mappings.
-        UnsupportedError: A dataset has a form that ALTO cannot read.
-    """
+    """Read ``datasets`` and ``test_datasets``."""
     if draft.replaces_dataset("datasets", "test_datasets"):
         return
     given, held_out = draft.take("datasets"), draft.take("test_datasets")
@@ -238,9 +229,9 @@ def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
 def _form(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) -> tuple[str, dict[str, str]]:
     kind = entry.get("type")
     if method.entry.is_paired:
-        return "preference", _pair_columns(draft, entry, kind, where)
+        return "preference", _reply_columns(draft, entry, "preference", _PAIR_TYPES, where)
     if method.entry.is_labelled:
-        return "unpaired_preference", _labelled_columns(draft, entry, kind, where)
+        return "unpaired_preference", _reply_columns(draft, entry, "unpaired_preference", _LABELLED_TYPES, where)
     if isinstance(kind, Mapping):
         return _custom(draft, kind, where)
     name = str(kind or "").partition(":")[0]
@@ -264,10 +255,12 @@ def _form(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) ->
     return form, dict(columns)
 
 
-def _unreadable(kind: object, where: str, known: list[str]) -> UnsupportedError:
+_AS_MESSAGES = "Convert the rows into messages ({role, content}), and write type: chat_template."
+
+
+def _unreadable(kind: object, where: str, known: list[str], remedy: str = _AS_MESSAGES) -> UnsupportedError:
     return UnsupportedError(
-        f"{where}.type: expected one of {', '.join(known)}, found {quoted(kind)}, which ALTO cannot read. "
-        "Convert the rows into messages ({role, content}), and write type: chat_template."
+        f"{where}.type: expected one of {', '.join(known)}, found {quoted(kind)}, which ALTO cannot read. {remedy}"
     )
 
 
@@ -314,56 +307,49 @@ def _custom(draft: Draft, kind: Mapping[str, Any], where: str) -> tuple[str, dic
     """Return form and columns of a custom type, which names its columns and prompt format."""
     if kind.get("system_prompt"):
         draft.not_supported(f"{where}.type.system_prompt", "put the message into the rows, as a column system")
-    for key in ("format", "no_input_format", "system_format"):
-        if kind.get(key):
-            draft.not_supported(
-                f"{where}.type.{key}",
-                "prompts are written by the model's chat template; write a different template in chat_template",
-            )
+    _report_formats(draft, kind, ("format", "no_input_format", "system_format"), where)
     form = "alpaca" if kind.get("field_input") else "prompt_completion"
     return form, _named_columns(kind, form)
 
 
-def _pair_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: str) -> dict[str, str]:
+def _reply_columns(
+    draft: Draft, entry: Mapping[str, Any], form: str, types: Mapping[str, Mapping[str, str]], where: str
+) -> dict[str, str]:
+    """Return the columns of pairs or labelled replies; ``types`` has those of each name after the template."""
+    kind = entry.get("type")
     if isinstance(kind, Mapping):
-        return _custom_columns(draft, kind, "preference", where)
+        return _custom_columns(draft, kind, form, where)
     template, _, name = str(kind or "").partition(".")
-    if template == "chat_template" and name in ("", "default"):
+    if form == "preference" and template == "chat_template" and name in ("", "default"):
         _message_form(entry, {"role": "role", "content": "content"}, where)
         _report_mapped(draft, entry, where)
         sides = {side: entry.get(f"field_{side}") or side for side in ("chosen", "rejected")}
         return {"prompt": entry.get("field_messages") or "messages", **sides}
-    if name not in _PAIR_TYPES:
-        raise _unreadable(kind, where, ["chat_template.default", *(f"<template>.{each}" for each in _PAIR_TYPES)])
-    _written_by(draft, template, where)
-    return dict(_PAIR_TYPES[name])
-
-
-def _labelled_columns(draft: Draft, entry: Mapping[str, Any], kind: object, where: str) -> dict[str, str]:
-    if isinstance(kind, Mapping):
-        return _custom_columns(draft, kind, "unpaired_preference", where)
-    template, _, name = str(kind or "").partition(".")
-    if name not in _LABELLED_TYPES:
-        raise UnsupportedError(
-            f"{where}.type: expected one of {', '.join(f'<template>.{each}' for each in _LABELLED_TYPES)}, found "
-            f"{quoted(kind)}, which ALTO cannot read. Write the rows with the columns prompt, completion and label."
+    if name not in types:
+        known = [f"<template>.{each}" for each in types]
+        if form == "preference":
+            raise _unreadable(kind, where, ["chat_template.default", *known])
+        raise _unreadable(kind, where, known, "Write the rows with the columns prompt, completion and label.")
+    if template != "chat_template":
+        draft.used(
+            f"{where}.type",
+            f"names of columns; rows are written by the model's chat template, not Axolotl's {quoted(template)}",
         )
-    _written_by(draft, template, where)
-    prompt = _LABELLED_TYPES[name]
-    return {
-        **({"prompt": prompt, "completion": "completion"} if prompt else {"messages": "completion"}),
-        "label": "label",
-    }
+    return dict(types[name])
 
 
 def _custom_columns(draft: Draft, kind: Mapping[str, Any], form: str, where: str) -> dict[str, str]:
-    for key in ("prompt_format", "chosen_format", "rejected_format", "completion_format"):
+    _report_formats(draft, kind, ("prompt_format", "chosen_format", "rejected_format", "completion_format"), where)
+    return _named_columns(kind, form)
+
+
+def _report_formats(draft: Draft, kind: Mapping[str, Any], keys: Iterable[str], where: str) -> None:
+    for key in keys:
         if kind.get(key) and kind[key] != "{" + key.removesuffix("_format") + "}":
             draft.not_supported(
                 f"{where}.type.{key}",
                 "texts are written by the model's chat template; write a different template in chat_template",
             )
-    return _named_columns(kind, form)
 
 
 def _named_columns(kind: Mapping[str, Any], form: str) -> dict[str, str]:
@@ -373,20 +359,8 @@ def _named_columns(kind: Mapping[str, Any], form: str) -> dict[str, str]:
     return {"system": system, **found} if kind.get("field_system") else found
 
 
-def _written_by(draft: Draft, template: str, where: str) -> None:
-    if template != "chat_template":
-        draft.used(
-            f"{where}.type",
-            f"names of columns; rows are written by the model's chat template, not Axolotl's {quoted(template)}",
-        )
-
-
 def written_dataset(job: ExportedJob) -> dict[str, Any]:
-    """Return the entry of ``datasets`` for the rows of ``job``.
-
-    Raises:
-        UnsupportedError: Axolotl cannot read the rows.
-    """
+    """Return the entry of ``datasets`` for the rows of ``job``."""
     task, form = job.task, job.rows.form
     builder = builder_of(task)
     source = {

@@ -144,11 +144,7 @@ def _are_conversations(values: Mapping[str, Any]) -> bool:
 
 
 def _reported(notes: Sequence[Note], asked: Collection[str]) -> tuple[str, ...]:
-    """Return the notes about settings that the user changed, and about defaults that ALTO handles differently.
-
-    Raises:
-        UnsupportedError: The user changed settings that would affect training; the message lists all of them.
-    """
+    """Return the notes about settings that the user changed, and about defaults that ALTO handles differently."""
     changing = (NoteKind.NOT_SUPPORTED, NoteKind.UNKNOWN)
     refused = [note for note in notes if note.kind in changing and note.key in asked and note.key not in _HARMLESS]
     if refused:
@@ -167,11 +163,7 @@ def _said(note: Note) -> str:
 
 
 def _sorted(configs: Iterable[object]) -> tuple[Any, Any]:
-    """Return the adapter's configuration and the trainer's arguments; None for a missing one.
-
-    Raises:
-        SpecError, UnsupportedError: See :func:`read_config_objects`.
-    """
+    """Return the adapter's configuration and the trainer's arguments; None for a missing one."""
     found: dict[str, Any] = {_ADAPTER: None, _ARGUMENTS: None}
     for config in configs:
         kind = _kind(config)
@@ -191,11 +183,7 @@ def _sorted(configs: Iterable[object]) -> tuple[Any, Any]:
 
 
 def _kind(config: object) -> str | None:
-    """Return the kind of ``config``, adapter or trainer; None if it is neither.
-
-    Raises:
-        UnsupportedError: It is for a trainer or an adapter that ALTO does not support.
-    """
+    """Return the kind of ``config``, adapter or trainer; None if it is neither."""
     classes = [(kind.__module__.partition(".")[0], kind.__name__) for kind in type(config).__mro__]
     if ("transformers", _ARGUMENTS) in classes:
         if any(package == "trl" for package, _ in classes) and _method_by_class(config) is None:
@@ -220,11 +208,7 @@ def _method_by_class(arguments: object) -> str | None:
 
 
 def _method_of(arguments: object, task_type: object, values: Mapping[str, Any]) -> str:
-    """Return the method that the user names, that the trainer trains, or that fits a classification head.
-
-    Raises:
-        ConflictingKeysError: The user names a method that the trainer does not train.
-    """
+    """Return the method that the user names, that the trainer trains, or that fits a classification head."""
     named = [value for key, value in values.items() if _ALIASES.get(key, key) == "method"]
     of_class = None if arguments is None else _method_by_class(arguments)
     if named and isinstance(named[-1], str):

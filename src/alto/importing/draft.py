@@ -32,11 +32,7 @@ _KIND_NAMES: Mapping[type, str] = {str: "text", list: "a list", dict: "a mapping
 
 
 def checked(value: object, kind: type[_Kind], where: str) -> _Kind:
-    """Return ``value`` if it has the type ``kind``: text, a list or a mapping.
-
-    Raises:
-        SpecError: It has another type.
-    """
+    """Return ``value`` if it has the type ``kind``: text, a list or a mapping."""
     if not isinstance(value, kind):
         raise SpecError(f"{where}: expected {_KIND_NAMES[kind]}, found {quoted(value)}. Correct it.")
     return value
@@ -47,8 +43,6 @@ class Note:
     """One line of the report.
 
     Attributes:
-        kind: Outcome of importing the key.
-        key: The key as written in the configuration.
         text: The setting that replaces the key, or the reason why it is not used.
     """
 
@@ -68,7 +62,6 @@ class Draft:
         given: Keys that are not read yet.
         folders: Base folders of relative paths: the folder of the file, and the current folder.
         values: Keys of the task: canonical names, absolute paths of local files.
-        notes: The report so far.
         spellings: The user's spelling of keys that are read under another name.
         replaced: Fields of the task that overrides set.
         is_of_a_class: Whether the configuration comes from an arguments class. It then has all settings of the class
@@ -93,20 +86,12 @@ class Draft:
         return True
 
     def take_text(self, key: str, default: str | None = None) -> str | None:
-        """Take the value of ``key``, and check that it is text.
-
-        Raises:
-            SpecError: It is not text.
-        """
+        """Take the value of ``key``, and check that it is text."""
         found = self.take(key, default)
         return None if found is None else checked(found, str, key)
 
     def take_list(self, key: str) -> list[Any]:
-        """Take the value of ``key``, and check that it is a list; return an empty list if there is no value.
-
-        Raises:
-            SpecError: It is not a list.
-        """
+        """Take the value of ``key``, and check that it is a list; return an empty list if there is no value."""
         found: list[Any] = checked(self.take(key, []), list, key)
         return found
 
@@ -155,7 +140,6 @@ class Draft:
         Args:
             entry: The mapping; keys with null are ignored.
             read: Keys that are read or reported elsewhere.
-            where: Location of the mapping, for the report.
         """
         for key, value in entry.items():
             if value is not None and key not in read:
@@ -173,11 +157,7 @@ class Draft:
         return path
 
     def pass_on(self, table: KeyTable, method: Method) -> None:
-        """Process all keys that are not read yet: copy those that are task fields, and report the others.
-
-        Args:
-            method: Method of the task, which determines its settings.
-        """
+        """Process all keys that are not read yet: copy those that are task fields, and report the others."""
         names = table.names(method)
         fields = {*JOB_FIELDS, *TASK_FIELDS, *method.fields}
         for key, value in self.given.items():

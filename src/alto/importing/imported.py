@@ -86,7 +86,6 @@ class Tool:
     """A tool whose configurations are imported and exported.
 
     Attributes:
-        title: Name of the tool in messages.
         marks: Keys that identify its configurations.
         read: Converts a draft to a task; its second argument is the method that the user named, or None.
         files: Returns the files that make the tool train a job; None if it has no such method.
@@ -111,23 +110,8 @@ TOOLS: Mapping[str, Tool] = {
 """All tools by their names in the option ``--from``."""
 
 
-def find_tool(name: str) -> Tool:
-    """Return the tool called ``name``.
-
-    Raises:
-        SpecError: There is no such tool.
-    """
-    if name not in TOOLS:
-        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(name)}. Write one of these.")
-    return TOOLS[name]
-
-
 def recognise(keys: Collection[str], where: str) -> Tool:
     """Return the tool that has the most of ``keys`` among its marks.
-
-    Args:
-        keys: Keys of the configuration.
-        where: File of the configuration, for error messages.
 
     Raises:
         SpecError: No tool has any of the keys, two tools have equally many, or the configuration is a W&B sweep.
@@ -160,9 +144,7 @@ class ImportedFile:
     """A configuration file that was read.
 
     Attributes:
-        tool: The tool that the configuration is for.
         values: Keys of a task: canonical names, absolute paths of local files.
-        notes: Outcomes of the keys that are not imported unchanged.
     """
 
     path: Path
@@ -176,9 +158,7 @@ class ImportedTask:
     """A task created from configurations.
 
     Attributes:
-        task: The validated task.
         values: Its keys, without keys of the task itself that have default values.
-        files: The configurations from which it was created.
     """
 
     task: Task
@@ -206,7 +186,9 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
         UnsupportedError: It trains something that ALTO cannot train, or has a dataset that ALTO cannot read.
     """
     given = _read(path)
-    found = recognise(given, str(path)) if tool is None else find_tool(tool)
+    if tool is not None and tool not in TOOLS:
+        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(tool)}. Write one of these.")
+    found = recognise(given, str(path)) if tool is None else TOOLS[tool]
     changes = {TASK_ALIASES.get(key, key): value for key, value in map(parse_override, overrides)}
     method = changes.get("method")
     folders = tuple(dict.fromkeys((path.resolve().parent, Path.cwd())))
@@ -223,7 +205,6 @@ def imported_task(files: Sequence[ImportedFile], overrides: Iterable[str] = ()) 
     """Create one task from ``files``; the differences between several files become a search space.
 
     Args:
-        files: At least one configuration.
         overrides: Strings ``key=value``, as for :func:`alto.spec.load_task`; paths are relative to the current folder.
 
     Raises:

@@ -16,9 +16,7 @@ class Rows:
     """The layout of a task's rows.
 
     Attributes:
-        name: A name for the dataset.
         form: Form of the rows (a task's ``dataset_format``).
-        columns: Column names by role.
         of_messages: Whether replies are lists of messages instead of texts; None if unknown.
     """
 
@@ -38,7 +36,6 @@ class ExportedJob:
 
     Attributes:
         model: The base model, as an argument of ``from_pretrained``.
-        folder: The folder of the files.
         trained: Settings that decide the training, with the names and meanings of TRL and transformers.
     """
 
@@ -80,7 +77,6 @@ class Key:
         write: Returns the key's value for a job, None to leave it out; by default, the value of the setting, unless it
             is false. The tool's reader has code of its own for a key with another value.
         also: Other spellings, which are read too.
-        methods: Methods with which the key is written; empty for all.
         by_code: Whether the reader has code of its own for a key without ``write``.
     """
 
@@ -173,7 +169,6 @@ class ToolFiles:
     """The files of another tool's configuration.
 
     Attributes:
-        keys: The configuration itself.
         command: Words of the training command, before the name of the configuration file.
         others: Texts of additional files, by file name.
     """

@@ -199,16 +199,7 @@ _STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto"}
 
 
 def read_llamafactory(draft: Draft, method_name: str | None) -> None:
-    """Convert a configuration of LLaMA-Factory to a task.
-
-    Args:
-        draft: The configuration; task values and notes are added to it.
-        method_name: The method, if the user named one.
-
-    Raises:
-        SpecError: ``dataset_info.json`` or a key of the file is not valid in LLaMA-Factory.
-        UnsupportedError: The configuration does not train adapters, or has a dataset that ALTO cannot read.
-    """
+    """Convert a configuration of LLaMA-Factory to a task."""
     stage, kind = draft.take_text("stage", "sft"), draft.take_text("finetuning_type", "lora")
     if kind != "lora":
         raise UnsupportedError(
@@ -282,11 +273,7 @@ def _leave_out(draft: Draft, keys: Iterable[str], where: str) -> None:
 
 
 def _read_masks(draft: Draft) -> None:
-    """Read which tokens are trained.
-
-    Raises:
-        SpecError: The configuration requests both all tokens and the last reply alone, which LLaMA-Factory rejects too.
-    """
+    """Read which tokens are trained."""
     if draft.given.get("train_on_prompt") and draft.given.get("mask_history"):
         raise SpecError(
             "mask_history: expected one of train_on_prompt (all tokens) and mask_history (the last reply), found both. "

@@ -85,12 +85,7 @@ _ROLE_OF_TAG = {
 
 
 def read_datasets(draft: Draft, method: Method) -> None:
-    """Read ``dataset``, ``eval_dataset``, ``dataset_dir``, and the keys for mixing several datasets.
-
-    Raises:
-        SpecError: There is no ``dataset_info.json``, or a dataset is not in it.
-        UnsupportedError: A dataset has a form that ALTO cannot read.
-    """
+    """Read ``dataset``, ``eval_dataset``, ``dataset_dir``, and the keys for mixing several datasets."""
     if draft.replaces_dataset("dataset", "eval_dataset", "dataset_dir", "mix_strategy", "interleave_probs"):
         return
     names, held_out = (_data_names(draft.take(key)) for key in ("dataset", "eval_dataset"))
@@ -294,11 +289,7 @@ def _known(columns: Mapping[str, str | None]) -> dict[str, str]:
 
 
 def written_dataset(job: ExportedJob) -> dict[str, Any]:
-    """Return the entry of ``dataset_info.json``.
-
-    Raises:
-        UnsupportedError: LLaMA-Factory cannot read the rows.
-    """
+    """Return the entry of ``dataset_info.json``."""
     task, rows = job.task, job.rows
     if builder_of(task):
         source: dict[str, Any] = {"file_name": str(task.dataset)}
@@ -306,6 +297,6 @@ def written_dataset(job: ExportedJob) -> dict[str, Any]:
         source = {"hf_hub_url": str(task.dataset), "subset": task.dataset_config, "split": task.dataset_train_split}
     named = tool_columns("LLaMA-Factory", rows, _COLUMNS_OF_FORMS)
     named |= {role: rows.columns[role] for role in _EXTRA_COLUMNS if role in rows.columns}
-    found = source | _LAYOUTS[rows.form]
+    found: dict[str, Any] = {**source, **_LAYOUTS[rows.form]}
     found["columns"] = {**found.get("columns", {}), **named}
     return {key: value for key, value in found.items() if value is not None}

@@ -52,8 +52,6 @@ class Source:
     Attributes:
         path: A hub dataset, or the absolute path of a file.
         form: Form of the rows (a task's ``dataset_format``).
-        columns: Column names by role.
-        config, split: Configuration and split of a hub dataset.
         weight: Share in a mixture, if the tool sets one.
     """
 
@@ -85,11 +83,7 @@ class Source:
 
 
 def report_split(draft: Draft, source: Source, key: str) -> None:
-    """Report that all rows of a file are used, if the configuration names a split of it.
-
-    Args:
-        key: The key that names the split.
-    """
+    """Report that all rows of a file are used, if the configuration names a split of it."""
     if source.is_file and not source.has_usual_split:
         draft.not_supported(key, "a file has no splits: all of its rows are used; write max_samples for a part of them")
 
@@ -98,7 +92,6 @@ def put_sources(draft: Draft, sources: Sequence[Source], key: str) -> None:
     """Set the dataset of the task: a single source, or a mixture of several.
 
     Args:
-        sources: At least one source.
         key: The tool's key that lists the sources, for the report.
     """
     if len(sources) == 1:
@@ -129,11 +122,7 @@ def _name(source: Source, others: Sequence[Mapping[str, Any]]) -> str:
 
 
 def readable_path(draft: Draft, path: object, where: str) -> str:
-    """Return the name of the dataset ``path`` in a task: the absolute path of a file, or a hub dataset.
-
-    Raises:
-        UnsupportedError: It is a folder, a URL, or not text.
-    """
+    """Return the name of the dataset ``path`` in a task: the absolute path of a file, or a hub dataset."""
     if not isinstance(path, str) or not path:
         raise UnsupportedError(
             f"{where}: expected the name of a file or of a hub dataset, found {quoted(path)}. Give it with --set "
@@ -157,9 +146,7 @@ def message_form(role_key: object, content_key: object, roles: Mapping[str, obje
     """Return the form of rows whose messages have these keys and speakers.
 
     Args:
-        role_key, content_key: Keys of a message.
         roles: Names of speakers in the rows, by role.
-        where: Location of the dataset, for error messages.
 
     Raises:
         SpecError: A key is not text, or the names of speakers are not lists.
@@ -219,7 +206,6 @@ def tool_columns(title: str, rows: Rows, forms: Mapping[str, Mapping[str, str]])
     """Return the columns of ``rows`` by the tool's names.
 
     Args:
-        title: Name of the tool.
         forms: Our names of columns by those of the tool, for every form of rows that the tool reads.
 
     Raises:

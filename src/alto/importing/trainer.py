@@ -94,11 +94,7 @@ def set_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
 
 
 def validation_share(draft: Draft, key: str) -> None:
-    """Read the share of validation rows from ``key``, which holds a share or a number of rows.
-
-    Raises:
-        SpecError: It holds neither.
-    """
+    """Read the share of validation rows from ``key``, which holds a share or a number of rows."""
     size = draft.take(key, 0)
     if draft.values.get("validation_dataset") is not None or "validation_split" in draft.replaced:
         return

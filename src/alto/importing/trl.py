@@ -142,16 +142,7 @@ KEYS = KeyTable(
 
 
 def read_trl(draft: Draft, method_name: str | None) -> None:
-    """Convert a configuration of TRL, or of transformers' ``TrainingArguments``, to a task.
-
-    Args:
-        draft: The configuration; task values and notes are added to it.
-        method_name: The method, if the user named one; the file does not contain TRL's command.
-
-    Raises:
-        SpecError: A key has a value that TRL does not accept.
-        UnsupportedError: The configuration trains all weights, or has a dataset that ALTO cannot read.
-    """
+    """Convert a configuration of TRL, or of transformers' ``TrainingArguments``, to a task."""
     use_peft = draft.take("use_peft")
     if use_peft is not True and not (use_peft is None and draft.is_of_a_class):
         found = "none" if use_peft is None else quoted(use_peft).lower()

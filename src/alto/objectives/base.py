@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from alto.backbone import is_out_of_memory
-from alto.base import naming_errors
+from alto.base import described, load_attribute, naming_errors
 from alto.data import EncodedDataset, JobRows, TokenBatch
 from alto.errors import DataError, UnsupportedError
 from alto.records import LabelSet
-from alto.spec import OBJECTIVES, JobConfig, Method
+from alto.spec import OBJECTIVES, JobConfig, Method, find_method
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +36,6 @@ class Terms:
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
     rows: Mapping[str, Tensor] = field(default_factory=dict)
     statistics: Tensor | None = None
-
-    def with_statistics(self, statistics: Tensor) -> Terms:
-        """Return the same terms with ``statistics``."""
-        return replace(self, statistics=statistics)
 
 
 @runtime_checkable
@@ -100,11 +96,7 @@ class DerivedMetrics(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """An objective: its description, which needs no torch, and its computation.
-
-    Attributes:
-        method: Name and entry of the objective.
-    """
+    """An objective: its description, which needs no torch, and its computation."""
 
     method: Method
     implementation: ObjectiveImplementation
@@ -115,14 +107,9 @@ class Objective:
         return type(self.implementation).__name__
 
     @property
-    def metrics(self) -> tuple[str, ...]:
-        """Names of the metrics."""
-        return self.method.entry.metrics
-
-    @property
     def mean_metrics(self) -> tuple[str, ...]:
         """The metrics that are means over rows: the keys of :attr:`Terms.metrics`."""
-        return tuple(name for name in self.metrics if name not in self.method.entry.derived)
+        return tuple(name for name in self.method.entry.metrics if name not in self.method.entry.derived)
 
     @property
     def derived(self) -> DerivedMetrics | None:
@@ -138,24 +125,13 @@ class Objective:
         return bool(self.method.entry.problem_types)
 
     @property
-    def scores(self) -> tuple[str, ...]:
-        """The metrics of which higher is better; a task may select by one of them."""
-        return self.method.entry.scores
-
-    @property
     def needs_reference(self) -> bool:
         """Whether reference log-probs are needed (``batch.references_Q2``), which the frozen base model computes once
         for all pairs."""
         return self.method.entry.needs_reference
 
     def check(self, dataset: EncodedDataset, configs: Sequence[JobConfig]) -> None:
-        """Check, before training, that the objective can learn from these rows with these settings.
-
-        Raises:
-            DataError: The rows are of the wrong kind.
-            SpecError: A setting is out of its domain.
-            UnsupportedError: A package's implementation raises an error that is not one of ALTO's.
-        """
+        """Check, before training, that the objective can learn from these rows with these settings."""
         if self.method.entry.is_labelled and dataset.labels is None:
             raise DataError(
                 f"method {self.method.name}: expected replies with labels (columns prompt, completion and label) or "
@@ -185,8 +161,6 @@ class Objective:
 
         Args:
             losses_S: Cross-entropy of every trained token, nats, float32; or the logits of every row.
-            batch: Rows and jobs of the tokens.
-            configs: One per job.
 
         Raises:
             UnsupportedError: A package's implementation raises an error, or does not return :class:`Terms`.
@@ -204,6 +178,38 @@ class Objective:
         return naming_errors(
             f"{self.name}.{method}", type(self.implementation).__module__, page=OBJECTIVES.page, passes=is_out_of_memory
         )
+
+
+def find_objective(name: str) -> Objective:
+    """Find the objective of the method called ``name``.
+
+    Raises:
+        SpecError: There is no such method.
+        UnsupportedError: Several packages register the method, or a package registers one of ALTO's own; or the
+            implementation cannot be loaded or is not an objective.
+    """
+    OBJECTIVES.check_not_taken(name)
+    method = find_method(name)
+    path = method.entry.implementation
+    try:
+        implementation = load_attribute(path)()
+    except Exception as error:
+        raise UnsupportedError(
+            f"method: expected {path}, the implementation of {name!r}, found that it cannot be loaded "
+            f"({described(error, path.partition(':')[0])}); repair or remove the package that registers it"
+        ) from error
+    if not isinstance(implementation, ObjectiveImplementation):
+        missing = sorted(member for member in ("check", "terms") if not hasattr(implementation, member))
+        raise UnsupportedError(
+            f"method: expected {path}, the implementation of {name!r}, to have check and terms, found it without "
+            f"{', '.join(missing)}; give it what docs/objectives.md lists"
+        )
+    if method.entry.derived and not isinstance(implementation, DerivedMetrics):
+        raise UnsupportedError(
+            f"method: expected {path}, the implementation of {name!r}, to have num_statistics and derived_metrics for "
+            f"{', '.join(method.entry.derived)}, found it without; give it what docs/objectives.md lists"
+        )
+    return Objective(method=method, implementation=implementation)
 
 
 class AuxiliaryTerm:
@@ -225,7 +231,6 @@ class AuxiliaryTerm:
         """Return a micro-batch with the values that its objective reads.
 
         Args:
-            batch: The micro-batch.
             indices_J: Index in the step of every job of ``batch``, on the device.
         """
         return batch
@@ -239,9 +244,6 @@ class AuxiliaryTerm:
         pass was recorded last: ``[J]`` float32; None if this term has no loss.
 
         If a job's rows are in several micro-batches, its losses add up over them.
-
-        Args:
-            parts: The rows of the micro-batch.
         """
         return None
 
@@ -270,9 +272,5 @@ def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def to_device(numbers: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of ``numbers``, copied to ``device`` without synchronisation.
-
-    Args:
-        numbers: The numbers, or rows of numbers.
-    """
+    """Return a tensor of ``numbers``, copied to ``device`` without synchronisation."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -46,10 +47,11 @@ def labelled_terms(losses_Q: Tensor, metrics: Mapping[str, Tensor], batch: Token
     return terms_of_rows(losses_Q, metrics, batch.job_rows)
 
 
-def row_job_indices(batch: TokenBatch, device: torch.device) -> Tensor:
-    """Return the index in ``batch`` of the job of every row, ``[Q]``."""
+def job_sums(values_QS: Tensor, batch: TokenBatch) -> Tensor:
+    """Return the sums of every column over the rows of each job, ``[J, S]`` float64."""
     indices = [index for index, count in enumerate(batch.job_rows) for _ in range(count)]
-    return to_device(indices, device, torch.int64)
+    sums = torch.zeros(len(batch.job_rows), values_QS.shape[1], dtype=torch.float64, device=values_QS.device)
+    return sums.index_add_(0, to_device(indices, values_QS.device, torch.int64), values_QS)
 
 
 # Sequence classification: every job has its own head, which reads the hidden state of a row's last token.
@@ -84,7 +86,9 @@ class Classification:
         if torch.is_grad_enabled():  # training does not read derived metrics
             return terms
         num_rows = sum(batch.job_rows)
-        return terms.with_statistics(_counts(predicted_QK[:num_rows], actual_QK[:num_rows], batch))
+        predicted_QK, actual_QK = predicted_QK[:num_rows], actual_QK[:num_rows]
+        kinds_QS = torch.cat([predicted_QK & actual_QK, predicted_QK & ~actual_QK, ~predicted_QK & actual_QK], 1)
+        return replace(terms, statistics=job_sums(kinds_QS.double(), batch))
 
     def num_statistics(self, labels: LabelSet) -> int:
         """Return the number of counts of true positives, false positives and false negatives for all labels."""
@@ -134,19 +138,6 @@ def _padded_labels(batch: TokenBatch, logits_QK: Tensor) -> Tensor:
     return F.pad(labels, padding)
 
 
-def _counts(predicted_QK: Tensor, actual_QK: Tensor, batch: TokenBatch) -> Tensor:
-    """Count true positives, false positives and false negatives of every label by job, ``[J, 3 K]`` float64."""
-    jobs_Q = row_job_indices(batch, predicted_QK.device)
-    kinds = (predicted_QK & actual_QK, predicted_QK & ~actual_QK, ~predicted_QK & actual_QK)
-    sums = [
-        torch.zeros(len(batch.job_rows), kind_QK.shape[1], dtype=torch.float64, device=kind_QK.device).index_add_(
-            0, jobs_Q, kind_QK.double()
-        )
-        for kind_QK in kinds
-    ]
-    return torch.cat(sums, 1)
-
-
 # Regression: every job has its own head, which reads the hidden state of a row's last token.
 #
 # The loss is that of transformers' ``...ForSequenceClassification`` with that ``problem_type``: the mean squared error
@@ -180,8 +171,7 @@ class Regression:
         parts_QS = torch.cat(
             [predicted_QK, labels_QK, predicted_QK.square(), labels_QK.square(), predicted_QK * labels_QK], 1
         )
-        sums = torch.zeros(len(batch.job_rows), parts_QS.shape[1], dtype=torch.float64, device=parts_QS.device)
-        return terms.with_statistics(sums.index_add_(0, row_job_indices(batch, parts_QS.device), parts_QS))
+        return replace(terms, statistics=job_sums(parts_QS, batch))
 
     def num_statistics(self, labels: LabelSet) -> int:
         """Return the number of sums of predictions, labels, their squares and products, for all outputs."""

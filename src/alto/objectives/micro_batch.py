@@ -24,11 +24,6 @@ class Heads(Protocol):
     def logits(self, hidden_QH: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
         """Return the logits ``[Q, K]`` of rows of jobs with the same number of labels; gradients of the heads are left
         in the bank.
-
-        Args:
-            hidden_QH: Hidden state of every row.
-            slots: Slot of every job.
-            counts: Number of rows of every job, in order.
         """
         ...
 
@@ -51,7 +46,6 @@ class Learners:
     """Consecutive jobs of a micro-batch that share an objective.
 
     Attributes:
-        configs: One per job.
         heads: Classification heads of the jobs, if the objective has heads.
     """
 
@@ -64,7 +58,6 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
     """Return the contribution of ``batch`` to the loss of every job; for a dummy batch, one number that is not used.
 
     Args:
-        backbone: The base model, with injected adapters.
         batch: The micro-batch, with the jobs of ``learners`` in that order.
         learners: Groups of jobs; not read for a dummy batch.
 
@@ -74,7 +67,6 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
     Raises:
         ShapeError: An objective does not return one number per job (and in ``rows``, per row), or returns other metrics
             than it names; or, in training, sums without a gradient.
-        UnsupportedError: See :meth:`Objective.terms`.
     """
     states_SH = read_states(backbone, batch)
     if not batch.slots:
@@ -105,11 +97,6 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
 
     Args:
         losses_S: Cross-entropy of every trained token, nats, float32; or the logits of every row.
-        batch: The micro-batch, not a dummy.
-        configs: One per job.
-
-    Raises:
-        ShapeError, UnsupportedError: See :func:`micro_batch_terms`.
     """
     terms = objective.terms(losses_S, batch, configs)
     if torch.is_grad_enabled() and losses_S.requires_grad and not terms.sums_J.requires_grad:
@@ -142,15 +129,13 @@ def job_losses(backbone: Backbone, batch: TokenBatch, learners: Sequence[Learner
     return (sums_J / to_device(batch.job_weights, sums_J.device)).float()
 
 
-def reference_log_probs(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Return the log-probs of the chosen and the rejected reply of every pair under ``backbone``, ``[Q, 2]`` float64
-    nats; for rows with one reply, that of the reply and 0; for a dummy batch, numbers that are not used."""
-    return reference_sums(backbone, batch)[0]
-
-
 def reference_sums(backbone: Backbone, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-    """Return the :func:`reference_log_probs`, and the part of them that comes from tokens beyond the length of the
-    pair's shorter reply, ``[Q, 2]``."""
+    """Return log-probs under ``backbone``, and the part of them that comes from tokens beyond the length of the pair's
+    shorter reply: both ``[Q, 2]`` float64 nats.
+
+    The log-probs are those of the chosen and the rejected reply of every pair; for rows with one reply, that of the
+    reply and 0; for a dummy batch, numbers that are not used.
+    """
     losses_S = token_losses(backbone, batch)
     sums = -run_sums(losses_S, batch.sequence_targets)
     if not batch.slots:

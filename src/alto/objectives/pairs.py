@@ -27,8 +27,6 @@ class Pairs:
 
     Attributes:
         log_probs_Q2: Log-probs of the chosen and the rejected reply under the adapter, float64 nats.
-        lengths_Q2: Number of trained tokens of both replies, float64.
-        counts: Number of pairs of every job.
         chosen_weights: For every job, the number of pairs of its whole batch, divided by the number of trained tokens
             in their chosen replies.
     """
@@ -85,9 +83,6 @@ def of_jobs(values: Sequence[float], counts: Sequence[int], like_Q: Tensor, *, f
     """Return one value per job, repeated for each of its rows: ``[Q]`` float64.
 
     Args:
-        values: One per job.
-        counts: Number of rows of every job.
-        like_Q: Tensor with the length and the device of the result.
         fill: Value for dummy rows.
     """
     repeated: list[float] = []
@@ -98,13 +93,7 @@ def of_jobs(values: Sequence[float], counts: Sequence[int], like_Q: Tensor, *, f
 
 
 def terms_of_rows(losses_Q: Tensor, metrics: Mapping[str, Tensor], counts: Sequence[int]) -> Terms:
-    """Return the sums over every job's rows; dummy rows after them are left out.
-
-    Args:
-        losses_Q: Loss of every row.
-        metrics: Name of a metric to its value for every row.
-        counts: Number of rows of every job.
-    """
+    """Return the sums over every job's rows; dummy rows after them are left out."""
     num_rows = sum(counts)
     rows = {"loss": losses_Q, **metrics}
     return Terms(

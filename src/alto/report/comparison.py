@@ -75,7 +75,6 @@ def write_comparison(
     generations for the prompts that both runs sampled.
 
     Args:
-        path: The HTML file.
         run_dirs, facts, settings, same_data, same_validation, same_loss: See :func:`comparison_table`.
 
     Raises:

@@ -75,10 +75,7 @@ class View:
     """The range of values that a figure shows at first, and what it leaves out at the end of the worse values.
 
     Attributes:
-        low, high: Ends of the range.
-        more_is_better: Whether higher values are better.
         num_outside: Number of jobs whose curve leaves the view at the end of the worse values.
-        worst: The worst finite value of any job.
         num_not_finite: Number of jobs with a value that is infinite or not a number.
     """
 
@@ -117,7 +114,6 @@ class CurveFigure:
     """Curves of one figure.
 
     Attributes:
-        traces: Plotly traces of the curves.
         rungs: The rungs: places on the axis, labels, and labels for narrow figures.
         view: The initial view; None if there is nothing to show.
     """
@@ -140,9 +136,6 @@ def choose_view(
     (``FAR``). If higher is better, the rule is mirrored; if values are bounded, everything is in view.
 
     Args:
-        curves: Values of the curve by job id.
-        more_is_better: Whether higher values are better.
-        is_bounded: Whether values have a fixed range.
         best: Id of the best job; empty without one.
     """
     sign = -1.0 if more_is_better else 1.0
@@ -159,17 +152,8 @@ def choose_view(
     fence = _outer_fence([loss for curve in core for loss in curve if loss <= far])
     wanted = (low + 4 * extent, fence, statistics.median_high(finite.get(best, [low])), *half)
     limit = math.inf if is_bounded else max(wanted)
-    high = max(loss for curve in finite.values() for loss in curve if loss <= limit)
-    margin = 0.06 * max(high - low, extent)
-    ends = sorted((sign * (low - margin), sign * (high + margin)))
-    return View(
-        low=ends[0],
-        high=ends[1],
-        more_is_better=more_is_better,
-        num_outside=sum(max(curve) > limit for curve in finite.values()),
-        worst=sign * max(max(curve) for curve in finite.values()),
-        num_not_finite=sum(not all(map(math.isfinite, curve)) for curve in curves.values()),
-    )
+    num_not_finite = sum(not all(map(math.isfinite, curve)) for curve in curves.values())
+    return _view(list(finite.values()), limit, extent, sign, num_not_finite)
 
 
 def point_view(values: Sequence[float], *, more_is_better: bool = False, is_bounded: bool = False) -> View | None:
@@ -179,9 +163,7 @@ def point_view(values: Sequence[float], *, more_is_better: bool = False, is_boun
     upper quartile of the jobs that have not diverged (``FAR``).
 
     Args:
-        values: A value of each job.
         more_is_better: Whether higher values are better; then the rule is mirrored.
-        is_bounded: Whether values have a fixed range; then everything is in view.
     """
     sign = -1.0 if more_is_better else 1.0
     finite = [sign * value for value in values if math.isfinite(value)]
@@ -190,16 +172,28 @@ def point_view(values: Sequence[float], *, more_is_better: bool = False, is_boun
     low = min(finite)
     far = low + FAR * max(abs(low), 1.0)
     limit = math.inf if is_bounded else _outer_fence([value for value in finite if value <= far])
-    high = max(value for value in finite if value <= limit)
-    margin = 0.06 * max(high - low, 0.02 * abs(low), 1e-6)
+    extent = max(0.02 * abs(low), 1e-6)
+    return _view([[value] for value in finite], limit, extent, sign, len(values) - len(finite))
+
+
+def _view(curves: Sequence[Sequence[float]], limit: float, extent: float, sign: float, num_not_finite: int) -> View:
+    """Return the view from the lowest value up to ``limit``, at least ``extent`` high.
+
+    Args:
+        curves: Finite values, times ``sign``.
+        sign: -1 if higher values are better.
+    """
+    low = min(map(min, curves))
+    high = max(value for curve in curves for value in curve if value <= limit)
+    margin = 0.06 * max(high - low, extent)
     ends = sorted((sign * (low - margin), sign * (high + margin)))
     return View(
         low=ends[0],
         high=ends[1],
-        more_is_better=more_is_better,
-        num_outside=sum(value > limit for value in finite),
-        worst=sign * max(finite),
-        num_not_finite=len(values) - len(finite),
+        more_is_better=sign < 0,
+        num_outside=sum(max(curve) > limit for curve in curves),
+        worst=sign * max(map(max, curves)),
+        num_not_finite=num_not_finite,
     )
 
 
@@ -210,13 +204,7 @@ def _outer_fence(values: Sequence[float]) -> float:
 
 
 def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
-    """Draw one curve per job over the share of its own steps, with a line at every rung; the best job is drawn last.
-
-    Args:
-        history: The run.
-        rows: Jobs of the table, best first.
-        quantity: The quantity that is drawn.
-    """
+    """Draw one curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
     evaluated = [job for job in history.jobs.values() if job.evaluations]
     best = history.best
     curves = {job.job: quantity.values_of(job) for job in evaluated}
@@ -226,7 +214,7 @@ def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity
         is_bounded=quantity.is_bounded,
         best=best.job if best is not None else "",
     )
-    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    labels = {row.history.job: row.label for row in rows}
     if view is None:
         return CurveFigure(traces=[], rungs=[], view=None)
     counts: dict[str, int] = {}
@@ -246,8 +234,6 @@ def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[s
     """Return ``figure`` as data for ``templates/report.js``.
 
     Args:
-        figure: The figure.
-        title: Title of the vertical axis.
         tick_format: Format of its ticks, in d3's syntax; empty for plotly's default.
     """
     return {
@@ -259,30 +245,13 @@ def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[s
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OccupancyFigure:
-    """Bars for the stays of jobs in slots, over the time in which the run was worked on.
-
-    Attributes:
-        traces: Plotly traces of the bars.
-        lanes: Name of every slot, from top to bottom.
-        unit: Unit of the time axis.
-        gaps: Interruptions: places on the axis, and labels with their durations.
-    """
-
-    traces: list[dict[str, Any]]
-    lanes: list[str]
-    unit: str
-    gaps: list[tuple[float, str]]
-
-
-def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFigure:
-    """Draw one horizontal bar for each stay of a job in a slot, grouped by outcome.
+def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any]:
+    """Draw one horizontal bar for each stay of a job in a slot, grouped by outcome, over the time of work on the run.
 
     Interruptions are cut out of the axis. If the clock was set back, bars become shorter, but never negative.
     """
     seconds, unit = _time_unit(history.duration_s)
-    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    labels = {row.history.job: row.label for row in rows}
     bars: dict[str, dict[str, Any]] = {}
     num_ranks = max([history.num_ranks, *(stay.rank + 1 for stay in history.occupancy)])
     # A run that was resumed with a different number of ranks has had banks of several sizes.
@@ -302,15 +271,16 @@ def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> OccupancyFi
         bar["customdata"].append(
             f"{_hover_name(stay.job, labels[stay.job])}<br>{length:.3g} {unit} {'on' if has_ranks else 'in'} {lane}"
         )
-    return OccupancyFigure(
-        traces=[bars[role] for role in sorted(bars, key=_drawing_order)],
-        lanes=[_lane(rank, slot, has_ranks=has_ranks) for rank in range(num_ranks) for slot in range(num_local)],
-        unit=unit,
-        gaps=[
-            (history.worked_s(start) / seconds, f"interrupted for {format_duration(end - start)}")
-            for start, end in history.interruptions
-        ],
-    )
+    gaps = [
+        (history.worked_s(start) / seconds, f"interrupted for {format_duration(end - start)}")
+        for start, end in history.interruptions
+    ]
+    return {
+        "traces": [bars[role] for role in sorted(bars, key=_drawing_order)],
+        "xTitle": f"{unit} since the start" + (", interruptions cut out" if gaps else ""),
+        "gaps": gaps,
+        "lanes": [_lane(rank, slot, has_ranks=has_ranks) for rank in range(num_ranks) for slot in range(num_local)],
+    }
 
 
 def _lane(rank: int, slot: int, *, has_ranks: bool) -> str:

@@ -38,7 +38,6 @@ def gantt_figure(
     Args:
         planned: Planned placements, drawn as thin bars above the actual ones; may be empty.
         actual: Placements that ran, one per attempt. Both count seconds from the same moment.
-        nodes: Nodes of the cluster.
         gaps: Interruptions, which are cut out of the placements: the time of each and its duration, in seconds.
 
     Returns:
@@ -89,11 +88,8 @@ def write_gantt(
     """Write the figure as one self-contained page.
 
     Args:
-        path: The HTML file.
         planned: Placements of the first plan.
         actual: Placements that ran.
-        nodes: Nodes of the cluster.
-        title: Title of the page.
 
     Raises:
         RunWriteError: The file cannot be written.

@@ -38,7 +38,6 @@ class SettingImportance:
     """How much one setting alone explains.
 
     Attributes:
-        key: Configuration key.
         share: Share of the differences between the ranks of the jobs that it explains, in [0, 1].
         best, worst: The value, or the range of values, whose jobs ranked best and worst on average.
         is_winners: Whether the chosen job has the best value, or a value in the best range.
@@ -57,7 +56,6 @@ class Comparison:
 
     Attributes:
         progress: Share of its steps after which every job is compared.
-        num_jobs: Number of compared jobs.
         num_left_out: Number of other jobs: jobs that have not reached that point, jobs that ended before it for a
             reason unrelated to their loss, and clones, which began with the weights of another job.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from alto.report.figures import VALIDATION_LOSS, CurveFigure, View, curve_figure
@@ -26,12 +25,7 @@ _NUM_TICKS = 5
 
 
 def result_html(history: RunHistory, run_dir: str) -> str:
-    """Return a finished run as a fragment of a page.
-
-    Args:
-        history: The run.
-        run_dir: Folder of the run, to show where the best adapter is.
-    """
+    """Return a finished run as a fragment of a page."""
     table = job_table(history)
     figure = curve_figure(history, table.rows, VALIDATION_LOSS)
     return render_fragment(
@@ -49,35 +43,8 @@ def result_html(history: RunHistory, run_dir: str) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Curve:
-    """One curve: its points in SVG syntax, split where values are missing, and the label shown at the pointer."""
-
-    role: str
-    pieces: tuple[str, ...]
-    label: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawing:
-    """Curves in pixels; places and labels of ticks; places of rungs; legend entries with their roles; and a note on
-    what the view leaves out."""
-
-    width: int
-    height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
-    curves: tuple[_Curve, ...]
-    x_ticks: tuple[tuple[float, str], ...]
-    y_ticks: tuple[tuple[float, str], ...]
-    rungs: tuple[float, ...]
-    legend: tuple[tuple[str, str], ...]
-    note: str
-
-
-def _drawing(figure: CurveFigure, view: View) -> _Drawing:
+def _drawing(figure: CurveFigure, view: View) -> dict[str, Any]:
+    """Return curves in pixels, split where values are missing, with ticks, rungs, a legend and a note on the view."""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def x_of(progress: float) -> float:
@@ -89,34 +56,29 @@ def _drawing(figure: CurveFigure, view: View) -> _Drawing:
         return round(bottom - share * (bottom - _TOP), 1)
 
     shares = [index / (_NUM_TICKS - 1) for index in range(_NUM_TICKS)]
-    return _Drawing(
-        width=_WIDTH,
-        height=_HEIGHT,
-        left=_LEFT,
-        right=right,
-        top=_TOP,
-        bottom=bottom,
-        curves=tuple(
-            _Curve(
-                role=trace["meta"]["role"],
-                label=html.unescape(trace["text"].replace("<b>", "").replace("</b>", "").replace("<br>", ": ")),
-                pieces=tuple(
-                    " ".join(f"{x_of(x)},{y_of(y)}" for x, y in piece) for piece in _pieces(trace["x"], trace["y"])
-                ),
-            )
-            for trace in figure.traces
-        ),
-        x_ticks=tuple((x_of(share), format_share(share)) for share in shares),
-        y_ticks=tuple((y_of(value), label) for value, label in _round_ticks(view.low, view.high)),
-        rungs=tuple(x_of(progress) for progress, *_ in figure.rungs),
-        legend=tuple((html.unescape(trace["name"]), trace["meta"]["role"]) for trace in _best_first(figure)),
-        note=view.left_out,
-    )
-
-
-def _best_first(figure: CurveFigure) -> list[dict[str, Any]]:
-    """Return one trace for every kind of curve, in the order of the legend."""
-    return [trace for trace in reversed(figure.traces) if trace["showlegend"]]
+    curves = [
+        {
+            "role": trace["meta"]["role"],
+            "label": html.unescape(trace["text"].replace("<b>", "").replace("</b>", "").replace("<br>", ": ")),
+            "pieces": [" ".join(f"{x_of(x)},{y_of(y)}" for x, y in piece) for piece in _pieces(trace["x"], trace["y"])],
+        }
+        for trace in figure.traces
+    ]
+    legend = [trace for trace in reversed(figure.traces) if trace["showlegend"]]  # the best job is drawn last
+    return {
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "left": _LEFT,
+        "right": right,
+        "top": _TOP,
+        "bottom": bottom,
+        "curves": curves,
+        "x_ticks": [(x_of(share), format_share(share)) for share in shares],
+        "y_ticks": [(y_of(value), label) for value, label in _round_ticks(view.low, view.high)],
+        "rungs": [x_of(progress) for progress, *_ in figure.rungs],
+        "legend": [(html.unescape(trace["name"]), trace["meta"]["role"]) for trace in legend],
+        "note": view.left_out,
+    }
 
 
 def _round_ticks(low: float, high: float) -> list[tuple[float, str]]:

@@ -3,18 +3,17 @@ schedule, and the reasons of every replanning."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from alto.errors import RunError
 from alto.report.gantt import gantt_figure
 from alto.report.pages import render_page, timestamp, write_page
+from alto.report.report import REPORT_NAME
 from alto.runs import Attempt, QueueHistory, RunHistory, TaskHistory, TaskStage, read_history, read_queue_history
 from alto.runs.progress import DeviceHours, device_hours, price_of_hour
 from alto.views.wording import clean, describe_config, tidy_config, varying_keys
 
-REPORT_NAME = "report.html"
 ADVICE = "; continue with: "
 """Start of the part of a reason that says how to continue an attempt."""
 
@@ -23,7 +22,6 @@ def write_queue_report(queue_dir: str | Path, *, price: float | None = None) -> 
     """Write ``report.html`` into ``queue_dir`` from its journals and return its path; the queue may be unfinished.
 
     Args:
-        queue_dir: Folder of the queue.
         price: Price of an hour of one GPU; None takes the price in the environment, else that in each task's budget.
 
     Raises:
@@ -37,55 +35,14 @@ def write_queue_report(queue_dir: str | Path, *, price: float | None = None) -> 
     return write_page(queue_dir / REPORT_NAME, page)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Row:
-    """A task in the table; seconds count from the start of the queue, without interruptions.
-
-    Attributes:
-        winner, winner_label: Id of the best job so far, and its values of the settings that vary; empty if there is no
-            best job yet.
-        saved_share: Share of the task's samples that early exit saved; None if its run cannot be read.
-        hours: Device hours of the run; None if it cannot be read.
-    """
-
-    task: TaskHistory
-    planned_start_s: float | None
-    start_s: float | None
-    spent_s: float
-    best_loss: float | None
-    winner: str
-    winner_label: str
-    saved_share: float | None
-    hours: DeviceHours | None
-    report: str | None
-    attempts: list[str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Savings:
-    """The savings of early exit in all tasks whose runs can be read.
-
-    Attributes:
-        share: Saved share of the samples of all jobs.
-        samples_trained, samples_budgeted: Samples of all jobs.
-        saved_h: Saved device hours, at the pace of each run; None if no task has saved any.
-        cost: Cost of these hours; None if the price of one run is unknown.
-    """
-
-    share: float
-    samples_trained: int
-    samples_budgeted: int
-    saved_h: float | None
-    cost: float | None
-
-
 def _context(queue: QueueHistory, queue_dir: Path, price: float | None = None) -> dict[str, Any]:
     tasks = list(queue.tasks.values())
     planned = [task.first_plan for task in tasks if task.first_plan is not None]
     # A queue whose journal was lost records an empty interruption at its start.
     gaps = [(queue.worked_s(start), end - start) for start, end in queue.interruptions if end - start >= 1.0]
     runs = {task.task: run for task in tasks if (run := _run(queue_dir / "tasks" / task.task)) is not None}
-    hours = {name: _hours(run, price) for name, run in runs.items()}
+    prices = {name: run.started.gpu_hour_price for name, run in runs.items() if run.started is not None}
+    hours = {name: device_hours(run, price_of_hour(price, prices.get(name))) for name, run in runs.items()}
     return {
         "name": queue_dir.name,
         "queue": queue,
@@ -109,27 +66,28 @@ def _context(queue: QueueHistory, queue_dir: Path, price: float | None = None) -
 
 def _row(
     task: TaskHistory, queue: QueueHistory, queue_dir: Path, run: RunHistory | None, hours: DeviceHours | None
-) -> _Row:
+) -> dict[str, Any]:
+    """Return the row of a task in the table; seconds count from the start of the queue, without interruptions."""
     report = queue_dir / "tasks" / task.task / REPORT_NAME
     best = None if run is None else run.best
     configs = [] if run is None else [tidy_config(job.config) for job in run.jobs.values()]
-    return _Row(
-        task=task,
-        planned_start_s=task.first_plan.start_s if task.first_plan is not None else None,
-        start_s=queue.worked_s(task.attempts[0].start) if task.attempts else None,
-        spent_s=task.spent_s(queue.last_seen_at or 0.0),
-        best_loss=None if best is None else best.best_validation_loss,
-        winner="" if best is None else clean(best.job),
-        winner_label="" if best is None else describe_config(tidy_config(best.config), varying_keys(configs)),
-        saved_share=None if run is None else run.saved_share,
-        hours=hours,
-        report=report.relative_to(queue_dir).as_posix() if report.is_file() else None,
-        attempts=[
-            _attempt(attempt, is_open=attempt is task.attempts[-1] and task.state is not TaskStage.FINISHED)
-            for attempt in task.attempts
-        ]
-        + ([clean(task.failure)] if task.failure else []),
-    )
+    attempts = [
+        _attempt(attempt, is_open=attempt is task.attempts[-1] and task.state is not TaskStage.FINISHED)
+        for attempt in task.attempts
+    ]
+    return {
+        "task": task,
+        "planned_start_s": task.first_plan.start_s if task.first_plan is not None else None,
+        "start_s": queue.worked_s(task.attempts[0].start) if task.attempts else None,
+        "spent_s": task.spent_s(queue.last_seen_at or 0.0),
+        "best_loss": None if best is None else best.best_validation_loss,
+        "winner": "" if best is None else clean(best.job),
+        "winner_label": "" if best is None else describe_config(tidy_config(best.config), varying_keys(configs)),
+        "saved_share": None if run is None else run.saved_share,
+        "hours": hours,
+        "report": report.relative_to(queue_dir).as_posix() if report.is_file() else None,
+        "attempts": [*attempts, clean(task.failure)] if task.failure else attempts,
+    }
 
 
 def _run(run_dir: Path) -> RunHistory | None:
@@ -139,24 +97,23 @@ def _run(run_dir: Path) -> RunHistory | None:
         return None
 
 
-def _hours(run: RunHistory, price: float | None) -> DeviceHours:
-    return device_hours(run, price_of_hour(price, None if run.started is None else run.started.gpu_hour_price))
+def _savings(runs: dict[str, RunHistory], hours: dict[str, DeviceHours]) -> dict[str, Any] | None:
+    """Sum up the savings of all runs that can be read; None if there are no samples to train.
 
-
-def _savings(runs: dict[str, RunHistory], hours: dict[str, DeviceHours]) -> _Savings | None:
-    """Sum up the savings of all runs; None if there are no samples to train."""
+    ``saved_h`` is None if no task has saved any device hours, ``cost`` if the price of one run is unknown.
+    """
     budgeted = sum(run.samples_budgeted for run in runs.values())
     if not budgeted:
         return None
     saving = [found for found in hours.values() if found.saved_h is not None]
     costs = [found.cost(found.saved_h) for found in saving]
-    return _Savings(
-        share=sum(run.samples_saved for run in runs.values()) / budgeted,
-        samples_trained=sum(run.samples_trained for run in runs.values()),
-        samples_budgeted=budgeted,
-        saved_h=sum(found.saved_h or 0.0 for found in saving) if saving else None,
-        cost=sum(cost or 0.0 for cost in costs) if costs and None not in costs else None,
-    )
+    return {
+        "share": sum(run.samples_saved for run in runs.values()) / budgeted,
+        "samples_trained": sum(run.samples_trained for run in runs.values()),
+        "samples_budgeted": budgeted,
+        "saved_h": sum(found.saved_h or 0.0 for found in saving) if saving else None,
+        "cost": sum(cost or 0.0 for cost in costs) if costs and None not in costs else None,
+    }
 
 
 def _attempt(attempt: Attempt, *, is_open: bool) -> str:

@@ -47,9 +47,6 @@ def winner_commands(
     """Return what each command does, and the command.
 
     Args:
-        history: A finished run.
-        winner: The best job of the run.
-        run_dir: Folder of the run.
         has_labels: Whether the adapter has a classification head, so that it cannot generate text.
     """
     run = shlex.quote(str(run_dir))
@@ -100,7 +97,6 @@ def write_report(run_dir: str | Path, *, price: float | None = None) -> Path:
     """Write ``report.html`` into ``run_dir`` from its journal and return its path; the run may be unfinished.
 
     Args:
-        run_dir: Folder of the run.
         price: Price of an hour of one GPU; None takes that of :func:`alto.runs.progress.price_of_hour`.
 
     Raises:
@@ -117,13 +113,8 @@ def report_page(run_dir: Path, history: RunHistory, *, price: float | None = Non
     """Return the report of a run as HTML.
 
     Args:
-        run_dir: Folder of the run.
-        history: The run.
         price: See :func:`write_report`.
         shown_as: Path of the folder that the page shows; None shows ``run_dir``.
-
-    Raises:
-        RunError, SpecError: See :func:`write_report`.
     """
     evaluations = _evaluations(run_dir)
     numbers = ("loss", "score", "exact_match", "reward_accuracy", "reward_margin", *_OF_LABELS)
@@ -148,7 +139,6 @@ def _num_labels(path: Path) -> int | None:
 
 def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict[str, Any]:
     table = job_table(history)
-    figures = run_figures(history, table)
     winner = history.best if history.result is not None else None
     return {
         "history": history,
@@ -182,13 +172,7 @@ def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict
         "best_metrics": describe_metrics(history.best.best_metrics, table.metrics) if history.best else "",
         "tested": describe_test(history, history.best) if history.best else "",
         "lead": lead_of_winner(history),
-        "validation": figures.validation,
-        "train": figures.train,
-        "metric_sections": figures.metric_sections,
-        "parallel": figures.parallel,
-        "rates": figures.rates,
-        "figures": figures.data,
-        "opens_logarithmic": figures.opens_logarithmic,
+        "figures": run_figures(history, table),
     }
 
 

@@ -12,8 +12,6 @@ from alto.report.figures import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
     CurveFigure,
-    OccupancyFigure,
-    View,
     curve_data,
     curve_figure,
     metric_quantity,
@@ -58,15 +56,11 @@ MAX_TICKS = 8
 def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] | None:
     """Return the points of all jobs; None if fewer than two rates above 0 were tried, or a mode has no finite value.
 
-    Args:
-        history: The run.
-        rows: Jobs of the table, best first.
-
     Returns:
         ``modes``: at an equal share of training, where all jobs can be compared, and at the best of each job; each has
         a name, a view and a note on what the view leaves out. ``traces``: one per role, with ``y`` for every mode.
     """
-    labels = {name: row.label for name, row in zip((job.job for job in history.ranked()), rows, strict=True)}
+    labels = {row.history.job: row.label for row in rows}
     rates = {name: rate for name, job in history.jobs.items() if (rate := _rate(job)) is not None}
     distinct = sorted(set(rates.values()))
     if len(distinct) < 2:
@@ -175,7 +169,6 @@ class Axis:
     """One vertical axis.
 
     Attributes:
-        name: Heading of the axis.
         positions: Position at which every job crosses the axis; in [0, 1], or above if a value is not finite.
         ticks: Positions and labels beside the axis.
     """
@@ -206,7 +199,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
     traces = []
     for job in reversed(jobs):
         role, legend = _group(job, history.best, names)
-        label = html.escape(describe_config(configs[job.job], keys))
+        label, loss = html.escape(describe_config(configs[job.job], keys)), job.best_validation_loss
         traces.append(
             {
                 "y": [round(axis.positions[job.job], 4) for axis in axes],
@@ -215,7 +208,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
                 "legendrank": 1 + list(_ROLES).index(role),
                 "showlegend": role not in seen,
                 "text": f"<b>{html.escape(clean(job.job))}</b><br>{label}"
-                f"<br>best validation loss {_loss_text(job.best_validation_loss)}"
+                f"<br>best validation loss {format_loss(loss) if math.isfinite(loss) else 'not finite'}"
                 + "".join(f"<br>{html.escape(describe_metrics(job.best_metrics, (name,)))}" for name in shown),
                 "meta": {"role": role},
             }
@@ -223,7 +216,13 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
         seen.add(role)
     return {
         "traces": traces,
-        "axes": [{"name": html.escape(clean(axis.name)), "ticks": _escaped(axis.ticks)} for axis in axes],
+        "axes": [
+            {
+                "name": html.escape(clean(axis.name)),
+                "ticks": [[round(position, 4), html.escape(text)] for position, text in axis.ticks],
+            }
+            for axis in axes
+        ],
     }
 
 
@@ -300,14 +299,6 @@ def _group(job: JobHistory, best: JobHistory | None, finite: Sequence[str]) -> t
     return f"fifth-{fifth}", FIFTHS[fifth]
 
 
-def _loss_text(loss: float) -> str:
-    return format_loss(loss) if math.isfinite(loss) else "not finite"
-
-
-def _escaped(ticks: Sequence[tuple[float, str]]) -> list[list[Any]]:
-    return [[round(position, 4), html.escape(text)] for position, text in ticks]
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -320,39 +311,18 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricSection:
-    """Heading and text of the figure of a metric.
-
-    Attributes:
-        id: Id of the figure in a page.
-        name: Name of the metric, in words.
-        meaning: A sentence about the metric.
-        view: The initial view of the figure; None if there is nothing to show.
-    """
-
-    id: str
-    name: str
-    meaning: str
-    view: View | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RunFigures:
     """The figures of a run.
 
     Attributes:
-        validation, train: Curves of the losses.
-        metric_sections: One section per metric, in the order of the table's columns.
-        parallel, rates: Figures of settings against the best value; None if there is too little data.
-        data: All figures by id, as data for ``templates/report.js``.
+        metric_sections: Id, name, meaning and view of the figure of each metric, in the order of the table's columns.
+        data: All figures by id, as data for ``templates/report.js``; None for a figure that has too little data.
         opens_logarithmic: Whether the axis of progress is logarithmic at first.
     """
 
     validation: CurveFigure
     train: CurveFigure
-    metric_sections: tuple[MetricSection, ...]
-    parallel: Mapping[str, Any] | None
-    rates: Mapping[str, Any] | None
+    metric_sections: tuple[Mapping[str, Any], ...]
     data: Mapping[str, Any]
     opens_logarithmic: bool
 
@@ -363,37 +333,30 @@ def run_figures(history: RunHistory, table: JobTable) -> RunFigures:
     train = curve_figure(history, table.rows, TRAINING_LOSS)
     quantities = {name: metric_quantity(name) for name in table.metrics}
     metrics = {name: curve_figure(history, table.rows, quantity) for name, quantity in quantities.items()}
-    parallel = parallel_figure(history)
-    rates = rate_figure(history, table.rows)
-    slots = occupancy_figure(history, table.rows)
     unit = loss_unit(history.method)
     return RunFigures(
         validation=validation,
         train=train,
         metric_sections=tuple(
-            MetricSection(
-                id=f"metric-{index}", name=metric_name(name), meaning=metric_meaning(name), view=metrics[name].view
-            )
+            {
+                "id": f"metric-{index}",
+                "name": metric_name(name),
+                "meaning": metric_meaning(name),
+                "view": metrics[name].view,
+            }
             for index, name in enumerate(table.metrics)
         ),
-        parallel=parallel,
-        rates=rates,
         data={
-            "parallel": parallel,
-            "rates": rates,
+            "parallel": parallel_figure(history),
+            "rates": rate_figure(history, table.rows),
             "validation": curve_data(validation, f"validation loss, {unit}"),
             "train": curve_data(train, f"smoothed training loss, {unit}"),
             **{
                 f"metric-{index}": curve_data(metrics[name], metric_name(name), quantities[name].tick_format)
                 for index, name in enumerate(table.metrics)
             },
-            "slots": _slots_data(slots),
+            "slots": occupancy_figure(history, table.rows),
         },
         # Early rungs would crowd everything at the left edge of a linear axis.
         opens_logarithmic=any(history.share_after(rung) <= 0.2 for rung in history.rung_settings),
     )
-
-
-def _slots_data(figure: OccupancyFigure) -> dict[str, Any]:
-    title = f"{figure.unit} since the start" + (", interruptions cut out" if figure.gaps else "")
-    return {"traces": figure.traces, "xTitle": title, "gaps": figure.gaps, "lanes": figure.lanes}

@@ -7,11 +7,10 @@ the leading job can be trained to its end within the budget.
 """
 
 from alto.search.budget import Need, TimeSpent, beyond_budget
-from alto.search.population import Fork, forks_of, population_rungs
+from alto.search.population import forks_of, population_rungs
 from alto.search.tpe import Trial, check_installed, next_configuration
 
 __all__ = [
-    "Fork",
     "Need",
     "TimeSpent",
     "Trial",

@@ -35,13 +35,10 @@ class Need:
 
 
 def beyond_budget(ranking: Sequence[str], needs: Mapping[str, Need]) -> tuple[str, ...]:
-    """Return the jobs that have to end now, so that the best job reaches its end.
+    """Return the jobs of ``ranking``, best first, that have to end now, so that the best job reaches its end.
 
     A job that can no longer be finished ends, unless no job can be finished. Once the leading job needs the whole
     remaining budget, every other job ends.
-
-    Args:
-        ranking: Jobs that train, best first.
     """
     able = [job for job in ranking if needs[job].share <= 1.0]
     leader = next(iter(able or ranking), None)

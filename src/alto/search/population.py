@@ -59,11 +59,8 @@ def forks_of(
 
     Args:
         kept: Jobs that train on, best first.
-        dropped: Jobs that ended at this rung.
-        configs: Settings of every job in ``kept``.
         bounds: Smallest and largest value of the settings that the search space limits.
         exchanged: Share of the population that counts as the best, from which the origins are drawn.
-        seed: The task's seed.
         rung: Number of the rung; it decides all draws together with ``seed``.
     """
     if not kept:

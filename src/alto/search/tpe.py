@@ -20,8 +20,6 @@ class Trial:
         values: Its point in the search space: values by canonical name, spelled as in the space.
         losses: Its value at every rung that it has reached, at exactly equal shares of the steps; lower is better.
         final: Its best value once it has done all its steps; None before.
-        has_ended: Whether it no longer trains.
-        is_infeasible: Whether it ended because it does not fit into memory.
     """
 
     values: Mapping[str, Any]
@@ -36,11 +34,7 @@ _TRIES = 8
 
 
 def check_installed() -> None:
-    """Check that Optuna can be imported.
-
-    Raises:
-        UnsupportedError: Optuna cannot be imported.
-    """
+    """Check that Optuna can be imported."""
     try:
         import optuna  # noqa: F401
     except ImportError as error:
@@ -58,15 +52,11 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     trials that came further count as better, and among these, trials with lower values. A trial that is still training
     and has reached no rung counts as a bad one, so that suggestions keep a distance from it. A trial that does not fit
     into memory violates a constraint.
-
-    Args:
-        trials: All trials so far, in order.
-        seed: The task's seed.
     """
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    distributions = _distributions(space)
+    distributions = {_name(index): _distribution(group) for index, group in enumerate(space.groups)}
     tried = {tuple(trial.values.items()) for trial in trials}
     known = [_optuna_trial(trial, space, distributions, seed) for trial in trials]
     for attempt in range(_TRIES):
@@ -88,12 +78,8 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
     return next((values for values in drawn if tuple(values.items()) not in tried), None)
 
 
-def _distributions(space: SearchSpace) -> dict[str, Any]:
-    """Return one parameter for each group of the space, named by its position."""
-    return {_name(index): _distribution(group) for index, group in enumerate(space.groups)}
-
-
 def _name(index: int) -> str:
+    """Return the name of Optuna's parameter for the group of the space at this position."""
     return f"group-{index}"
 
 

@@ -24,8 +24,7 @@ from alto.spec.data_keys import (
     is_template_text,
 )
 from alto.spec.early_exit import EARLIEST_IN_WARMUP, EarlyExit, ceil_share, places_at, rung_step
-from alto.spec.initial_weights import InitLoraWeights
-from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, SHAPE_FIELDS, JobConfig
+from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, SHAPE_FIELDS, InitLoraWeights, JobConfig
 from alto.spec.keys import (
     JOB_ALIASES,
     NOT_NEEDED_KEYS,
@@ -34,10 +33,9 @@ from alto.spec.keys import (
     asks_for_nothing,
     canonical_keys,
 )
-from alto.spec.labels import LABELS_NAME, labels_beside
 from alto.spec.load import build_task, load_task, overridden, parse_override, read_mapping, read_run_task
 from alto.spec.lr_schedules import EIGHT_BIT_OPTIMIZERS, OptimizerName
-from alto.spec.method import OWN_METHODS, SETTING_ALIASES, Method, find_method, learns_from_pairs
+from alto.spec.method import OWN_METHODS, SETTING_ALIASES, Method, find_method
 from alto.spec.module_names import ALL_LINEAR, PEFT_DEFAULT, module_matches, of_module, per_module, targeted_modules
 from alto.spec.objective_settings import (
     CPO_LOSS_TYPES,
@@ -75,7 +73,7 @@ from alto.spec.search_space import MAX_JOBS, Axis, Sampled, SearchSpace, written
 from alto.spec.simulation import MAX_S, MIN_S, ArrivingTask, Simulation, load_simulation
 from alto.spec.strict_yaml import NotYamlError, read_yaml, write_yaml
 from alto.spec.task import TASK_FIELDS, TRACKERS, AdapterDtype, Keep, Task
-from alto.spec.task_checks import Refit
+from alto.spec.task_checks import LABELS_NAME, Refit, labels_beside
 from alto.spec.validation import SpecModel, is_finite_number, plain
 
 __all__ = [
@@ -166,7 +164,6 @@ __all__ = [
     "is_object_name",
     "is_template_text",
     "labels_beside",
-    "learns_from_pairs",
     "load_simulation",
     "load_task",
     "loss_scale",

@@ -119,15 +119,7 @@ def with_base_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], BaseOb
 
 
 def check_object_keys(task: Any, objects: BaseObjects) -> None:
-    """Check that the loading keys of a task agree with a base model that is already loaded.
-
-    Args:
-        task: The task; it has the keys as attributes.
-        objects: Its base model.
-
-    Raises:
-        UnsupportedError: A key asks for a model that differs from the object.
-    """
+    """Check that the loading keys of a task agree with a base model that is already loaded."""
     if task.dtype not in ("auto", objects.dtype):
         raise UnsupportedError(
             f"dtype: expected {objects.dtype}, the precision of the model that is given as an object, found "

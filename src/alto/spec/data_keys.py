@@ -6,12 +6,11 @@ A dataset is one, or a mixture of several sources, from which each job draws row
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
@@ -19,7 +18,8 @@ from alto.base import quoted
 from alto.errors import SpecError
 from alto.records import ProblemType
 from alto.spec.keys import canonical_keys
-from alto.spec.validation import MAX_CHARS, SpecModel, check_path, is_finite_number
+from alto.spec.module_names import pairs_of
+from alto.spec.validation import MAX_CHARS, SpecModel, check_path, is_finite_number, path_text
 
 RowFormName = Literal[
     "auto",
@@ -50,11 +50,7 @@ ROW_COLUMNS = frozenset({*_COLUMN_ROLES, "conversations", "question", "answer", 
 
 
 def check_columns(columns: object) -> dict[str, str]:
-    """Check ``columns`` of a task or a source and return it as a dictionary.
-
-    Raises:
-        ValueError: It does not map roles to different columns.
-    """
+    """Check ``columns`` of a task or a source and return it as a dictionary."""
     if not isinstance(columns, Mapping) or not all(
         isinstance(item, str) and item for pair in columns.items() for item in pair
     ):
@@ -137,17 +133,9 @@ class MixtureSource(SpecModel):
     columns: Mapping[str, str] = Field(default={}, description="names of the columns by role")
     validation_dataset: str | None = Field(default=None, min_length=1, description="validation rows")
 
-    @field_validator("path", "validation_dataset", mode="before")
-    @classmethod
-    def _accept_paths(cls, value: object) -> object:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-    @field_validator("path", "validation_dataset")
-    @classmethod
-    def _check_path(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_path(value)
-        return value
+    _accept_paths = field_validator("path", "validation_dataset", mode="before")(path_text)
+    _check_paths = field_validator("path", "validation_dataset")(check_path)
+    _check_columns = field_validator("columns", mode="before")(check_columns)
 
     @field_validator("name")
     @classmethod
@@ -159,19 +147,9 @@ class MixtureSource(SpecModel):
             )
         return value
 
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _check_columns(cls, columns: object) -> object:
-        return check_columns(columns)
-
 
 def parse_sources(given: object) -> tuple[MixtureSource, ...]:
-    """Return the sources of a task whose ``dataset`` is a list.
-
-    Raises:
-        SpecError: An entry is not a source, two have the same name, or no weight is above 0.
-        UnknownKeyError, ConflictingKeysError: See :func:`alto.spec.keys.canonical_keys`.
-    """
+    """Return the sources of a task whose ``dataset`` is a list."""
     assert isinstance(given, list | tuple)
     if not 1 <= len(given) <= _MAX_SOURCES:
         raise SpecError(
@@ -207,8 +185,8 @@ def _parsed(item: object, index: int) -> MixtureSource:
         raise SpecError(f"In {where}: {error}") from None
 
 
-def normalised(value: object) -> Weights:
-    """Return weights by name, scaled so that they add up to 1.
+def normalised(value: object) -> Weights | None:
+    """Return weights by name, scaled so that they add up to 1; None stays.
 
     Args:
         value: A mapping of names to weights, or a list of such pairs.
@@ -216,14 +194,14 @@ def normalised(value: object) -> Weights:
     Raises:
         ValueError: ``value`` is neither, a weight is negative or not finite, or all are 0.
     """
-    pairs: Sequence[Any] = tuple(value.items()) if isinstance(value, Mapping) else ()
-    if isinstance(value, list | tuple):
-        pairs = value
-    for pair in pairs:
-        is_pair = isinstance(pair, list | tuple) and len(pair) == 2 and isinstance(pair[0], str)
-        if not is_pair or isinstance(pair[1], bool) or not isinstance(pair[1], int | float):
-            pairs = ()
-    if not pairs or len({name for name, _ in pairs}) < len(pairs):
+    if value is None:
+        return None
+    pairs = pairs_of(value) or ()
+    are_numbers = all(
+        isinstance(name, str) and isinstance(weight, int | float) and not isinstance(weight, bool)
+        for name, weight in pairs
+    )
+    if not pairs or not are_numbers or len(dict(pairs)) < len(pairs):
         raise ValueError(
             f"should map names of sources to weights, found {quoted(value)}. Write for example "
             "{maths: 0.7, chat: 0.3}."
@@ -240,11 +218,7 @@ def normalised(value: object) -> Weights:
 
 
 def ordered(weights: Weights, sources: Sequence[MixtureSource]) -> Weights:
-    """Return the weights of a job in the order of its task's sources.
-
-    Raises:
-        SpecError: The names are not exactly those of the sources, or the task has only one dataset.
-    """
+    """Return the weights of a job in the order of its task's sources."""
     if not sources:
         raise SpecError(
             f"{MIXTURE_WEIGHTS} should be set only if 'dataset' is a list of sources, found one dataset. Remove the "
@@ -406,6 +380,12 @@ class DataKeys(SpecModel):
     on_bad_row: OnBadRow = Field(default="error", description="how rows that cannot be used are treated")
     token_cache: TokenCacheName = Field(default="auto", description="where the tokens of the rows are kept")
 
+    _accept_paths = field_validator("model", "validation_dataset", "test_dataset", "chat_template", mode="before")(
+        path_text
+    )
+    _check_paths = field_validator("model", "dataset", "validation_dataset", "test_dataset")(check_path)
+    _check_columns = field_validator("columns", mode="before")(check_columns)
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:
@@ -423,15 +403,10 @@ class DataKeys(SpecModel):
             chat_template_text(value)
         return value
 
-    @field_validator("model", "validation_dataset", "test_dataset", "chat_template", mode="before")
-    @classmethod
-    def _accept_paths(cls, value: object) -> object:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
     @field_validator("dataset", mode="before")
     @classmethod
     def _check_dataset(cls, value: object) -> object:
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        value = path_text(value)
         if isinstance(value, tuple) and value and all(isinstance(item, MixtureSource) for item in value):
             return value
         if not isinstance(value, str) or not value:
@@ -443,22 +418,10 @@ class DataKeys(SpecModel):
             raise ValueError(f"should be text of at most {MAX_CHARS} characters, found {quoted(value)}. Shorten it.")
         return value
 
-    @field_validator("model", "dataset", "validation_dataset", "test_dataset")
-    @classmethod
-    def _check_can_be_a_path(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            check_path(value)
-        return value
-
     @field_validator("id2label", mode="before")
     @classmethod
     def _list_names(cls, value: object) -> object:
         return None if value is None else label_names(value)
-
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _check_columns(cls, columns: object) -> object:
-        return check_columns(columns)
 
     @property
     def sources(self) -> tuple[MixtureSource, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -23,7 +23,7 @@ from alto.errors import ConflictingKeysError, SpecError
 from alto.records import Rung
 from alto.spec.keys import canonical_keys
 from alto.spec.rules import RULES, DivergenceSettings, GapSettings, Rule, UpturnSettings
-from alto.spec.validation import plain
+from alto.spec.validation import is_finite_number, parsed, plain
 
 # A product this close to a whole number, relative to it, counts as that number: 0.07 * 100 is 7.000000000000001 in
 # float64.
@@ -99,23 +99,14 @@ PRESETS: Mapping[PresetName, Preset] = {
 """The presets of ``policy: alto`` by name; found by replay on recorded sweeps."""
 
 
-def without_floor(rungs: tuple[tuple[float, float], ...]) -> Preset:
-    """Return the selection at ``rungs`` without a higher minimum than one job, and without a finish."""
-    return Preset(rungs=rungs, min_kept=(1,) * len(rungs), finish_from=None)
-
-
 def no_earlier(halving: Preset, earliest: float) -> Preset:
     """Return the same selection with no rung before the share ``earliest``; rungs up to it merge into one at it."""
     early = [index for index, (progress, _) in enumerate(halving.rungs) if progress <= earliest]
     if not early:
         return halving
     keep = math.prod(halving.rungs[index][1] for index in early)
-    return Preset(
-        rungs=((earliest, keep), *halving.rungs[len(early) :]),
-        min_kept=halving.min_kept[early[-1] :],
-        finish_from=halving.finish_from,
-        clear_from=halving.clear_from,
-    )
+    rungs = ((earliest, keep), *halving.rungs[len(early) :])
+    return replace(halving, rungs=rungs, min_kept=halving.min_kept[early[-1] :])
 
 
 PAPER_WARMUP_RATIO = 0.05
@@ -248,7 +239,11 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if rungs is None:
             return None
         pairs = plain(rungs)
-        if not isinstance(pairs, tuple) or not pairs or not all(_is_rung(pair) for pair in pairs):
+        if (
+            not isinstance(pairs, tuple)
+            or not pairs
+            or not all(_are_two_numbers(pair) and 0 < pair[0] < 1 and 0 < pair[1] <= 1 for pair in pairs)
+        ):
             raise ValueError(
                 f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found "
                 f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false for no "
@@ -267,8 +262,13 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if given is None:
             return None
         pairs = plain(given) if info.field_name == "evaluations" else (plain(given),)
-        least, most = (0.0, 1.0) if info.field_name == "evaluations" else (0, _MOST_KEPT)
-        if not isinstance(pairs, tuple) or not pairs or not all(_is_evaluation(pair, least, most) for pair in pairs):
+        most = 1 if info.field_name == "evaluations" else _MOST_KEPT
+        are_pairs = isinstance(pairs, tuple) and all(map(_are_two_numbers, pairs))
+        if (
+            not are_pairs
+            or not pairs
+            or not all(0 < at <= most and type(rows) is int and rows > 0 for at, rows in pairs)
+        ):
             example = "[[0.05, 12], [1.0, 100]]" if info.field_name == "evaluations" else "[3, 100]"
             raise ValueError(
                 "should be pairs of positive numbers, the second the number of validation rows, found "
@@ -292,19 +292,15 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         return numbers
 
     @model_validator(mode="after")
-    def _check_evaluations_together(self) -> EarlyExit:
+    def _check_together(self) -> EarlyExit:
         if (self.evaluations is None) != (self.final_evaluations is None):
-            given, missing = "evaluations", "final_evaluations"
+            present, missing = "evaluations", "final_evaluations"
             if self.evaluations is None:
-                given, missing = missing, given
+                present, missing = missing, present
             raise ValueError(
-                f"{given}: expected it together with {missing}, found it alone. Give both, or remove it: "
+                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it: "
                 "evaluation_share decides."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_finish(self) -> EarlyExit:
         given = self._given_rungs
         # A preset's rungs after the finish are dropped; rungs set by the user are all used.
         before, which = (self._basis.rungs[0][0], "first") if given is None else (given[-1][0], "last")
@@ -313,19 +309,11 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
                 f"finish_from: expected a share of the steps above the {which} rung's {before}, found "
                 f"{self.finish_from}. Raise it, or move that rung."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_min_kept(self) -> EarlyExit:
         if isinstance(self.min_kept, tuple) and (self.rungs is None or len(self.min_kept) != len(self.rungs)):
             raise ValueError(
                 f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)}, and the "
                 f"number of rungs is {len(self.rungs or ())}. Write one number."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_rules(self) -> EarlyExit:
         twice = [name for name in _RULES_OF_POLICY[self.policy].values() if name in self.rules]
         if twice:
             raise ValueError(
@@ -341,38 +329,17 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
 
     @classmethod
     def parse(cls, value: object) -> EarlyExit:
-        """Parse ``early_exit`` of a task: a mapping of settings; true for the defaults, false for no early exit.
-
-        Raises:
-            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See the constructor.
-        """
+        """Parse ``early_exit`` of a task: a mapping of settings; true for the defaults, false for no early exit."""
         if isinstance(value, EarlyExit):
             return value
         if isinstance(value, bool):
             return cls(enabled=value)
-        if not isinstance(value, Mapping):
-            raise SpecError(
-                f"early_exit should be true, false or a mapping of settings, found {quoted(value)}. "
-                f"Write for example {{policy: paper}}, or remove the key for the defaults."
-            )
-        if not all(isinstance(key, str) for key in value):
-            raise SpecError(
-                f"early_exit should have text as keys, found {quoted(list(value))}. Put the keys in quotes."
-            )
-        try:
-            return cls(**value)
-        except SpecError as error:
-            if type(error) is SpecError:  # about a value; messages about keys already name the place
-                raise SpecError(f"early_exit.{error}") from None
-            raise
+        expected = "true, false or a mapping of settings"
+        return parsed(cls, value, "early_exit", example="{policy: paper}", expected=expected)
 
     @classmethod
     def of_run(cls, settings: Mapping[str, Any]) -> EarlyExit:
-        """Read the settings in the files of a run; settings written by version 0.1 select as that version did.
-
-        Raises:
-            SpecError: See the constructor.
-        """
+        """Read the settings in the files of a run; settings written by version 0.1 select as that version did."""
         if "equal_shares" in settings:
             return cls(**settings)
         old = {**settings, "equal_shares": False}
@@ -461,7 +428,9 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
     def _basis(self) -> Preset:
         """The rungs, with the defaults of ``min_kept``, ``finish_from`` and ``clear_from``."""
         given = self._given_rungs
-        return PRESETS[self.preset or "default"] if given is None else without_floor(given)
+        if given is None:
+            return PRESETS[self.preset or "default"]
+        return Preset(rungs=given, min_kept=(1,) * len(given), finish_from=None)
 
     @property
     def _halving(self) -> Preset:
@@ -522,16 +491,5 @@ def _rule(name: str, settings: object) -> Rule:
         raise SpecError(f"rules.{name}.{error}") from None
 
 
-def _is_evaluation(pair: object, least: float, most: float) -> bool:
-    """Return whether ``pair`` is a number above ``least`` and up to ``most``, and a positive whole number."""
-    if not isinstance(pair, tuple) or len(pair) != 2 or any(isinstance(number, bool) for number in pair):
-        return False
-    first, num_rows = pair
-    return isinstance(first, int | float) and least < first <= most and type(num_rows) is int and num_rows > 0
-
-
-def _is_rung(pair: object) -> bool:
-    if not isinstance(pair, tuple) or len(pair) != 2 or any(isinstance(number, bool) for number in pair):
-        return False
-    progress, keep = pair
-    return all(isinstance(number, int | float) for number in pair) and 0 < progress < 1 and 0 < keep <= 1
+def _are_two_numbers(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and all(map(is_finite_number, pair))

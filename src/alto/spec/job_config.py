@@ -22,8 +22,6 @@ from pydantic import (
 from alto.base import quoted
 from alto.errors import UnsupportedError
 from alto.spec.data_keys import MIXTURE_WEIGHTS, Weights, normalised
-from alto.spec.initial_weights import InitLoraWeights, check_targets, parameter_names, supported_init
-from alto.spec.keys import JOB_ALIASES, canonical_keys
 from alto.spec.lr_schedules import (
     LrSchedulerType,
     OptimizerName,
@@ -42,6 +40,7 @@ from alto.spec.module_names import (
     chosen_modules,
     layer_indices,
     layer_parents,
+    parameter_names,
     per_module,
     saved_modules,
     targeted_modules,
@@ -51,6 +50,27 @@ from alto.spec.validation import SpecModel, is_finite_number
 
 BiasMode: TypeAlias = Literal["none", "all", "lora_only"]
 """The biases of the base model that are trained: none, all, or those of the modules with adapters."""
+
+InitLoraWeights: TypeAlias = Literal["default", "gaussian", "orthogonal"]
+"""The initial weights; ``default`` is PEFT's ``True``: ``A`` Kaiming-uniform and ``B`` zero. With ``orthogonal`` both
+are random, and their product is zero."""
+
+_CHANGES_THE_BASE = (
+    "it subtracts the adapter's initial product from the base model's weights, which all jobs share and which must "
+    "not change"
+)
+_NEEDS_DATA = "it is computed from forward or backward passes of the base model on the training rows"
+_OTHER_INITS = {
+    "corda": _CHANGES_THE_BASE,
+    "loftq": _CHANGES_THE_BASE,
+    "mica": "it is a variant of LoRA, in which B is not trained",
+    "olora": _CHANGES_THE_BASE,
+    "pissa": _CHANGES_THE_BASE,
+    "eva": _NEEDS_DATA,
+    "lora_ga": _NEEDS_DATA,
+}
+"""PEFT's other initialisations, by the beginning of their names, with the reason why they are refused."""
+
 
 MAPPING_FIELDS = ("alpha_pattern", "lr_scheduler_kwargs", "optim_args", "rank_pattern")
 """Fields of a job that are mappings; they are stored as tuples of pairs, in the order in which they were written."""
@@ -62,10 +82,43 @@ SHAPE_FIELDS = (
 )
 """Fields of a job that decide its adapter's modules, their ranks and scales, and its extra trained tensors."""
 
+_WITH_TARGET_PARAMETERS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "init_lora_weights": (("default", "gaussian"), "the matrices of all experts would be initialised as one matrix"),
+    "lora_dropout": ((0,), "PEFT adds the adapter to the weights of experts, where there is no input to drop"),
+    "use_dora": ((False,), "PEFT has no DoRA for experts and routers"),
+    "bias": (("none",), "PEFT's layers of experts and routers have no bias that it trains in this way"),
+    "optim": (("adamw_torch",), "the shapes of its state would not match those of PEFT's matrices"),
+}
+"""Fields that ``target_parameters`` restricts: the allowed values, and why others are refused."""
+
 _MAX_RANK = 1024
 _MAX_SEED = 2**32 - 1
 _MAX_STEPS = 10**9
 _MULTIPLE_OF_R = re.compile(r"(?:(?P<factor>\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)\s*\*\s*)?r")
+
+
+def _supported_init(value: object) -> object:
+    """Return ``value`` with true replaced by ``default`` and text in lower case.
+
+    Raises:
+        UnsupportedError: ``value`` is false or one of PEFT's other initialisations.
+    """
+    if value is True:
+        return "default"
+    if value is False:
+        raise UnsupportedError(
+            "init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found false: with A and B both "
+            "random, training would not start from the base model. Remove the key."
+        )
+    if isinstance(value, str):
+        value = value.lower()
+        why = next((why for start, why in _OTHER_INITS.items() if value.startswith(start)), None)
+        if why is not None:
+            raise UnsupportedError(
+                f"init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found {quoted(value)}: {why}. "
+                "Write one of the three."
+            )
+    return value
 
 
 def _ranks_by_module(value: object) -> object:
@@ -118,22 +171,26 @@ class JobConfig(SpecModel):
     )
     use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
     use_dora: bool = Field(default=False, description="train the length of every row of an adapted weight too (DoRA)")
-    init_lora_weights: InitLoraWeights = Field(default="default", description="how the adapter starts")
+    init_lora_weights: Annotated[InitLoraWeights, BeforeValidator(_supported_init)] = Field(
+        default="default", description="how the adapter starts"
+    )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
-    target_modules: str | tuple[str, ...] = Field(default=ALL_LINEAR, description="which linear layers get an adapter")
-    target_parameters: tuple[str, ...] | None = Field(
+    target_modules: Annotated[str | tuple[str, ...], BeforeValidator(targeted_modules)] = Field(
+        default=ALL_LINEAR, description="which linear layers get an adapter"
+    )
+    target_parameters: Annotated[tuple[str, ...] | None, BeforeValidator(parameter_names)] = Field(
         default=None, description="parameters of stacked experts that get an adapter per expert"
     )
-    exclude_modules: str | tuple[str, ...] | None = Field(
+    exclude_modules: Annotated[str | tuple[str, ...] | None, BeforeValidator(chosen_modules)] = Field(
         default=None, description="which linear layers get no adapter"
     )
-    layers_to_transform: tuple[int, ...] | None = Field(
+    layers_to_transform: Annotated[tuple[int, ...] | None, BeforeValidator(layer_indices)] = Field(
         default=None, description="indices of the model's layers with adapters"
     )
-    layers_pattern: tuple[str, ...] | None = Field(
+    layers_pattern: Annotated[tuple[str, ...] | None, BeforeValidator(layer_parents)] = Field(
         default=None, description="name of the list that holds the model's layers"
     )
-    modules_to_save: tuple[str, ...] | None = Field(
+    modules_to_save: Annotated[tuple[str, ...] | None, BeforeValidator(saved_modules)] = Field(
         default=None, description="which of the output head and the token embeddings are trained in full"
     )
     rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
@@ -152,7 +209,9 @@ class JobConfig(SpecModel):
     max_steps: int | None = Field(
         default=None, ge=1, le=_MAX_STEPS, description="number of steps; overrides num_train_epochs"
     )
-    lr_scheduler_type: LrSchedulerType = Field(default="linear", description="schedule of the learning rate")
+    lr_scheduler_type: Annotated[LrSchedulerType, BeforeValidator(supported_scheduler)] = Field(
+        default="linear", description="schedule of the learning rate"
+    )
     lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of the learning-rate schedule")
     warmup_steps: float = Field(
         default=0,
@@ -161,7 +220,9 @@ class JobConfig(SpecModel):
         description="number of steps with rising learning rate, or their share if below 1",
     )
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
-    optim: OptimizerName = Field(default="adamw_torch", description="the optimizer, as in transformers")
+    optim: Annotated[OptimizerName, BeforeValidator(supported_optimizer)] = Field(
+        default="adamw_torch", description="the optimizer, as in transformers"
+    )
     optim_args: _OptimizerArgs = Field(default=(), description="settings of an optimizer other than AdamW")
     weight_decay: float = Field(
         default=0.0, ge=0, description="decoupled decay; L2 penalty with sgd, rmsprop and adagrad, as in torch"
@@ -171,7 +232,7 @@ class JobConfig(SpecModel):
     adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="decay rate of AdamW's second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="term in the denominator of AdamW")
     seed: int = Field(default=42, ge=0, le=_MAX_SEED, description="seed of initial weights, data order and dropout")
-    mixture_weights: Weights | None = Field(
+    mixture_weights: Annotated[Weights | None, BeforeValidator(normalised)] = Field(
         default=None, description="weight of every source of a mixture, by name; by default those set in the sources"
     )
     objective: SerializeAsAny[ObjectiveSettings] = Field(
@@ -181,10 +242,7 @@ class JobConfig(SpecModel):
     def __init__(self, /, **values: Any) -> None:
         if not values.keys() <= JobConfig.model_fields.keys():
             # A setting of another method gets an error of its own, not that of a misspelt field.
-            method = find_method("sft")
-            fields, aliases = (*JobConfig.model_fields, *method.known_keys), {**JOB_ALIASES, **method.aliases}
-            given = canonical_keys(values, fields=fields, aliases=aliases, where="the job")
-            values = method.without_others(given)
+            values = find_method("sft").canonical(values, JobConfig.model_fields, "the job")
         super().__init__(**values)
 
     @classmethod
@@ -194,12 +252,8 @@ class JobConfig(SpecModel):
         Args:
             values: Fields of every job and settings of the method, in any spelling; settings of ALTO's other methods
                 are allowed if they are null.
-
-        Raises:
-            SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See the constructor.
         """
-        fields, aliases = (*JOB_FIELDS, *method.known_keys), {**JOB_ALIASES, **method.aliases}
-        given = method.without_others(canonical_keys(values, fields=fields, aliases=aliases, where="the job"))
+        given = method.canonical(values, JOB_FIELDS, "the job")
         common = {key: value for key, value in given.items() if key not in method.fields}
         config = cls(**common, objective=method.settings(given))
         if config.gradient_accumulation_steps > 1 and method.compares_replies:
@@ -223,11 +277,7 @@ class JobConfig(SpecModel):
         return config
 
     def replace(self, **changes: Any) -> Self:
-        """Return a new, fully checked object with some fields or settings of the method changed (canonical names).
-
-        Raises:
-            SpecError: See the constructor.
-        """
+        """Return a new, fully checked object with some fields or settings of the method changed (canonical names)."""
         settings = type(self.objective)
         values = {"objective": None, **self.to_dict(), **changes}
         given = {key: values.pop(key) for key in settings.model_fields}
@@ -256,36 +306,6 @@ class JobConfig(SpecModel):
         # An invalid rank is reported separately; any positive number will do here.
         return float(match["factor"] or 1) * info.data.get("r", 1)
 
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _normalise_targets(cls, value: Any) -> Any:
-        return targeted_modules(value)
-
-    @field_validator("exclude_modules", mode="before")
-    @classmethod
-    def _normalise_excluded(cls, value: Any) -> Any:
-        return chosen_modules(value)
-
-    @field_validator("modules_to_save", mode="before")
-    @classmethod
-    def _normalise_saved(cls, value: Any) -> Any:
-        return saved_modules(value)
-
-    @field_validator("layers_to_transform", mode="before")
-    @classmethod
-    def _normalise_layers(cls, value: Any) -> Any:
-        return layer_indices(value)
-
-    @field_validator("layers_pattern", mode="before")
-    @classmethod
-    def _normalise_layer_parents(cls, value: Any) -> Any:
-        return layer_parents(value)
-
-    @field_validator("lr_scheduler_type", mode="before")
-    @classmethod
-    def _refuse_schedules_by_loss(cls, value: Any) -> Any:
-        return supported_scheduler(value)
-
     @field_validator("warmup_steps", mode="after")
     @classmethod
     def _check_warmup_steps(cls, value: float) -> float:
@@ -295,31 +315,11 @@ class JobConfig(SpecModel):
             )
         return int(value) if value.is_integer() else value
 
-    @field_validator("target_parameters", mode="before")
-    @classmethod
-    def _normalise_parameters(cls, value: Any) -> Any:
-        return None if value is None else parameter_names(value)
-
-    @field_validator("init_lora_weights", mode="before")
-    @classmethod
-    def _name_the_init(cls, value: Any) -> Any:
-        return supported_init(value)
-
-    @field_validator("optim", mode="before")
-    @classmethod
-    def _choose_a_spelling(cls, value: Any) -> Any:
-        return supported_optimizer(value)
-
     @field_validator("num_train_epochs", mode="after")
     @classmethod
     def _keep_whole_numbers(cls, value: float) -> float:
         # Hugging Face types this field as a float: 3.0 and 3 are the same configuration, and are shown as 3.
         return int(value) if value.is_integer() else value
-
-    @field_validator("mixture_weights", mode="before")
-    @classmethod
-    def _normalise_weights(cls, value: Any) -> Any:
-        return None if value is None else normalised(value)
 
     @field_validator("max_grad_norm", "neftune_noise_alpha", mode="after")
     @classmethod
@@ -328,55 +328,29 @@ class JobConfig(SpecModel):
 
     @model_validator(mode="after")
     def _check_targets(self) -> JobConfig:
-        check_targets(self)
-        return self
-
-    @model_validator(mode="after")
-    def _check_warmup(self) -> JobConfig:
-        if self.warmup_steps and self.warmup_ratio:
+        if not self.target_modules and not self.target_parameters:
             raise ValueError(
-                f"warmup_steps and warmup_ratio exclude each other: expected one of them, found warmup_steps="
-                f"{self.warmup_steps} and warmup_ratio={self.warmup_ratio}. Remove one."
+                f"target_modules should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found []. "
+                "Write for example [q_proj, v_proj]."
             )
-        if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
-            # Hugging Face silently ignores the warmup here.
+        by_module = ("rank_pattern", "alpha_pattern", "layers_to_transform")
+        if self.target_parameters and (given := next((key for key in by_module if getattr(self, key)), None)):
             raise ValueError(
-                "lr_scheduler_type 'constant' has no warmup, found one of warmup_steps or warmup_ratio above 0. "
-                "Write 'constant_with_warmup', or remove the warmup."
+                f"{given} should not come with target_parameters, found both: PEFT reads it differently for "
+                "parameters and for modules. Remove one of the two."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_batch_of_others(self) -> JobConfig:
-        if self.objective.needs_kl and self.rows_per_step < 2:
-            raise ValueError(
-                "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
-                "estimated from replies of other rows of a batch. Raise it, or write loss_type: apo_zero_unpaired."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_schedule(self) -> JobConfig:
-        check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
-        return self
-
-    @model_validator(mode="after")
-    def _check_optimizer_args(self) -> JobConfig:
-        check_optimizer_args(self.optim, dict(self.optim_args))
-        return self
-
-    @model_validator(mode="after")
-    def _check_ranks_are_even(self) -> JobConfig:
+        for key, (allowed, why) in _WITH_TARGET_PARAMETERS.items() if self.target_parameters else ():
+            if (found := getattr(self, key)) not in allowed:
+                expected, shown = " or ".join(map(repr, allowed)).lower(), repr(found).lower()  # as YAML writes them
+                raise ValueError(
+                    f"{key} should be {expected} with target_parameters, found {shown}: {why}. Remove one of the two."
+                )
         odd = next((rank for rank in (self.r, *(rank for _, rank in self.rank_pattern)) if rank % 2), None)
         if self.init_lora_weights == "orthogonal" and odd is not None:
             raise ValueError(
                 "init_lora_weights 'orthogonal' should come with even ranks, because it gives half of a rank to A and "
                 f"half to B, found rank {odd}. Write an even r and rank_pattern, or a different init_lora_weights."
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_layers(self) -> JobConfig:
         if self.layers_pattern is not None and self.layers_to_transform is None:
             raise ValueError(
                 f"layers_pattern should come with layers_to_transform, found {', '.join(self.layers_pattern)} alone. "
@@ -388,6 +362,28 @@ class JobConfig(SpecModel):
                 "layers_to_transform should come with names in target_modules, found a pattern, which PEFT does not "
                 "combine with it. Put the layers into the pattern, or name the modules."
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_steps(self) -> JobConfig:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps and warmup_ratio exclude each other: expected one of them, found warmup_steps="
+                f"{self.warmup_steps} and warmup_ratio={self.warmup_ratio}. Remove one."
+            )
+        if self.lr_scheduler_type == "constant" and (self.warmup_steps or self.warmup_ratio):
+            # Hugging Face silently ignores the warmup here.
+            raise ValueError(
+                "lr_scheduler_type 'constant' has no warmup, found one of warmup_steps or warmup_ratio above 0. "
+                "Write 'constant_with_warmup', or remove the warmup."
+            )
+        if self.objective.needs_kl and self.rows_per_step < 2:
+            raise ValueError(
+                "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
+                "estimated from replies of other rows of a batch. Raise it, or write loss_type: apo_zero_unpaired."
+            )
+        check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
+        check_optimizer_args(self.optim, dict(self.optim_args))
         return self
 
     @property

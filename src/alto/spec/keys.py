@@ -412,7 +412,6 @@ def canonical_keys(
     pasted configuration works. One error lists all refused keys, one per line.
 
     Args:
-        given: Keys as the user wrote them.
         fields: Canonical names allowed here.
         aliases: Other spellings; those of fields not allowed here are ignored.
         where: Place of the keys, for messages ("the task", "search_space", ...).
@@ -441,15 +440,7 @@ def canonical_keys(
 
 @contextlib.contextmanager
 def spelt_as(written: Collection[str], aliases: Mapping[str, str]) -> Iterator[None]:
-    """Put the user's own spelling of a field in front of its name in errors that the block raises.
-
-    Args:
-        written: Keys as the user wrote them.
-        aliases: Other spellings of fields.
-
-    Raises:
-        SpecError: The block raises one; its lines that begin with such a field are changed.
-    """
+    """Put the user's own spelling of a field in front of its name in errors that the block raises."""
     spelt = {aliases[key]: key for key in written if key in aliases}
 
     def renamed(line: str) -> str:

@@ -32,7 +32,6 @@ def load_task(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Ta
     directory.
 
     Args:
-        path: The file.
         overrides: ``key=value`` texts, applied in order. Dots lead into nested settings
             (``early_exit.policy=paper``, ``search_space.lr=[1e-4, 2e-4]``); the value is YAML. An override replaces
             the field under any of its spellings, and fixes a job's field that the file varies in its search space. If
@@ -65,11 +64,7 @@ def _fault_of(path: Path, written: Mapping[Any, Any]) -> str:
 
 
 def read_run_task(path: str | os.PathLike[str]) -> Task:
-    """Read the task of a run from the ``task.yaml`` in its folder. A run of version 0.1 keeps that version's defaults.
-
-    Raises:
-        SpecError, UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`load_task`.
-    """
+    """Read the ``task.yaml`` in the folder of a run. A run of version 0.1 keeps that version's defaults."""
     path = Path(path)
     values = _resolve_paths(read_mapping(path, "task", "model: alto-tiny"), path.parent)
     early_exit = values.get("early_exit")
@@ -100,7 +95,6 @@ def read_mapping(path: Path, kind: str, example: str) -> dict[Any, Any]:
     """Read the keys and values of a YAML file.
 
     Args:
-        path: The file.
         kind: Kind of the file, for messages.
         example: A line of such a file, for messages.
 

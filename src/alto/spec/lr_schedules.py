@@ -85,11 +85,7 @@ def supported_scheduler(value: object) -> object:
 
 
 def scheduler_kwargs(value: object) -> Pairs:
-    """Return ``value`` of ``lr_scheduler_kwargs`` as sorted pairs; settings that are null are left out.
-
-    Raises:
-        ValueError: ``value`` is not a mapping, or has a key or a value that no schedule has.
-    """
+    """Return ``value`` of ``lr_scheduler_kwargs`` as sorted pairs; settings that are null are left out."""
     pairs = pairs_of(value)
     if pairs is None:
         raise ValueError(
@@ -109,11 +105,7 @@ def scheduler_kwargs(value: object) -> Pairs:
 
 
 def check_schedule(name: LrSchedulerType, kwargs: Mapping[str, Any], learning_rate: float) -> None:
-    """Check that the schedule ``name`` takes ``kwargs``.
-
-    Raises:
-        ValueError: A setting belongs to another schedule or is missing, or settings contradict each other.
-    """
+    """Check that the schedule ``name`` takes ``kwargs``."""
     foreign = [key for key in kwargs if key not in KWARGS_OF_SCHEDULES[name]]
     if foreign:
         known = ", ".join(KWARGS_OF_SCHEDULES[name]) or "none"
@@ -154,11 +146,6 @@ def schedule_factor(
     """Return the learning rate of the step with 0-based index ``step``, divided by the peak ``learning_rate``.
 
     Args:
-        name: The schedule.
-        step: Number of steps done before this step.
-        warmup: Number of warmup steps.
-        total_steps: Steps of the whole job.
-        learning_rate: The peak learning rate.
         kwargs: Settings that :func:`check_schedule` has checked.
     """
     if name == "constant":
@@ -323,11 +310,8 @@ def optimizer_args(value: object) -> _Args:
 
     Args:
         value: A mapping, or text such as ``"momentum=0.9,nesterov=true"`` as in transformers' ``TrainingArguments``.
-
-    Raises:
-        ValueError: ``value`` is neither, or has a name or a value that no optimizer takes.
     """
-    pairs = _pairs_of_text(value) if isinstance(value, str) else pairs_of({} if value is None else value)
+    pairs = _pairs_of_text(value) if isinstance(value, str) else pairs_of(value)
     if pairs is None:
         raise ValueError(
             f"should map settings of the optimizer to values, found {quoted(value)}. Write for example "
@@ -337,11 +321,7 @@ def optimizer_args(value: object) -> _Args:
 
 
 def check_optimizer_args(optim: OptimizerName, args: Mapping[str, float | bool]) -> None:
-    """Check that ``optim`` takes ``args``, and that they are consistent.
-
-    Raises:
-        ValueError: ``optim`` does not take one of them, or they contradict each other.
-    """
+    """Check that ``optim`` takes ``args``, and that they are consistent."""
     foreign = next((name for name in args if name not in _ARGS.get(optim, ())), None)
     if foreign is not None:
         own = ", ".join(_ARGS[optim]) if optim in _ARGS else "none"

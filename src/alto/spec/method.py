@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError
+from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.objective_settings import (
     CPO_LOSS_TYPES,
     KTO_LOSS_TYPES,
@@ -70,16 +71,22 @@ class Method:
         return {**SETTING_ALIASES, **self.entry.settings.aliases}
 
     @property
+    def spellings(self) -> Mapping[str, str]:
+        """Other spellings of all keys of a task: its own, those of its jobs, and :attr:`known_keys`."""
+        return {**JOB_ALIASES, **TASK_ALIASES, **self.aliases}
+
+    @property
     def compares_replies(self) -> bool:
         """Whether the method learns which replies are better, from pairs or from labelled replies."""
         return bool(self.entry.is_paired) or self.entry.is_labelled
 
-    def without_others(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return ``given`` without settings of other methods, which must be null or have no effect.
+    def canonical(self, given: Mapping[Any, Any], fields: Iterable[str], where: str) -> dict[str, Any]:
+        """Return ``given``, which may have ``fields`` and settings, under canonical names without those of others."""
+        known = (*fields, *self.known_keys)
+        return self.without_others(canonical_keys(given, fields=known, aliases=self.spellings, where=where))
 
-        Raises:
-            UnknownKeyError: A setting of another method has a value.
-        """
+    def without_others(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return ``given`` without settings of other methods, which must be null or have no effect."""
         kept: dict[str, Any] = {}
         refused = []
         for key, value in given.items():
@@ -97,19 +104,11 @@ class Method:
         return kept
 
     def settings(self, values: Mapping[str, Any]) -> ObjectiveSettings:
-        """Return the method's settings among ``values`` (canonical names), with defaults filled in.
-
-        Raises:
-            SpecError: A value is out of its domain, or values contradict each other.
-        """
+        """Return the method's settings among ``values`` (canonical names), with defaults filled in."""
         return self.entry.settings(**{key: values[key] for key in self.fields if key in values})
 
     def check_setting(self, key: str, value: object) -> None:
-        """Check that the setting ``key`` may have ``value``, independent of other settings.
-
-        Raises:
-            SpecError: The value is not allowed.
-        """
+        """Check that the setting ``key`` may have ``value``, independent of other settings."""
         error = None if value is None else self.entry.settings.error_of(key, value)
         if error is not None:
             raise error
@@ -144,12 +143,3 @@ def find_method(name: str) -> Method:
             f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}, {_OTHER_NAMES[name]}"
         )
     return Method(name=name, entry=OBJECTIVES.find(name))
-
-
-def learns_from_pairs(method: str) -> bool | None:
-    """Return whether the rows of ``method`` are preference pairs; None if it takes either kind.
-
-    Raises:
-        SpecError, UnsupportedError: See :func:`find_method`.
-    """
-    return find_method(method).entry.is_paired

@@ -1,4 +1,7 @@
-"""Names of a base model's modules in a job: lists of names, and regular expressions over full names."""
+"""Names of a base model's modules in a job: lists of names, and regular expressions over full names.
+
+The functions that read a value of the user raise ``ValueError`` if it is not allowed.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,7 @@ _MAX_LAYERS = 10_000
 
 
 def targeted_modules(value: object) -> str | tuple[str, ...]:
-    """Return ``target_modules`` as ``"all-linear"``, ``"peft-default"``, a sorted tuple of names, or a pattern.
-
-    Raises:
-        ValueError: ``value`` is none of these.
-    """
+    """Return ``target_modules`` as ``"all-linear"``, ``"peft-default"``, a sorted tuple of names, or a pattern."""
     if isinstance(value, str) and value.lower() in _WORDS:
         return value.lower()
     found = _names_or_pattern(value, f"{ALL_LINEAR!r}, ")
@@ -43,20 +42,12 @@ def targeted_modules(value: object) -> str | tuple[str, ...]:
 
 
 def chosen_modules(value: object) -> str | tuple[str, ...] | None:
-    """Return ``exclude_modules`` as a sorted tuple of names or a regular expression; None if it names nothing.
-
-    Raises:
-        ValueError: ``value`` is none of these.
-    """
+    """Return ``exclude_modules`` as a sorted tuple of names or a regular expression; None if it names nothing."""
     return None if value in (None, [], (), "") else _names_or_pattern(value, "")
 
 
 def saved_modules(value: object) -> tuple[str, ...] | None:
-    """Return ``modules_to_save`` as a sorted tuple of names; None if it names nothing.
-
-    Raises:
-        ValueError: ``value`` is not a name or a list of names.
-    """
+    """Return ``modules_to_save`` as a sorted tuple of names; None if it names nothing."""
     names = chosen_modules(value)
     if isinstance(names, str):
         raise ValueError(f"should be names of modules, found the pattern {quoted(value)}. Write for example [lm_head].")
@@ -64,11 +55,7 @@ def saved_modules(value: object) -> tuple[str, ...] | None:
 
 
 def layer_indices(value: object) -> tuple[int, ...] | None:
-    """Return ``layers_to_transform``, an index or a list of indices, as a sorted tuple; None if it names none.
-
-    Raises:
-        ValueError: ``value`` is something else, or an index is repeated.
-    """
+    """Return ``layers_to_transform``, an index or a list of indices, as a sorted tuple; None if it names none."""
     if value is None or value in ([], ()):
         return None
     indices: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
@@ -88,9 +75,6 @@ def layer_parents(value: object) -> tuple[str, ...] | None:
 
     Args:
         value: One or more regular expressions that match the part of a module's name before a layer's index.
-
-    Raises:
-        ValueError: ``value`` is something else.
     """
     if value in (None, [], (), ""):
         return None
@@ -105,16 +89,28 @@ def layer_parents(value: object) -> tuple[str, ...] | None:
     return patterns
 
 
+def parameter_names(value: object) -> tuple[str, ...] | None:
+    """Return ``target_parameters`` as sorted names of parameters; None stays."""
+    if value is None:
+        return None
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(
+        isinstance(name, str) and re.fullmatch(_MODULE_NAME, name) for name in names
+    ):
+        raise ValueError(
+            f"should be a list of names of parameters, found {quoted(value)}. Write for example "
+            "[experts.gate_up_proj, experts.down_proj]."
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"should name each parameter once, found {quoted(value)}. Remove the repeated name.")
+    return tuple(sorted(names))
+
+
 def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> Pairs:
     """Return ``rank_pattern`` or ``alpha_pattern``, a mapping of names to numbers, as pairs in the same order.
 
     Args:
-        value: The user's value.
         what: The allowed numbers in words, for messages.
-        is_allowed: Whether a number is allowed.
-
-    Raises:
-        ValueError: ``value`` is not such a mapping.
     """
     pairs = pairs_of(value)
     if pairs is None:
@@ -177,11 +173,7 @@ def _names_or_pattern(value: object, others: str) -> str | tuple[str, ...]:
 
 
 def _checked_pattern(text: str, others: str) -> str:
-    """Return ``text`` if it can be a regular expression over module names.
-
-    Raises:
-        ValueError: ``text`` is not a regular expression, or looks like a list of names without its brackets.
-    """
+    """Return ``text`` if it can be a regular expression over module names."""
     if not text.strip():
         raise ValueError(f"should be {others}names or a pattern, found {quoted(text)}. Remove the key for the default.")
     names = re.split(r"[\s,;]+", text.strip())

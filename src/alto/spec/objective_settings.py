@@ -36,16 +36,8 @@ LOSS_TYPES: tuple[LossType, ...] = get_args(LossType)
 _SMOOTHED: tuple[LossType, ...] = ("sigmoid", "robust", "exo_pair")
 """The forms that have ``label_smoothing``."""
 
-_DIVERGING: tuple[LossType, ...] = (
-    "sigmoid",
-    "sigmoid_norm",
-    "ipo",
-    "hinge",
-    "robust",
-    "exo_pair",
-    "discopop",
-    "sft",
-)
+_OF_RATIOS: tuple[LossType, ...] = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+_DIVERGING = tuple(form for form in LOSS_TYPES if form not in _OF_RATIOS)
 """The forms that have ``f_divergence_type``: losses of the difference between two scores."""
 
 Divergence: TypeAlias = Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"]

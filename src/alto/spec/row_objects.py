@@ -31,7 +31,6 @@ _SOURCE_KEYS = frozenset({"path", "dataset", "weight"})
 """Keys by which the sources of a mixture are recognised."""
 
 _NAME = "task"
-_CHUNK = 2**20
 
 
 def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,9 +40,6 @@ def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
     as a list or a generator; or a function that returns one of these. ``dataset`` may be a mapping of splits to rows,
     such as a ``datasets.DatasetDict``: ``train`` (or the split that ``dataset_train_split`` names), ``validation``,
     ``test`` (or the split that ``dataset_test_split`` names). Missing cells of a frame become null.
-
-    Args:
-        values: The keys by canonical names.
 
     Raises:
         SpecError: There are no rows, a row is not a mapping or cannot be written as JSON, or a split is missing.
@@ -234,7 +230,9 @@ def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path
             os.fsync(file.fileno())
         if not fresh.stat().st_size:
             raise SpecError(f"{key} should have rows, found none. Give at least two.")
-        path = folder / f"{_digest(fresh)}{ending}"
+        with fresh.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()[:32]
+        path = folder / f"{digest}{ending}"
         fresh.chmod(0o644)
         fresh.replace(path)
     except _RowsFailedError as failed:
@@ -244,14 +242,6 @@ def _written(write: Callable[[BinaryIO], object], ending: str, key: str) -> Path
     finally:
         fresh.unlink(missing_ok=True)
     return path
-
-
-def _digest(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()[:32]
 
 
 def _unwritable(folder: Path, error: OSError) -> DataError:

@@ -16,9 +16,8 @@ from alto.base import quoted
 from alto.errors import SpecError
 from alto.records import Metric, ScorerName
 from alto.spec.job_config import JOB_FIELDS, JobConfig
-from alto.spec.keys import canonical_keys
 from alto.spec.method import OWN_METHODS, find_method
-from alto.spec.validation import SpecModel, plain
+from alto.spec.validation import SpecModel, parsed, plain
 
 
 def is_function(value: object) -> TypeGuard[Callable[..., Any]]:
@@ -55,11 +54,7 @@ LEAST_SCORE = -sys.float_info.max
 
 
 def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
-    """Check that a task of ``method``, which measures ``scores``, can select by ``metric``.
-
-    Raises:
-        SpecError: The method does not measure ``metric``.
-    """
+    """Check that a task of ``method``, which measures ``scores``, can select by ``metric``."""
     if metric in (LOSS, *scores):
         return
     having = [name for name in OWN_METHODS if metric in find_method(name).entry.scores]
@@ -71,11 +66,7 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
 
 
 def check_metric_name(value: object) -> object:
-    """Return ``value`` unchanged unless it is a function.
-
-    Raises:
-        ValueError: ``value`` is a function.
-    """
+    """Return ``value`` unchanged unless it is a function."""
     if is_function(value):
         raise ValueError(
             f"should be the name of what is measured at every evaluation, found a function ({quoted(value)}). Give it "
@@ -344,9 +335,7 @@ def parse_select_by(value: object) -> str | Scoring:
     """
     if isinstance(value, str) and value in _WORDS:
         return value
-    return _parsed(
-        value, "select_by", "select_by (what chooses the winner)", "'metric', 'eval_accuracy' or a mapping of settings"
-    )
+    return _parsed(value, "select_by", "'metric', 'eval_accuracy' or a mapping of settings")
 
 
 def parse_metric(value: object) -> str | Scoring:
@@ -361,28 +350,19 @@ def parse_metric(value: object) -> str | Scoring:
             itself; or see :class:`Scoring`.
     """
     if isinstance(value, str) and value in get_args(Metric):
-        return _parsed({"scorer": value}, "metric", "", "") if value in get_args(ScorerName) else value
-    found = _parsed(value, "metric", "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
+        return parsed(Scoring, {"scorer": value}, "metric", example="") if value in get_args(ScorerName) else value
+    found = _parsed(value, "metric", f"one of {', '.join(get_args(Metric))}, or a mapping of settings")
     for key, option in _OF_EVALUATIONS.items():
         if key in found.model_fields_set:
             raise SpecError(f"metric.{key}: expected only settings of the scorer, found {key}; {option}")
     return found
 
 
-def _parsed(value: object, key: str, what: str, expected: str) -> Scoring:
+def _parsed(value: object, key: str, expected: str) -> Scoring:
     if is_function(value):
         value = {"scorer": "python", "function": value}
-    if isinstance(value, Scoring):
-        return value
-    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
-        raise SpecError(
-            f"{what} should be {expected}, found {quoted(value)}. Write for example {{scorer: exact}}, or remove the "
-            "key."
-        )
-    given: dict[str, Any] = canonical_keys(value, fields=Scoring.model_fields, aliases={}, where=key)
-    try:
-        return Scoring(**given)
-    except SpecError as error:
-        if type(error) is SpecError:
-            raise SpecError("\n".join(f"{key}.{line}" for line in str(error).splitlines())) from None
-        raise
+    return (
+        value
+        if isinstance(value, Scoring)
+        else parsed(Scoring, value, key, example="{scorer: exact}", expected=expected)
+    )

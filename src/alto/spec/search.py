@@ -10,14 +10,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.data_keys import MIXTURE_WEIGHTS, MixtureSource, ordered
 from alto.spec.job_config import JobConfig
-from alto.spec.keys import canonical_keys
 from alto.spec.method import Method
 from alto.spec.search_space import Axis, Sampled, SearchSpace, written
-from alto.spec.validation import SpecModel
+from alto.spec.validation import SpecModel, parsed
 
 _NUM_STARTUP = 10
 _POPULATION = 12
@@ -122,21 +120,14 @@ class Search(SpecModel):
 
     @classmethod
     def parse(cls, value: object) -> Search:
-        """Parse ``search`` of a task: a mapping of settings, or the name of an algorithm.
-
-        Raises:
-            SpecError, UnknownKeyError: See the constructor.
-        """
+        """Parse ``search`` of a task: a mapping of settings, or the name of an algorithm."""
         if isinstance(value, Search):
             return value
         if isinstance(value, str):
             value = {"algorithm": value}
-        settings = _mapping(value, "search", cls.model_fields, "{algorithm: tpe}")
-        if "budget" in settings and not isinstance(settings["budget"], Budget):
-            given = _mapping(settings["budget"], "search.budget", Budget.model_fields, "{duration_s: 3600}")
-            settings["budget"] = _built(Budget, given, "search.budget")
-        found: Search = _built(cls, settings, "search")
-        return found
+        if isinstance(value, Mapping) and not isinstance(value.get("budget", Budget()), Budget):
+            value = {**value, "budget": parsed(Budget, value["budget"], "search.budget", example="{duration_s: 3600}")}
+        return parsed(cls, value, "search", example="{algorithm: tpe}")
 
     @property
     def learns(self) -> bool:
@@ -164,21 +155,6 @@ class Search(SpecModel):
         if self.algorithm == "tpe" and is_limited:
             return space.num_distinct
         return min(max(2, -(-len(space) // 2)), space.num_distinct)
-
-
-def _mapping(value: object, where: str, fields: Mapping[str, Any], example: str) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise SpecError(f"{where} should be a mapping of settings, found {quoted(value)}. Write for example {example}.")
-    return canonical_keys(value, fields=fields, aliases={}, where=where)
-
-
-def _built(kind: type[Any], settings: Mapping[str, Any], where: str) -> Any:
-    try:
-        return kind(**settings)
-    except SpecError as error:
-        if type(error) is SpecError:
-            raise SpecError(f"{where}.{error}") from None
-        raise
 
 
 # Usual learning rates: published good values, the search space ``auto`` around them, and samples near them.
@@ -211,11 +187,7 @@ _LEAST_SHARE = 1e-9
 
 
 def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> float:
-    """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank.
-
-    Args:
-        compares_replies: Whether the method learns which replies are better.
-    """
+    """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank."""
     rate = max(_LEAST_RATE, _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT))
     return _SHARE_OF_PREFERENCES * rate if compares_replies else rate
 
@@ -228,7 +200,6 @@ def auto_space(
     Args:
         hidden_size: Hidden size of the base model. None means that it is not known yet; the ranges for 2,000 are used.
         fixed: Fields that the task sets for all jobs; they do not vary.
-        compares_replies: Whether the method learns which replies are better.
     """
     usual = usual_learning_rate(hidden_size or _REFERENCE_SIZE, compares_replies=compares_replies)
     # Rounded, because it is written into files.
@@ -249,11 +220,6 @@ def near_usual_rate(drawn: Sequence[dict[str, Any]], space: SearchSpace, rate: f
 
     The uniform samples are mapped to a log-normal distribution around ``rate``, truncated to the range. All other
     values stay. Nothing changes unless the learning rate has a logarithmic range of its own that contains ``rate``.
-
-    Args:
-        drawn: Configurations drawn by :meth:`SearchSpace.sample`.
-        space: The search space they were drawn from.
-        rate: The usual learning rate for the base model.
     """
     given = next((group[0].values for group in space.groups if [axis.key for axis in group] == ["learning_rate"]), None)
     if not isinstance(given, Sampled) or not given.log or not given.min <= rate <= given.max:
@@ -290,14 +256,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
-    """The parts of a task that decide its jobs.
-
-    Attributes:
-        search: How configurations are chosen in the search space.
-        data_seed: Seed of the values sampled from the search space.
-        fixed: Fields that are the same for every job, by canonical names.
-        sources: Sources of a mixture; empty if there is only one dataset.
-    """
+    """The parts of a task that decide its jobs."""
 
     space: SearchSpace
     search: Search
@@ -307,11 +266,7 @@ class Expansion:
     method: Method
 
     def jobs(self) -> tuple[Job, ...]:
-        """Return the jobs that the task begins with.
-
-        Raises:
-            SpecError: A configuration is not valid, or two jobs have the same configuration.
-        """
+        """Return the jobs that the task begins with."""
         num_jobs = self.search.num_initial(self.space)
         is_grid = self.search.algorithm == "grid"
         configurations = self.space.expand(self.data_seed) if is_grid else self.space.sample(num_jobs, self.data_seed)
@@ -351,11 +306,7 @@ class Expansion:
         return {job: name for job, name in found.items() if name in repeated}
 
     def check_suggestions(self) -> None:
-        """Check configurations that the search may choose later: those of listed values and of both ends of ranges.
-
-        Raises:
-            SpecError: A configuration is not valid.
-        """
+        """Check configurations that the search may choose later: those of listed values and of both ends of ranges."""
         if self.search.algorithm != "tpe":
             return
         for varied in self.space.extremes(self.data_seed):
@@ -368,11 +319,7 @@ class Expansion:
                 ) from None
 
     def config(self, values: Mapping[str, Any]) -> JobConfig:
-        """Return the configuration of a job from one flat mapping. In a mixture, the sources' weights are the default.
-
-        Raises:
-            SpecError: The configuration is not valid.
-        """
+        """Return the configuration of a job from one flat mapping; the weights of the sources are its default."""
         if self.sources and values.get(MIXTURE_WEIGHTS) is None:
             values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in self.sources}}
         config = JobConfig.of(self.method, values)

@@ -15,7 +15,7 @@ from alto.base import quoted
 from alto.errors import ConflictingKeysError, SpecError
 from alto.spec.data_keys import MIXTURE_WEIGHTS
 from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, JobConfig
-from alto.spec.keys import JOB_ALIASES, canonical_keys
+from alto.spec.keys import canonical_keys
 from alto.spec.method import Method, find_method
 from alto.spec.validation import plain
 
@@ -42,7 +42,6 @@ def as_values(value: Any, path: str, *, is_integer: bool) -> Any:
             ``uniform``, ``loguniform``, ``randint``, ``lograndint`` (both exclude their upper end) or ``grid_search``
             of Ray Tune; a parameter of a W&B sweep: ``{values: […]}``, ``{value: …}``,
             ``{distribution: …, min: …, max: …}``.
-        path: Place of the value in the task, for error messages.
         is_integer: Whether ranges of the field contain only whole numbers.
 
     Raises:
@@ -163,7 +162,6 @@ class Sampled:
 
     Attributes:
         num: Number of values in a grid; None if the search is not a grid.
-        is_integer: Whether values are whole numbers.
     """
 
     min: float
@@ -273,7 +271,6 @@ class SearchSpace:
         long lists (or sampled ranges), or a list of such mappings.
 
         Args:
-            given: The user's value.
             method: Method whose settings may vary as well as the fields of every job; None is ``sft``, which has none.
 
         Raises:
@@ -282,19 +279,32 @@ class SearchSpace:
             UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
         """
         method = find_method("sft") if method is None else method
-        fields = _canonical(_mapping(given, "search_space"), method, "search_space", extra=(_PAIRED,))
+        fields = method.canonical(_mapping(given, "search_space"), (*JOB_FIELDS, _PAIRED), "search_space")
         groups: list[tuple[Axis, ...]] = []
         paired: set[int] = set()
         for key, value in fields.items():
             if key == _PAIRED:
-                pairings = _pairings(value, method)
+                mappings = value if isinstance(value, list | tuple) else [value]
+                pairings = [
+                    _pairing(mapping, f"search_space.{_PAIRED}[{index}]", method)
+                    for index, mapping in enumerate(mappings)
+                ]
                 paired.update(range(len(groups), len(groups) + len(pairings)))
                 groups.extend(pairings)
             else:
                 groups.append((_axis(key, value, f"search_space.{key}", method),))
         space = cls(groups=tuple(groups), paired=frozenset(paired))
-        space._check_keys_are_unique()
-        space._check_size()
+        repeated = next((key for key in space.keys if space.keys.count(key) > 1), None)
+        if repeated is not None:
+            raise ConflictingKeysError(
+                f"search_space sets {repeated!r} in two places, inside and outside of 'paired' or in two pairings; "
+                f"expected one. Remove one of them."
+            )
+        if len(space) > MAX_JOBS:
+            raise SpecError(
+                f"search_space should expand to at most {MAX_JOBS} jobs, found {len(space)}. "
+                f"Shorten some lists, or sample with {{min, max, num}}."
+            )
         return space
 
     @property
@@ -395,21 +405,6 @@ class SearchSpace:
                 result.update(fields)
         return result
 
-    def _check_keys_are_unique(self) -> None:
-        repeated = next((key for key in self.keys if self.keys.count(key) > 1), None)
-        if repeated is not None:
-            raise ConflictingKeysError(
-                f"search_space sets {repeated!r} in two places, inside and outside of 'paired' or in two pairings; "
-                f"expected one. Remove one of them."
-            )
-
-    def _check_size(self) -> None:
-        if len(self) > MAX_JOBS:
-            raise SpecError(
-                f"search_space should expand to at most {MAX_JOBS} jobs, found {len(self)}. "
-                f"Shorten some lists, or sample with {{min, max, num}}."
-            )
-
 
 def _num_distinct(group: tuple[Axis, ...]) -> int:
     """Return the number of different values of a group, at most :data:`MAX_JOBS`; paired lists may have repeats."""
@@ -428,18 +423,8 @@ def _mapping(value: object, path: str) -> Mapping[Any, Any]:
     return value
 
 
-def _canonical(given: Mapping[Any, Any], method: Method, path: str, *, extra: tuple[str, ...] = ()) -> dict[str, Any]:
-    fields, aliases = (*JOB_FIELDS, *method.known_keys, *extra), {**JOB_ALIASES, **method.aliases}
-    return method.without_others(canonical_keys(given, fields=fields, aliases=aliases, where=path))
-
-
-def _pairings(value: object, method: Method) -> list[tuple[Axis, ...]]:
-    mappings = value if isinstance(value, list | tuple) else [value]
-    return [_pairing(mapping, f"search_space.{_PAIRED}[{index}]", method) for index, mapping in enumerate(mappings)]
-
-
 def _pairing(value: object, path: str, method: Method) -> tuple[Axis, ...]:
-    given = _canonical(_mapping(value, path), method, path)
+    given = method.canonical(_mapping(value, path), JOB_FIELDS, path)
     fields = {key: _values(key, values, f"{path}.{key}", method) for key, values in given.items()}
     if not fields:
         raise SpecError(f"{path} should tie two or more fields together, found none. Name them, or remove 'paired'.")

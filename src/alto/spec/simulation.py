@@ -15,7 +15,7 @@ from alto.base import quoted, read_bytes, strict_json
 from alto.errors import SpecError, UnknownKeyError
 from alto.spec.keys import canonical_keys
 from alto.spec.load import overridden, read_mapping
-from alto.spec.validation import SpecModel
+from alto.spec.validation import SpecModel, is_finite_number
 
 MIN_S, MAX_S = 0.001, 1e9
 """Bounds of durations: a millisecond and thirty years. Up to there, a float clock still counts every second."""
@@ -280,12 +280,5 @@ def load_simulation(path: str | os.PathLike[str], overrides: Iterable[str] = ())
         raise type(error)(f"In {path}: {error}") from None
 
 
-def _is_share(count: object, share: object) -> bool:
-    return (
-        isinstance(count, int)
-        and not isinstance(count, bool)
-        and count >= 1
-        and isinstance(share, int | float)
-        and not isinstance(share, bool)
-        and 0 < share < float("inf")
-    )
+def _is_share(count: object, share: Any) -> bool:
+    return type(count) is int and count >= 1 and is_finite_number(share) and share > 0

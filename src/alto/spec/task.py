@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -25,7 +24,6 @@ from alto.spec.data_keys import DataKeys, chat_template_text, default_name, pars
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
-from alto.spec.labels import check_label_keys, with_task_type
 from alto.spec.method import Method, find_method
 from alto.spec.row_objects import with_config_objects, with_rows_in_files
 from alto.spec.scoring import LOSS, Scoring, check_metric, check_metric_name, parse_select_by
@@ -36,6 +34,7 @@ from alto.spec.task_checks import (
     Refit,
     check_fixed,
     check_given_once,
+    check_label_keys,
     check_mixture,
     check_refit,
     check_samples,
@@ -46,8 +45,9 @@ from alto.spec.task_checks import (
     check_splits,
     check_state_dtype,
     check_train_on,
+    with_task_type,
 )
-from alto.spec.validation import check_path, plain
+from alto.spec.validation import check_path, parsed, path_text, plain
 
 AdapterDtype = Literal["float32", "bfloat16"]
 Keep = Literal["winner", "finalists", "all"]
@@ -207,7 +207,7 @@ class Task(DataKeys):
         given["search"] = Search.parse(given.get("search", {}))
         given["select_by"] = parse_select_by(given.get("select_by", "metric"))
         if isinstance(given.get("refit"), Mapping):
-            given["refit"] = Refit.parse(given["refit"])
+            given["refit"] = parsed(Refit, given["refit"], "refit", example="{run: runs/sums, job: job-003, steps: 40}")
         if isinstance(given.get("dataset"), list | tuple):
             given["dataset"] = parse_sources(given["dataset"])
         space = given.get("search_space", {})
@@ -215,15 +215,14 @@ class Task(DataKeys):
         given["search_space"] = auto if space == AUTO else _search_space(space, method)
         given.setdefault("name", default_name(given.get("dataset")))
         check_given_once(given, fixed)
-        aliases = _aliases(method)
-        with spelt_as(values, aliases):
+        with spelt_as(values, method.spellings):
             super().__init__(**given)
         self._origin = Origin(objects=objects, notes=notes)
         if objects is not None:
             check_object_keys(self, objects)
         check_splits(self.validation_split, self.test_split)
         check_metric(self.metric, self.method, method.entry.scores)
-        with spelt_as(values, aliases):
+        with spelt_as(values, method.spellings):
             check_fixed(fixed, self.search_space, method)
         self._fixed = {key: plain(value) for key, value in fixed.items()}
         check_search(self.search, self.search_space, self.early_exit)
@@ -246,26 +245,15 @@ class Task(DataKeys):
         if self.optim_state_dtype is not None:
             for config in (*(job.config for job in self._jobs), *self.extreme_configs()):
                 check_state_dtype(self.optim_state_dtype, config)
-        check_refit(self, [job.config.max_steps for job in self._jobs])
+        if self.refit is not None:
+            max_steps = [job.config.max_steps for job in self._jobs]
+            check_refit(self.refit, self, self.early_exit, self.select_by, max_steps)
         check_scored_rungs(self.scoring, self.early_exit, self.search)
         check_size(self.to_dict())
 
-    @field_validator("init_adapter", mode="before")
-    @classmethod
-    def _accept_folder(cls, value: Any) -> Any:
-        return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-    @field_validator("init_adapter")
-    @classmethod
-    def _check_folder(cls, value: str | None) -> str | None:
-        if value is not None:
-            check_path(value)
-        return value
-
-    @field_validator("metric", mode="before")
-    @classmethod
-    def _check_metric(cls, value: Any) -> Any:
-        return check_metric_name(value)
+    _accept_folder = field_validator("init_adapter", mode="before")(path_text)
+    _check_folder = field_validator("init_adapter")(check_path)
+    _check_metric = field_validator("metric", mode="before")(check_metric_name)
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -381,9 +369,6 @@ class Task(DataKeys):
     def replace(self, **changes: Any) -> Self:
         """Return a new, fully checked task with some keys changed. The two keys to validate (or test) replace each
         other. A model that is an object stays unless another model is given.
-
-        Raises:
-            SpecError: See the constructor.
         """
         changes, objects = with_base_objects(changes)
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))
@@ -423,12 +408,7 @@ def _canonical(values: Mapping[str, Any], method: Method) -> dict[str, Any]:
     """Return ``values`` under canonical names."""
     fields = (*TASK_FIELDS, *JOB_FIELDS, *method.known_keys)
     elsewhere = {key: "early_exit" for key in EarlyExit.model_fields if key not in fields}
-    return canonical_keys(values, fields=fields, aliases=_aliases(method), where="the task", elsewhere=elsewhere)
-
-
-def _aliases(method: Method) -> dict[str, str]:
-    """Return other spellings of all keys of a task of ``method``."""
-    return {**JOB_ALIASES, **TASK_ALIASES, **method.aliases}
+    return canonical_keys(values, fields=fields, aliases=method.spellings, where="the task", elsewhere=elsewhere)
 
 
 def _search_space(value: object, method: Method) -> SearchSpace:

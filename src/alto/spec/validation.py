@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import types
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, Self, Union, get_args, get_origin
+from typing import Any, Literal, Self, TypeVar, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,6 +18,7 @@ from pydantic_core import ErrorDetails
 
 from alto.base import quoted
 from alto.errors import SpecError
+from alto.spec.keys import canonical_keys
 
 MAX_CHARS = 4095
 """Maximum number of characters of a text; no path is longer."""
@@ -31,7 +33,7 @@ class SpecModel(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise spec_error(error, type(self)) from None
+            raise _spec_error(error.errors(), type(self)) from None
 
     @classmethod
     def error_of(cls, key: str, value: object) -> SpecError | None:
@@ -40,7 +42,7 @@ class SpecModel(BaseModel):
             BaseModel.__init__(cls.__new__(cls), **{key: value})
         except ValidationError as error:
             found = [details for details in error.errors() if details["loc"][:1] == (key,)]
-            return _error_of_details(found, cls) if found else None
+            return _spec_error(found, cls) if found else None
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -48,11 +50,7 @@ class SpecModel(BaseModel):
         return self.model_dump(mode="json")
 
     def replace(self, **changes: Any) -> Self:
-        """Return a new, fully checked object with some fields changed.
-
-        Raises:
-            SpecError: See the constructor.
-        """
+        """Return a new, fully checked object with some fields changed."""
         return type(self)(**(self.to_dict() | changes))
 
     def model_copy(self, *, update: Any = None, deep: bool = False) -> Self:
@@ -60,12 +58,36 @@ class SpecModel(BaseModel):
         return self.replace(**update) if update else super().model_copy(deep=deep)
 
 
-def check_defaults(model: type[SpecModel]) -> None:
-    """Check that the defaults of a package's settings are in the domains of their fields; pydantic does not check it.
+Part = TypeVar("Part", bound=SpecModel)
+
+
+def parsed(
+    kind: type[Part], value: object, where: str, *, example: str, expected: str = "a mapping of settings"
+) -> Part:
+    """Build a part of a task from the mapping that the user wrote under the key ``where``.
+
+    Args:
+        expected, example: Other allowed values, and a valid one, for messages.
 
     Raises:
-        SpecError: A default is not allowed.
+        SpecError: ``value`` is not a mapping with text for keys, or a value in it is not allowed.
+        UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
     """
+    if not isinstance(value, Mapping):
+        raise SpecError(f"{where} should be {expected}, found {quoted(value)}. Write for example {example}.")
+    if not all(isinstance(key, str) for key in value):
+        raise SpecError(f"{where} should have text as keys, found {quoted(list(value))}. Put the keys in quotes.")
+    given = canonical_keys(value, fields=kind.model_fields, aliases={}, where=where)
+    try:
+        return kind(**given)
+    except SpecError as error:
+        if type(error) is not SpecError:  # messages about keys already name the place
+            raise
+        raise SpecError("\n".join(f"{where}.{line}" for line in str(error).splitlines())) from None
+
+
+def check_defaults(model: type[SpecModel]) -> None:
+    """Check that the defaults of a package's settings are in the domains of their fields; pydantic does not."""
     for key, field in model.model_fields.items():
         if field.is_required() or field.default_factory is not None:
             continue
@@ -74,12 +96,8 @@ def check_defaults(model: type[SpecModel]) -> None:
             raise SpecError(f"{model.__name__}: expected defaults that are valid values, found that {error}")
 
 
-def spec_error(error: ValidationError, model: type[BaseModel]) -> SpecError:
+def _spec_error(found: Iterable[ErrorDetails], model: type[BaseModel]) -> SpecError:
     """Translate pydantic's errors about ``model`` to one line each: place, expected, found, remedy."""
-    return _error_of_details(error.errors(), model)
-
-
-def _error_of_details(found: Iterable[ErrorDetails], model: type[BaseModel]) -> SpecError:
     return SpecError(
         "\n".join(_sentence(details, model) for details in found if details["type"] != "default_factory_not_called")
     )
@@ -188,12 +206,15 @@ def _remedy(value: object, field: FieldInfo) -> str:
     return "Write one of these values." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
 
 
-def check_path(text: str) -> None:
-    """Check that the operating system can look up ``text`` as a path; otherwise it would be reported as missing.
+def path_text(value: object) -> object:
+    """Return a ``Path`` as text, and any other value unchanged."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
-    Raises:
-        ValueError: It cannot be looked up.
-    """
+
+def check_path(text: Any) -> Any:
+    """Return ``text`` unless the operating system cannot look it up as a path: it would be reported as missing."""
+    if not isinstance(text, str):
+        return text
     reason = "a NUL character" if "\0" in text else None
     try:
         Path(text).expanduser().exists()
@@ -205,3 +226,4 @@ def check_path(text: str) -> None:
         raise ValueError(
             f"should be a name or a path that can be looked up, found {quoted(text)}: {reason}. Correct it."
         )
+    return text

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from alto.records import ExitReason, Lead
 from alto.runs import JobHistory, RunHistory
-from alto.runs.events import RungScored
 from alto.runs.lead import ConfigurationHistory, lead_of_winner, repeated_configurations
 from alto.spec import LOSS, loss_scale
 
@@ -26,9 +25,18 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
     notes = []
     if configurations := repeated_configurations(history):
         notes.append(_what_repetitions_say(winner, configurations))
-    notes += [_what_failed_at(history, scored) for scored in history.rung_scores if scored.failure]
+    ranked = "validation loss" if history.metric == LOSS else history.metric.replace("_", " ")
+    notes += [
+        f"select_by: at the rung at {100 * scored.progress:.3g} % the scorer {scored.scorer} failed "
+        f"({scored.failure}), so the {ranked} ranked the jobs there."
+        for scored in history.rung_scores
+        if scored.failure
+    ]
     if history.scorer_failure:
-        notes.append(_what_failed(history, winner))
+        notes.append(
+            f"select_by: the scorer {history.scorer} failed ({history.scorer_failure}), so the {ranked} chose "
+            f"{winner.job}."
+        )
     if tied := [other.job for other in history.result.within_noise]:
         notes.append(_what_rows_cannot_tell(history, winner, tied))
     lead = lead_of_winner(history)
@@ -42,22 +50,6 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
             "one may give a better adapter."
         )
     return tuple(notes)
-
-
-def _what_failed_at(history: RunHistory, scored: RungScored) -> str:
-    ranked = "validation loss" if history.metric == LOSS else history.metric.replace("_", " ")
-    return (
-        f"select_by: at the rung at {100 * scored.progress:.3g} % the scorer {scored.scorer} failed "
-        f"({scored.failure}), so the {ranked} ranked the jobs there."
-    )
-
-
-def _what_failed(history: RunHistory, winner: JobHistory) -> str:
-    decided = "validation loss" if history.metric == LOSS else history.metric.replace("_", " ")
-    return (
-        f"select_by: the scorer {history.scorer} failed ({history.scorer_failure}), so the {decided} chose "
-        f"{winner.job}."
-    )
 
 
 def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequence[str]) -> str:

@@ -34,6 +34,7 @@ from alto.views.wording import (
     describe_profile,
     describe_refit,
     describe_rungs,
+    describe_samples_trained,
     describe_savings,
     describe_scoring,
     describe_time,
@@ -116,11 +117,7 @@ SMALLEST_NEWS = 0.005
 
 
 class PlainView:
-    """Writes one line per noteworthy event to ``stream``; a context manager like the live view.
-
-    Attributes:
-        history: The run, up to the latest observed entry.
-    """
+    """Writes one line per noteworthy event to ``stream``; a context manager like the live view."""
 
     def __init__(self, stream: IO[str]) -> None:
         self.history = RunHistory()
@@ -177,19 +174,16 @@ class PlainView:
                 what = describe_finalists(event.scores) if event.scores else f"the scorer failed: {event.failure}"
                 self._say(f"answers at the rung at {format_share(event.progress)}: {clean(what)}")
             case events.FinalistsJudged():
-                self._on_judged(event)
+                if event.failure:
+                    self._say(describe_scoring(event.scores, self.history.scorer, event.failure))
+                else:
+                    self._say(f"answers of the finalists: {describe_finalists(event.scores)}")
             case events.SamplesGenerated():
                 self._say(describe_samples(self.history))
             case events.AdapterChecked():
                 self._on_adapter_checked()
             case _:
                 self._report_job(event)
-
-    def _on_judged(self, event: events.FinalistsJudged) -> None:
-        if event.failure:
-            self._say(describe_scoring(event.scores, self.history.scorer, event.failure))
-        else:
-            self._say(f"answers of the finalists: {describe_finalists(event.scores)}")
 
     def _report_job(self, event: events.Event) -> None:
         match event:
@@ -282,10 +276,8 @@ class PlainView:
             return
         least = SMALLEST_NEWS * 2 ** (self._num_bests_reported // 10)
         earlier = self._best_reported
-        if earlier is None or self._score(best) < earlier - least * abs(earlier):
-            self._report_best(best)
-
-    def _report_best(self, best: JobHistory) -> None:
+        if earlier is not None and not self._score(best) < earlier - least * abs(earlier):
+            return
         self._num_bests_reported += 1
         self._best_reported = self._score(best)
         self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")
@@ -315,7 +307,7 @@ class PlainView:
             return
         self._tenths_reported = tenths
         facts = [
-            f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained",
+            describe_samples_trained(history),
             f"{format_share(history.saved_share)} saved",
             *describe_outlook(outlook(history, history.last_seen_at or 0.0)),
         ]
@@ -332,8 +324,8 @@ class PlainView:
         for note in choice_notes(history):
             self._say(f"note: {clean(note)}")
         self._say(
-            f"done in {format_duration(history.duration_s)}: {outcome}; {format_count(history.samples_trained)} of "
-            f"{format_count(history.samples_budgeted)} samples trained, {describe_savings(history)}"
+            f"done in {format_duration(history.duration_s)}: {outcome}; {describe_samples_trained(history)}, "
+            f"{describe_savings(history)}"
         )
         if sentences := describe_time(history):
             self._say("; ".join(sentences))

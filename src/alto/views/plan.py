@@ -30,6 +30,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
     memory = plan.memory
     planned = memory.margin * memory.capacity_bytes
     smallest, largest = plan.num_parameters
+    sizes = f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
     mean, longest = plan.row_tokens
     took = format_duration(plan.profile_s)
     measured = (
@@ -38,7 +39,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         else f"measured now in {took}, and saved"
     )
     head = [
-        ("jobs", f"{plan.num_jobs:,}, with {_span(smallest, largest)} trainable parameters each"),
+        ("jobs", f"{plan.num_jobs:,}, with {sizes} trainable parameters each"),
         ("rows", f"{mean:,.0f} tokens on average, {longest:,} in the longest"),
         (
             "memory",
@@ -146,10 +147,6 @@ def _priced(duration_s: float, cost: float | None, bound: str = "about") -> str:
     return f"{bound} {format_duration(duration_s)}" + ("" if cost is None else f", which costs {cost:,.2f}")
 
 
-def _span(smallest: int, largest: int) -> str:
-    return f"{smallest:,}" if smallest == largest else f"{smallest:,} to {largest:,}"
-
-
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:,.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / _MIB:,.1f} MiB"
 
@@ -248,12 +245,7 @@ STYLES = {
 
 
 def run_list(runs: Sequence[RunSummary], now: float) -> RenderableType:
-    """Return a table with a row for each run or queue, and a line for each damaged one.
-
-    Args:
-        runs: Runs and queues, in the order of the rows.
-        now: Current time in Unix seconds, from which ages are computed.
-    """
+    """Return a table with a row for each run or queue, and a line for each damaged one."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
     # Commands take this name, so it is never cut.
     table.add_column("run", no_wrap=True, min_width=max((len(clean(run.root.name)) for run in runs), default=0))

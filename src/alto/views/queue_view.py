@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -41,7 +42,6 @@ def open_queue_view(console: Console, progress: QueueProgress | None = None) -> 
     """Return the live table if ``console`` is a screen that can redraw itself, else plain lines.
 
     Args:
-        console: Console of the view.
         progress: The progress before the first observed entry, which the view updates; by default an empty one.
     """
     can_redraw = console.is_interactive and console.file.isatty() and not console.options.ascii_only
@@ -104,7 +104,7 @@ class LiveQueueView:
             Text(_plan_line(queue, now), style="dim", no_wrap=True, overflow="ellipsis"),
             *(Text(line, no_wrap=True, overflow="ellipsis") for line in gpu_lines(self.progress)),
             "",
-            _TaskTable(self.progress, shown, now, hidden=len(tasks) - len(shown)),
+            _TaskTable(progress=self.progress, tasks=shown, now=now, hidden=len(tasks) - len(shown)),
         )
 
 
@@ -136,9 +136,7 @@ def queue_summary(
     """Return the table of tasks, and the place of their adapters.
 
     Args:
-        progress: The queue and the runs of its tasks.
         queue_dir: The queue's folder; None leaves out the place of the adapters.
-        is_live: Whether a process works on the queue, if it is not finished.
         now: Unix time until which running tasks are counted; by default the time of the latest event.
     """
     queue = progress.queue
@@ -151,12 +149,7 @@ def queue_summary(
         *(Text(f"note: {clean(notice)}", style="yellow") for notice in queue.notices),
         *_unreadable(progress),
         "",
-        _TaskTable(
-            progress,
-            list(queue.tasks.values()),
-            now,
-            is_live=status is RunStatus.RUNNING,
-        ),
+        _TaskTable(progress=progress, tasks=list(queue.tasks.values()), now=now, is_live=status is RunStatus.RUNNING),
     ]
     if queue_dir is not None:
         lines.append(Text(f"adapters: {clean(Path(queue_dir) / 'tasks')}/<task>/best", overflow="fold"))
@@ -230,26 +223,18 @@ def _gap(makespan_s: float, bound_s: float) -> str:
     return format_share(makespan_s / bound_s - 1.0) if bound_s else "?"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _TaskTable:
     """A row for each task, and notes on single tasks under the table.
 
     On a narrow terminal, bars and expected times are dropped first, then losses; then names of tasks are cut.
     """
 
-    def __init__(
-        self,
-        progress: QueueProgress,
-        tasks: Sequence[TaskHistory],
-        now: float,
-        *,
-        hidden: int = 0,
-        is_live: bool = True,
-    ) -> None:
-        self._progress = progress
-        self._tasks = tasks
-        self._now = now
-        self._hidden = hidden
-        self._is_live = is_live
+    progress: QueueProgress
+    tasks: Sequence[TaskHistory]
+    now: float
+    hidden: int = 0
+    is_live: bool = True
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         has_bar, has_losses = options.max_width >= _WIDTH_OF_BARS, options.max_width >= _WIDTH_OF_LOSSES
@@ -263,9 +248,9 @@ class _TaskTable:
         if has_losses:
             table.add_column("loss", justify="right", no_wrap=True, min_width=6)
         table.add_column("time", justify="right", no_wrap=True, overflow="ellipsis")
-        for task in self._tasks:
-            share, loss = self._progress.share(task), self._progress.best_loss(task)
-            is_interrupted = task.state is TaskStage.RUNNING and not self._is_live
+        for task in self.tasks:
+            share, loss = self.progress.share(task), self.progress.best_loss(task)
+            is_interrupted = task.state is TaskStage.RUNNING and not self.is_live
             state = RunStatus.INTERRUPTED.value if is_interrupted else task.state.value
             bar = ProgressBar(total=1.0, completed=share, width=_BAR, complete_style="cyan", finished_style="green")
             table.add_row(
@@ -275,13 +260,13 @@ class _TaskTable:
                 *([bar] if has_bar else []),
                 format_share(share),
                 *(["" if loss is None else format_loss(loss)] if has_losses else []),
-                _time(task, self._now, is_short=not has_bar),
+                _time(task, self.now, is_short=not has_bar),
             )
         yield table
-        if self._hidden > 0:
-            yield Text(f"… and {self._hidden} more", style="dim")
-        for task in self._tasks:
-            if note := _note(task) if self._is_live or task.measuring is None else "":
+        if self.hidden > 0:
+            yield Text(f"… and {self.hidden} more", style="dim")
+        for task in self.tasks:
+            if note := _note(task) if self.is_live or task.measuring is None else "":
                 yield Text(f"{clean(task.task)}: {note}", style="yellow", no_wrap=True, overflow="ellipsis")
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from alto.records import ExitReason, FinalistScore
+from alto.records import ExitReason
 from alto.runs import JobHistory, RunHistory, Stage
 from alto.views.metrics import shown_metrics
 from alto.views.wording import (
@@ -37,7 +37,7 @@ class JobRow:
 
     Attributes:
         job: Job id, safe to print.
-        job_id: Job id in the run.
+        history: The job itself.
         origin: Origin of the job, such as ``clone of job-001``, safe to print; empty if it came with the task.
         settings: Value of every configuration column of the table, as text, in the order of the columns.
         raw_settings: The same values unformatted, for sorting.
@@ -50,7 +50,7 @@ class JobRow:
     """
 
     job: str
-    job_id: str
+    history: JobHistory
     origin: str
     settings: tuple[str, ...]
     raw_settings: tuple[Any, ...]
@@ -59,17 +59,9 @@ class JobRow:
     explanation: str
     is_best: bool
     progress: float
-    step: int
-    total_steps: int
-    train_loss: float | None
-    validation_loss: float | None
-    best_validation_loss: float
-    best_step: int
     metrics: tuple[float | None, ...]
     score: str
     raw_score: float | None
-    samples_trained: int
-    samples_budgeted: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,24 +89,31 @@ def job_table(history: RunHistory) -> JobTable:
     configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
     keys = varying_keys(list(configs.values()))
     metrics = shown_metrics(history)
-    best = history.best
     dropped_at = {name: outcome.progress for outcome in history.rungs for name in outcome.dropped}
     has_repetitions = any(job.configuration is not None for job in history.jobs.values())
     scores = {score.job: score for scored in history.rung_scores for score in scored.scores}
     scores |= {score.job: score for score in history.finalists}
-    rows = tuple(
-        _row(
-            job,
-            scores.get(job.job),
-            configs[job.job],
-            keys,
-            metrics,
-            explain_exit(job, rung_progress=dropped_at.get(job.job), has_repetitions=has_repetitions),
+    best = history.best
+    rows: list[JobRow] = []
+    for job in history.ranked():
+        config, score = configs[job.job], scores.get(job.job)
+        row = JobRow(
+            job=clean(job.job),
+            history=job,
+            origin=describe_origin(job),
+            settings=tuple(format_setting(config.get(key)) for key in keys),
+            raw_settings=tuple(config.get(key) for key in keys),
+            label=describe_config(config, keys),
+            outcome=clean(job.outcome),
+            explanation=explain_exit(job, rung_progress=dropped_at.get(job.job), has_repetitions=has_repetitions),
             is_best=job is best,
+            progress=1.0 if job.stage is Stage.COMPLETED else job.progress,
+            metrics=tuple(job.best_metrics.get(name) for name in metrics),
+            score=format_score(score),
+            raw_score=None if score is None else score.score,
         )
-        for job in history.ranked()
-    )
-    return JobTable(columns=tuple(clean(short_name(key)) for key in keys), metrics=metrics, rows=rows)
+        rows.append(row)
+    return JobTable(columns=tuple(clean(short_name(key)) for key in keys), metrics=metrics, rows=tuple(rows))
 
 
 def run_notes(history: RunHistory) -> list[str]:
@@ -135,7 +134,6 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
     Evidence without the numbers of a known rule is listed as ``key value`` pairs.
 
     Args:
-        job: The job after the events so far.
         rung_progress: Share of its steps at which a rung ranked it; None takes its own progress.
         has_repetitions: Whether jobs of its run repeat configurations; then configurations were ranked.
     """
@@ -155,42 +153,8 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
         sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
     elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
         sentence = f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
-    return sentence or _list_evidence(job.exit_evidence) or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
-
-
-def _row(
-    job: JobHistory,
-    score: FinalistScore | None,
-    config: Mapping[str, Any],
-    keys: tuple[str, ...],
-    metrics: tuple[str, ...],
-    explanation: str,
-    *,
-    is_best: bool,
-) -> JobRow:
-    return JobRow(
-        job=clean(job.job),
-        job_id=job.job,
-        origin=describe_origin(job),
-        settings=tuple(format_setting(config.get(key)) for key in keys),
-        raw_settings=tuple(config.get(key) for key in keys),
-        label=describe_config(config, keys),
-        outcome=clean(job.outcome),
-        explanation=explanation,
-        is_best=is_best,
-        progress=1.0 if job.stage is Stage.COMPLETED else job.progress,
-        step=job.step,
-        total_steps=job.total_steps,
-        train_loss=job.train_loss,
-        validation_loss=job.validation_loss,
-        best_validation_loss=job.best_validation_loss,
-        best_step=job.best_step,
-        metrics=tuple(job.best_metrics.get(name) for name in metrics),
-        score=format_score(score),
-        raw_score=None if score is None else score.score,
-        samples_trained=job.samples_trained,
-        samples_budgeted=job.samples_budgeted,
-    )
+    listed = ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in job.exit_evidence.items())
+    return sentence or listed or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
 
 
 def _times(evidence: Mapping[str, float]) -> str:
@@ -233,10 +197,6 @@ def _explain_underperforming(evidence: Mapping[str, float], progress: float, *, 
         f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}{what} at {format_share(progress)}: "
         f"{evidence['num_kept']:.0f} kept"
     )
-
-
-def _list_evidence(evidence: Mapping[str, float | str]) -> str:
-    return ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in evidence.items())
 
 
 _BARE_REASONS: Mapping[str, str] = {

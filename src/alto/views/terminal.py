@@ -31,7 +31,6 @@ from alto.runs.events import (
     MeasuringBegun,
     OutOfMemory,
     ProfileMeasured,
-    RefitFact,
     TaskResumed,
     TaskStarted,
     WarmupEnded,
@@ -51,11 +50,11 @@ from alto.views.wording import (
     describe_outlook,
     describe_profile,
     describe_refit,
+    describe_samples_trained,
     describe_savings,
     describe_scoring,
     describe_task,
     describe_time,
-    format_count,
     format_duration,
     format_loss,
     format_share,
@@ -103,11 +102,8 @@ class JobGrid:
 
     Attributes:
         settings: Short names of the configuration columns.
-        metrics: Names of the metrics that have columns.
-        rows: Jobs, in the order in which they are drawn.
         notes: Text of the last column for every row.
         note_name: Heading of the last column.
-        max_rows: Largest number of rows to draw; None draws all.
     """
 
     settings: tuple[str, ...]
@@ -159,9 +155,9 @@ class JobGrid:
         columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, worth=(BAR, 0)))
         losses = {
             "done": ([format_share(row.progress) for row in rows], STAYS),
-            "train": ([_loss(row.train_loss) for row in rows], TRAIN),
-            "val": ([_loss(row.validation_loss) for row in rows], LATEST),
-            "best val": ([_loss(_finite(row.best_validation_loss)) for row in rows], STAYS),
+            "train": ([_loss(row.history.train_loss) for row in rows], TRAIN),
+            "val": ([_loss(row.history.validation_loss) for row in rows], LATEST),
+            "best val": ([_loss(_finite(row.history.best_validation_loss)) for row in rows], STAYS),
         }
         for name, (cells, worth_of) in losses.items():
             columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
@@ -247,9 +243,6 @@ class LiveView:
 
     A context manager; ``observe`` may be called from any thread. When the context ends, the table disappears, so that
     :func:`final_summary` can replace it; notes on the data stay.
-
-    Attributes:
-        history: The run, up to the latest observed entry.
     """
 
     def __init__(self, console: Console, *, clock: Callable[[], float] = time.time) -> None:
@@ -345,12 +338,13 @@ class LiveView:
             return Group(*announced, Text(self._measuring or "Preparing …", style="dim"))
         table = job_table(history)
         rows = sorted(table.rows, key=lambda row: (not row.is_best, LIVE_ORDER.get(row.outcome, EXITED_ORDER)))
-        notes = [row.explanation or self._next_stop(history.jobs[row.job_id], now) for row in rows]
+        notes = [row.explanation or self._next_stop(row.history, now) for row in rows]
         best = _best_line(table, history)
         num_more = sum(len(line.wrap(self._console, self._console.size.width)) for line in (best, *announced)) - 1
         return Group(
             *announced,
-            *_header(history),
+            Text(clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
+            Text(" · ".join(describe_task(history.started)), style="dim", no_wrap=True, overflow="ellipsis"),
             *self._progress(now),
             best,
             "",
@@ -413,9 +407,7 @@ def final_summary(
     """Return the table of jobs, the savings, and the path of the best adapter.
 
     Args:
-        history: A run, finished or not.
         run_dir: Folder of the run, to show the path of the adapter; None leaves it out.
-        max_rows: Largest number of rows to show, best first; None shows all.
         is_live: Whether a process works on the run, if it is not finished.
         now: Current time in Unix seconds, to show the remaining time of a live run; None leaves it out.
     """
@@ -425,6 +417,8 @@ def final_summary(
     if status is RunStatus.INTERRUPTED:
         rows = tuple(replace(row, outcome=status.value) if row.outcome == Stage.TRAINING else row for row in rows)
     state = "not finished" if status is RunStatus.RUNNING else status.value
+    totals = [total for total in exit_totals(history) if total.samples_saved]
+    saved = [f"{clean(total.outcome)} {format_share(total.share)}" for total in totals]
     lines: list[RenderableType] = [
         Text.assemble((clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
@@ -440,7 +434,7 @@ def final_summary(
         "",
         _best_line(table, history),
         *(Text(f"note: {clean(note)}", style="yellow") for note in choice_notes(history)),
-        Text(f"{_samples(history)} ({_saved_by_reason(history)})" if history.samples_saved else _samples(history)),
+        Text(f"{_samples(history)} ({', '.join(saved)})" if history.samples_saved else _samples(history)),
         *map(Text, describe_time(history)),
     ]
     if status is RunStatus.RUNNING and now is not None:
@@ -448,34 +442,30 @@ def final_summary(
         lines.append(Text(" · ".join([f"{format_share(found.share_done)} done", *describe_outlook(found)])))
     lines += samples_text(history)
     if run_dir is not None and history.best is not None:
-        lines.append(_place(history, Path(run_dir)))
+        place, folder = ("adapter", "best") if history.result is not None else ("best checkpoints so far", "jobs")
+        lines.append(Text(f"{place}: {clean(Path(run_dir) / folder)}", overflow="fold"))
     return Group(*lines)
-
-
-def _header(history: RunHistory) -> list[RenderableType]:
-    return [
-        Text(clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
-        Text(" · ".join(describe_task(history.started)), style="dim", no_wrap=True, overflow="ellipsis"),
-    ]
 
 
 def _best_line(table: JobTable, history: RunHistory) -> Text:
     if history.refit is not None:
-        return _refit_line(history, history.refit)
+        tested = [describe_test(history, job) for job in history.jobs.values()]
+        measured = "".join(f"; test loss {one}" for one in tested if one)
+        return Text(f"{describe_refit(history.refit)}{measured}", overflow="fold")
     best = next((row for row in table.rows if row.is_best), None)
     if best is None:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
     label = "best" if history.result is not None else "best so far"
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
-    job = history.jobs[best.job_id]
-    metrics, tested = describe_metrics(job.best_metrics, table.metrics), describe_test(history, job)
+    metrics = describe_metrics(best.history.best_metrics, table.metrics)
+    test = describe_test(history, best.history)
     scoring = describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),
-        f" with validation loss {format_loss(best.best_validation_loss)}",
-        f" (test {tested})" if tested else "",
+        f" with validation loss {format_loss(best.history.best_validation_loss)}",
+        f" (test {test})" if test else "",
         f", {metrics}" if metrics else "",
         (f" ({best.label})" if best.label else "", "dim"),
         chosen,
@@ -483,28 +473,8 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     )
 
 
-def _refit_line(history: RunHistory, refit: RefitFact) -> Text:
-    tested = (describe_test(history, job) for job in history.jobs.values())
-    measured = "".join(f"; test loss {one}" for one in tested if one)
-    return Text(f"{describe_refit(refit)}{measured}", overflow="fold")
-
-
 def _samples(history: RunHistory) -> str:
-    return (
-        f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained, "
-        f"{describe_savings(history)}"
-    )
-
-
-def _saved_by_reason(history: RunHistory) -> str:
-    totals = [total for total in exit_totals(history) if total.samples_saved]
-    return ", ".join(f"{clean(total.outcome)} {format_share(total.share)}" for total in totals)
-
-
-def _place(history: RunHistory, run_dir: Path) -> Text:
-    if history.result is not None:
-        return Text(f"adapter: {clean(run_dir / 'best')}", overflow="fold")
-    return Text(f"best checkpoints so far: {clean(run_dir / 'jobs')}", overflow="fold")
+    return f"{describe_samples_trained(history)}, {describe_savings(history)}"
 
 
 def watch_run(console: Console, run: RunDir, every_s: float) -> None:

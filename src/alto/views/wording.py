@@ -133,21 +133,23 @@ def describe_finalists(finalists: Sequence[FinalistScore]) -> str:
 
 def _describe_score(score: FinalistScore) -> str:
     if score.num_correct is not None:
-        interval = "" if score.interval is None else " ({:.0f}–{:.0f} %)".format(*(100 * end for end in score.interval))
-        return f"{score.num_correct} of {score.num_questions} right{interval}"
-    interval = "" if score.interval is None else " ({}–{})".format(*map(_format_score, score.interval))
-    return f"{_format_score(score.score)}{interval} on {format_count_of(score.num_questions, 'row')}"
+        return f"{score.num_correct} of {score.num_questions} right{_interval(score)}"
+    return f"{score.score:.3g}{_interval(score)} on {format_count_of(score.num_questions, 'row')}"
+
+
+def _interval(score: FinalistScore) -> str:
+    if score.interval is None:
+        return ""
+    low, high = score.interval
+    return f" ({low:.3g}–{high:.3g})" if score.num_correct is None else f" ({100 * low:.0f}–{100 * high:.0f} %)"
 
 
 def format_score(score: FinalistScore | None) -> str:
     """Format a score with its interval for a narrow column: ``80 % (38–96 %)``, ``0.713 (0.65–0.78)``, or a dash."""
     if score is None:
         return "–"
-    if score.num_correct is None:
-        interval = "" if score.interval is None else " ({}–{})".format(*map(_format_score, score.interval))
-        return f"{_format_score(score.score)}{interval}"
-    interval = "" if score.interval is None else " ({:.0f}–{:.0f} %)".format(*(100 * end for end in score.interval))
-    return f"{100 * score.score:.0f} %{interval}"
+    shown = f"{score.score:.3g}" if score.num_correct is None else f"{100 * score.score:.0f} %"
+    return f"{shown}{_interval(score)}"
 
 
 def describe_scoring(finalists: Sequence[FinalistScore], scorer: str, failure: str) -> str:
@@ -160,10 +162,6 @@ def describe_scoring(finalists: Sequence[FinalistScore], scorer: str, failure: s
     by = "answers" if scorer in ("", "eval_accuracy") else f"answers ({clean(scorer).replace('_', ' ')})"
     interval = "; 95 % intervals" if any(score.interval is not None for score in finalists) else ""
     return f"chosen by {by}: {describe_finalists(finalists)}{interval}"
-
-
-def _format_score(score: float) -> str:
-    return f"{score:.3g}"
 
 
 def describe_adapter_check(check: AdapterCheck) -> str:
@@ -277,6 +275,11 @@ def format_loss(loss: float | None) -> str:
 def format_share(share: float) -> str:
     """Format a fraction in percent: ``2.5 %`` for ``0.025``."""
     return f"{round(share * 100, 1):g} %"
+
+
+def describe_samples_trained(history: RunHistory) -> str:
+    """Describe the work done: ``1,200 of 3,000 samples trained``."""
+    return f"{format_count(history.samples_trained)} of {format_count(history.samples_budgeted)} samples trained"
 
 
 def describe_savings(history: RunHistory) -> str:

@@ -114,8 +114,6 @@ def _dataset(
     return EncodedDataset(
         input_ids=tuple(input_ids),
         targets=tuple(targets),
-        num_truncated=0,
-        num_skipped=0,
         spans=spans,
         references=torch.zeros(len(rows), 2, dtype=torch.float64) if is_labelled or len(spans[0]) == 2 else None,
         reference_tails=torch.zeros(len(rows), 2, dtype=torch.float64) if len(spans[0]) == 2 else None,

@@ -51,7 +51,7 @@ class ClusterView:
     def shown_name(self, task: str) -> str:
         """Return the task's id if the task belongs to the tenant, else a text with a number."""
         found = self.history.tasks.get(task)
-        if found is not None and found.tenant == self._tenant:
+        if found is not None and found.demand.tenant == self._tenant:
             return job_of(task)
         return f"another tenant's task {self._numbers.get(job_of(task), 0)}"
 

@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import select
 
 from alto.base import replace_file, writing
-from alto.engine.control_plane import checked_task
+from alto.engine.runner import checked_task
 from alto.runs import RunDir, load_run_task
 from alto.service.context import Service
 from alto.service.errors import refused

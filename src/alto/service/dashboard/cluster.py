@@ -146,11 +146,11 @@ def _line(view: ClusterView, task: _ShownTask) -> dict[str, Any]:
         "name": name,
         "is_own": job_of(last.task) == name,
         "state": task.state,
-        "num_gpus": last.num_gpus,
+        "num_gpus": last.demand.num_gpus,
         "priority": "" if task.priority is None else task.priority,
         "planned_start_s": task.planned_start_s if is_measured(last) else None,
         "start_s": history.worked_s(attempts[0].start) if attempts else None,
-        "expected_s": last.duration_s if is_measured(last) else None,
+        "expected_s": last.demand.duration_s if is_measured(last) else None,
         "spent_s": sum(attempt.duration_s(view.now) for attempt in attempts) if attempts else None,
     }
 
