@@ -280,7 +280,7 @@ def measure_fairness(folder: Path, turns: int) -> dict[int, int]:
             journal = stack.enter_context(Journal(run_dir.journal_file))
             data = read_task_rows(task).encode(backbone.tokenizer)
             context = TaskContext.of(task, backbone, data)
-            executor.attach(str(number), TaskSession.build(context, journal, RunStart(run_dir=run_dir), bank=bank))
+            executor.attach(str(number), TaskSession(context, journal, RunStart(run_dir=run_dir), bank=bank))
         sessions = dict(executor.sessions)
         for _ in range(turns):
             ended = executor.turn()

@@ -56,7 +56,8 @@ _WORDS: Mapping[Any, str] = {
 
 def page() -> str:
     """Return the whole page."""
-    run_events, queue_events = get_args(RunEvent), get_args(QueueEvent)
+    run_events = [event for event in WIRE_NAMES if issubclass(event, RunEvent)]
+    queue_events = [event for event in WIRE_NAMES if issubclass(event, QueueEvent)]
     observers_only = (MeasuringBegun, TaskMeasured, TaskRelayed)
     in_queues = [event for event in queue_events if event not in observers_only]
     sections = [

@@ -288,7 +288,7 @@ class Ours:
     def _here(self, batch_size: int) -> Iterator[tuple[JobState, int]]:
         """Return the jobs of this rank, and their slots in its bank."""
         for job in self.jobs(batch_size):
-            local_slot = self._trainer.local_slot(job)
+            local_slot = self._trainer.passes.local_slot(job)
             if local_slot is not None:
                 yield job, local_slot
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone, attention, flash
 from alto.backbone.attention import Pattern, has_chunks, sdpa_attention, set_pattern
-from alto.backbone.flash import FlashKernel, find_kernel, flash_attn_kernel, installed_kernels, torch_kernel
+from alto.backbone.flash import FlashKernel, Scores, find_kernel, flash_attn_kernel, installed_kernels, torch_kernel
 from alto.backbone.sequences import Sequences
 
 HEADS, GROUPS, HEAD_SIZE, SCALE = 4, 2, 16, 0.3
@@ -45,8 +45,7 @@ class Implementation:
     ) -> list[Tensor]:
         """Output and, where there is an upstream gradient, the operands' gradients; in and out on the CPU."""
         leaves = [x.to(self.device, self.dtype).detach().requires_grad_(upstream is not None) for x in operands]
-        settings = {"scale": SCALE, "window": None, "softcap": None} | options
-        output = self.attend(*leaves, Sequences(lengths, prefixes), **settings)
+        output = self.attend(*leaves, Sequences(lengths, prefixes), Scores(SCALE, **options))
         results = [output]
         if upstream is not None:
             results += torch.autograd.grad(output, leaves, upstream.to(output))
@@ -224,8 +223,8 @@ def test_the_same_pass_gives_the_same_bits(implementation: Implementation) -> No
 def test_recomputing_it_in_the_backward_pass(implementation: Implementation) -> None:
     operands, upstream = draw(sum(LENGTHS))
 
-    def attend(*args: Any, **settings: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(implementation.attend, *args, use_reentrant=False, **settings)
+    def attend(*args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(implementation.attend, *args, use_reentrant=False)
 
     recomputed = Implementation(attend=attend, device=implementation.device, dtype=implementation.dtype)
     expected = implementation.run(operands, LENGTHS, upstream)
@@ -313,7 +312,7 @@ def test_pytorchs_kernel_is_always_there() -> None:
 def test_the_real_functions_take_what_they_are_given(window: int | None, prefixes: list[int] | None) -> None:
     kernel = torch_kernel(varlen_attn, torch.ops.aten._flash_attention_backward)
     q, k, v = (torch.empty(8, heads, 16, dtype=BF16, device="meta", requires_grad=True) for heads in (4, 2, 2))
-    output = kernel.attend(q, k, v, Sequences([3, 5], prefixes), scale=0.3, window=window, softcap=None)
+    output = kernel.attend(q, k, v, Sequences([3, 5], prefixes), Scores(0.3, window))
     gradients = torch.autograd.grad(output, (q, k, v), torch.empty_like(output))
     assert [gradient.shape for gradient in (output, *gradients)] == [q.shape, q.shape, k.shape, v.shape]
 
@@ -330,7 +329,7 @@ def test_determinism_is_asked_of_the_backward_pass_alone(fails: bool) -> None:
 
     kernel = torch_kernel(flash_fakes.varlen_attn, backward)
     q, k, v = (torch.ones(8, 4, 16, requires_grad=True) for _ in range(3))
-    output = kernel.attend(q, k, v, Sequences([3, 5]), scale=0.3, window=None, softcap=None)
+    output = kernel.attend(q, k, v, Sequences([3, 5]), Scores(0.3))
     assert torch.get_deterministic_debug_mode() == 0
     if fails:
         with pytest.raises(torch.OutOfMemoryError):
@@ -353,11 +352,11 @@ class Watched:
     def find(self, *_: Tensor, softcap: float | None) -> FlashKernel:
         return FlashKernel(attend=self._attend, can_cap=True)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, **settings: Any) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
         self.calls += 1
         offsets = sequences.offsets(q.device)
         self.offsets[id(offsets)] = offsets
-        return self._kernel.attend(q, k, v, sequences, **settings)
+        return self._kernel.attend(q, k, v, sequences, scores)
 
 
 @pytest.fixture(params=[FLASH_ATTN, TORCH], ids=["flash-attn", "torch"])

@@ -153,7 +153,7 @@ class TestNorms:
         norm.weight.requires_grad_(True)
         norm(torch.randn(2, 32, device=DEVICE)).sum().backward()
         assert norm.weight.grad is not None
-        assert norm.forward.why_not == "its weight is trained"
+        assert norm.forward.trial.why_not == "its weight is trained"
 
     @pytest.mark.parametrize(
         "change",

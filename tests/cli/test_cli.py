@@ -40,7 +40,7 @@ def run_of(output_dir: Path) -> Path:
 
 @pytest.mark.parametrize("action", ["stop", "resume", "clone"])
 def test_the_help_of_a_job_command_names_the_key_that_a_finished_run_needs(action: str) -> None:
-    """A finished run without ``keep: all`` has no states to continue from: ``runs.kept.check_can_continue``."""
+    """A finished run without ``keep: all`` has no states to continue from: ``runs.check_can_continue``."""
     shown = " ".join(invoke("job", action, "--help").stdout.split())
     assert "keep: all" in shown
 

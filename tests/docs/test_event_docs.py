@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import get_args
 
 from alto.runs.events import WIRE_NAMES, QueueEvent, RunEvent
 from tools import make_event_docs as generator
@@ -14,9 +13,8 @@ def test_the_page_is_generated_from_the_classes_as_they_are() -> None:
 
 
 def test_what_has_a_meaning_is_a_field() -> None:
-    events = [*get_args(RunEvent), *get_args(QueueEvent)]
-    assert set(events) == set(WIRE_NAMES)
-    for kind in [*events, *generator.parts(events)]:
+    assert all(issubclass(event, RunEvent | QueueEvent) for event in WIRE_NAMES)
+    for kind in [*WIRE_NAMES, *generator.parts(WIRE_NAMES)]:
         said = generator.meanings(kind)
         assert set(said) <= {field.name for field in dataclasses.fields(kind)}, kind
         assert all(said.values()), kind

@@ -325,7 +325,7 @@ def test_a_failure_before_the_first_event_is_told_as_it_was(
     def fail(*_: Any, **__: Any) -> None:
         raise MemoryError("no room for the bank")
 
-    monkeypatch.setattr("alto.engine.runner.TaskSession.build", fail)
+    monkeypatch.setattr("alto.engine.runner.TaskSession", fail)
     with pytest.raises(MemoryError, match="no room for the bank"):
         alto.Engine(output_dir=tmp_path / "runs").tune(make_task(tmp_path, model=str(model)))
 

@@ -40,7 +40,7 @@ from alto.errors import (
 )
 from alto.records import Gpu, MemoryProfile, Node, Sharing, TaskEstimate, TaskPlan, Throughput
 from alto.runs import JournalEntry, QueueAction, QueueDir, QueueMailbox, TaskStage, read_events, read_queue_history
-from alto.runs.events import MeasuringBegun, TaskRelayed
+from alto.runs.events import MeasuringBegun, TaskMeasured, TaskRelayed
 
 Ran = tuple[QueueDir, list[alto.TaskResult], list[Any]]
 
@@ -367,8 +367,9 @@ def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = F
         cluster=cast(Cluster, cluster),
         is_parallel=True,
         refresh=True,
-        on_measuring=lambda task, begun: told.append(task.name),
-        on_measured=lambda task, duration_s: told.append((task.name, duration_s)),
+        show=lambda event: told.append(
+            (event.task, event.duration_s) if isinstance(event, TaskMeasured) else event.task
+        ),
         is_interrupted=lambda: is_interrupted,
     )
 
@@ -494,15 +495,15 @@ def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_fro
 
     def stopped(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
         measured.append([task.name for task in tasks])
-        measurement.on_measuring(tasks[0], MeasuringBegun(task="0", model="tiny"))
-        measurement.on_measured(tasks[0], 7.0)
-        measurement.on_measuring(tasks[1], MeasuringBegun(task="1", model="tiny"))
+        measurement.show(MeasuringBegun(task=tasks[0].name, model="tiny"))
+        measurement.show(TaskMeasured(task=tasks[0].name, duration_s=7.0))
+        measurement.show(MeasuringBegun(task=tasks[1].name, model="tiny"))
         raise KeyboardInterrupt
 
     def estimates(measurement: Measurement, tasks: Sequence[alto.Task]) -> list[TaskEstimate]:
         measured.append([task.name for task in tasks])
-        measurement.on_measuring(tasks[1], MeasuringBegun(task="1", model="tiny"))
-        measurement.on_measured(tasks[1], 9.0)
+        measurement.show(MeasuringBegun(task=tasks[1].name, model="tiny"))
+        measurement.show(TaskMeasured(task=tasks[1].name, duration_s=9.0))
         return [TaskEstimate(duration_s=7.0), TaskEstimate(duration_s=9.0)]
 
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
@@ -548,9 +549,7 @@ def test_a_queue_whose_tasks_cannot_be_measured_leaves_no_folder(
 
 def test_what_a_process_says_of_its_measurement_is_passed_on(tmp_path: Path) -> None:
     begun = MeasuringBegun(task="small", model="tiny", remaining_s=40.0)
-    told = list[tuple[str, MeasuringBegun]]()
-    measuring = replace(
-        measurement(Measuring(says=begun), []), on_measuring=lambda task, begun: told.append((task.name, begun))
-    )
+    shown = list[MeasuringBegun | TaskMeasured]()
+    measuring = replace(measurement(Measuring(says=begun), []), show=shown.append)
     measuring.estimates([make_task(tmp_path, name="small")])
-    assert told == [("small", begun)]
+    assert [event for event in shown if isinstance(event, MeasuringBegun)] == [begun]

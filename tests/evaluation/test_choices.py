@@ -12,9 +12,8 @@ from tiny import load_tokenizer, random_llama
 from alto.backbone import Backbone
 from alto.data import Conversation, Message, encode_conversation
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation import loss
 from alto.evaluation.finalists import FinalistJudge
-from alto.evaluation.loss import Choices, options_of
+from alto.evaluation.loss import Choices, HeldoutPass, options_of
 from alto.evaluation.target import loaded_adapters
 from alto.spec import Scoring
 
@@ -84,15 +83,15 @@ def by_transformers_last(backbone: Backbone, rows: Sequence[Conversation]) -> li
 
 def test_less_memory_gives_the_same_scores(backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     before = scores_of_base(backbone, ROWS)
-    found, limits = loss.sequence_log_probs, []
+    found, limits = HeldoutPass.log_probs, []
 
-    def short_of_memory(*args: object, max_tokens_per_pass: int, **options: object) -> object:
-        limits.append(max_tokens_per_pass)
-        if max_tokens_per_pass > 100:
+    def short_of_memory(heldout: HeldoutPass) -> list[torch.Tensor]:
+        limits.append(heldout.max_tokens_per_pass)
+        if heldout.max_tokens_per_pass > 100:
             raise torch.OutOfMemoryError("no memory, as the test wants it")
-        return found(*args, max_tokens_per_pass=max_tokens_per_pass, **options)  # type: ignore[arg-type]
+        return found(heldout)
 
-    monkeypatch.setattr(loss, "sequence_log_probs", short_of_memory)
+    monkeypatch.setattr(HeldoutPass, "log_probs", short_of_memory)
     assert scores_of_base(backbone, ROWS) == before
     assert len(limits) > 2
     assert limits[-1] <= 100
@@ -102,7 +101,7 @@ def test_a_row_that_does_not_fit_into_memory(backbone: Backbone, monkeypatch: py
     def no_memory(*_: object, **__: object) -> object:
         raise torch.OutOfMemoryError("no memory, as the test wants it")
 
-    monkeypatch.setattr(loss, "sequence_log_probs", no_memory)
+    monkeypatch.setattr(HeldoutPass, "log_probs", no_memory)
     with pytest.raises(DeviceMemoryError, match="expected memory for a row of"):
         scores_of_base(backbone, ROWS)
 

@@ -119,7 +119,7 @@ def test_a_parked_job_continues_bit_by_bit(tmp_path: Path) -> None:
     write_adapter(tmp_path, trainer.bank.read(1), job.config, "unused", ModuleNames.of(parted.backbone.model))
     write_state(tmp_path, trainer.optimizer.read(1))
     (tmp_path / "state.json").write_text('{"step": 1}', encoding="utf-8")
-    trainer.release(1)
+    trainer.bank.release(1)
     job.slot = 2
     trainer.admit(job, 2, *read_state(tmp_path))
     for _ in range(2):

@@ -67,7 +67,7 @@ def parked(bank: Bank, job: JobState, store: StateStore) -> None:
         write_state(folder, trainer.optimizer.read(slot))
 
     store.save(job.id, "last", job.step, fill)
-    trainer.release(slot)
+    trainer.bank.release(slot)
     job.slot = None
 
 
@@ -101,7 +101,7 @@ def test_a_new_job_finds_nothing_of_the_one_before_in_its_slot() -> None:
         late.step()
     for job in late.jobs:
         assert job.slot is not None
-        late.trainer.release(job.slot)
+        late.trainer.bank.release(job.slot)
     for job, slot in zip(late.jobs, [*range(3, len(late.jobs)), 0, 1, 2], strict=True):
         job.slot, job.step = slot, 0
         late.trainer.admit(job, slot)

@@ -181,7 +181,7 @@ def run_executor(task: Task, model: PreTrainedModel, output_dir: Path) -> RunDir
     backbone = Backbone(model, None, "unused")
     run_dir = RunDir.create(output_dir, task)
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession.build(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
     return run_dir
 
 

@@ -190,7 +190,7 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     assert {"job_parked", "job_resumed"} <= {event["event"] for event in events}
     assert not events[0]["references"]["is_cached"]

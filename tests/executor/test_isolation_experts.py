@@ -435,7 +435,7 @@ class TestTheJournal:
         run_dir = RunDir.create(tmp_path, task)
         backbone = Backbone(make_mixture("mixtral"), None, "unused")
         with Journal(run_dir.journal_file) as journal:
-            run_alone(TaskSession.build(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
+            run_alone(TaskSession(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
         found: dict[str, list[dict[str, Any]]] = {}
         for event in read_events(run_dir.journal_file):
             if event["event"] == "train":

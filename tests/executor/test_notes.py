@@ -81,7 +81,8 @@ def test_a_configuration_without_a_causal_model_is_refused(tmp_path: Path) -> No
 
 def _state(*, is_compiled: bool = True, is_padded: bool = False, groups: tuple[int, int] = (8, 8)) -> Any:
     backbone = SimpleNamespace(is_compiled=is_compiled, is_padded=is_padded)
-    return SimpleNamespace(context=SimpleNamespace(backbone=backbone), trainer=SimpleNamespace(graph_groups=groups))
+    passes = SimpleNamespace(forward_context=SimpleNamespace(graph_groups=groups))
+    return SimpleNamespace(context=SimpleNamespace(backbone=backbone), trainer=SimpleNamespace(passes=passes))
 
 
 def test_without_torch_compile_nothing_is_said() -> None:

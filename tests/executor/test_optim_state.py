@@ -13,7 +13,7 @@ from searches import PBT, SPACE, Run, make
 
 from alto.errors import SpecError
 from alto.executor.planned_job import plan_jobs
-from alto.executor.profiling.measure import slot_bytes
+from alto.executor.profiling.measure import one_slot
 from alto.executor.shared_bank import BankSize
 from alto.spec import Task
 
@@ -76,7 +76,7 @@ def test_the_bank_and_its_plan_have_moments_of_that_precision(state: str | None,
     planned = plan_jobs(task, bank.backbone.model, len(DATA.train))
     size = BankSize.of(planned, bank.backbone, num_slots=1, optim_state_dtype=task.optim_state_dtype)
     assert size.bytes_per_slot == expected
-    assert slot_bytes(task, bank.backbone, [job.shape for job in planned]) == expected
+    assert one_slot(task, planned, bank.backbone).bytes_per_slot == expected
 
 
 def test_steps_stay_those_of_float32_moments_but_for_rounding() -> None:

@@ -78,7 +78,7 @@ def train(
     with Journal(run_dir.journal_file, observers, past=resume_state.entries) as journal:
         context = TaskContext.of(task, backbone, DATA)
         hooks = Hooks(is_interrupted=is_interrupted or (lambda: False))
-        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
+        run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
     return task_outcome(read_history(run_dir.root), run_dir)
 
 

@@ -70,13 +70,13 @@ def test_so_are_those_of_several_micro_batches(events: list[str]) -> None:
     bank.trainer.update(bank.jobs)
     events.clear()
     bank.trainer.prepare(bank.jobs)
-    assert len(events) == len(bank.trainer._passes.prepared._schedules) > 2
+    assert len(events) == len(bank.trainer.passes.prepared._schedules) > 2
     for job in bank.jobs:
         job.step += 1
     events.clear()
     bank.trainer.backward(bank.jobs)
     assert events == []
-    assert not bank.trainer._passes.prepared._schedules, "the schedules were those that the step needed"
+    assert not bank.trainer.passes.prepared._schedules, "the schedules were those that the step needed"
 
 
 @pytest.mark.parametrize("settings", [{}, {"max_tokens_per_pass": 60}], ids=["one micro-batch", "several"])
@@ -152,9 +152,8 @@ def test_tables_of_a_schedule_are_copied_when_it_is_prepared() -> None:
     first.table(CPU), first.slots_of_tokens(CPU)
     prepared.add([], make_batch(), schedule(1))
     second = prepared.schedule(schedule(1))
-    assert second._tables.keys() == second._slots_T.keys() == {CPU}
-    assert not second._slots_S
-    assert not prepared.schedule(schedule(2))._tables
+    assert second._copies.keys() == {("table", CPU), ("slots_of_tokens", CPU)}
+    assert not prepared.schedule(schedule(2))._copies
     assert torch.equal(second.table(CPU).blocks_B6, schedule(1).table(CPU).blocks_B6)
 
 

@@ -19,7 +19,8 @@ from alto.engine import Engine
 from alto.errors import DeviceMemoryError, ProfileError, SpecError
 from alto.executor import TaskContext, cache, resolve_early_exit
 from alto.executor.profiling import measure, meter, pack, plan, planning, profile
-from alto.executor.profiling.measure import Measured, Packing, measuring_budget, packings
+from alto.executor.profiling.budget import MeasuringBudget, Packing, packings
+from alto.executor.profiling.measure import Measured
 from alto.executor.profiling.sketch import RowLength, SpanLength, lengths_of, synthetic_rows
 from alto.objectives import job_losses
 from alto.spec import Task
@@ -427,12 +428,12 @@ def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_meas
     sizes = len(told)
     assert sizes >= 2
     assert told[-1] < told[0]
-    budget = measuring_budget(
+    budget = MeasuringBudget.of(
         context.task,
         lengths_of(context.data.train),
         num_rows=len(context.data.train),
         max_tokens=8192,
-        ranks=context.ranks,
+        num_ranks=context.ranks.size,
         num_jobs=len(context.jobs),
         device=CPU,
     )

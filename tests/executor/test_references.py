@@ -189,7 +189,7 @@ def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[],
     resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)
-        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
+        run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
     return list(read_events(run_dir.journal_file))
 
 

@@ -56,7 +56,8 @@ def throughput(measured: Measured = MEASURED) -> Throughput:
 
 def trained(expected: Throughput, ratios: Sequence[float]) -> StepTimes:
     """Eight steps for each of ``ratios``, which took so much longer than expected."""
-    times = StepTimes(expected, cache.name_of(KEY))
+    forecast: Any = SimpleNamespace(throughput=expected, profile=cache.name_of(KEY))
+    times = StepTimes(forecast)
     jobs: list[Any] = [SimpleNamespace(next_step_tokens=40), SimpleNamespace(next_step_tokens=60)]
     for ratio in ratios:
         for _ in range(8):

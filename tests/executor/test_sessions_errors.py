@@ -238,7 +238,7 @@ def test_a_run_that_cannot_be_built_leaves_no_limit_behind(tmp_path: Path, monke
         company.turn()
         elm, data = tasks()["elm"]
         with monkeypatch.context() as patch:
-            patch.setattr("alto.executor.session.Control.build", fail)
+            patch.setattr("alto.executor.session.Control", fail)
             with pytest.raises(RunError):
                 company.attach("elm", elm.replace(max_tokens_per_pass=50), data)
         assert company.executor.bank.trainer.micro_batches.max_tokens == SETTINGS["max_tokens_per_pass"]

@@ -62,10 +62,10 @@ def test_steps_of_every_optimizer_and_slots_that_are_given_away() -> None:
     assert (bank.trainer.bank.params_ZP != before)[: len(bank.jobs)].any(1).all()
     job = bank.jobs[0]
     weights, state = bank.trainer.bank.read(0), bank.trainer.optimizer.read(0)
-    bank.trainer.release(0)
+    bank.trainer.bank.release(0)
     bank.trainer.admit(job, 0, weights, state)
     assert_copied(bank)
-    bank.trainer.release(0)
+    bank.trainer.bank.release(0)
     bank.trainer.admit(job, 0)
     assert_copied(bank)
 

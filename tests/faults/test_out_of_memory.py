@@ -46,7 +46,7 @@ def finish(run: RunDir) -> list[dict[str, Any]]:
     task, resume_state = load_task(run.task_file), recover(run)
     context = TaskContext.of(task, *load_tiny(task))
     with Journal(run.journal_file, past=resume_state.entries) as journal:
-        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run, resume_state=resume_state)))
+        run_alone(TaskSession(context, journal, RunStart(run_dir=run, resume_state=resume_state)))
     return read_journal(run.root)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from alto.kernels import TokenSchedule, choose_backend, torch_backend
 from alto.lora import AdapterBank, AdapterShape, BankLayout, TargetModule
 from alto.lora.layout import ExtraTensor
-from alto.lora.optimizer import gradient_norms
+from alto.lora.optimizer import SlotAdamW
 
 REFERENCE = choose_backend("reference")
 MODULES = tuple(
@@ -82,7 +82,9 @@ class World:
             self.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
 
     def norms(self, slots: Sequence[int]) -> Tensor:
-        return gradient_norms(self.ops, self.bank, slots)
+        optimizer = SlotAdamW(self.bank, ())
+        optimizer._ops = self.ops
+        return optimizer.gradient_norms(slots)
 
     def expected(self, slots: Sequence[int]) -> Tensor:
         return REFERENCE.row_norms(self.bank.grads_ZP, slots, [self.bank.places(slot).end for slot in slots])
@@ -90,7 +92,7 @@ class World:
 
 def summed(world: World) -> list[int]:
     assert world.bank.square_sums is not None
-    return [slot for slot in range(len(SHAPES)) if world.bank.square_sums.are_complete(slot)]
+    return [slot for slot in range(len(SHAPES)) if slot in world.bank.square_sums.complete]
 
 
 @TRITON

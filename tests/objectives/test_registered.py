@@ -98,7 +98,7 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
     backbone = Backbone(make_model("llama"), None, "unused")
     data = TaskData(train=make_pairs(12, seed=1), validation=PAIRS.validation)
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     assert (events[0]["method"], events[-1]["event"]) == ("simpo", "task_completed")
     assert "references" not in events[0]
@@ -284,7 +284,7 @@ def test_a_job_whose_loss_is_nan_ends_and_no_other_notices(install: Install, tmp
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession.build(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     (ended,) = [event for event in events if event["event"] == "job_exited"]
     assert (ended["job"], ended["reason"], ended["evidence"]) == ("job-001", "diverging", {"train_loss": "nan"})
@@ -378,7 +378,7 @@ def test_a_clone_is_checked_by_it(install: Install, tmp_path: Path) -> None:
     refused = mailbox.send(Action.CLONE, "job-000", changes={"beta": 50.0})
     cloned = mailbox.send(Action.CLONE, "job-000", changes={"target_margin": 0.25})
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession.build(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     refusal = next(event for event in events if event["event"] == "command_refused")
     assert (refusal["command"], refusal["why"]) == (refused, "beta is too large")

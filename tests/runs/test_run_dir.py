@@ -16,7 +16,7 @@ from journals import entries
 
 from alto.base import replace_file
 from alto.errors import RunBusyError, RunError, RunExistsError
-from alto.runs import QueueDir, RunDir, RunHistory, kept_jobs, queue_dir, remove_states, run_dir
+from alto.runs import QueueDir, RunDir, RunHistory, kept_jobs, remove_states, run_dir
 from alto.spec import Task, load_task
 
 TASK = Task(name="sums", model="alto-tiny", dataset="rows.jsonl", search_space={"lr": [1e-4, 1e-3]}, r=4)
@@ -78,7 +78,6 @@ def test_threads_of_one_process_do_not_share_a_folder(
         return RunDir.create(tmp_path, TASK).root if kind == "run" else QueueDir.create(tmp_path, [], [], {}).root
 
     monkeypatch.setattr(run_dir, "claim", claim_together)
-    monkeypatch.setattr(queue_dir, "claim", claim_together)
     with ThreadPoolExecutor(2) as threads:
         roots = list(threads.map(create, range(2)))
     assert sorted(tmp_path.iterdir()) == sorted(roots)

@@ -86,8 +86,6 @@ def test_without_rungs_the_task_is_expected_to_take_its_bound() -> None:
     bound = estimate_duration_s(jobs, PACE, limits, validation_tokens=40)
     found = expected_duration_s(jobs, PACE, limits, validation_tokens=40, rungs=())
     assert found == pytest.approx(bound)
-    spared = expected_duration_s(jobs, PACE, limits, validation_tokens=40, rungs=(), online_exit_share=0.25)
-    assert spared == pytest.approx(0.75 * bound)
 
 
 def test_rungs_leave_the_share_of_steps_that_they_say() -> None:

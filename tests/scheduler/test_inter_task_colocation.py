@@ -34,37 +34,23 @@ def test_two_tasks_by_hand() -> None:
     assert finish_times_s([member_of(4.0, 2.0), member_of(7.5, 1.5)]) == pytest.approx([6.0, 6.0 + 4.0 * 1.25])
 
 
-def test_weights_divide_the_tokens() -> None:
-    # The first has three quarters of them.
-    ends_s = finish_times_s([member_of(6.0, 0.0, weight=3.0), member_of(6.0, 0.0, weight=1.0)])
-    assert ends_s == pytest.approx([8.0, 12.0])
-
-
-@given(any_members, st.lists(st.floats(0.1, 10), min_size=8, max_size=8))
-def test_the_ends_are_those_of_many_small_steps(members: list[Member], weights: list[float]) -> None:
-    members = [
-        Member(own_s=max(member.own_s, 0.01), step_s=member.step_s, weight=weight)
-        for member, weight in zip(members, weights, strict=False)
-    ]
+@given(any_members)
+def test_the_ends_are_those_of_many_small_steps(members: list[Member]) -> None:
+    members = [Member(own_s=max(member.own_s, 0.01), step_s=member.step_s) for member in members]
     found = finish_times_s(members)
     left = dict(enumerate(members))
     now_s, ends_s = 0.0, {}
     while left:
-        pace = 1 / (
-            sum(member.weight for member in left.values())
-            + max(member.weight * member.step_s / member.own_s for member in left.values())
-        )
-        passed_s = min(member.own_s / (pace * member.weight) for member in left.values())
+        pace = 1 / (len(left) + max(member.step_s / member.own_s for member in left.values()))
+        passed_s = min(member.own_s / pace for member in left.values())
         now_s += passed_s
         for index, member in list(left.items()):
-            done = passed_s * pace * member.weight / member.own_s
+            done = passed_s * pace / member.own_s
             if done >= 1 - 1e-9:
                 ends_s[index] = now_s
                 del left[index]
             else:
-                left[index] = Member(
-                    own_s=member.own_s * (1 - done), step_s=member.step_s * (1 - done), weight=member.weight
-                )
+                left[index] = Member(own_s=member.own_s * (1 - done), step_s=member.step_s * (1 - done))
     assert found == pytest.approx([ends_s[index] for index in range(len(members))], rel=1e-6)
 
 

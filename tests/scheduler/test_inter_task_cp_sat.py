@@ -16,7 +16,8 @@ from schedules import least, nodes_of, paper_case, problems, random_problem, tas
 from alto.errors import UnsupportedError
 from alto.records import Schedule
 from alto.scheduler import SchedulingProblem, check_schedule, schedule_tasks
-from alto.scheduler.inter_task.cp_sat import CpModel, Solved
+from alto.scheduler.inter_task.cp_sat import CpModel
+from alto.scheduler.inter_task.lists import Solved
 
 LIMIT_S = 600.0
 """Longer than any of these takes."""

@@ -12,7 +12,7 @@ import pytest
 from services import ROWS, served
 from sites import JSON, Site, refused
 
-from alto.service.web import limits as body_limits
+from alto.service.web import bodies as body_limits
 
 DEEP = "[" * 400 + "]" * 400
 BODIES = {

@@ -97,7 +97,7 @@ def built(
     resume_state = recover(run_dir)
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         start = RunStart(run_dir=run_dir, resume_state=resume_state)
-        yield TaskSession.build(context, journal, start, hooks, bank)
+        yield TaskSession(context, journal, start, hooks, bank)
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:

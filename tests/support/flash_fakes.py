@@ -80,7 +80,7 @@ def early_varlen_attn(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Any:
-    """Compute the function of torch.nn.attention.varlen before it had ``enable_gqa`` and ``num_splits``."""
+    """Compute the function of torch.nn.attention.varlen, before it had ``enable_gqa`` and ``num_splits``."""
     known = {"return_aux": return_aux, "scale": scale, "window_size": window_size}
     return varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **known, enable_gqa=True, num_splits=1)
 

@@ -1,6 +1,6 @@
 """Configurations from the documentation of LLaMA-Factory, Axolotl and TRL, with rows of their own.
 
-They are in ``tests/importing/documented``.
+They are the files of ``tests/importing/documented``.
 """
 
 from __future__ import annotations

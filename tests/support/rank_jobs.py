@@ -108,7 +108,7 @@ class Slots:
         for index, job in enumerate(self.jobs):
             job.is_data_parallel = is_data_parallel
             job.slot = index if is_data_parallel else (index % ranks.size) * per_rank + index // ranks.size
-            if (local_slot := self.trainer.local_slot(job)) is None:
+            if (local_slot := self.trainer.passes.local_slot(job)) is None:
                 continue
             if start is None:
                 self.trainer.admit(job, local_slot)
@@ -120,7 +120,7 @@ class Slots:
         return [job for job in self.jobs if job.step < job.total_steps]
 
     def here(self, jobs: list[JobState]) -> list[tuple[JobState, int]]:
-        return [(job, local_slot) for job in jobs if (local_slot := self.trainer.local_slot(job)) is not None]
+        return [(job, local_slot) for job in jobs if (local_slot := self.trainer.passes.local_slot(job)) is not None]
 
     def step(self) -> dict[str, StepFacts]:
         """Take one step of all ranks, and return its results for the jobs of this one."""
@@ -315,4 +315,4 @@ def train(
         hooks = Hooks(
             is_interrupted=is_asked_to_stop or (lambda: interrupt_after is not None and next(turns) >= interrupt_after)
         )
-        run_alone(TaskSession.build(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
+        run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))

@@ -123,7 +123,7 @@ def a_step_gathers_the_base_and_nothing_else(folder: str, checkpointing: bool) -
 def no_more_than_two_layers_lie_there_whole(folder: str) -> None:
     ranks = Ranks(dist.get_rank(), dist.get_world_size())
     (alone, of_alone), (trainer, jobs) = trainer_of(folder, Ranks()), trainer_of(folder, ranks)
-    mine = next(job for job in jobs if trainer.local_slot(job) is not None)
+    mine = next(job for job in jobs if trainer.passes.local_slot(job) is not None)
     same = next(job for job in of_alone if job.id == mine.id)
     activations = peak_after_a_step(alone, [same]) - bytes_of_base_and_bank(alone, len(of_alone))
     two = 2 * max(map(own_bytes, parts_of(load_network(BaseModelSpec(id=folder)))))
@@ -157,7 +157,7 @@ def peak_after_a_step(trainer: Trainer, jobs: list[JobState]) -> int:
 
 
 def bytes_of_base_and_bank(trainer: Trainer, num_slots: int) -> int:
-    return trainer._passes.backbone.num_bytes + bank_bytes(trainer.bank.layout, num_slots, {"adamw_torch"})
+    return trainer.passes.backbone.num_bytes + bank_bytes(trainer.bank.layout, num_slots, {"adamw_torch"})
 
 
 class Adapted:
@@ -219,7 +219,7 @@ def trainer_of(folder: str, ranks: Ranks, *, gradient_checkpointing: bool = Fals
     trainer, jobs = make_trainer(context, count if ranks.is_alone else 1), initial_states(context)
     for slot, job in enumerate(jobs):
         job.slot = slot
-        local_slot = trainer.local_slot(job)
+        local_slot = trainer.passes.local_slot(job)
         if local_slot is not None:
             trainer.admit(job, local_slot)
     return trainer, jobs

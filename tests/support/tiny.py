@@ -84,7 +84,7 @@ def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) ->
     """Train ``task`` on the random Llama."""
     backbone, data = load_tiny(task)
     with Journal(run_dir.journal_file, observers) as journal:
-        run_alone(TaskSession.build(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
     return task_outcome(read_history(run_dir.root), run_dir)
 
 

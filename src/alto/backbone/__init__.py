@@ -2,7 +2,7 @@
 
 from alto.backbone.backbone import Backbone, changed_embeddings, limits_of
 from alto.backbone.borrowing import borrowed
-from alto.backbone.classifier import check_classifier, classifier_of
+from alto.backbone.classifier import LOGIT_TOLERANCES, check_classifier, classifier_of
 from alto.backbone.fingerprint import (
     base_differences,
     base_fingerprint,
@@ -31,6 +31,7 @@ from alto.backbone.router_loss import (
 from alto.backbone.training_notes import config_notes
 
 __all__ = [
+    "LOGIT_TOLERANCES",
     "SHIPPED_MODELS",
     "Backbone",
     "base_differences",

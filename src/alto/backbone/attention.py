@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from alto.backbone.flash import find_kernel
+from alto.backbone.flash import Scores, find_kernel
 from alto.backbone.sequences import Sequences
 from alto.errors import UnsupportedModelError
 
@@ -33,17 +33,9 @@ from alto.errors import UnsupportedModelError
 # with library GEMMs 35 to 52 ms.
 
 
-def sdpa_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    sequences: Sequences,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """Compute :func:`alto.backbone.attention.varlen_attention` for any dtype and head size."""
+def sdpa_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+    """Compute :class:`alto.backbone.flash.Attend` for any dtype and head size."""
+    scale, window, softcap = scores
     grouped = q_THD.shape[1] != k_TGD.shape[1]
     queries = q_THD.split(sequences.lengths)
     keys, values = (sequences.with_prefixes(x_TGD).split(sequences.key_lengths) for x_TGD in (k_TGD, v_TGD))
@@ -147,38 +139,6 @@ def recompute(function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(run, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def varlen_attention(
-    q_THD: Tensor,
-    k_TGD: Tensor,
-    v_TGD: Tensor,
-    sequences: Sequences,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-) -> Tensor:
-    """Compute causal attention within each of the concatenated sequences.
-
-    Uses a FlashAttention kernel that supports the inputs (see :func:`alto.backbone.flash.find_kernel`), otherwise
-    PyTorch's attention, one sequence at a time.
-
-    Args:
-        q_THD: Queries ``[T, H, D]``.
-        k_TGD: Keys ``[T, G, D]``; ``H`` is a multiple of ``G`` (grouped queries).
-        v_TGD: Values ``[T, G, D]``.
-        sequences: The sequences; their lengths sum to ``T``.
-        scale: Factor on the scores.
-        window: Largest number of tokens that a token attends to, itself included; None for all.
-        softcap: Bound of the scores, applied with a tanh; None for no bound.
-
-    Returns:
-        ``[T, H, D]``.
-    """
-    kernel = find_kernel(q_THD, v_TGD, softcap=softcap)
-    attend = sdpa_attention if kernel is None else kernel.attend
-    return attend(q_THD, k_TGD, v_TGD, sequences, scale=scale, window=window, softcap=softcap)
-
-
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the sequences of a pass are not part of a graph
 def _attention_forward(
     module: nn.Module,
@@ -195,6 +155,9 @@ def _attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers; refuse unsupported arguments that would change the result.
 
+    Uses a FlashAttention kernel that supports the inputs (see :func:`alto.backbone.flash.find_kernel`), otherwise
+    PyTorch's attention, one sequence at a time.
+
     Queries, keys and values have shape ``[1, heads, T, D]``, the result ``[1, T, H, D]``.
     """
     refused = sorted(name for name, value in extras.items() if value is not None and name not in _SUPPORTED_EXTRAS)
@@ -209,7 +172,9 @@ def _attention_forward(
     if pattern.chunk is not None:
         sequences = sequences.in_chunks(pattern.chunk)
     q_THD, k_TGD, v_TGD = (x[0].transpose(0, 1) for x in (query, key, value))
-    output = varlen_attention(q_THD, k_TGD, v_TGD, sequences, scale=scale, window=pattern.window, softcap=softcap)
+    kernel = find_kernel(q_THD, v_TGD, softcap=softcap)
+    attend = sdpa_attention if kernel is None else kernel.attend
+    output = attend(q_THD, k_TGD, v_TGD, sequences, Scores(scale, pattern.window, softcap))
     return output[None].contiguous(), None
 
 

@@ -19,12 +19,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alto.backbone import attention
 from alto.backbone.fused_layers import FusedLayers, Fusion
-from alto.backbone.output_head import HeadTokens, OutputHead
+from alto.backbone.output_head import OutputHead
 from alto.backbone.probe import check_losses, probe, refusing
 from alto.backbone.sequences import PaddedRows, Sequences
 from alto.backbone.sharding import forget_micro_batch, held_bytes
 from alto.errors import UnsupportedError, UnsupportedModelError
-from alto.kernels import layer_functions_on
+from alto.kernels import HeadTokens, layer_functions_on
 from alto.records import ModelLimits
 
 
@@ -181,7 +181,6 @@ class Backbone:
         """Return the hidden states ``[T, H]`` of concatenated sequences, as they enter the output head.
 
         Args:
-            input_ids_T: Token ids.
             position_ids_T: Positions; they start at 0 in every sequence, or after its prefix.
             sequence_lengths: Number of tokens of each sequence; they sum to ``T``.
             sequence_prefixes: Number of tokens that each sequence takes as its prefix from the beginning of the latest
@@ -338,7 +337,6 @@ class Backbone:
 
         Args:
             hidden_SH: Hidden states that enter the output head.
-            targets_S: Target token ids.
             tokens: The jobs of the tokens, which decide the adapters on the head; None only if the head has no
                 adapters.
         """
@@ -401,7 +399,6 @@ def changed_embeddings(backbone: Backbone, change: Callable[[Tensor], Tensor]) -
     of transformers' NEFTune.
 
     Args:
-        backbone: The base model.
         change: Takes and returns ``[T, H]``, with the tokens in the order of the batch.
     """
 

@@ -35,7 +35,6 @@ def borrowed(objects: BaseObjects, device: torch.device) -> Iterator[None]:
 
     Args:
         objects: The model, without adapters of any kind, and its tokenizer.
-        device: The device of the training.
 
     Raises:
         ModelError: The model is not one of transformers, or the tokenizer does not fit it.

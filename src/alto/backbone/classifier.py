@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from alto.backbone.backbone import Backbone
 
 _LENGTHS = (23, 9)
-_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+LOGIT_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 """Largest relative difference of the logits, in norm."""
 
 
@@ -68,7 +68,7 @@ def check_classifier(backbone: Backbone, labels: LabelSet) -> None:
     last = torch.tensor(_LENGTHS, device=backbone.device).cumsum(0) - 1
     found_QK = classifier.score(hidden_TH[last])
     difference = float((found_QK.float() - expected_QK.float()).norm() / expected_QK.float().norm())
-    if not difference <= _TOLERANCES[backbone.dtype]:
+    if not difference <= LOGIT_TOLERANCES[backbone.dtype]:
         raise _unsupported(
             backbone.model,
             f"{type(classifier).__name__} to read the hidden state of the last token",

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,20 +35,33 @@ _MAX_HEAD_SIZE, _HEAD_SIZE_MULTIPLE = 256, 8
 _MIN_CAPABILITY = (8, 0)
 
 
-class Attend(Protocol):
-    """The signature of an attention kernel; see :func:`alto.backbone.attention.varlen_attention`."""
+class Scores(NamedTuple):
+    """The settings of attention scores.
 
-    def __call__(
-        self,
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        sequences: Sequences,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor: ...
+    Attributes:
+        scale: Factor on the scores.
+        window: Largest number of tokens that a token attends to, itself included; None for all.
+        softcap: Bound of the scores, applied with a tanh; None for no bound.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+class Attend(Protocol):
+    """Causal attention within each of the concatenated sequences."""
+
+    def __call__(self, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+        """Return the output ``[T, H, D]``.
+
+        Args:
+            q_THD: Queries ``[T, H, D]``.
+            k_TGD: Keys ``[T, G, D]``; ``H`` is a multiple of ``G`` (grouped queries).
+            v_TGD: Values ``[T, G, D]``.
+            sequences: The sequences; their lengths sum to ``T``.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +69,7 @@ class FlashKernel:
     """The attention kernel of one library.
 
     Attributes:
-        can_cap: Whether the kernel supports ``softcap``; otherwise ``softcap`` must be None.
+        can_cap: Whether the kernel supports ``softcap``.
     """
 
     attend: Attend
@@ -93,16 +106,7 @@ def installed_kernels() -> tuple[FlashKernel, ...]:
 def flash_attn_kernel(function: Callable[..., Any]) -> FlashKernel:
     """Return the kernel of ``flash_attn.flash_attn_varlen_func``."""
 
-    def attend(
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        sequences: Sequences,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
         output: Tensor = function(
             q_THD,
             sequences.with_prefixes(k_TGD),
@@ -111,10 +115,10 @@ def flash_attn_kernel(function: Callable[..., Any]) -> FlashKernel:
             sequences.key_offsets(q_THD.device),
             sequences.longest,
             sequences.longest_key,
-            softmax_scale=scale,
+            softmax_scale=scores.scale,
             causal=True,
-            window_size=_window_size(window),
-            softcap=softcap or 0.0,
+            window_size=_window_size(scores.window),
+            softcap=scores.softcap or 0.0,
             deterministic=True,
         )
         return output
@@ -132,21 +136,11 @@ def torch_kernel(forward: Callable[..., Any], backward: Callable[..., Any]) -> F
     options = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in known}
     forward = partial(forward, **options)
 
-    def attend(
-        q_THD: Tensor,
-        k_TGD: Tensor,
-        v_TGD: Tensor,
-        sequences: Sequences,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        assert softcap is None
+    def attend(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: Sequences, scores: Scores) -> Tensor:
+        assert scores.softcap is None
         k_TGD, v_TGD = sequences.with_prefixes(k_TGD), sequences.with_prefixes(v_TGD)
-        output: Tensor = _TorchVarlen.apply(
-            q_THD, k_TGD, v_TGD, sequences, {"scale": scale, "window_size": _window_size(window)}, forward, backward
-        )
+        settings = {"scale": scores.scale, "window_size": _window_size(scores.window)}
+        output: Tensor = _TorchVarlen.apply(q_THD, k_TGD, v_TGD, sequences, settings, forward, backward)
         return output
 
     return FlashKernel(attend=attend, can_cap=False)
@@ -170,13 +164,8 @@ class _TorchVarlen(torch.autograd.Function):
         forward: Callable[..., Any],
         backward: Callable[..., Any],
     ) -> Tensor:
-        device = q_THD.device
-        lengths = (
-            sequences.offsets(device),
-            sequences.key_offsets(device),
-            sequences.longest,
-            sequences.longest_key,
-        )
+        offsets = sequences.offsets(q_THD.device), sequences.key_offsets(q_THD.device)
+        lengths = (*offsets, sequences.longest, sequences.longest_key)
         output: Tensor
         output, normaliser = forward(q_THD, k_TGD, v_TGD, *lengths, return_aux=AuxRequest(lse=True), **settings)
         ctx.save_for_backward(q_THD, k_TGD, v_TGD, output, normaliser)

@@ -7,11 +7,11 @@ it gives the same numbers. All other modules stay as they are, and :class:`Fused
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -34,6 +34,8 @@ from alto.backbone.fused_modules import (
 from alto.backbone.output_head import OutputHead
 
 _LOSS = "cross_entropy"
+
+_Maker: TypeAlias = Callable[[nn.Module], FusedForward]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +66,26 @@ class FusedLayers:
 
     def use_in_layers(self, model: PreTrainedModel, functions: ModuleType) -> None:
         """Run those modules of ``model`` as fused kernels that :mod:`alto.kernels.layer_functions` supports."""
-        self._find_norms(model, functions)
-        self._find_mlps(model, functions)
-        self._find_rotations(model, functions)
+        dtype, device = model.dtype, model.device
+
+        def find_norm(module: nn.Module) -> _Maker | str:
+            found = fused_norm(module, functions, device)
+            return found if isinstance(found, str) else lambda norm: FusedNorm(norm, functions, *found)
+
+        def find_mlp(module: nn.Module) -> _Maker | str:
+            names = linear_names(module) or ()
+            why_not = why_unfused(module, names, functions, dtype, device)
+            return why_not or (lambda mlp: FusedMlp(mlp, functions, names))
+
+        def find_rotation(module: nn.Module) -> _Maker | str:
+            kind, function = type(module), rotating_function(type(module))
+            assert function is not None
+            found = fused_rotation(kind, function, functions, dtype, device)
+            return found if isinstance(found, str) else lambda attention: FusedRotary(attention, *found)
+
+        self._find(model, norm_signature, find_norm)
+        self._find(model, lambda module: (names := linear_names(module)) and (type(module), names), find_mlp)
+        self._find(model, lambda module: rotating_function(type(module)) and type(module), find_rotation)
         self._use()
 
     def use_in_head(self, head: OutputHead, functions: ModuleType) -> None:
@@ -106,17 +125,16 @@ class FusedLayers:
         just run."""
         left = []
         for module, forward in self._forwards:
-            if forward.why_not:
+            if forward.trial.why_not:
                 del module.forward
-                self._kept[type(module).__name__] = forward.why_not
+                self._kept[type(module).__name__] = forward.trial.why_not
             else:
-                forward.is_observed = True
+                forward.trial.is_over = True
                 left.append((module, forward))
         self._forwards = left
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch every kernel of a training step once, on a few tokens; for the arguments see
-        :meth:`FusedForward.sample`."""
+        """Launch every kernel of a training step once, on a few tokens."""
         different = {forward.signature: forward for _, forward in self._forwards}
         with torch.enable_grad():
             for forward in different.values():
@@ -137,49 +155,23 @@ class FusedLayers:
         for module, _ in self._forwards:
             vars(module).pop("forward", None)
 
-    def _find_norms(self, model: PreTrainedModel, functions: ModuleType) -> None:
-        found: dict[Any, Any] = {}
-        for module in _own_forwards(model):
-            signature = norm_signature(module)
-            if signature is None:
+    def _find(
+        self, model: nn.Module, key_of: Callable[[nn.Module], Any], find: Callable[[nn.Module], _Maker | str]
+    ) -> None:
+        """Fuse the modules that use the forward pass of their class and have the structure that ``key_of`` recognises.
+
+        Args:
+            key_of: Returns a key, which is equal for modules that compute the same; None for another structure.
+            find: Returns what makes the forward pass of modules with this key, or why they are not fused.
+        """
+        found: dict[Any, _Maker | str] = {}
+        for module in model.modules():
+            if "forward" in vars(module) or (key := key_of(module)) is None:
                 continue
-            if signature not in found:
-                found[signature] = fused_norm(module, functions, model.device)
-            if isinstance(found[signature], str):
-                self._kept[type(module).__name__] = found[signature]
+            if key not in found:
+                found[key] = find(module)
+            make = found[key]
+            if isinstance(make, str):
+                self._kept[type(module).__name__] = make
             else:
-                kind, epsilon = found[signature]
-                self._forwards.append((module, FusedNorm(module, functions, epsilon, kind)))
-
-    def _find_mlps(self, model: PreTrainedModel, functions: ModuleType) -> None:
-        found: dict[Any, str] = {}
-        for module in _own_forwards(model):
-            names = linear_names(module)
-            if names is None:
-                continue
-            if type(module) not in found:
-                found[type(module)] = why_unfused(module, names, functions, model.dtype, model.device)
-            if found[type(module)]:
-                self._kept[type(module).__name__] = found[type(module)]
-            else:
-                self._forwards.append((module, FusedMlp(module, functions, names)))
-
-    def _find_rotations(self, model: PreTrainedModel, functions: ModuleType) -> None:
-        found: dict[Any, Any] = {}
-        for module in _own_forwards(model):
-            kind = type(module)
-            function = rotating_function(kind)
-            if function is None:
-                continue
-            if kind not in found:
-                found[kind] = fused_rotation(kind, function, functions, model.dtype, model.device)
-            if isinstance(found[kind], str):
-                self._kept[kind.__name__] = found[kind]
-            else:
-                forward, rotation = found[kind]
-                self._forwards.append((module, FusedRotary(module, forward, rotation)))
-
-
-def _own_forwards(model: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over the modules that use the forward pass of their class."""
-    return (module for module in model.modules() if "forward" not in vars(module))
+                self._forwards.append((module, make(module)))

@@ -1,10 +1,14 @@
-"""Forward passes of norms, MLPs, rotary embeddings and losses that run as one kernel each."""
+"""Forward passes of norms, MLPs, rotary embeddings and losses that run as one kernel each.
+
+``functions`` is always :mod:`alto.kernels.layer_functions`, ``dtype`` the dtype of the activations.
+"""
 
 from __future__ import annotations
 
 import inspect
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar
 
@@ -42,16 +46,26 @@ def is_near(found: Tensor, expected: Tensor, limit: float) -> bool:
     return bool(((found.double() - expected.double()).abs() <= limit * largest).all())
 
 
+@dataclass(slots=True)
+class Trial:
+    """The use of a fused forward pass, beginning with the model's trial pass.
+
+    Attributes:
+        why_not: Why the module's own forward pass was used instead; empty if it never was.
+    """
+
+    is_over: bool = False
+    why_not: str = ""
+
+
 class FusedForward:
     """The ``forward`` attribute of a module that computes the same as the module's class with fewer kernels.
 
     It does not keep the module alive.
 
     Attributes:
-        op: The operation that is fused.
         signature: Two forward passes with equal signatures launch the same kernels.
-        is_observed: Whether the model's trial forward pass is over.
-        why_not: Why the module's own forward pass was used instead; empty if it never was.
+        trial: Its use so far; all modules that rotate with the same function share it.
     """
 
     op: ClassVar[str]
@@ -59,8 +73,7 @@ class FusedForward:
     def __init__(self, module: nn.Module, *signature: Any) -> None:
         self._module = weakref.ref(module)
         self.signature = (self.op, *signature)
-        self.is_observed = False
-        self.why_not = ""
+        self.trial = Trial()
 
     @property
     def module(self) -> Any:
@@ -72,23 +85,19 @@ class FusedForward:
         raise NotImplementedError
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Launch the kernels of a training step once, forward and backward, on a few tokens.
-
-        Args:
-            dtype: Dtype of the activations.
-            device: Device of the model.
-        """
+        """Launch the kernels of a training step once, forward and backward, on a few tokens."""
         raise NotImplementedError
 
     def own_forward(self, why: str, *args: Any, **kwargs: Any) -> Tensor:
         """Run the forward pass of the module's class, and record why it is used."""
-        self.why_not = why
+        self.trial.why_not = why
         output: Tensor = type(self.module).forward(self.module, *args, **kwargs)
         return output
 
 
 _LOSS_TOKENS, _MAX_TRIED = 3, 10_000
 _MAX_ROUNDINGS = 4
+"""Allowed difference of outputs and gradients; another order of summation changes them by two roundings at most."""
 
 
 def why_no_kernel(head: OutputHead, functions: ModuleType) -> str:
@@ -96,7 +105,6 @@ def why_no_kernel(head: OutputHead, functions: ModuleType) -> str:
 
     Args:
         head: The output head, already observed.
-        functions: :mod:`alto.kernels.layer_functions`.
     """
     if head.scale is not None or head.softcap is not None:
         return "its logits are scaled" if head.softcap is None else "its logits are capped"
@@ -117,8 +125,7 @@ def why_no_kernel(head: OutputHead, functions: ModuleType) -> str:
 
 
 def sample_losses(head: OutputHead, dtype: torch.dtype, device: torch.device) -> None:
-    """Launch the loss kernel of ``head`` once on one token, with and without a gradient; for the other arguments see
-    :meth:`alto.backbone.fused_modules.FusedForward.sample`."""
+    """Launch the loss kernel of ``head`` once on one token, with and without a gradient."""
     if head.kernel is None:
         return
     logits_CV = torch.empty(1, head.linear.weight.shape[0], dtype=dtype, device=device)
@@ -148,7 +155,7 @@ class FusedMlp(FusedForward):
         first, *others, last = (getattr(self.module, name) for name in self._names)
         gate, up = (first(x), others[0](x)) if others else first(x).chunk(2, dim=-1)
         if gate.dtype != up.dtype:
-            self.why_not = f"its gate is {gate.dtype}, the other factor of the product {up.dtype}"
+            self.trial.why_not = f"its gate is {gate.dtype}, the other factor of the product {up.dtype}"
             unfused: Tensor = last(F.silu(gate) * up)
             return unfused
         output: Tensor = last(self._functions.swiglu(gate, up))
@@ -184,11 +191,7 @@ def why_unfused(
     be bit-identical to ``silu(gate) · up``.
 
     Args:
-        module: A gated MLP.
         names: Its :func:`linear_names`.
-        functions: :mod:`alto.kernels.layer_functions`.
-        dtype: Dtype of the activations.
-        device: Device of the model.
     """
     generator = torch.Generator().manual_seed(0)
 
@@ -235,15 +238,13 @@ _EPSILONS = ("variance_epsilon", "eps")
 _ROW_SIZES = (1.0, 1e-3, 30.0, 0.0, 1.0)
 """Magnitudes of the test rows; the mean square of the second row is close to a typical epsilon."""
 
-"""Allowed difference of outputs and gradients; another order of summation changes them by two roundings at most."""
-
 
 class FusedNorm(FusedForward):
     """The forward pass of an RMS norm."""
 
     op = "rms_norm"
 
-    def __init__(self, module: nn.Module, functions: ModuleType, epsilon: float, kind: NormKind) -> None:
+    def __init__(self, module: nn.Module, functions: ModuleType, kind: NormKind, epsilon: float) -> None:
         super().__init__(module, _width(module), epsilon, kind)
         self._functions, self._epsilon, self._kind = functions, epsilon, kind
 
@@ -281,8 +282,6 @@ def fused_norm(module: nn.Module, functions: ModuleType, device: torch.device) -
 
     Args:
         module: An RMS norm: :func:`norm_signature` is not None.
-        functions: :mod:`alto.kernels.layer_functions`.
-        device: Device of the model.
     """
     epsilon = next(value for name in _EPSILONS if (value := vars(module).get(name)) is not None)
     weight: Any = module.weight
@@ -331,14 +330,9 @@ _NO_EFFECT = "transformers.utils.deprecation"
 class Rotation:
     """A replacement for a model's function that rotates queries and keys.
 
-    Attributes:
-        why_not: Why the model's function was used instead; empty if it never was.
-        is_observed: Whether the model's trial forward pass is over, in which the layouts of queries and keys are
-            recorded.
+    The layouts of queries and keys are recorded in the trial pass.
 
     Args:
-        function: The model's function.
-        functions: :mod:`alto.kernels.layer_functions`.
         dtypes: Pairs of dtypes, of queries and of cosines, for which the kernel gives the numbers of ``function``.
     """
 
@@ -349,16 +343,15 @@ class Rotation:
         dtypes: frozenset[tuple[torch.dtype, torch.dtype]],
     ) -> None:
         self._function, self._functions, self._dtypes = function, functions, dtypes
-        self.why_not = ""
-        self.is_observed = False
+        self.trial = Trial()
         self._seen: set[tuple[Any, ...]] = set()
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         why_not = self._why_not(q, k, cos, sin) if not args and not kwargs else "it is called with additional arguments"
         if why_not:
-            self.why_not = why_not
+            self.trial.why_not = why_not
             return self._function(q, k, cos, sin, *args, **kwargs)
-        if not self.is_observed:
+        if not self.trial.is_over:
             self._seen.add((q.shape[1], q.stride(), k.shape[1], k.stride(), q.shape[3], cos.dtype))
         return self._functions.rotary(q, k, cos, sin)
 
@@ -390,27 +383,12 @@ class FusedRotary(FusedForward):
     op = "rotary"
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any], rotation: Rotation) -> None:
-        self._forward, self._rotation = forward, rotation
         super().__init__(module, id(rotation))
-
-    @property
-    def why_not(self) -> str:  # shared by all modules of a class
-        return self._rotation.why_not
-
-    @why_not.setter
-    def why_not(self, why: str) -> None:
-        assert not why
+        self._forward, self._rotation = forward, rotation
+        self.trial = rotation.trial
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(self.module, *args, **kwargs)
-
-    @property
-    def is_observed(self) -> bool:
-        return self._rotation.is_observed
-
-    @is_observed.setter
-    def is_observed(self, is_observed: bool) -> None:
-        self._rotation.is_observed = is_observed
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
         self._rotation.sample(dtype, device)
@@ -432,11 +410,7 @@ def fused_rotation(
     The module of transformers is not changed: the new function has the same code as ``function`` but other globals.
 
     Args:
-        kind: Class of the modules.
         function: Its :func:`rotating_function`.
-        functions: :mod:`alto.kernels.layer_functions`.
-        dtype: Dtype of the activations.
-        device: Device of the model.
     """
     wrapper: Any = kind.forward
     while wrapper is not function:

@@ -78,7 +78,6 @@ def load_backbone(
     Args:
         spec: The base model and its precision. A model given as an object is changed: see
             :func:`alto.backbone.borrowed`.
-        device: Device of the weights.
         mesh: Ranks over which the model is sharded. Each rank keeps a part, and all must run the same number of forward
             passes. None keeps the model whole.
         gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.

@@ -61,8 +61,6 @@ class NamedBase:
     """The settings that load the same base model.
 
     Attributes:
-        model: A folder, or a hub id.
-        dtype: Precision of the weights.
         chat_template: The object's chat template if that of the named tokenizer differs; else None.
     """
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone.sharding import find_body, is_sharded
 from alto.errors import UnsupportedModelError
+from alto.kernels import HeadTokens
 
 # Computes the next-token loss chunk by chunk: the logits of all tokens are never in memory together, and the frozen
 # head gets no gradient.
@@ -76,7 +77,6 @@ class LogitAdapters(Protocol):
             s_CQ: Result of :meth:`shrink` for the tokens ``part``.
             dlogits_CV: Gradient of every token's loss with respect to its logits before scale and cap.
             dloss_C: Gradient with respect to every token's loss.
-            part: The tokens.
             needs_input: Whether the gradient with respect to ``x_CH`` is needed; otherwise None is returned.
         """
         ...
@@ -202,9 +202,6 @@ def _losses(
 
     Args:
         logits: Output of the head, ``[C, V]``; overwritten.
-        targets_C: Target of every token.
-        scale: See :func:`token_losses`.
-        softcap: See :func:`token_losses`.
         has_error: Whether the gradient is needed; otherwise an arbitrary tensor is returned in its place.
     """
     logits = _capped(logits, scale, softcap)
@@ -232,7 +229,6 @@ def _error(
         log_probabilities: Log probabilities of the scaled and capped logits; overwritten.
         logits: Scaled and capped logits; overwritten.
         index: Target of every token, ``[C, 1]``.
-        scale, softcap: See :func:`token_losses`.
     """
     error = log_probabilities.exp_()
     error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
@@ -261,12 +257,6 @@ def token_losses(
     backward pass only scales it. With adapters on the head, it is computed in the backward pass.
 
     Args:
-        hidden_SH: Hidden states.
-        weight_VH: Weight of the output head.
-        targets_S: Target token ids.
-        bias_V: Bias of the output head; None without one.
-        scale: Factor of the logits; None without one.
-        softcap: Cap of the logits; None without one.
         adapters: The adapters of these tokens on the head, whose output is added to ``hidden @ weightᵀ + bias``; None
             without adapters.
         kernel: Computes the losses of a chunk of logits and their gradient, without scale and cap; None for PyTorch's
@@ -307,22 +297,6 @@ _SAME = 1e-2
 """Relative difference of a measured factor that rounding explains in any precision."""
 
 
-class HeadTokens(Protocol):
-    """The trained tokens of a forward pass, job after job; see :class:`alto.data.TokenBatch`."""
-
-    @property
-    def slots(self) -> Sequence[int]: ...
-
-    @property
-    def job_tokens(self) -> Sequence[int]: ...
-
-    @property
-    def job_targets(self) -> Sequence[int]: ...
-
-    @property
-    def loss_positions_S(self) -> Tensor: ...  # noqa: N802  # a shape
-
-
 @runtime_checkable
 class _AdaptedHead(Protocol):
     """An output head with adapters, which has replaced the model's own."""
@@ -345,8 +319,6 @@ class OutputHead:
 
     Attributes:
         linear: The linear module of the head; its weight may be tied to the embeddings, or only this rank's part.
-        scale: Factor of the logits; None without one.
-        softcap: Cap of the logits; None without one.
         kernel: Computes losses of logits without scale and cap; None for PyTorch's functions.
 
     Raises:
@@ -415,8 +387,6 @@ class OutputHead:
         """Return the cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, in nats.
 
         Args:
-            hidden_SH: Hidden states.
-            targets_S: Target token ids.
             tokens: The jobs of the tokens; None only if the head has no adapters.
         """
         adapted = self._adapted()

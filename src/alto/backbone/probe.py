@@ -289,9 +289,7 @@ def probe(backbone: PaddingFree, head: OutputHead) -> None:
         with small_windows(model) as real:
             with torch.no_grad(), head.gathered(), backbone.own_attention():
                 rows.check_objective()
-                expected_TC = rows.own_losses()
-                with _rounded_anew(model):
-                    noise_TC = rows.own_losses() - expected_TC
+                expected_TC, noise_TC = rows.own_losses()
                 patterns = {} if backbone.is_padded else find_patterns(model, max(rows.rows, key=len))
             _set_patterns(patterns)
             hidden_TH = rows.compare(expected_TC, noise_TC)
@@ -316,9 +314,7 @@ def check_losses(backbone: PaddingFree, head: OutputHead) -> None:
 
         def compare() -> None:
             with torch.no_grad(), head.gathered(), backbone.own_attention():
-                expected_TC = rows.own_losses()
-                with _rounded_anew(model):
-                    noise_TC = rows.own_losses() - expected_TC
+                expected_TC, noise_TC = rows.own_losses()
             rows.compare(expected_TC, noise_TC)
 
         try:
@@ -338,9 +334,7 @@ def _compare_in_float32(rows: _Rows, backbone: PaddingFree) -> None:
     with in_float32(backbone.model):
         try:
             with torch.no_grad(), backbone.own_attention():
-                expected_TC = rows.own_losses()
-                with _rounded_anew(backbone.model):
-                    noise_TC = rows.own_losses() - expected_TC
+                expected_TC, noise_TC = rows.own_losses()
         except (RuntimeError, ValueError, TypeError):
             return
         hidden_TH = rows.compare(expected_TC, noise_TC)
@@ -348,11 +342,7 @@ def _compare_in_float32(rows: _Rows, backbone: PaddingFree) -> None:
 
 
 class _Rows:
-    """A few rows of random tokens.
-
-    Attributes:
-        rows: Token ids of each row.
-    """
+    """A few rows of random tokens."""
 
     def __init__(self, backbone: PaddingFree) -> None:
         self._backbone = backbone
@@ -372,8 +362,14 @@ class _Rows:
         self._positions_T = torch.cat([torch.arange(length) for length in self._lengths]).to(backbone.device)
         self.rows = self._ids_T.split(self._lengths)
 
-    def own_losses(self) -> Tensor:
-        """Return the losses ``[T, C]`` of the model's own forward pass, one row at a time."""
+    def own_losses(self) -> tuple[Tensor, Tensor]:
+        """Return the losses ``[T, C]`` of the model's own forward pass, one row at a time, and how much they change
+        when every module's output is rounded again."""
+        losses_TC = self._own_losses()
+        with _rounded_anew(self._backbone.model):
+            return losses_TC, self._own_losses() - losses_TC
+
+    def _own_losses(self) -> Tensor:
         logits = [self._backbone.model(input_ids=row[None], use_cache=False).logits[0] for row in self.rows]
         return -F.log_softmax(torch.cat(logits).float(), -1).gather(-1, self._targets_TC)
 

@@ -32,7 +32,6 @@ class QuantisedLinear(nn.Linear):
     Args:
         layer: A ``Linear4bit`` or ``Linear8bitLt`` on its final device; or on the meta device, if :meth:`pack` makes
             its weight later.
-        dtype: Dtype of the base model.
     """
 
     packed: nn.Parameter
@@ -183,7 +182,6 @@ def dequantised(network: PreTrainedModel, *, trust_remote_code: bool = False) ->
 
     Args:
         network: A result of :func:`alto.backbone.load_network`.
-        trust_remote_code: Whether to allow the Python code that comes with the model.
     """
     layers = {name: module for name, module in network.named_modules() if isinstance(module, QuantisedLinear)}
     if not layers:

@@ -48,7 +48,6 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
 
     Args:
         model: Name of the model, as the user wrote it.
-        path: The argument of ``from_pretrained``.
         what: The thing that is read, and its files, for the message.
         remedy: Advice for a model that exists but cannot be used.
 
@@ -120,7 +119,6 @@ def check_is_causal(model: str, config: PreTrainedConfig) -> None:
 
     Args:
         model: Name of the model, for messages.
-        config: Its configuration.
 
     Raises:
         ModelError: The model is a classifier or an encoder.

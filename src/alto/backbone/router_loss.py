@@ -22,6 +22,7 @@ from alto.backbone.backbone import Backbone
 from alto.backbone.probe import refusing
 from alto.backbone.sharding import find_body
 from alto.errors import UnsupportedModelError
+from alto.kernels import upload
 from alto.spec import find_method
 
 _KEY = "router_aux_loss_coef"
@@ -37,10 +38,8 @@ def router_coefficient(model: PreTrainedModel, given: float | None, method: str)
     """Return the factor of the load-balancing loss in the loss of a job; 0 if the loss is not added.
 
     Args:
-        model: The base model, with or without weights.
         given: The job's ``router_aux_loss_coef``. None behaves as TRL 1.16: the model's own factor with methods that
             learn from the losses of tokens (with ``orpo`` and ``cpo`` only if its ``output_router_logits`` is true).
-        method: The task's method.
 
     Raises:
         UnsupportedModelError: ``given`` is not 0, but the model is not a mixture of experts with such a loss.
@@ -62,9 +61,7 @@ def router_notes(model: PreTrainedModel, given: Sequence[float | None], method: 
     jobs train with the loss.
 
     Args:
-        model: The base model, with or without weights.
         given: ``router_aux_loss_coef`` of every job.
-        method: The task's method.
     """
     own = _own_coefficient(model.config.get_text_config())
     if not own or None not in given or not _has_routers(model):
@@ -127,7 +124,6 @@ def router_sums(
     Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run.
 
     Args:
-        backbone: The base model.
         routers: Logits ``[T, E]`` of every layer, from :func:`recorded_routers`.
         lengths: Number of tokens of every run, in order; they sum to ``T``.
         weights_T: Weight of each token, float64; None for 1.
@@ -136,7 +132,7 @@ def router_sums(
         Two tensors ``[U, E]``, float64; only the second has a gradient.
     """
     device, num_chosen = routers[0].device, _num_chosen(backbone.model)
-    lengths_U = torch.tensor(lengths, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    lengths_U = upload(lengths, torch.int64, device)
     run_T = torch.arange(len(lengths), device=device).repeat_interleave(lengths_U, output_size=sum(lengths))
     shape = (len(lengths), routers[0].shape[-1])
     chosen_UE, probabilities_UE = (torch.zeros(shape, dtype=torch.float64, device=device) for _ in range(2))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from alto.errors import UnsupportedModelError
+from alto.kernels import send
 
 # Sequences as padded rows of one length, for models whose layers need this layout.
 #
@@ -24,10 +25,8 @@ class PaddedRows:
     """The place of every token in rows of one length.
 
     Args:
-        lengths: Number of tokens of each sequence.
         prefixes: Length of each sequence's prefix; see :class:`alto.backbone.sequences.Sequences`. The tokens of the
             prefix are repeated in the sequence's row.
-        device: Device of the rows.
 
     Attributes:
         shape: ``(S, L)``.
@@ -46,7 +45,7 @@ class PaddedRows:
             place_T[first : first + length] = torch.arange(prefix, prefix + length) + row * self.shape[1]
             first += length
         self._token_P, self._place_T, self.mask_SL = (
-            _send(numbers, device) for numbers in (token_SL.flatten(), place_T, (token_SL < num_tokens).long())
+            send(numbers, device) for numbers in (token_SL.flatten(), place_T, (token_SL < num_tokens).long())
         )
 
     @property
@@ -70,17 +69,10 @@ class PaddedRows:
         return x_PN.index_select(0, self._place_T)
 
 
-def _send(numbers: Tensor, device: torch.device) -> Tensor:
-    """Copy to ``device`` without host-device synchronisation."""
-    pinned = numbers.pin_memory() if device.type == "cuda" else numbers
-    return pinned.to(device, non_blocking=True)
-
-
 class Sequences:
     """Concatenated sequences; created once per forward pass and read by every layer.
 
     Args:
-        lengths: Number of tokens of each sequence.
         prefixes: Length of each sequence's prefix, 0 without one. The prefix is the beginning of the latest sequence
             without a prefix. For example, two replies to one prompt are a sequence of the prompt and the first reply,
             and a sequence of the second reply with the prompt as its prefix. None if no sequence has a prefix.
@@ -162,9 +154,7 @@ class Sequences:
         """Return the tensor ``name``; it is built and copied at the first use, from pinned memory, without host-device
         synchronisation."""
         if (name, device) not in self._sent:
-            numbers = torch.as_tensor(getattr(self, f"_{name}")(), dtype=dtype)
-            pinned = numbers.pin_memory() if device.type == "cuda" else numbers
-            self._sent[name, device] = pinned.to(device, non_blocking=True)
+            self._sent[name, device] = send(torch.as_tensor(getattr(self, f"_{name}")(), dtype=dtype), device)
         return self._sent[name, device]
 
     def _offsets(self) -> list[int]:

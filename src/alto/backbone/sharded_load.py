@@ -37,13 +37,8 @@ def load_sharded(
     All ranks call this together. The files must use the model's names of weights.
 
     Args:
-        path: Folder or hub id of the model.
-        config: Configuration of the model.
         dtype: Precision of the model; None for that of the files.
-        device: Device of this rank.
-        mesh: The ranks.
         quantisation: How to quantise the linear layers, one weight at a time.
-        trust_remote_code: Whether to run Python code that comes with the model.
 
     Returns:
         The model; and ``missing_keys`` and ``mismatched_keys`` in transformers' format.

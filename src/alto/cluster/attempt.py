@@ -39,7 +39,6 @@ def ending_of_exit(exit_code: int, attempt: AttemptDir | None, rank: int = 0, *,
     Args:
         exit_code: Exit code of its process; negative for a signal.
         attempt: The attempt; None if the process worked on several.
-        killed_because: Why the process was killed, if it was.
     """
     outcomes = {code: outcome for outcome, code in _UNWRITTEN.items()} | {_DISK_FULL: Outcome.FAILED}
     if attempt is None or exit_code not in outcomes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Protocol
 
@@ -137,13 +137,7 @@ class ExecutorEnded(Ending):
     @classmethod
     def of(cls, launch: Launch, ending: Ending) -> ExecutorEnded:
         """Return the event of a launch that ended so."""
-        return cls(
-            task=launch.task,
-            attempt=launch.attempt,
-            outcome=ending.outcome,
-            reason=ending.reason,
-            error=ending.error,
-        )
+        return cls(task=launch.task, attempt=launch.attempt, **asdict(ending))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,11 +189,7 @@ class Cluster(Protocol):
 
 
 def check_launch(launch: Launch, nodes: Iterable[Node], running: Iterable[Launch]) -> None:
-    """Raise ValueError if the task already runs, or a GPU of the launch is taken or is not on one of ``nodes``.
-
-    Args:
-        running: Launches of running executors.
-    """
+    """Raise ValueError if the task already runs, or a GPU of the launch is taken or is not on one of ``nodes``."""
     taken: set[Gpu] = set()
     for other in running:
         if other.task == launch.task:

@@ -22,9 +22,6 @@ _NOTHING = object()
 class CheckedCluster:
     """A wrapper around ``cluster`` that names its errors and checks its events.
 
-    Args:
-        cluster: The object that a package's function returned.
-
     Raises:
         UnsupportedError: The object is no cluster, or its ``nodes`` are invalid. Every method raises it if the cluster
             raises an error that is not ALTO's, or violates the contract of `Cluster`.
@@ -42,7 +39,9 @@ class CheckedCluster:
                 f"properties of alto.cluster.Cluster, found it without {', '.join(missing)}; correct that package as "
                 f"{PAGE} says"
             )
-        self._check_nodes(self.nodes)
+        nodes = self.nodes
+        if not any(node.gpus for node in nodes) or len({node.name for node in nodes}) < len(nodes):
+            raise self._broken("nodes", "machines with different names and at least one GPU or CPU slot", repr(nodes))
 
     @property
     def nodes(self) -> Sequence[Node]:
@@ -84,10 +83,6 @@ class CheckedCluster:
         """Kill running executors."""
         with self._naming_errors("close"):
             self._cluster.close()
-
-    def _check_nodes(self, nodes: Sequence[Node]) -> None:
-        if not any(node.gpus for node in nodes) or len({node.name for node in nodes}) < len(nodes):
-            raise self._broken("nodes", "machines with different names and at least one GPU or CPU slot", repr(nodes))
 
     def _check_event(self, event: object) -> None:
         if isinstance(event, GpuGone | GpuCame):

@@ -34,7 +34,6 @@ class Controller:
     Args:
         cluster: Used by this controller only, until it is closed; the caller that opened it closes it.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
-        journal: Records the events of the tasks.
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`; must return at once.
         is_interrupted: Called in every turn; once it returns true, running executors save and end, as after
             :meth:`drain`.
@@ -110,7 +109,7 @@ class Controller:
 
     def begin_drain(self) -> None:
         """Let running executors save and end, and start no others; return at once."""
-        self._call(self._dispatcher.drain)
+        self.call(self._dispatcher.drain)
 
     def pause(self) -> None:
         """Wait for the next turn, or the end of the controller."""
@@ -135,10 +134,6 @@ class Controller:
     def submit(self, ticket: TaskTicket, *, command: str = "") -> str:
         """Add a task to the queue.
 
-        Args:
-            ticket: The task.
-            command: Id of the command that submits it, for the journal.
-
         Returns:
             The task's id in this controller: its name.
 
@@ -146,16 +141,16 @@ class Controller:
             SpecError: The name is taken, or the cluster can never provide its GPUs.
             QueueCommandError: The controller starts no more tasks.
         """
-        self._call(lambda: self._dispatcher.submit(ticket, command))
+        self.call(lambda: self._dispatcher.submit(ticket, command))
         return ticket.task
 
     def check(self, ticket: TaskTicket) -> None:
         """Check that :meth:`submit` would accept a task; raises the same errors."""
-        self._call(lambda: self._dispatcher.check(ticket))
+        self.call(lambda: self._dispatcher.check(ticket))
 
     def check_open(self, task: str) -> None:
         """Check that :meth:`cancel` would accept a task; raises the same errors."""
-        self._call(lambda: self._dispatcher.check_cancel(task))
+        self.call(lambda: self._dispatcher.check_cancel(task))
 
     def cancel(self, task: str, *, command: str = "") -> None:
         """Cancel a task: remove it from the queue, or let its executor save and end; return at once.
@@ -163,19 +158,16 @@ class Controller:
         Raises:
             QueueCommandError: There is no such task, or it has ended; or the controller starts no more tasks.
         """
-        self._call(lambda: self._dispatcher.cancel(task, command))
+        self.call(lambda: self._dispatcher.cancel(task, command))
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
         """Change the priorities of waiting tasks, with one new plan; running and ended tasks stay the same.
-
-        Args:
-            priorities: New priorities by task name.
 
         Raises:
             SpecError: There is no such task.
             QueueCommandError: The controller starts no more tasks.
         """
-        self._call(lambda: self._dispatcher.prioritise(priorities))
+        self.call(lambda: self._dispatcher.prioritise(priorities))
 
     def job_command(
         self,
@@ -187,24 +179,8 @@ class Controller:
         warm: bool = False,
         timeout_s: float = 60.0,
     ) -> Answer | None:
-        """Stop, resume or clone a job of a task, as ``alto job`` does.
-
-        Args:
-            task: Name of the task.
-            action: Stop, resume or clone.
-            job: Id of the job.
-            changes: Settings of a clone that differ from the job's, under canonical keys.
-            warm: Whether a clone starts from the job's best adapter.
-            timeout_s: Longest wait for the executor's answer.
-
-        Returns:
-            The answer; None if it did not come in time. The command stays until an executor of the task answers it.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-            RunWriteError: The run's folder cannot be written.
-        """
-        ticket = self._call(lambda: self._dispatcher.ticket_of(task))
+        """Stop, resume or clone a job of a task; see :meth:`alto.engine.task_queue.TaskQueue.job_command`."""
+        ticket = self.call(lambda: self._dispatcher.ticket_of(task))
         mailbox = Mailbox(RunDir(Path(ticket.run_dir)))
         command = mailbox.send(action, job, changes=changes, warm=warm)
         sleep = time.sleep if self._thread is not None else lambda _: self.turn()
@@ -213,20 +189,14 @@ class Controller:
     def status(self) -> ControllerStatus:
         """Return the current status of all tasks; after the controller has ended, the last status."""
         try:
-            return self._call(self._dispatcher.status)
+            return self.call(self._dispatcher.status)
         except Exception:
             if not self._has_ended:
                 raise
             return self._dispatcher.status()
 
     def events(self, since: int = 0, *, follow: bool = True) -> Iterator[JournalEntry]:
-        """Yield the entries of the journal in order, each once.
-
-        Args:
-            since: Sequence number of the first entry. A reader that stopped after entry n continues with n + 1, here or
-                with another controller of the same journal.
-            follow: Wait for new entries until the controller has ended; otherwise stop after the last entry.
-        """
+        """Yield the entries of the journal in order, each once; see :meth:`alto.engine.task_queue.TaskQueue.events`."""
         tail = JournalTail(self._journal.path)
         while True:
             has_ended, num_turns = self._has_ended, self._num_turns  # read first, so that no entry is missed
@@ -268,7 +238,15 @@ class Controller:
         Raises:
             QueueCommandError: The controller has ended.
         """
-        return self._call(work)
+        if self._thread is threading.current_thread():
+            return work()
+        with self._changed:
+            if self._has_ended:
+                raise self._why_ended()
+            if self._thread is not None:
+                call = _Call(work)
+                self._calls.append(call)
+        return call.future.result() if self._thread is not None else work()
 
     # -- its thread ------------------------------------------------------------------------------------------------
 
@@ -307,17 +285,6 @@ class Controller:
             self._changed.notify_all()
         for call in calls:
             call.future.set_exception(self._why_ended())
-
-    def _call(self, work: Callable[[], T]) -> T:
-        if self._thread is threading.current_thread():
-            return work()
-        with self._changed:
-            if self._has_ended:
-                raise self._why_ended()
-            if self._thread is not None:
-                call = _Call(work)
-                self._calls.append(call)
-        return call.future.result() if self._thread is not None else work()
 
     def _pause(self, num_turns: int) -> None:
         """Wait until the number of turns is no longer ``num_turns``, or the controller has ended."""

@@ -77,12 +77,10 @@ class TaskStatus(Demand):
     """The current status of one task; ``duration_s`` is the estimate for the task, or for its next attempt.
 
     Attributes:
-        state: State in the queue.
         gpus: Its GPUs while it runs; otherwise empty.
         attempt: Number of executors that were started for it.
         share_done: Share of its expected training samples that it has trained, in [0, 1], as last reported.
         num_failures: Number of executors in a row that ended with a failure that counts.
-        reason: Reason of its latest failure.
         ended: End of its latest executor; None if none has ended.
     """
 
@@ -105,7 +103,6 @@ class ControllerStatus:
     """The current status of a controller.
 
     Attributes:
-        nodes: The machines and their GPUs.
         tasks: All submitted tasks by name, in order of submission.
     """
 
@@ -149,12 +146,10 @@ class Retrying:
 class Dispatcher:
     """Handles the tasks of one controller from submission to end. Used by one thread at a time.
 
+    Commands raise the errors of the controller's methods.
+
     Args:
-        cluster: Starts and watches executors.
-        queue: Made for the cluster's nodes; nothing has been submitted to it yet.
-        journal: Records the events of the tasks.
-        show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`.
-        clock: In seconds; never runs backwards.
+        cluster, queue, journal, show, clock: See :class:`alto.cluster.Controller`.
 
     Attributes:
         retrying: Rules for starting a task again after its executor has ended.
@@ -186,44 +181,27 @@ class Dispatcher:
     # -- commands --------------------------------------------------------------------------------------------------
 
     def begin(self, tickets: Sequence[TaskTicket]) -> None:
-        """Add tasks that the journal already has, in one plan.
-
-        Raises:
-            SpecError: A name is taken, or the cluster can never provide a task's GPUs; then no task is added.
-        """
+        """Add tasks that the journal already has, in one plan."""
         self._take_in(tickets, lambda: None)
 
     def submit(self, ticket: TaskTicket, command: str = "") -> None:
-        """Add a new task and journal it; ``command`` is the id of the command that submits it.
-
-        Raises:
-            SpecError: See :meth:`begin`.
-            QueueCommandError: The queue is being drained.
-        """
+        """Add a new task and journal it; ``command`` is the id of the command that submits it."""
         self.check(ticket)
         self._take_in([ticket], lambda: self._journal.append(journaled.TaskSubmitted.of(ticket, command=command)))
 
     def check(self, ticket: TaskTicket) -> None:
-        """Check that a task can be submitted; errors as in :meth:`submit`."""
+        """Check that a task can be submitted."""
         self._check_open()
         now_s = self._now_s()
         self._queue.check(Submitted(time_s=now_s, demand=ticket.demand(now_s)))
 
     def ticket_of(self, task: str) -> TaskTicket:
-        """Return the ticket of a task that has not ended.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-        """
+        """Return the ticket of a task that has not ended."""
         self._check_known(task)
         return self._tickets[task]
 
     def cancel(self, task: str, command: str = "") -> TaskState:
-        """Cancel a task: remove it from the queue, or let its executor save and end; return its new state.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-        """
+        """Cancel a task: remove it from the queue, or let its executor save and end; return its new state."""
         self.check_cancel(task)
         found = self._queue.tasks[task]
         if found.state is not TaskState.STOPPING:
@@ -234,11 +212,7 @@ class Dispatcher:
         return found.state
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of waiting tasks; other tasks stay the same.
-
-        Raises:
-            QueueCommandError: The queue is being drained.
-        """
+        """Change the priorities of waiting tasks; other tasks stay the same."""
         self._check_open()
         now_s = self._now_s()
         events = [Prioritised(time_s=now_s, task=task, priority=found) for task, found in priorities.items()]
@@ -247,7 +221,7 @@ class Dispatcher:
             self._do_all(actions)
 
     def check_cancel(self, task: str) -> None:
-        """Check that a task can be cancelled; errors as in :meth:`cancel`."""
+        """Check that a task can be cancelled."""
         self._check_open()
         self._check_known(task)
 
@@ -384,7 +358,7 @@ class Dispatcher:
             is_retryable=ended.outcome is Outcome.LOST
             or (ended.outcome is Outcome.INTERRUPTED and self.retrying.interrupted),
             remaining_s=max(attempt.expected_s * (1.0 - share_done(attempt.history)), 1.0),
-            came_further=_is_beyond(self.retrying.progress(ticket), attempt.far),
+            came_further=any(new > old for new, old in zip(self.retrying.progress(ticket), attempt.far, strict=True)),
         )
 
     def _end_drain(self) -> None:
@@ -502,7 +476,3 @@ def _is_valid(offer: journaled.GpusOffered) -> bool:
     """Return whether an offer has at least one GPU, and durations within bounds."""
     seconds = (offer.duration_s, offer.data_parallel_duration_s)
     return offer.num_gpus >= 1 and all(is_number(found, least=0, most=MAX_DURATION_S) for found in seconds)
-
-
-def _is_beyond(after: tuple[float, ...], before: tuple[float, ...]) -> bool:
-    return any(new > old for new, old in zip(after, before, strict=True))

@@ -37,7 +37,6 @@ class HostedRun:
 
     Attributes:
         number: Unique in the process.
-        ticket: The task.
         is_interrupted: Returns whether to stop; each call is a sign of life.
     """
 

@@ -27,10 +27,7 @@ class ProcessGroup:
     """A separate session for a Python module; all processes started in it belong to it too.
 
     Args:
-        zygote: Forks the first process.
         module: Module whose ``main()`` is run. `HELD_SIGNALS` are blocked until it unblocks them.
-        args: Command-line arguments.
-        env: Added to this process's environment.
         uses: See :meth:`Zygote.fork`.
 
     Raises:
@@ -109,9 +106,7 @@ class ProcessShape:
     Attributes:
         devices: Its GPUs, under their names in CUDA; empty if CPU slots take the place of GPUs.
         num_threads: Number of CPU threads for all of its ranks together.
-        num_ranks: Number of its processes.
         memory_share: Share of the machine's memory that they may plan with, where slots of the CPU stand for GPUs.
-        folder: Its working directory.
         variables: Environment of the process that starts it.
     """
 
@@ -142,15 +137,11 @@ class ExecutorProcess:
     """A process of a given shape, with all processes that it starts.
 
     Args:
-        zygote: Forks the process.
         entry: Entry of the first launch; the zygote imports its module, also for later processes.
         grace_s: Seconds that it has to save after this process has died.
 
     Attributes:
-        shape: Its resources.
-        runs: The runs that it works on.
         base: Base model of the latest launch that named one; the process may still hold it.
-        is_reusable: Whether it can work on another run.
 
     Raises:
         OSError: The process cannot be started.
@@ -268,13 +259,8 @@ class Timeouts:
 class WatchedRun:
     """Watches a process that works on the run of ``launch``, and maybe on others.
 
-    Args:
-        process: Works on the run from now on.
-
     Attributes:
-        launch: The run and its work.
         has_begun: Whether it has written into its journal anything but measurement progress.
-        process: Works on the run.
 
     Raises:
         OSError: The attempt's folder or the order cannot be written (`RunWriteError` is an OSError).
@@ -287,7 +273,8 @@ class WatchedRun:
         self._timeouts = timeouts
         self._attempt = AttemptDir.create(Path(launch.run_dir), launch.attempt)
         self._tail = JournalTail(RunDir(Path(launch.run_dir)).journal_file)
-        self._skip_past()
+        with contextlib.suppress(RunError, OSError):  # the executor itself checks whether past entries are damaged
+            self._tail.read()
         self._heartbeat: int | None = None
         self._silence_s = 0.0
         self._watched_at = time.monotonic()
@@ -298,9 +285,6 @@ class WatchedRun:
 
     def move(self, find: Callable[[], ExecutorProcess]) -> None:
         """Move the run to another process if its own :attr:`was_ignored`; possible once.
-
-        Args:
-            find: Returns the other process.
 
         Raises:
             OSError: The run cannot be moved; its end is reported then.
@@ -354,11 +338,6 @@ class WatchedRun:
             self.process.ask_to_stop(self._number)
         except OSError as error:
             self.process.kill(f"could not be asked to stop: {error}")
-
-    def _skip_past(self) -> None:
-        """Skip the entries of earlier attempts; the executor itself checks whether they are damaged."""
-        with contextlib.suppress(RunError, OSError):
-            self._tail.read()
 
     def _read_journal(self) -> list[JournalEntry]:
         """Return the new journal entries; kill an executor whose journal cannot be read, so that it is restarted."""

@@ -120,12 +120,7 @@ class _Attempt:
 
 class OrderLoop:
     """Carries out orders until this process is asked to stop, or an unknown error makes it unsafe to reuse. It then
-    starts no other runs, and ends after its current runs.
-
-    Args:
-        orders: The folder of this process.
-        request: Records whether this process was asked to stop.
-    """
+    starts no other runs, and ends after its current runs."""
 
     def __init__(self, orders: Orders, request: StopRequest) -> None:
         self._orders = orders
@@ -194,10 +189,13 @@ class OrderLoop:
                 if isinstance(attempt.entry, type):
                     name = attempt.order.ticket.entry
                     attempt.host = self._hosts.setdefault(name, self._hosts.get(name) or attempt.entry())
-                    attempt.host.attach(_hosted(attempt))
+                    is_interrupted, ticket = attempt.heartbeat.is_interrupted, attempt.order.ticket
+                    run = HostedRun(number=attempt.order.number, ticket=ticket, is_interrupted=is_interrupted)
+                    attempt.host.attach(run)
                     return
                 self._is_reusable = False  # a function may leave anything behind
-                notices = _call(attempt.entry, attempt)
+                os.environ[TRUST_VARIABLE] = str(int(attempt.order.ticket.trust_remote_code))
+                notices = attempt.entry(str(attempt.dir.run_dir), attempt.heartbeat.is_interrupted)
         except BaseException as error:
             self._end(attempt, error)
         else:
@@ -263,16 +261,6 @@ def _redirect(stdout: Path, stderr: Path) -> None:
         opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(opened, descriptor)
         os.close(opened)
-
-
-def _hosted(attempt: _Attempt) -> HostedRun:
-    order = attempt.order
-    return HostedRun(number=order.number, ticket=order.ticket, is_interrupted=attempt.heartbeat.is_interrupted)
-
-
-def _call(entry: Entry, attempt: _Attempt) -> str | None:
-    os.environ[TRUST_VARIABLE] = str(int(attempt.order.ticket.trust_remote_code))
-    return entry(str(attempt.dir.run_dir), attempt.heartbeat.is_interrupted)
 
 
 def run_is_busy(attempt: AttemptDir) -> RunBusyError:

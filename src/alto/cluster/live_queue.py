@@ -34,8 +34,6 @@ class QueueIntake:
     Attributes:
         entry: Entry of its executors; see :class:`alto.cluster.TaskTicket`.
         is_parallel: See :class:`alto.cluster.TaskTicket`.
-        check: Raises an error for an invalid task.
-        estimate: Returns the estimate of a submitted task.
         base_of: Returns the key of a task's base model; see :class:`alto.cluster.TaskTicket`.
         trusted: Tasks of the queue that may run the Python code of their base models.
         trusts_commands: Whether tasks that other processes submit may do so too.
@@ -55,8 +53,6 @@ class LiveQueue:
 
     Args:
         queue_dir: Locked by this process.
-        journal: Journal of the queue and the controller.
-        intake: Turns a task into a run.
     """
 
     _controller: Controller
@@ -83,29 +79,12 @@ class LiveQueue:
         )
 
     def submit(self, task: Task, *, tenant: str, priority: int) -> str:
-        """Submit a task; the submission is durable when this returns.
-
-        Args:
-            task: A task with absolute paths.
-            tenant: Tenant whose quota it counts against.
-            priority: Higher goes first.
-
-        Returns:
-            Its name in the queue.
-
-        Raises:
-            AltoError: The task has an error.
-            QueueCommandError: The queue accepts no more tasks.
-        """
+        """Submit a task, whose paths are absolute; durable when this returns. Errors as in `TaskQueue.submit`."""
         task, estimate = task.replace(tenant=tenant, priority=priority), self._intake.estimate(task)
         return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
 
     def cancel(self, task: str) -> None:
-        """Cancel a task: remove it from the queue, or let its executor save and end.
-
-        Raises:
-            QueueCommandError: There is no such task, or it has ended.
-        """
+        """Cancel a task: remove it from the queue, or let its executor save and end; see `Controller.cancel`."""
         self._controller.call(lambda: self._cancel(task))
 
     def finish(self) -> None:

@@ -16,12 +16,6 @@ from alto.cluster.processes import num_cores
 from alto.errors import SpecError, UnsupportedError
 from alto.records import Node
 
-# Locks of this machine's GPUs between the processes of this user, with one lock file per GPU.
-#
-# The kernel releases a lock when its process ends, in any way. CPU slots have no locks: they are shares of cores, which
-# several processes may use at a time.
-
-
 NODE = "local"
 
 

@@ -17,12 +17,7 @@ POOL_INTERVAL_S = 0.01
 
 
 class ProcessPool:
-    """Processes that work on runs, and idle ones that can be reused.
-
-    Args:
-        drain_timeout_s: Seconds that processes have to save after this process has died.
-        idle_timeout_s: Seconds after which an idle process is ended.
-    """
+    """Processes that work on runs, and idle ones that can be reused."""
 
     def __init__(self, *, drain_timeout_s: float, idle_timeout_s: float) -> None:
         self._drain_timeout_s = drain_timeout_s
@@ -35,7 +30,6 @@ class ProcessPool:
 
         Args:
             launch: The run; its GPUs are free, or belong to its executor.
-            shape: Resources that the process must have.
 
         Raises:
             OSError: The process cannot be started, or the executor's process is ending.
@@ -100,7 +94,6 @@ class Machine:
     """Runs in progress on this machine, each in its own process or together with others.
 
     Args:
-        timeouts: Timeouts of executors, in seconds.
         idle_timeout_s: Seconds after which a process without a run is ended.
     """
 
@@ -120,7 +113,6 @@ class Machine:
 
         Args:
             launch: The run; if no process can work on it, the next :meth:`poll` reports its end.
-            shape: Resources that the process must have.
         """
         try:
             self._runs[launch.task] = WatchedRun(launch, self._pool.find(launch, shape), self._timeouts), shape

@@ -32,8 +32,6 @@ class WorkOrder:
 
     Attributes:
         number: Number of the order, unique in its process.
-        attempt_dir: Folder of the attempt, in the run directory.
-        ticket: The task.
     """
 
     number: int
@@ -51,7 +49,6 @@ class StopOrder:
     """An order to let the attempt of another order save and end; other attempts continue.
 
     Attributes:
-        number: Number of this order.
         stopped: Number of the other order.
     """
 
@@ -131,11 +128,7 @@ class Orders:
         return found
 
     def report(self, order: WorkOrder, ending: Ending, *, is_reusable: bool) -> bool:
-        """Report the end of an attempt, here and in its folder; return whether it could be reported here.
-
-        Args:
-            is_reusable: Whether this process can work on another run afterwards.
-        """
+        """Report the end of an attempt, here and in its folder; return whether it could be reported here."""
         order.attempt.write_ending(ending)
         with contextlib.suppress(OSError):
             self._write(self._ended(order.number), asdict(ending) | {"is_reusable": is_reusable})

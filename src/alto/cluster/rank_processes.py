@@ -39,7 +39,6 @@ class RankProcesses:
     """Ranks 1 to ``size - 1``.
 
     Args:
-        attempt: Folder of the attempt, for logs and end reports.
         entry: Entry that each rank calls; see :class:`alto.cluster.TaskTicket`.
         on_death: Called on a thread `GRACE_S` after a rank has died before its work was done.
     """

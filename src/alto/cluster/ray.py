@@ -56,9 +56,7 @@ class _Actor:
 
     Attributes:
         first: The launch that it was made for.
-        launches: The runs that it works on, by task.
         is_reusable: Whether it can get other tasks when it has none.
-        idle_since: Time when its last task ended.
         reply: The open request to it; None if a new request must be sent.
         watched_at: Time of its last check; after its death, the time when that was found.
         died_because: Why it died; empty while it lives.

@@ -16,7 +16,6 @@ class Starter:
     Args:
         has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names the actor's GPUs; otherwise CPU slots take their place.
         core_share: Share of this machine's cores that the executors' threads may use, in (0, 1].
-        timeouts: Timeouts of an executor, in seconds.
     """
 
     def __init__(self, *, has_gpus: bool, core_share: float, timeouts: Timeouts) -> None:

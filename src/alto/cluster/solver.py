@@ -89,9 +89,6 @@ class GuardedSolver:
     def __call__(self, problem: SchedulingProblem, hint: Schedule | None = None) -> Schedule:
         """Return a schedule of the waiting tasks of ``problem``.
 
-        Args:
-            hint: The current schedule.
-
         Raises:
             SpecError: The method is unknown.
         """

@@ -36,12 +36,6 @@ from alto.cluster.rank_processes import WATCH_INTERVAL_S, RankProcesses
 from alto.cluster.rendezvous import remove_rendezvous
 from alto.runs import RunDir
 
-# The ranks of an executor after the first: processes that the first rank starts, watches and ends.
-#
-# The first rank is ``alto.cluster.worker``. It forks the others, in its own session, before it has touched a GPU. A
-# rank that dies leaves the others waiting for it in the middle of a micro-batch, so the executor ends within `GRACE_S`
-# of the death. A rank that hangs stops the heartbeat of the first rank, which the cluster sees.
-
 
 def main() -> None:
     """Carry out orders, then end this process."""

@@ -138,7 +138,6 @@ class Zygote:
         """Run ``main()`` of ``module`` in a new process; return at once.
 
         Args:
-            module: Module name, as for ``python -m``.
             args: ``sys.argv`` after the program's name; the zygote appends ``--parent`` and its process id.
             env: The complete environment of the process.
             uses: Modules that the zygote imports first if it has not yet; they must start no threads. Import errors are

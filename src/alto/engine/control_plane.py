@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from alto.cluster import Cluster, Controller, TaskStatus, TaskTicket, running_controller
 from alto.engine.estimates import UNKNOWN_DURATION_S, base_key
 from alto.engine.queue_setup import QueueSetup, journal_begin, replanning
 from alto.engine.work import TRAIN
 from alto.records import TaskEstimate
-from alto.runs import Action, Answer, Journal, RunDir
+from alto.runs import Journal, RunDir
 from alto.scheduler.queue import QueueSettings, TaskState
 from alto.spec import Task
 
@@ -28,9 +28,7 @@ class OrderState:
 
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
-        is_running: Whether an executor works on it.
         is_new: Whether it waits and no executor has started it yet.
-        reason: Why it failed.
         error: Class of the error that ended its latest executor; empty if there was none, or it is unknown.
     """
 
@@ -45,9 +43,6 @@ class ControlPlane:
     """Trains submitted runs in the order of their priority. The methods raise the controller's errors.
 
     Args:
-        setup: Where and how runs are trained.
-        cluster: An opened cluster.
-        controller: A started controller.
         quotas: Maximum number of GPUs of each tenant; the dictionary that the controller's queue reads.
     """
 
@@ -82,10 +77,6 @@ class ControlPlane:
             task: Its task; its own priority is not used.
             priority: Higher goes first, across all tenants; may be negative.
             shares_with: Runs with the same text may share a process if they have the same base model.
-
-        Raises:
-            SpecError: The name is taken, or the cluster can never provide the GPUs.
-            QueueCommandError: The control plane is drained.
         """
         estimate = self.estimate(task) or TaskEstimate(duration_s=UNKNOWN_DURATION_S)
         sharing = estimate.sharing
@@ -105,19 +96,11 @@ class ControlPlane:
         self._controller.submit(ticket)
 
     def cancel(self, name: str) -> None:
-        """Remove a run from the queue, or let its executor save and end; return at once.
-
-        Raises:
-            QueueCommandError: There is no such run, or it has ended.
-        """
+        """Remove a run from the queue, or let its executor save and end; return at once."""
         self._controller.cancel(name)
 
     def take_back(self, name: str) -> bool:
-        """Remove a run from the queue if no executor has started it; return whether it was removed.
-
-        Raises:
-            QueueCommandError: There is no such run, or the control plane is drained.
-        """
+        """Remove a run from the queue if no executor has started it; return whether it was removed."""
 
         def take() -> bool:
             is_new = self.states()[name].is_new
@@ -130,12 +113,6 @@ class ControlPlane:
     def prioritise(self, priorities: Mapping[str, int]) -> None:
         """Change the priorities of waiting runs, by name; runs that are running or have ended stay the same."""
         self._controller.prioritise(priorities)
-
-    def job_command(
-        self, name: str, action: Action, job: str, *, changes: Mapping[str, Any] | None, warm: bool, timeout_s: float
-    ) -> Answer | None:
-        """Stop, resume or clone a job of a run that has not ended; see :meth:`alto.cluster.Controller.job_command`."""
-        return self._controller.job_command(name, action, job, changes=changes, warm=warm, timeout_s=timeout_s)
 
     def limit(self, tenant: str, max_gpus: int | None) -> None:
         """Set the maximum number of GPUs that the runs of ``tenant`` use at a time; None sets no limit."""
@@ -166,11 +143,6 @@ class ControlPlane:
 @contextlib.contextmanager
 def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat") -> Iterator[ControlPlane]:
     """Yield a control plane; leaving the block kills executors that still run; their runs can be resumed.
-
-    Args:
-        setup: Where and how runs are trained.
-        root: Folder of the control plane's journal and lock.
-        method: Scheduling method.
 
     Raises:
         RunBusyError: Another process uses the folder.

@@ -13,8 +13,14 @@ import torch
 
 from alto.artifacts import ExportSettings, check_before, write_export
 from alto.backbone import device_name
-from alto.engine.existing_runs import evaluate_adapters, is_finished, packed_as, refit_folder, refit_task
-from alto.engine.exports import find_winner
+from alto.engine.existing_runs import (
+    evaluate_adapters,
+    find_winner,
+    is_finished,
+    packed_as,
+    refit_folder,
+    refit_task,
+)
 from alto.engine.gpus import STRATEGIES, is_launched, show_result, shown
 from alto.engine.launched import LaunchedRunner
 from alto.engine.objects import check_has_id, given_objects
@@ -327,7 +333,7 @@ class Engine:
             trust_remote_code: Allow the base model's own Python code if the run's task asks for it.
 
         Raises:
-            AltoError: See :func:`alto.artifacts.write_export` and :func:`alto.engine.exports.find_winner`.
+            AltoError: See :func:`alto.artifacts.write_export` and :func:`alto.engine.existing_runs.find_winner`.
         """
         settings = ExportSettings(
             merged=merged, gguf=gguf, per_expert=per_expert, config=config, push_to_hub=push_to_hub

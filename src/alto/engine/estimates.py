@@ -22,7 +22,7 @@ from alto.errors import ProfileError
 from alto.executor import cache
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Sharing, TaskEstimate, TaskPlan
 from alto.runs import Journal, JournalEntry, RunDir
-from alto.runs.events import MeasuringBegun, TaskRelayed
+from alto.runs.events import MeasuringBegun, TaskMeasured, TaskRelayed
 from alto.scheduler.queue import QueueSettings
 from alto.spec import Task
 
@@ -61,11 +61,7 @@ def base_key(task: Task) -> str:
 
 
 def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate | None:
-    """Return the cached estimate of ``task`` on ``cluster``, or on an equal one; None if there is none.
-
-    Args:
-        num_ranks: Number of processes that train the task.
-    """
+    """Return the cached estimate of ``task`` on ``cluster``, or on an equal one; None if there is none."""
     key = _key(task, cluster, num_ranks)
     found = cache.load("estimates", key)
     if found is None:
@@ -81,20 +77,12 @@ def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate
 
 
 def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: TaskEstimate) -> None:
-    """Cache an estimate that an executor on ``cluster`` has measured.
-
-    Args:
-        num_ranks: Number of processes that train the task.
-    """
+    """Cache an estimate that an executor on ``cluster`` has measured."""
     cache.save("estimates", _key(task, cluster, num_ranks), asdict(estimate))
 
 
 def remember_duration(task: Task, cluster: Cluster, num_ranks: int, duration_s: float) -> None:
-    """Cache how long a task took from start to end; its cached sharing data stays.
-
-    Args:
-        num_ranks: Number of processes that trained the task.
-    """
+    """Cache how long a task took from start to end; its cached sharing data stays."""
     duration_s = min(max(duration_s, MIN_DURATION_S), MAX_DURATION_S)
     known = known_estimate(task.replace(share_executor=True), cluster, num_ranks)
     sharing = None if known is None else known.sharing
@@ -161,19 +149,15 @@ class Measurement:
     the cores.
 
     Attributes:
-        is_parallel: Whether an executor has one process for each of its GPUs.
-        refresh: Measure again, even if a measurement is cached.
-        on_measuring: Called with a task before an executor measures it, then with its progress; not called if the
-            executor finds the measurement in its cache.
-        on_measured: Called with each measured task and its duration in seconds.
+        show: Called with an event before an executor measures a task, with its progress, and once the task is measured;
+            the first two are missing if the executor finds the measurement in its cache.
         is_interrupted: Called every second; once it returns true, measuring ends.
     """
 
     cluster: Cluster
     is_parallel: bool
     refresh: bool
-    on_measuring: Callable[[Task, MeasuringBegun], None]
-    on_measured: Callable[[Task, float], None]
+    show: Callable[[MeasuringBegun | TaskMeasured], object]
     is_interrupted: Callable[[], bool]
 
     def estimates(self, tasks: Sequence[Task]) -> list[TaskEstimate]:
@@ -215,11 +199,11 @@ class Measurement:
             return found
 
     def _relay(self, tasks: Mapping[str, Task], relayed: deque[JournalEntry]) -> None:
-        """Pass the executors' progress reports to ``on_measuring``."""
+        """Show the executors' progress reports, with the names of their tasks."""
         while relayed:
             match relayed.popleft().event:
                 case TaskRelayed(task=index, entry=JournalEntry(event=MeasuringBegun() as begun)):
-                    self.on_measuring(tasks[index], begun)
+                    self.show(replace(begun, task=tasks[index].name))
 
     def _run(self, index: str, task: Task, folder: Path) -> TaskTicket:
         RunDir(folder).begin(task)
@@ -247,7 +231,7 @@ class Measurement:
         plan = TypeAdapter(TaskPlan).validate_json((folder / PLAN_FILE).read_bytes())
         estimate = estimate_of(plan, task)
         remember_estimate(task, self.cluster, self._num_ranks(task), estimate)
-        self.on_measured(task, estimate.duration_s)
+        self.show(TaskMeasured(task=task.name, duration_s=estimate.duration_s))
         return estimate if task.share_executor else replace(estimate, sharing=None)
 
     def _num_ranks(self, task: Task) -> int:

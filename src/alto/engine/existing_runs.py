@@ -1,23 +1,38 @@
-"""Checks of runs on disk before anything is done with them."""
+"""Runs on disk: checks before anything is done with them, refits, evaluations, and the adapters to export."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from alto.artifacts import Rows, Winner
 from alto.backbone import base_fingerprint
-from alto.data import read_heldout_rows
+from alto.base import read_json
+from alto.data import read_heldout_rows, read_task_rows
 from alto.errors import ModelNotFoundError, RunError, RunNotFoundError, SpecError, UnsupportedError
-from alto.evaluation import EvaluationSettings, OnProgress, add_evaluation, check_metrics, find_target, measure
+from alto.evaluation import (
+    EvaluationSettings,
+    OnProgress,
+    adapter_folder,
+    add_evaluation,
+    best_of_jobs,
+    chat_template_beside,
+    check_metrics,
+    find_target,
+    measure,
+)
 from alto.executor import ResumeState, check_base
 from alto.executor.profiling import USUAL_TOKENS_PER_PASS
+from alto.lora import SavedAdapter, read_saved_adapter
 from alto.records import EvaluationResult
 from alto.report import write_report
 from alto.runs import (
+    METRICS_NAME,
     JobHistory,
     Mailbox,
     QueueDir,
@@ -28,7 +43,18 @@ from alto.runs import (
     task_outcome,
 )
 from alto.runs.events import TaskStarted, decode
-from alto.spec import JOB_FIELDS, BaseModelSpec, BaseObjects, Refit, Task, find_method, quantisation_keys, read_run_task
+from alto.spec import (
+    JOB_FIELDS,
+    BaseModelSpec,
+    BaseObjects,
+    Refit,
+    Task,
+    default_name,
+    find_method,
+    labels_beside,
+    quantisation_keys,
+    read_run_task,
+)
 
 
 def check_trained_on(run_dirs: Sequence[Path], base: BaseModelSpec) -> None:
@@ -50,9 +76,7 @@ def check_refitted(refit: Refit, found: Mapping[str, Any], base: BaseModelSpec) 
     """Check that a refit trains the base model that its winner was trained on.
 
     Args:
-        refit: Names the run of the winner.
         found: Fingerprint of ``base``, from :func:`alto.backbone.base_fingerprint`.
-        base: The base model of the refit.
 
     Raises:
         RunChangedError: The winner was trained on another base model.
@@ -105,9 +129,6 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
 
     Args:
         task: A task with absolute paths, from :func:`alto.engine.runner.portable`.
-        run: The directory of a run of the same task.
-        device_name: Device on which ``task`` will be trained.
-        num_ranks: Number of processes that will train it.
 
     Raises:
         RunNotFoundError: ``run`` is not a run directory.
@@ -191,15 +212,10 @@ def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects
     """Return the task of a refit of the finished run in ``run_dir``; see :meth:`alto.Engine.refit`.
 
     Args:
-        trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
         objects: The base model, if it is given as an object; None loads the one that the run names.
 
     Raises:
-        NoResultError: The run has no result.
-        UntrustedCodeError: The task asks for code of the base model, and the caller does not allow it.
         ModelNotFoundError: The run's base model has no name to load it by, and no object is given.
-        UnsupportedError: The winner was not trained with one configuration from its beginning, or is a refit.
-        SpecError, UnsupportedError: See :class:`alto.Task`.
     """
     history = read_history(run_dir.root)
     outcome = task_outcome(history, run_dir)
@@ -300,3 +316,87 @@ def evaluate_adapters(
     for run_dir in target.run_dirs:
         write_report(run_dir)
     return result
+
+
+def find_winner(
+    target: Path, *, job: str | None, base: str | None, trust_remote_code: bool, needs_rows: bool
+) -> Winner:
+    """Return the adapter that ``target`` names, with its base model.
+
+    Args:
+        target: A run directory (its best adapter is meant) or the folder of an adapter.
+        job: Take the best adapter of this job of the run instead.
+        base: The base model, if the name in the run or adapter does not find it.
+        needs_rows: Whether to read the rows of the run's task to find out their columns and form.
+
+    Raises:
+        RunNotFoundError: There is no such adapter.
+        RunError, UnsupportedError: See :func:`alto.lora.read_saved_adapter`.
+        UntrustedCodeError: The run's task asks for code of the base model, and the caller does not allow it.
+        RunChangedError: The run was trained on another base model, and ``base`` is not given.
+        SpecError: Neither the adapter nor the caller names a base model.
+        DataError: The rows of the task cannot be read.
+    """
+    if (target / "task.yaml").is_file():
+        run = RunDir.open(target)
+        folder = adapter_folder(target) if job is None else best_of_jobs(run, [job])[job]
+        task = load_run_task(run, trust_remote_code=trust_remote_code, is_trained=False)
+        return _of_run(run, task, read_saved_adapter(folder), job=job, base=base, needs_rows=needs_rows)
+    if job is not None:
+        raise RunNotFoundError(
+            f"job: expected a run directory to look for the job {job} in, found no task.yaml in {target}; give the "
+            "run, or the adapter without a job"
+        )
+    return _of_folder(read_saved_adapter(adapter_folder(target)), base=base, trust_remote_code=trust_remote_code)
+
+
+def _of_run(
+    run: RunDir, task: Task, adapter: SavedAdapter, *, job: str | None, base: str | None, needs_rows: bool
+) -> Winner:
+    spec = replace(task.base_model, id=base or task.model, torch_compile=False)
+    if base is None:
+        check_trained_on([run.root], spec)
+    rows = None
+    if needs_rows:
+        layout = read_task_rows(task).layout
+        rows = Rows(name=task.name, form=layout.form, columns=dict(layout.columns), of_messages=layout.of_messages)
+    history = read_history(run.root)
+    found = history.best if job is None else history.jobs.get(job)
+    return Winner(
+        name=task.name if job is None else f"{task.name}-{job}",
+        adapter=adapter,
+        base=spec,
+        is_base_named=base is not None,
+        named_labels=task.label_set if adapter.has_head else None,
+        task=task,
+        config=None if found is None else task.job_config(found.config),
+        rows=rows,
+        data={} if history.started is None else history.started.data,
+    )
+
+
+def _of_folder(adapter: SavedAdapter, *, base: str | None, trust_remote_code: bool) -> Winner:
+    model = base or adapter.base_model
+    if not model:
+        raise SpecError(
+            f"base: expected {adapter.config_file} to name the base model, found that it does not; name it with --base"
+        )
+    template = chat_template_beside({"adapter": adapter.folder})
+    return Winner(
+        name=default_name(adapter.folder),
+        adapter=adapter,
+        base=BaseModelSpec(id=model, trust_remote_code=trust_remote_code, chat_template=template),
+        is_base_named=base is not None,
+        named_labels=labels_beside(adapter.folder) if adapter.has_head else None,
+        data=_rows_beside(adapter.folder),
+    )
+
+
+def _rows_beside(folder: Path) -> Mapping[str, Any]:
+    """Return the form of the rows that an ALTO adapter was trained on; empty if its metrics file does not say."""
+    try:
+        found = read_json(folder / METRICS_NAME)
+    except (OSError, ValueError):  # other programs write files of this name in their own formats
+        return {}
+    rows = found.get("rows") if isinstance(found, dict) else None
+    return rows if isinstance(rows, dict) else {}

@@ -20,10 +20,6 @@ STRATEGIES = ("adapter_parallel", "single")
 def is_launched(task: Task, strategy: str, device: torch.device) -> bool:
     """Return whether ``task`` is trained by one process per rank instead of by this process.
 
-    Args:
-        strategy: Strategy of the engine.
-        device: Device on which this process trains.
-
     Raises:
         UnsupportedError: See :func:`check_num_gpus`.
     """
@@ -37,7 +33,6 @@ def check_num_gpus(task: Task, strategy: str, *, most: int, has_gpus: bool) -> N
     """Check that the task can have the number of GPUs that it asks for.
 
     Args:
-        strategy: Strategy of the engine.
         most: GPUs of the largest machine, or slots of its CPU.
         has_gpus: False if CPU slots take the place of GPUs; one process may then have several.
 

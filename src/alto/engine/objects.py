@@ -27,7 +27,6 @@ def borrowing(task: Task, device: torch.device, *, is_named: bool = True) -> Ite
 
     Args:
         task: Its model may be an object.
-        device: Device on which it will be trained.
         is_named: Whether to look for a name; false for a run that was started on an object without one.
 
     Raises:

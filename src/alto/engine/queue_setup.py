@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -38,12 +38,8 @@ class QueueSetup:
     """Where and how queues run; values as in :class:`alto.Engine`.
 
     Attributes:
-        strategy: How a task uses several GPUs.
-        cluster: Address of the cluster.
         total_gpus: Maximum number of GPUs to use; None for all. On a CPU the number of slots; None for the number that
             :meth:`sized_for` chooses.
-        quotas: Maximum number of GPUs of each tenant at a time.
-        share_executor: Whether tasks on the same base model may share an executor if they allow it.
     """
 
     strategy: str
@@ -59,14 +55,7 @@ class QueueSetup:
 
     def settings(self, method: str) -> dict[str, Any]:
         """Return the settings in the form that a queue's folder stores."""
-        return {
-            "method": method,
-            "strategy": self.strategy,
-            "cluster": self.cluster,
-            "total_gpus": self.total_gpus,
-            "quotas": dict(self.quotas),
-            "share_executor": self.share_executor,
-        }
+        return {"method": method, **asdict(self)}
 
     def sized_for(self, tasks: Sequence[Task]) -> Self:
         """Return this setup with a number of CPU slots for ``tasks``, if the user has not set one.
@@ -100,12 +89,7 @@ class QueueSetup:
     def problem(
         self, tasks: Sequence[Task], estimates: Sequence[TaskEstimate], nodes: Sequence[Node]
     ) -> SchedulingProblem:
-        """Return the scheduling problem of the waiting ``tasks``.
-
-        Args:
-            estimates: One per task.
-            nodes: Nodes of the cluster.
-        """
+        """Return the scheduling problem of the waiting ``tasks``."""
         return SchedulingProblem(
             nodes=tuple(nodes),
             pending=tuple(
@@ -183,7 +167,6 @@ def journal_begin(
     """Write the event that starts or resumes a queue. Results may exist even if the journal was lost.
 
     Args:
-        entries: All tasks of the queue.
         done: Names of the tasks that have a result.
     """
     notes = []

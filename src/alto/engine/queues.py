@@ -51,7 +51,6 @@ class QueueRunner:
     """Runs tasks side by side.
 
     Args:
-        setup: Where and how queues run.
         observers: Called with every entry; must return at once.
         is_interrupted: See :class:`alto.Engine`.
     """
@@ -64,24 +63,20 @@ class QueueRunner:
         self._is_interrupted = is_interrupted or (lambda: False)
 
     def schedule(self, tasks: Sequence[Task], method: str, *, refresh: bool = False) -> Schedule:
-        """Return a schedule of ``tasks``, under their names in the queue.
-
-        Args:
-            method: Scheduling method.
-            refresh: Measure durations again, even if they are cached.
-        """
+        """Return a schedule of ``tasks``, under their names in the queue."""
         check_method(method)
         tasks = _read(tasks)
         self._setup = self._setup.sized_for(tasks)
         with self._setup.opened() as cluster:
-            return self._schedule(tasks, method, cluster, refresh=refresh)
+            self._setup.check(tasks, cluster)
+            estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
+            return first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
         """Run ``tasks`` as a new queue in ``output_dir``.
 
         Args:
             schedule: The first schedule; None measures the tasks in the queue's folder and makes one.
-            output_dir: Folder in which the queue's folder is made.
         """
         if schedule is None:
             tasks = _read(tasks)
@@ -100,8 +95,6 @@ class QueueRunner:
         """Yield a new queue that starts with ``tasks`` and accepts others until the block is left.
 
         Args:
-            method: Scheduling method.
-            output_dir: Folder in which the queue's folder is made.
             trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
         """
         check_method(method)
@@ -118,12 +111,7 @@ class QueueRunner:
             queue.serve()
 
     def resume(self, root: str | Path, *, trust_remote_code: bool, keep_open: bool = False) -> list[TaskResult]:
-        """Resume the queue at ``root``, on the cluster that it started on, or on the one that the caller names.
-
-        Args:
-            trust_remote_code: Whether the caller allows code of base models.
-            keep_open: Wait for further tasks when all have ended.
-        """
+        """Resume the queue at ``root``, on the cluster that it started on, or on the one that the caller names."""
         queue_dir = QueueDir.open(root)
         entries, settings = queue_dir.read()
         _check_settings(settings, queue_dir)
@@ -158,34 +146,21 @@ class QueueRunner:
 
     # -- schedules -------------------------------------------------------------------------------------------------
 
-    def _schedule(self, tasks: Sequence[Task], method: str, cluster: Cluster, *, refresh: bool) -> Schedule:
-        self._setup.check(tasks, cluster)
-        estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
-        return first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
-
     def _estimates(
         self,
         tasks: Sequence[Task],
         setup: QueueSetup,
         cluster: Cluster,
-        tell: Callable[[MeasuringBegun | TaskMeasured], object],
+        show: Callable[[MeasuringBegun | TaskMeasured], object],
         *,
         refresh: bool = False,
     ) -> list[TaskEstimate]:
-        """Estimate each task; call ``tell`` before a task is measured, while it is measured, and afterwards."""
-
-        def on_measured(task: Task, duration_s: float) -> None:
-            tell(TaskMeasured(task=task.name, duration_s=duration_s))
-
-        def on_measuring(task: Task, begun: MeasuringBegun) -> None:
-            tell(replace(begun, task=task.name))
-
+        """Estimate each task; see `Measurement`."""
         measurement = Measurement(
             cluster=cluster,
             is_parallel=setup.is_parallel,
             refresh=refresh,
-            on_measuring=on_measuring,
-            on_measured=on_measured,
+            show=show,
             is_interrupted=self._is_interrupted,
         )
         return [setup.allowed(estimate) for estimate in measurement.estimates(tasks)]

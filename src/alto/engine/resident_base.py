@@ -55,7 +55,6 @@ class ResidentBase:
 
         Args:
             ranks: This process; it must be the only rank.
-            gradient_checkpointing: Recompute each layer's activations in the backward pass.
 
         Raises:
             RunBusyError: Tasks of this process use another base model.

@@ -27,7 +27,7 @@ from alto.backbone import (
     resolve_model,
 )
 from alto.base import cache_home, note_resumption
-from alto.data import CachedRows, TaskRows, read_task_rows
+from alto.data import read_task_rows
 from alto.engine.existing_runs import check_refitted
 from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
@@ -106,14 +106,11 @@ class TaskRunner:
     def begin(self, task: Task, output_dir: Path) -> TaskOutcome:
         """Train ``task`` in a new run directory."""
         with borrowing(task, self.device) as found:
-            return self._begun(portable(found), output_dir)
-
-    def _begun(self, task: Task, output_dir: Path) -> TaskOutcome:
-        prepared = self._packed(self._prepare(task, ResumeState()))
-        run_dir = RunDir.create(output_dir, prepared.context.task)
-        with run_dir.locked(), self._session(prepared, run_dir, ResumeState()) as run:
-            run_alone(run.session)
-        return run.result
+            prepared = self._packed(self._prepare(portable(found), ResumeState()))
+            run_dir = RunDir.create(output_dir, prepared.context.task)
+            with run_dir.locked(), self._session(prepared, run_dir, ResumeState()) as run:
+                run_alone(run.session)
+            return run.result
 
     def resume(self, run_dir: RunDir, *, trust_remote_code: bool) -> TaskOutcome:
         """Train a run from its last checkpoint, or from its beginning if there is none.
@@ -138,7 +135,6 @@ class TaskRunner:
         exports its result.
 
         Args:
-            run_dir: The run's directory; locked until the block is left.
             trust_remote_code: Whether the caller allows code of the base model if the run's task asks for it.
             bank_of: Returns the bank that the task shares with other tasks, or None for a bank of its own.
         """
@@ -175,15 +171,13 @@ class TaskRunner:
 
     def plan(self, task: Task, *, refresh: bool = False) -> TaskPlan:
         """Plan the memory and time of ``task``."""
-        with borrowing(task, self.device) as found:
-            return self._planned(portable(found), refresh=refresh)
-
-    def _planned(self, task: Task, *, refresh: bool) -> TaskPlan:
-        context = self._prepare(task).context
-        about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
-        found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
-        about_start = () if context.start is None else context.start.notes
-        return replace(found, notes=(*about_start, *task.notes, *context.data.notes, *about_model, *found.notes))
+        with borrowing(task, self.device) as named:
+            task = portable(named)
+            context = self._prepare(task).context
+            about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
+            found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
+            about_start = () if context.start is None else context.start.notes
+            return replace(found, notes=(*about_start, *task.notes, *context.data.notes, *about_model, *found.notes))
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read and check a task before its run directory is made, or before it is resumed.
@@ -216,7 +210,10 @@ class TaskRunner:
         task = resolve_early_exit(task, data, begins=begins)
         start = read_start(task, backbone)
         context = TaskContext.of(task, backbone, data, self.ranks, start=start, asked=asked)
-        sampler = _sampler(task, rows, backbone)
+        sampler = None
+        if task.num_samples:
+            num_tokens = task.sample_max_new_tokens
+            sampler = Sampler(rows.validation, backbone, num_samples=task.num_samples, max_new_tokens=num_tokens)
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
     def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:
@@ -279,7 +276,7 @@ class TaskRunner:
                         forecast=prepared.forecast,
                         base=prepared.base,
                     )
-                    run = OpenRun(TaskSession.build(context, journal, start, self._hooks(prepared), bank))
+                    run = OpenRun(TaskSession(context, journal, start, self._hooks(prepared), bank))
                     yield run
             except BaseException as error:
                 note_resumption(error, run_dir.root)
@@ -405,28 +402,15 @@ class _Prepared:
     forecast: TaskPlan | None = None
 
 
-def _sampler(task: Task, rows: TaskRows | CachedRows, backbone: Backbone) -> Sampler | None:
-    """Return the generator of the samples that ``task`` asks for; None if it asks for none.
-
-    Raises:
-        DataError: No validation row has a prompt and a reply.
-    """
-    if not task.num_samples:
-        return None
-    return Sampler(rows.validation, backbone, num_samples=task.num_samples, max_new_tokens=task.sample_max_new_tokens)
-
-
 def portable(task: Task) -> Task:
     """Return the task with absolute paths, so that a process in any folder can resume it, with the shape of the initial
     adapter that it names, and with PEFT's default modules if it asks for them."""
     task = with_targets(with_start(task))
-    found: dict[str, Any] = {}
-    for key in ("dataset", "validation_dataset", "test_dataset"):
-        path = getattr(task, key)
-        if isinstance(path, str) and Path(path).expanduser().is_file():
-            found[key] = str(Path(path).expanduser().resolve())
+    found: dict[str, Any] = _absolute_files(task, "dataset", "validation_dataset", "test_dataset")
     if task.sources:
-        found["dataset"] = [_portable_source(source) for source in task.sources]
+        found["dataset"] = [
+            source.replace(**_absolute_files(source, "path", "validation_dataset")) for source in task.sources
+        ]
     if Path(task.model).expanduser().is_dir() and task.model not in SHIPPED_MODELS:
         found["model"] = resolve_model(task.model)
     if task.chat_template is not None:
@@ -435,7 +419,7 @@ def portable(task: Task) -> Task:
 
 
 def checked_task(task: Task) -> Task:
-    """Return the :func:`portable` task after reading and checking its rows.
+    """Return the portable form of ``task`` after reading and checking its rows.
 
     Raises:
         AltoError: The rows have an error.
@@ -445,10 +429,7 @@ def checked_task(task: Task) -> Task:
     return found
 
 
-def _portable_source(source: MixtureSource) -> MixtureSource:
-    found = {}
-    for key in ("path", "validation_dataset"):
-        path = getattr(source, key)
-        if path is not None and Path(path).expanduser().is_file():
-            found[key] = str(Path(path).expanduser().resolve())
-    return source.replace(**found)
+def _absolute_files(owner: Task | MixtureSource, *keys: str) -> dict[str, Any]:
+    """Return the absolute paths of the local files that ``keys`` of ``owner`` name, by key."""
+    paths = {key: Path(path).expanduser() for key in keys if isinstance(path := getattr(owner, key), str)}
+    return {key: str(path.resolve()) for key, path in paths.items() if path.is_file()}

@@ -81,7 +81,6 @@ def with_usual_rate(task: Task, config: PretrainedConfig, *, begins: bool) -> Ta
     starts, if the task does not set it.
 
     Args:
-        config: Configuration of the base model.
         begins: Whether no job has started yet. The jobs of a resumed run keep their drawn configurations.
     """
     hidden_size, compares_replies = config.get_text_config().hidden_size, find_method(task.method).compares_replies
@@ -113,7 +112,6 @@ def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
 
     Args:
         task: Returned by :func:`with_start`.
-        backbone: The base model.
 
     Raises:
         ModelError: The adapter was trained on another base model.
@@ -174,11 +172,7 @@ _NUM_READ = 500
 
 def preview_task(task: Task, *, num_rows: int) -> DataPreview:
     """Return the data of ``task``, its first ``num_rows`` examples, and notes on its model. Only the first rows of a
-    large dataset are read; all of them if the first rows alone cause an error, because the whole dataset may not.
-
-    Raises:
-        AltoError: The data or the model's tokenizer has an error.
-    """
+    large dataset are read; all of them if the first rows alone cause an error, because the whole dataset may not."""
     task = with_start(task)
     try:
         shown = preview_data(task, num_rows=num_rows, head=HeadStore(max(_NUM_READ, 2 * num_rows)))
@@ -192,9 +186,6 @@ def preview_data(task: Task, *, num_rows: int, head: HeadStore | None = None) ->
 
     Args:
         head: Holds the first rows of large datasets; None tokenises all rows, which takes time.
-
-    Raises:
-        AltoError: The data or the model's tokenizer has an error.
     """
     rows = read_task_rows(task, head=head)
     if task.select_by != "metric":

@@ -6,17 +6,10 @@ from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
 from alto.evaluation.samples import Sampler
 from alto.evaluation.settings import EvaluationSettings
-from alto.evaluation.target import (
-    EvaluationTarget,
-    adapter_folder,
-    best_of_jobs,
-    chat_template_beside,
-    find_target,
-)
+from alto.evaluation.target import adapter_folder, best_of_jobs, chat_template_beside, find_target
 
 __all__ = [
     "EvaluationSettings",
-    "EvaluationTarget",
     "FinalistJudge",
     "OnProgress",
     "PeftCheck",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
 
 from alto.backbone import Backbone, is_out_of_memory, release_memory
 from alto.data import Conversation, Row
 from alto.errors import DataError, DeviceMemoryError
-from alto.evaluation.generate import check_prompts, complete, max_positions, prompts_of
+from alto.evaluation.generate import answers_of, check_prompts, complete, max_positions, prompts_of
 from alto.evaluation.loss import Choices, options_of
-from alto.evaluation.scorers import Answer, Guard, OnTurn, Scorer, ScorerFailedError, failure_text
+from alto.evaluation.scorers import OnTurn, Scorer, ScorerFailedError, attempted
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import loaded_adapters
@@ -37,10 +34,8 @@ class WrittenAnswers:
     def __init__(
         self, rows: Sequence[Conversation], backbone: Backbone, scorer: Scorer, *, max_new_tokens: int
     ) -> None:
-        prompts = prompts_of(rows, backbone.tokenizer)
-        self.prompts = [prompt.ids for prompt in prompts]
-        self._references = [prompt.reference for prompt in prompts]
-        check_prompts(self.prompts, max_positions(backbone))
+        self.prompts = prompts_of(rows, backbone.tokenizer)
+        check_prompts([prompt.ids for prompt in self.prompts], max_positions(backbone))
         self._backbone = backbone
         self._scorer = scorer
         self._max_new_tokens = max_new_tokens
@@ -59,23 +54,13 @@ class WrittenAnswers:
         texts = complete(
             self._backbone,
             served,
-            self.prompts,
+            [prompt.ids for prompt in self.prompts],
             max_new_tokens=self._max_new_tokens,
             batch_size=EvaluationSettings().batch_size,
             on_done=lambda _: on_turn(),
         )
-        return [self._scorer(self._answers(of_adapter), on_turn) for of_adapter in texts]
-
-    def _answers(self, texts: Sequence[Sequence[int]]) -> list[Answer]:
-        tokenizer: Any = self._backbone.tokenizer
-        return [
-            Answer(
-                prompt=tokenizer.decode(prompt),
-                reference=reference,
-                answer=tokenizer.decode(text, skip_special_tokens=True),
-            )
-            for prompt, reference, text in zip(self.prompts, self._references, texts, strict=True)
-        ]
+        answers = (answers_of(self.prompts, of_adapter, self._backbone.tokenizer) for of_adapter in texts)
+        return [self._scorer(of_adapter, on_turn) for of_adapter in answers]
 
 
 EVAL_ACCURACY = "eval_accuracy"
@@ -86,12 +71,6 @@ _MAX_ADAPTERS = 16
 
 _MAX_SCORE = 1e100
 """Largest absolute score of a row: means and confidence intervals of larger scores may not be finite."""
-
-
-class _Answers(Protocol):
-    """The interface of objects that score the answers of several adapters."""
-
-    def scores(self, served: ServedAdapters, names: Sequence[str], on_turn: OnTurn) -> list[Sequence[float]]: ...
 
 
 class FinalistJudge:
@@ -135,14 +114,8 @@ class FinalistJudge:
             finalists: Adapter folders by job.
             on_turn: Called regularly; its exceptions are raised from here.
         """
-        guard = Guard(on_turn)
-        try:
-            rows = self._rows(finalists, guard)
-        except Exception as error:
-            if error is guard.raised or isinstance(error, torch.AcceleratorError):
-                raise
-            return Judgement(scorer=self._name, failure=failure_text(error))
-        return Judgement(scorer=self._name, rows=rows)
+        rows, failure = attempted(lambda turn: self._rows(finalists, turn), on_turn)
+        return Judgement(scorer=self._name, rows=rows or {}, failure=failure)
 
     def _rows(self, finalists: Mapping[str, Path], on_turn: OnTurn) -> dict[str, tuple[float, ...]]:
         """Return the scores of all rows by job; as many adapters are scored at a time as fit into memory."""
@@ -200,7 +173,7 @@ def _named(select_by: str | Scoring) -> tuple[Scoring, str]:
     return Scoring(scorer="exact_match"), EVAL_ACCURACY
 
 
-def _answers(rows: Sequence[Conversation], scoring: Scoring, backbone: Backbone) -> _Answers:
+def _answers(rows: Sequence[Conversation], scoring: Scoring, backbone: Backbone) -> WrittenAnswers | Choices:
     if scoring.scorer == "multiple_choice":
         return Choices(rows, options_of(rows), backbone)
     check_references(rows, scoring, backbone.tokenizer)

@@ -23,6 +23,7 @@ from transformers.cache_utils import DynamicLayer
 from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
 from alto.data import LabelledText, Message, Pair, Row, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
+from alto.evaluation.scorers import Answer
 from alto.lora import ServedAdapters
 
 
@@ -86,6 +87,18 @@ def prompts_of(rows: Iterable[Row], tokenizer: Any) -> list[Prompt]:
             raise DataError(f"row {number}: expected a text reply after a prompt, found none; name other rows")
         prompts.append(prompt)
     return prompts
+
+
+def answers_of(prompts: Sequence[Prompt], texts: Sequence[Sequence[int]], tokenizer: Any) -> list[Answer]:
+    """Return the answers that one model has generated, given the token ids of each."""
+    return [
+        Answer(
+            prompt=tokenizer.decode(prompt.ids),
+            reference=prompt.reference,
+            answer=tokenizer.decode(text, skip_special_tokens=True),
+        )
+        for prompt, text in zip(prompts, texts, strict=True)
+    ]
 
 
 _GROWTH = 1.5
@@ -166,7 +179,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
     """Check that every prompt is shorter than ``limit``.
 
     Args:
-        prompts: Token ids of each prompt.
         limit: See :func:`max_positions`.
 
     Raises:

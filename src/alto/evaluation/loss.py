@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -34,146 +34,102 @@ from alto.objectives.labelled import label_f1
 from alto.records import LabelSet
 
 
-def heldout_losses(
-    backbone: Backbone,
-    served: ServedAdapters,
-    dataset: EncodedDataset,
-    *,
-    names: Sequence[str],
-    max_tokens_per_pass: int,
-    on_done: Callable[[int], None],
-) -> list[float]:
-    """Return the validation loss of each adapter, computed as in training: nats per trained token over all rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldoutPass:
+    """The measurement of adapters on every row of a dataset.
 
-    Args:
+    Attributes:
         names: Names of the adapters in error messages.
         max_tokens_per_pass: Maximum number of tokens in a micro-batch.
         on_done: Called after every micro-batch with its number of rows; a row counts once per adapter.
-
-    Raises:
-        NoResultError: A loss is not a finite number.
     """
-    totals = [0.0] * len(served)
-    for batch, losses_S in micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
-        for slot, total in zip(batch.slots, run_sums(losses_S, batch.job_targets).tolist(), strict=True):
-            totals[slot] += total
-    losses = [total / dataset.num_trained_tokens for total in totals]
-    check_finite(dict(zip(names, losses, strict=True)))
-    return losses
 
+    backbone: Backbone
+    served: ServedAdapters
+    dataset: EncodedDataset
+    names: Sequence[str]
+    max_tokens_per_pass: int
+    on_done: Callable[[int], None]
 
-def reply_log_probs(
-    backbone: Backbone,
-    served: ServedAdapters,
-    dataset: EncodedDataset,
-    *,
-    names: Sequence[str],
-    max_tokens_per_pass: int,
-    on_done: Callable[[int], None],
-) -> list[Tensor]:
-    """Return each adapter's log-probabilities of the chosen and the rejected reply of every pair: ``[pairs, 2]``
-    float64, nats.
+    def losses(self) -> list[float]:
+        """Return the validation loss of each adapter, computed as in training: nats per trained token over all rows.
 
-    The arguments and errors are those of :func:`heldout_losses`.
-    """
-    found = sequence_log_probs(
-        backbone, served, dataset, names=names, max_tokens_per_pass=max_tokens_per_pass, on_done=on_done
-    )
-    return [log_probs_S.view(-1, 2) for log_probs_S in found]
+        Raises:
+            NoResultError: A loss is not a finite number.
+        """
+        totals = [0.0] * len(self.served)
+        for batch, losses_S in self._micro_batches(token_losses):
+            for slot, total in zip(batch.slots, run_sums(losses_S, batch.job_targets).tolist(), strict=True):
+                totals[slot] += total
+        losses = [total / self.dataset.num_trained_tokens for total in totals]
+        self._check_finite(losses)
+        return losses
 
+    def log_probs(self) -> list[Tensor]:
+        """Return each adapter's log-probability of the trained tokens of every sequence, float64, nats.
 
-def sequence_log_probs(
-    backbone: Backbone,
-    served: ServedAdapters,
-    dataset: EncodedDataset,
-    *,
-    names: Sequence[str],
-    max_tokens_per_pass: int,
-    on_done: Callable[[int], None],
-) -> list[Tensor]:
-    """Return each adapter's log-probability of the trained tokens of every sequence, float64, nats.
+        A row has one sequence, a pair has two.
 
-    A row has one sequence, a pair has two. The arguments and errors are those of :func:`heldout_losses`.
-    """
-    parts: list[list[Tensor]] = [[] for _ in range(len(served))]
-    for batch, losses_S in micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done):
-        of_sequences = -run_sums(losses_S, batch.sequence_targets)
-        for slot, of_slot in zip(batch.slots, of_sequences.split(batch.job_sequences), strict=True):
-            parts[slot].append(of_slot)
-    log_probs = [torch.cat(of_slot) for of_slot in parts]
-    check_finite({name: float(of_slot.sum()) for name, of_slot in zip(names, log_probs, strict=True)})
-    return log_probs
+        Raises:
+            NoResultError: A log-probability is not a finite number.
+        """
+        parts: list[list[Tensor]] = [[] for _ in range(len(self.served))]
+        for batch, losses_S in self._micro_batches(token_losses):
+            of_sequences = -run_sums(losses_S, batch.sequence_targets)
+            for slot, of_slot in zip(batch.slots, of_sequences.split(batch.job_sequences), strict=True):
+                parts[slot].append(of_slot)
+        return self._joined(parts)
 
+    def logits(self, heads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the logits of all rows for each adapter with its head ``[K, H]``, ``[Q, K]`` float64.
 
-@torch.no_grad()
-def micro_batches(
-    backbone: Backbone,
-    served: ServedAdapters,
-    dataset: EncodedDataset,
-    max_tokens_per_pass: int,
-    on_done: Callable[[int], None],
-    compute: Callable[[Backbone, TokenBatch], Tensor] = token_losses,
-) -> Iterator[tuple[TokenBatch, Tensor]]:
-    """Run every row with every adapter; yield each micro-batch and the result of ``compute`` for it."""
-    rows, shares_beginnings = tuple(range(len(dataset))), backbone.shares_beginnings
-    everything = [JobRows(dataset, slot, rows, shares_beginnings=shares_beginnings) for slot in range(len(served))]
-    for jobs in split_into_micro_batches(
-        everything, max_tokens_per_pass, split_jobs=True, is_padded=backbone.is_padded
-    ):
-        batch = collate(jobs, backbone.device)
-        counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
-        with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):
-            found_S = compute(backbone, batch)
-        yield batch, found_S
-        on_done(sum(batch.job_rows))
+        Raises:
+            NoResultError: A logit is not a finite number.
+        """
+        on_device = [head_KH.to(self.backbone.device) for head_KH in heads]
+        parts: list[list[Tensor]] = [[] for _ in heads]
+        for batch, states_QH in self._micro_batches(read_states):
+            for slot, of_slot_QH in zip(batch.slots, states_QH.split(batch.job_rows), strict=True):
+                head_KH = on_device[slot]
+                parts[slot].append(F.linear(of_slot_QH.to(head_KH.dtype), head_KH).double().cpu())
+        return self._joined(parts)
 
+    @torch.no_grad()
+    def _micro_batches(self, compute: Callable[[Backbone, TokenBatch], Tensor]) -> Iterator[tuple[TokenBatch, Tensor]]:
+        """Run every row with every adapter; yield each micro-batch and the result of ``compute`` for it."""
+        backbone, served = self.backbone, self.served
+        rows, shares_beginnings = tuple(range(len(self.dataset))), backbone.shares_beginnings
+        everything = [
+            JobRows(self.dataset, slot, rows, shares_beginnings=shares_beginnings) for slot in range(len(served))
+        ]
+        for jobs in split_into_micro_batches(
+            everything, self.max_tokens_per_pass, split_jobs=True, is_padded=backbone.is_padded
+        ):
+            batch = collate(jobs, backbone.device)
+            counts = dict(zip(batch.slots, batch.job_tokens, strict=True))
+            with served.use(served.schedule([counts.get(slot, 0) for slot in range(len(served))])):
+                found_S = compute(backbone, batch)
+            yield batch, found_S
+            self.on_done(sum(batch.job_rows))
 
-def check_finite(values: Mapping[str, float]) -> None:
-    """Check that the values of all adapters, by name, are finite.
+    def _joined(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        joined = [torch.cat(list(of_slot)) for of_slot in parts]
+        self._check_finite([float(of_slot.sum()) for of_slot in joined])
+        return joined
 
-    Raises:
-        NoResultError: A value is not a finite number.
-    """
-    broken = [name for name, value in values.items() if not math.isfinite(value)]
-    if broken:
-        raise NoResultError(
-            f"expected a finite held-out loss, found {values[broken[0]]} for {', '.join(broken)}; the weights of these "
-            "adapters or of the base model are broken, or the base model's precision is too low; leave these adapters "
-            "out"
-        )
+    def _check_finite(self, values: Sequence[float]) -> None:
+        broken = [(name, value) for name, value in zip(self.names, values, strict=True) if not math.isfinite(value)]
+        if broken:
+            raise NoResultError(
+                f"expected a finite held-out loss, found {broken[0][1]} for {', '.join(name for name, _ in broken)}; "
+                "the weights of these adapters or of the base model are broken, or the base model's precision is too "
+                "low; leave these adapters out"
+            )
 
 
 # Evaluation of classifiers and regressors: predictions of their heads for held-out texts, compared with the labels.
 #
 # Shapes: ``Q`` rows, ``H`` hidden size, ``K`` labels.
-
-
-def head_logits(
-    backbone: Backbone,
-    served: ServedAdapters,
-    heads: Sequence[Tensor],
-    dataset: EncodedDataset,
-    *,
-    names: Sequence[str],
-    max_tokens_per_pass: int,
-    on_done: Callable[[int], None],
-) -> list[Tensor]:
-    """Return the logits of all rows for each adapter with its head, ``[Q, K]`` float64.
-
-    The other arguments and the errors are those of :func:`alto.evaluation.loss.heldout_losses`.
-
-    Args:
-        heads: The head of each adapter, ``[K, H]``.
-    """
-    on_device = [head_KH.to(backbone.device) for head_KH in heads]
-    parts: list[list[Tensor]] = [[] for _ in heads]
-    for batch, states_QH in micro_batches(backbone, served, dataset, max_tokens_per_pass, on_done, read_states):
-        for slot, of_slot_QH in zip(batch.slots, states_QH.split(batch.job_rows), strict=True):
-            head_KH = on_device[slot]
-            parts[slot].append(F.linear(of_slot_QH.to(head_KH.dtype), head_KH).double().cpu())
-    logits = [torch.cat(of_slot) for of_slot in parts]
-    check_finite({name: float(of_slot.sum()) for name, of_slot in zip(names, logits, strict=True)})
-    return logits
 
 
 def label_metrics(logits_QK: Tensor, dataset: EncodedDataset) -> Mapping[str, Any]:
@@ -303,15 +259,15 @@ class Choices:
         max_tokens = max(_MAX_TOKENS, longest)
         while True:
             try:
-                found = sequence_log_probs(
-                    self._backbone,
-                    served,
-                    self._dataset,
+                heldout = HeldoutPass(
+                    backbone=self._backbone,
+                    served=served,
+                    dataset=self._dataset,
                     names=names,
                     max_tokens_per_pass=max_tokens,
                     on_done=lambda _: on_turn(),
                 )
-                return [of_adapter.cpu() for of_adapter in found]
+                return [of_adapter.cpu() for of_adapter in heldout.log_probs()]
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise

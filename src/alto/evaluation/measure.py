@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from alto.backbone import Backbone, check_classifier, is_out_of_memory, limits_of, load_backbone, load_tokenizer
 from alto.data import Conversation, EncodedDataset, Encoding, HeldoutRows, LabelledText, Pair, Row, tokenize
 from alto.errors import DataError, DeviceMemoryError, NoResultError, SpecError
-from alto.evaluation.generate import Prompt, check_prompts, complete, max_positions, prompts_of
-from alto.evaluation.loss import Choices, head_logits, heldout_losses, label_metrics, options_of, reply_log_probs
+from alto.evaluation.generate import Prompt, answers_of, check_prompts, complete, max_positions, prompts_of
+from alto.evaluation.loss import Choices, HeldoutPass, label_metrics, options_of
 from alto.evaluation.matching import Matching, matching_of
-from alto.evaluation.scorers import Answer, Scorer, ScorerFailedError
+from alto.evaluation.scorers import Scorer, ScorerFailedError
 from alto.evaluation.scoring import check_key_names, check_references, needed_of, scorable, scorer_of
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import BASE, loaded_adapters
 from alto.evaluation.vllm import complete_with_vllm
-from alto.lora import HEAD, SavedAdapter, ServedAdapters
+from alto.lora import HEAD, SavedAdapter
 from alto.objectives.pairs import preference_metrics
 from alto.records import AdapterEvaluation, Evaluation, EvaluationResult, Prediction
 from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Scoring, quantisation_keys
@@ -41,14 +43,7 @@ def predictions_of(
     Raises:
         ScorerFailedError: The scorer returns no scores.
     """
-    answers = [
-        Answer(
-            prompt=tokenizer.decode(prompt.ids),
-            reference=prompt.reference,
-            answer=tokenizer.decode(text, skip_special_tokens=True),
-        )
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
+    answers = answers_of(prompts, texts, tokenizer)
     scores = [None] * len(answers) if scorer is None else scorer(answers, lambda: None)
     return [
         Prediction(
@@ -278,34 +273,19 @@ class _Bench:
             dataset = tokenize(rows.rows, encoding, "held-out")
         losses: Sequence[float] = ()
         preferences: Sequence[tuple[float, float]] = ()
+        of_labels: Sequence[Mapping[str, Any]] = ()
         if dataset is not None and "loss" in measured:
-            with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
-                losses = heldout_losses(
-                    backbone,
-                    served,
-                    dataset,
-                    names=self.names,
-                    max_tokens_per_pass=max_tokens_per_pass,
-                    on_done=self._counter("loss", len(dataset) * len(served)),
-                )
+            with self._pass("loss", self.names, backbone, dataset, max_tokens_per_pass) as heldout:
+                losses = heldout.losses()
         if dataset is not None and "preference" in measured:
             # Rewards are log-ratios to the base model, which occupies the last slot.
-            with loaded_adapters(backbone, self._slots([*self.names, BASE]), self._base.id) as served:
-                preferences = self._preferences(backbone, served, dataset, max_tokens_per_pass)
-        of_labels: Sequence[Mapping[str, Any]] = ()
+            with self._pass("preference", [*self.names, BASE], backbone, dataset, max_tokens_per_pass) as heldout:
+                preferences = _preferences([log_probs_S.view(-1, 2) for log_probs_S in heldout.log_probs()])
         if dataset is not None and rows.labels is not None:
             check_classifier(backbone, rows.labels)
-            with loaded_adapters(backbone, self._slots(self.names), self._base.id) as served:
-                logits = head_logits(
-                    backbone,
-                    served,
-                    [adapter.weights.extras[HEAD] for adapter in self._adapters.values()],
-                    dataset,
-                    names=self.names,
-                    max_tokens_per_pass=max_tokens_per_pass,
-                    on_done=self._counter("labels", len(dataset) * len(served)),
-                )
-            of_labels = [label_metrics(logits_QK, dataset) for logits_QK in logits]
+            heads = [adapter.weights.extras[HEAD] for adapter in self._adapters.values()]
+            with self._pass("labels", self.names, backbone, dataset, max_tokens_per_pass) as heldout:
+                of_labels = [label_metrics(logits_QK, dataset) for logits_QK in heldout.logits(heads)]
         return _Found(
             of_labels=of_labels,
             losses=losses,
@@ -347,19 +327,20 @@ class _Bench:
             max_new_tokens=self._settings.max_new_tokens,
         )
 
-    def _preferences(
-        self, backbone: Backbone, served: ServedAdapters, dataset: EncodedDataset, max_tokens_per_pass: int
-    ) -> list[tuple[float, float]]:
-        *of_adapters, of_base_Q2 = reply_log_probs(
-            backbone,
-            served,
-            dataset,
-            names=[*self.names, BASE],
-            max_tokens_per_pass=max_tokens_per_pass,
-            on_done=self._counter("preference", len(dataset) * len(served)),
-        )
-        found = [preference_metrics(log_probs_Q2 - of_base_Q2) for log_probs_Q2 in of_adapters]
-        return [(float(one["reward_accuracy"].mean()), float(one["reward_margin"].mean())) for one in found]
+    @contextmanager
+    def _pass(
+        self, what: str, names: Sequence[str], backbone: Backbone, dataset: EncodedDataset, max_tokens_per_pass: int
+    ) -> Iterator[HeldoutPass]:
+        """Load the models called ``names`` for a pass over ``dataset``, whose progress is reported as ``what``."""
+        with loaded_adapters(backbone, self._slots(names), self._base.id) as served:
+            yield HeldoutPass(
+                backbone=backbone,
+                served=served,
+                dataset=dataset,
+                names=names,
+                max_tokens_per_pass=max_tokens_per_pass,
+                on_done=self._counter(what, len(dataset) * len(names)),
+            )
 
     def _counter(self, what: str, total: int) -> Callable[[int], None]:
         done = 0
@@ -372,6 +353,14 @@ class _Bench:
 
         count(0)
         return count
+
+
+def _preferences(log_probs: Sequence[Tensor]) -> list[tuple[float, float]]:
+    """Return reward accuracy and margin of each model, given every model's log-probabilities of chosen and rejected
+    replies, ``[pairs, 2]``; those of the base model are the last."""
+    *of_adapters, of_base_Q2 = log_probs
+    found = [preference_metrics(log_probs_Q2 - of_base_Q2) for log_probs_Q2 in of_adapters]
+    return [(float(one["reward_accuracy"].mean()), float(one["reward_margin"].mean())) for one in found]
 
 
 def _check_of_heads(settings: EvaluationSettings) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alto.backbone import Backbone, classifier_of, is_out_of_memory
+from alto.backbone import LOGIT_TOLERANCES, Backbone, classifier_of, is_out_of_memory
 from alto.evaluation.target import loaded_adapters
 from alto.lora import (
     HEAD,
@@ -32,12 +32,6 @@ from alto.lora import (
     silent_peft,
 )
 from alto.records import AdapterCheck, LabelSet
-
-_TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-"""Tolerances of the relative difference of logits, in norm.
-
-Rounding to 16 bits may hide the effect of an adapter, so its modules and numbers are also compared exactly.
-"""
 
 _MAX_SHOWN = 2
 
@@ -84,7 +78,8 @@ class PeftCheck:
             why = f"loading the adapter fails with {type(error).__name__}: {_first_line(error)}"
             return AdapterCheck(status="different", why=why, peft=version)
         difference = ((theirs_TV - ours_TV).norm() / ours_TV.norm()).item()
-        if not difference <= _TOLERANCES[self._backbone.dtype]:
+        # Rounding to 16 bits may hide the effect of an adapter, so its modules and numbers are compared exactly, too.
+        if not difference <= LOGIT_TOLERANCES[self._backbone.dtype]:
             faults.append(f"logits differ by {difference:.1e} (relative)")
         return AdapterCheck(
             status="different" if faults else "equal", why="; ".join(faults), difference=difference, peft=version

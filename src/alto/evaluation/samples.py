@@ -7,13 +7,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from alto.backbone import Backbone
 from alto.data import Row
 from alto.errors import DataError
 from alto.evaluation.generate import Prompt, complete, max_positions, prompt_of
-from alto.evaluation.scorers import Guard, failure_text
+from alto.evaluation.scorers import attempted
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import loaded_adapters
 from alto.lora import read_saved_adapter
@@ -59,13 +57,8 @@ class Sampler:
             adapters: Adapter folders by job.
             on_turn: Called after every token; its exceptions are raised from here.
         """
-        guard = Guard(on_turn)
-        try:
-            return Samples(rows=self._rows(adapters, guard))
-        except Exception as error:
-            if error is guard.raised or isinstance(error, torch.AcceleratorError):
-                raise
-            return Samples(failure=failure_text(error))
+        rows, failure = attempted(lambda turn: self._rows(adapters, turn), on_turn)
+        return Samples(rows=rows or (), failure=failure)
 
     def _rows(self, adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> tuple[Sample, ...]:
         saved = [read_saved_adapter(folder) for folder in adapters.values()]

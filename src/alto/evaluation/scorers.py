@@ -6,8 +6,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
+
+import torch
 
 from alto.data import Conversation
 from alto.errors import AltoError
@@ -113,62 +116,50 @@ def within(timeout_s: float, work: Callable[[], T], on_turn: OnTurn) -> T:
         BaseException: Any exception that ``work`` raises.
     """
     on_turn()
-    outcome = _Outcome[T]()
-    threading.Thread(target=outcome.fill, args=(work,), daemon=True, name="alto-scorer").start()
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:  # includes SystemExit
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="alto-scorer").start()
     deadline = time.monotonic() + timeout_s
-    while not outcome.is_there.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+    while not wait([outcome], max(0.0, min(_POLL_S, deadline - time.monotonic()))).done:
         on_turn()
         if time.monotonic() >= deadline:
             raise TooLateError(f"no result within {timeout_s:g} s")
     return outcome.result()
 
 
-class _Outcome(Generic[T]):
-    """The return value or the exception of a thread's work."""
-
-    def __init__(self) -> None:
-        self.is_there = threading.Event()
-        self._values: list[T] = []
-        self._error: BaseException | None = None
-
-    def fill(self, work: Callable[[], T]) -> None:
-        try:
-            self._values.append(work())
-        except BaseException as error:  # includes SystemExit
-            self._error = error
-        finally:
-            self.is_there.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._values[0]
-
-
 _MAX_REASON_CHARS = 500
 
 
-class Guard:
-    """A wrapper of a callback that remembers the callback's latest exception.
+def attempted(work: Callable[[OnTurn], T], on_turn: OnTurn) -> tuple[T | None, str]:
+    """Return the result of ``work``; or None, and in one line why it failed.
 
-    Attributes:
-        raised: The latest exception of the callback; None if it raised none.
+    Exceptions of ``on_turn``, which ``work`` calls, and errors of the accelerator are raised from here.
     """
+    raised: BaseException | None = None
 
-    def __init__(self, on_turn: OnTurn) -> None:
-        self._on_turn = on_turn
-        self.raised: BaseException | None = None
-
-    def __call__(self) -> None:
+    def turn() -> None:
+        nonlocal raised
         try:
-            self._on_turn()
+            on_turn()
         except BaseException as error:
-            self.raised = error
+            raised = error
             raise
 
+    try:
+        return work(turn), ""
+    except Exception as error:
+        if error is raised or isinstance(error, torch.AcceleratorError):
+            raise
+        return None, _failure_text(error)
 
-def failure_text(error: Exception) -> str:
-    """Return the message of ``error`` in one line of at most 500 characters."""
+
+def _failure_text(error: Exception) -> str:
     text = str(error) if isinstance(error, AltoError | ScorerFailedError) else f"{type(error).__name__}: {error}"
     text = " ".join(text.split())
     return text if len(text) <= _MAX_REASON_CHARS else text[: _MAX_REASON_CHARS - 1] + "…"

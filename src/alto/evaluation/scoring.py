@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import sys
 import traceback
 import urllib.error
 import urllib.request
@@ -15,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from alto.base import is_number
 from alto.data import ChatTemplate, Conversation, LabelledText, Pair, Row
 from alto.errors import DataError, SpecError
 from alto.evaluation.generate import reply_text
@@ -42,6 +44,7 @@ BACKOFF_S = (0.5, 1.0)
 
 _RETRIED = (408, 425, 429, 500, 502, 503, 504)
 _MAX_BYTES = 16 * 1024**2
+_MOST = sys.float_info.max
 
 
 class HttpScorer:
@@ -128,8 +131,8 @@ class HttpScorer:
             raise ScorerFailedError(f"{self._address}: {expected}, found {what}")
         if len(scores) != num_rows:
             raise ScorerFailedError(f"{self._address}: {expected}, found {len(scores)} scores")
-        if not all(_is_number(score) for score in scores):
-            position = next(at for at, score in enumerate(scores) if not _is_number(score))
+        position = next((at for at, score in enumerate(scores) if not is_number(score, least=-_MOST, most=_MOST)), None)
+        if position is not None:
             raise ScorerFailedError(f"{self._address}: {expected}, found no such number at position {position}")
         return [float(score) for score in scores]
 
@@ -164,13 +167,6 @@ def _headers(variable: str | None) -> dict[str, str]:
 def _is_header(name: str, value: object) -> bool:
     is_name = name.isascii() and name.replace("-", "").replace("_", "").isalnum()
     return is_name and isinstance(value, str) and value.isascii() and value.isprintable()
-
-
-def _is_number(value: object) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _status(code: int) -> str:

@@ -27,7 +27,6 @@ def complete_with_vllm(
 
     Args:
         adapters: The adapters; None means the base model alone.
-        prompts: Token ids of each prompt.
         ends: Tokens that end a text, in addition to those that the model's own files name.
 
     Raises:

@@ -5,7 +5,7 @@ from alto.executor.conclusion import Hooks
 from alto.executor.context import JobState, TaskContext, initial_states
 from alto.executor.executor import Executor, run_alone
 from alto.executor.micro_batches import MicroBatches
-from alto.executor.planned_job import PlannedJob, plan_jobs, resolve_early_exit, resolve_rungs
+from alto.executor.planned_job import resolve_early_exit, resolve_rungs
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
 from alto.executor.session import TaskSession
@@ -20,7 +20,6 @@ __all__ = [
     "Hooks",
     "JobState",
     "MicroBatches",
-    "PlannedJob",
     "Ranks",
     "ResumeState",
     "RunStart",
@@ -35,7 +34,6 @@ __all__ = [
     "initial_states",
     "load_base",
     "model_notes",
-    "plan_jobs",
     "read_refusal",
     "recover",
     "resolve_early_exit",

@@ -22,17 +22,13 @@ from alto.executor.context import JobState
 from alto.executor.forward_plan import JobBatch, Passes
 from alto.executor.micro_batches import watching
 from alto.executor.start_adapter import StartAdapter
-from alto.kernels import upload
+from alto.kernels import send, upload
 from alto.lora import AdapterBank
 from alto.objectives import AuxiliaryTerm, run_sums, token_losses
 
 
 class AuxiliaryTerms:
-    """Makes the auxiliary terms of each step and evaluation.
-
-    Args:
-        passes: The forward passes of the jobs.
-    """
+    """Makes the auxiliary terms of each step and evaluation."""
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
@@ -64,8 +60,6 @@ class Divergence(AuxiliaryTerm):
     The estimate is the mean log-ratio of prompts with the replies of other rows, over a job's whole batch; at least 0.
 
     Args:
-        passes: The forward passes of the jobs.
-        batches: Jobs, each with the rows of a batch.
         start_rows: Rows of the bank by starting adapter; completed by this term.
     """
 
@@ -150,8 +144,6 @@ def start_weights(
     """Put the adapters that jobs began with into their local slots; restore the present adapters bit by bit on exit.
 
     Args:
-        bank: Bank of this rank.
-        begun: Starting adapters by local slot.
         start_rows: Rows of the bank by starting adapter; new ones are added.
     """
     params_ZP = bank.params_ZP
@@ -181,7 +173,6 @@ class RouterBalance(AuxiliaryTerm):
     Shapes: ``T`` tokens, ``J`` jobs of a micro-batch, ``U`` micro-steps of all jobs in it, ``E`` experts.
 
     Args:
-        passes: The forward passes of the jobs.
         batches: Every job of the step on all ranks, with its dataset and the rows of its batch.
     """
 
@@ -313,7 +304,6 @@ class _Run:
     """Consecutive tokens of a micro-batch that belong to one micro-step.
 
     Attributes:
-        job: Index of the job.
         number: Number of the micro-step, from 0.
     """
 
@@ -370,4 +360,4 @@ def _weights(parts: Sequence[JobRows], device: torch.device) -> Tensor | None:
     for span in spans:
         weights_T[before : before + span.prefix] += 1
         before, first = first, first + span.length
-    return (weights_T.pin_memory() if device.type == "cuda" else weights_T).to(device, non_blocking=True)
+    return send(weights_T, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -25,6 +25,7 @@ from alto.records import TaskPlan, Throughput
 from alto.runs import Event, RunDir
 from alto.runs.events import (
     BaseDescription,
+    KernelsCompiled,
     ProfileMeasured,
     TaskResumed,
     TaskStarted,
@@ -40,8 +41,6 @@ def model_notes(model: PreTrainedModel, configs: Sequence[JobConfig], method: st
 
     Args:
         model: The base model, with or without weights, with or without injected adapters.
-        configs: Configurations of all jobs.
-        method: The task's method.
     """
     return (
         *untrained_notes(model, configs),
@@ -66,7 +65,6 @@ class RunStart:
     """The inputs of a run that starts or is resumed.
 
     Attributes:
-        run_dir: The run directory.
         resume_state: State of an interrupted run; an empty one starts the task from its first step.
         forecast: Measured memory, packing and duration of the task; None if nothing was measured.
         base: Fingerprint and precision of the base model, for the journal; None if they are not recorded.
@@ -111,7 +109,7 @@ def _compile_kernels(state: TaskState, recorder: JournalRecorder) -> None:
         now_s = time.monotonic()
         if done in (0, total) or now_s - reported_s >= _REPORT_EVERY_S:
             reported_s = now_s
-            recorder.kernels_compiled(done, total, now_s - began_s)
+            recorder.append(KernelsCompiled(done=done, total=total, duration_s=now_s - began_s))
 
 
 def _restore_jobs(state: TaskState, start: RunStart, lifecycle: JobLifecycle) -> None:
@@ -164,7 +162,7 @@ def _begin_events(state: TaskState, start: RunStart) -> Iterator[Event]:
         references=context.references,
         gpu_hour_price=task.search.budget.gpu_hour_price,
         init_adapter=None if context.start is None else context.start.fact,
-        refit=None if task.refit is None else refit_fact(task.refit),
+        refit=refit_fact(task.refit),
         fused=context.backbone.fusion.described(),
         max_slots=state.slot_manager.num_slots,
         packing=_packing(state),
@@ -241,7 +239,7 @@ def compile_notes(state: TaskState) -> tuple[str, ...]:
     all."""
     if not state.context.backbone.is_compiled:
         return ()
-    inside, total = state.trainer.graph_groups
+    inside, total = state.trainer.passes.forward_context.graph_groups
     note = f"torch_compile: adapters are inside the compiled layers for {inside} of {total} inputs of linear modules"
     if inside == total:
         return (f"{note}.",)
@@ -280,20 +278,7 @@ def _rung_notes(state: TaskState) -> tuple[str, ...]:
 
 
 def _profile(forecast: TaskPlan) -> ProfileMeasured:
-    return ProfileMeasured(
-        is_cached=forecast.is_cached,
-        profile_s=forecast.profile_s,
-        memory=forecast.memory,
-        throughput=forecast.throughput,
-        slot_bytes=forecast.slot_bytes,
-        max_slots=forecast.max_slots,
-        max_tokens_per_step=forecast.max_tokens_per_step,
-        max_tokens_per_pass=forecast.max_tokens_per_pass,
-        gradient_checkpointing=forecast.gradient_checkpointing,
-        peak_bytes=forecast.peak_bytes,
-        duration_s=forecast.duration_s,
-        expected_duration_s=forecast.expected_duration_s,
-    )
+    return ProfileMeasured(**{fact.name: getattr(forecast, fact.name) for fact in fields(ProfileMeasured)})
 
 
 def _versions() -> dict[str, str | None]:

@@ -51,9 +51,7 @@ def save(kind: Kind, key: Mapping[str, Any], measured: Any) -> None:
     """Save ``measured`` under ``key``. If the cache cannot be written, the next run measures again.
 
     Args:
-        kind: Kind of the entry.
         key: Everything that the measurement depends on, as JSON values.
-        measured: The measurement, as JSON values.
     """
     file = _file(kind, key)
     with contextlib.suppress(OSError):
@@ -65,7 +63,6 @@ def revise(kind: Kind, name: str, change: Callable[[Any], Any]) -> None:
     """Replace an entry by the result of ``change``. Do nothing if the entry is gone or cannot be written.
 
     Args:
-        kind: Kind of the entry.
         name: Name of the entry, from :func:`name_of`.
         change: Takes the measurement and returns the new one, as JSON values; None leaves the entry unchanged.
     """

@@ -50,9 +50,7 @@ class StateStore:
         """Save a state in :meth:`folder`, atomically. It becomes part of a checkpoint at the next :meth:`commit`.
 
         Args:
-            job: Id of the job.
             kind: ``best`` or ``last``.
-            step: Steps that the job has done.
             fill: Writes the state's files into an empty folder.
 
         Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,6 +16,7 @@ from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState
 from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint, RungResult, Samples, Standing
 from alto.runs import RunDir
+from alto.runs.events import AdapterChecked, FinalistsJudged, RungScored, SamplesGenerated, WarmupEnded
 
 Check: TypeAlias = Callable[[Path], AdapterCheck]
 """A check that PEFT loads an adapter (its folder) as it was trained."""
@@ -74,10 +75,7 @@ def conclude(
     the result.
 
     Args:
-        state: State of the task.
-        recorder: Writes the result into the journal.
         run_dir: Contains the best adapters of all jobs.
-        hooks: Functions that judge finalists, generate samples and check the best adapter.
         stop_if_asked: Raises an error if the run has to stop; called while adapters generate texts.
 
     Raises:
@@ -95,9 +93,10 @@ def conclude(
     winner = chosen.winner
     if hooks.generate is not None:
         jobs = [winner.job] if chosen.runner_up is None else [winner.job, chosen.runner_up]
-        recorder.samples_generated(hooks.generate({job: run_dir.job(job, "best") for job in jobs}, stop_if_asked))
+        samples = hooks.generate({job: run_dir.job(job, "best") for job in jobs}, stop_if_asked)
+        recorder.append(SamplesGenerated(samples=samples.rows, failure=samples.failure))
     if hooks.check is not None and state.context.ranks.is_first:
-        recorder.adapter_checked(winner.job, hooks.check(run_dir.job(winner.job, "best")))
+        recorder.append(AdapterChecked(job=winner.job, **asdict(hooks.check(run_dir.job(winner.job, "best")))))
     recorder.task_completed(winner, chosen.tied, state.jobs.values(), state.stopwatch.time_s)
 
 
@@ -133,7 +132,7 @@ def _judged(
     finalists = state.selection.leaders(state.context.task.num_finalists)
     judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
     scores = scores_of(judgement)
-    recorder.finalists_judged(judgement, scores)
+    recorder.append(FinalistsJudged(scores=tuple(scores), scorer=judgement.scorer, failure=judgement.failure))
     if judgement.failure:
         return None
     winner, tied = choose(finalists, {score.job: score for score in scores}, scorer=judgement.scorer)
@@ -159,7 +158,7 @@ def _why_there_is_none(state: TaskState) -> str:
         )
     if not failed:
         return f"all {len(decisions)} jobs diverged before that; lower the learning rates"
-    row, fits = failed[0].evidence["row_tokens"], state.slot_manager.largest_micro_batch
+    row, fits = failed[0].evidence["row_tokens"], state.trainer.micro_batches.largest
     remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
     return (
         f"{len(failed)} of {len(decisions)} jobs have a row that does not fit into memory even alone: it has {row:,} "
@@ -184,7 +183,8 @@ def hold_rung(
         recorder.losses(job)
     _score_rung(state, recorder, judge, stop_if_asked)
     result = selection.select()
-    recorder.rung_held(index, rung, result)
+    dropped = tuple(decision.job for decision in result.dropped)
+    recorder.append(WarmupEnded(rung=index, progress=rung.progress, kept=tuple(result.kept), dropped=dropped))
     for decision in result.dropped:
         lifecycle.end(state.jobs[decision.job], decision)
     return result
@@ -198,8 +198,6 @@ def _score_rung(
 
     Args:
         state: State of the task; every job that trains waits at the rung.
-        recorder: Writes the scores into the journal.
-        judge: Scores adapters.
         stop_if_asked: Raises an error if the run has to stop.
 
     Raises:
@@ -217,7 +215,15 @@ def _score_rung(
     finally:
         state.slot_manager.bank.reinject()  # the judge has injected other adapters into the base model
     scores = scores_of(judgement)
-    recorder.rung_scored(index, rung, judgement, scores)
+    recorder.append(
+        RungScored(
+            rung=index,
+            progress=rung.progress,
+            scores=tuple(scores),
+            scorer=judgement.scorer,
+            failure=judgement.failure,
+        )
+    )
     selection.observe_scores(scores)
 
 

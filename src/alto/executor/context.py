@@ -37,8 +37,6 @@ class TaskContext:
         data: Tokenised rows; after :func:`alto.executor.stages.with_references` they include reference log-probs if the
             objective needs them.
         jobs: The jobs of the search space, without jobs that are added while the task runs.
-        objective: Loss and metrics of the jobs.
-        policy: Decides which jobs end early.
         references: Source of the reference log-probs in ``data``; None if there are none.
         start: The adapter that jobs begin with; None if they begin with new adapters.
         ranks: This process among the ranks that train the task; all ranks hold equal contexts.
@@ -207,7 +205,6 @@ class JobState:
     """One job of a running task.
 
     Attributes:
-        planned: The constant part of the job: configuration, shape, steps.
         context: The task's context, with rows, objective, metric and early-exit settings.
         starts_warm: Whether the job is a clone that begins with the adapter in its ``start`` folder.
         forked_at: Step from which it continues the state of another job; 0 for all other jobs.

@@ -125,7 +125,6 @@ def measure_best(state: TaskState, recorder: JournalRecorder) -> None:
 
     Args:
         state: State of the task; all its jobs have ended and the bank has a free slot.
-        recorder: Writes the result into the journal.
     """
     context, selection, planned = state.context, state.selection, state.context.task.early_exit.final_evaluations
     if not context.has_final_evaluations:

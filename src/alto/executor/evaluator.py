@@ -48,30 +48,14 @@ class Evaluated:
         return tuple(float(f"{value:.6g}") for value in self.rows_of(LOSS))
 
 
-@dataclass(frozen=True, slots=True)
-class Derivation:
-    """Computes metrics from sums over the rows of a split (:class:`alto.objectives.DerivedMetrics`)."""
-
-    source: DerivedMetrics
-    labels: LabelSet
-
-    @property
-    def num_statistics(self) -> int:
-        return self.source.num_statistics(self.labels)
-
-    def metrics(self, statistics: Sequence[float], num_rows: int) -> Mapping[str, float]:
-        return self.source.derived_metrics(statistics, num_rows, self.labels)
-
-
 class Tally:
     """Sums over the rows of a split, and single values of each row.
 
     Args:
-        metrics: Names of the metrics that are summed beside the loss.
         row_values: Names of the values that are kept for every row: the loss or one of ``metrics``.
         weights: Weight of every row of the split in the mean.
         sources: Name and number of rows of every source of a mixture, in order; the loss of each source is a metric.
-        derivation: Computes further metrics from sums; None if there are none.
+        derived: Computes further metrics from sums, with the labels of the rows; None if there are none.
         rows: The rows to evaluate, in the order in which their values are kept; None for all, in their order.
     """
 
@@ -81,10 +65,10 @@ class Tally:
         row_values: Sequence[str],
         weights: Sequence[float],
         sources: Sequence[tuple[str, int]] = (),
-        derivation: Derivation | None = None,
+        derived: tuple[DerivedMetrics, LabelSet] | None = None,
         rows: Sequence[int] | None = None,
     ) -> None:
-        self._derivation = derivation
+        self._derived = derived
         self._metrics = metrics
         self._row_values = tuple(row_values)
         self.rows = tuple(range(len(weights)) if rows is None else rows)
@@ -99,7 +83,8 @@ class Tally:
     def forget(self) -> None:
         """Reset all sums."""
         self._sums = [0.0] * (1 + len(self._metrics))
-        self._statistics = [0.0] * (0 if self._derivation is None else self._derivation.num_statistics)
+        source, labels = self._derived or (None, None)
+        self._statistics = [0.0] * (0 if source is None or labels is None else source.num_statistics(labels))
         self._rows = {name: [0.0] * len(self._weights) for name in self._row_values}
         self._known: set[str] = set()
 
@@ -119,7 +104,10 @@ class Tally:
         of_sources = self._source_losses(rows["loss"]) if "loss" in rows else {}
         if "loss" in rows:
             rows["loss"] = tuple(value / weight for value, weight in zip(rows["loss"], self._weights, strict=True))
-        derived = {} if self._derivation is None else self._derivation.metrics(statistics, len(self._weights))
+        derived: Mapping[str, float] = {}
+        if self._derived is not None:
+            source, labels = self._derived
+            derived = source.derived_metrics(statistics, len(self._weights), labels)
         means = dict(zip(self._metrics, metrics, strict=True))
         return Evaluated(loss=loss, metrics={**means, **derived, **of_sources}, rows=rows)
 
@@ -134,13 +122,7 @@ class Tally:
 
     @staticmethod
     def add_micro_batch(tallies: Sequence[Tally], rows: Sequence[Sequence[int]], terms: Terms) -> None:
-        """Add the terms of one micro-batch.
-
-        Args:
-            tallies: Tallies of the jobs in the micro-batch, in order.
-            rows: Row indices of each job in the micro-batch.
-            terms: The objective's terms of the micro-batch.
-        """
+        """Add the terms of one micro-batch."""
         if not tallies:
             return
         metrics = [terms.metrics[name] for name in tallies[0]._metrics]
@@ -168,14 +150,10 @@ def _rows_of_sources(sources: Sequence[tuple[str, int]]) -> Iterator[tuple[str, 
 
 
 class Evaluator:
-    """Evaluates the jobs in the slots of a bank, and the base model without them.
-
-    Args:
-        passes: The forward passes of the jobs in this rank's bank.
-    """
+    """Evaluates the jobs in the slots of a bank, and the base model without them."""
 
     def __init__(self, passes: Passes) -> None:
-        self._passes = passes
+        self.passes = passes
         self._auxiliary = AuxiliaryTerms(passes)
 
     @torch.no_grad()
@@ -194,7 +172,7 @@ class Evaluator:
             RowTooLargeError: A single row does not fit into memory.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
-        passes = self._passes
+        passes = self.passes
         here, index_of = passes.here(jobs), passes.index_of(jobs)
         of_jobs = [None] * len(jobs) if rows is None else rows
         all_tallies = [_new_tally(job.context, split, of_job) for job, of_job in zip(jobs, of_jobs, strict=True)]
@@ -249,15 +227,15 @@ class Evaluator:
             DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
         tallies = [_new_tally(context, split, rows) for _ in configs]
-        dataset, shares_beginnings = context.data.held_out(split), self._passes.backbone.shares_beginnings
+        dataset, shares_beginnings = context.data.held_out(split), self.passes.backbone.shares_beginnings
         everything = JobRows(dataset, 0, tallies[0].rows, shares_beginnings=shares_beginnings)
-        work, num_micro_batches = divided(everything, self._passes.micro_batches, self._passes.ranks)
+        work, num_micro_batches = divided(everything, self.passes.micro_batches, self.passes.ranks)
 
         def accumulate(parts: Sequence[JobRows]) -> None:
             with watching("evaluation"):
-                batch = self._auxiliary.at_start(self._passes.collate(parts))
+                batch = self._auxiliary.at_start(self.passes.collate(parts))
                 with within(sum(batch.job_tokens)):
-                    losses_S = token_losses(self._passes.backbone, batch)
+                    losses_S = token_losses(self.passes.backbone, batch)
                 for config, tally in zip(configs, tallies, strict=True) if parts else ():
                     terms = terms_of(context.objective, losses_S, batch, [config])
                     Tally.add_micro_batch([tally], [part.rows for part in parts], terms)
@@ -280,14 +258,14 @@ class Evaluator:
             for tally in tallies:
                 tally.forget()
 
-        self._passes.micro_batches.run(
+        self.passes.micro_batches.run(
             work, accumulate, forget=forget, prepare=prepare, split_jobs=True, num_micro_batches=num_micro_batches
         )
 
     def _evaluated(self, tallies: Sequence[Tally]) -> list[Evaluated]:
         """Return the evaluations from the tallies of all ranks."""
         values = [tally.values() for tally in tallies]
-        totals = iter(self._passes.ranks.sum([value for of_one in values for value in of_one]))
+        totals = iter(self.passes.ranks.sum([value for of_one in values for value in of_one]))
         return [
             tally.evaluated(list(itertools.islice(totals, len(of_one))))
             for tally, of_one in zip(tallies, values, strict=True)
@@ -297,5 +275,5 @@ class Evaluator:
 def _new_tally(context: TaskContext, split: EvaluationSplit, rows: Sequence[int] | None) -> Tally:
     dataset = context.data.held_out(split)
     objective, labels = context.objective, dataset.label_set
-    derivation = None if objective.derived is None or labels is None else Derivation(objective.derived, labels)
-    return Tally(objective.mean_metrics, context.row_values, dataset.weights, dataset.sources, derivation, rows)
+    derived = None if objective.derived is None or labels is None else (objective.derived, labels)
+    return Tally(objective.mean_metrics, context.row_values, dataset.weights, dataset.sources, derived, rows)

@@ -51,9 +51,6 @@ class Executor:
 
     An error in the work of one session ends only that session. With several ranks there is only one session.
 
-    Args:
-        bank: The bank shared by all sessions.
-
     Attributes:
         sessions: Sessions by name, in the order in which they were attached.
     """
@@ -69,7 +66,6 @@ class Executor:
         """Let the jobs of another task train from the next turn on.
 
         Args:
-            name: Unique name of the session in this executor.
             session: A session built with this executor's bank.
             weight: Its share of slots and tokens relative to other sessions; positive.
 
@@ -174,7 +170,7 @@ class Executor:
         try:
             trainer.update(jobs)
         except DeviceMemoryError as error:
-            if not trainer.is_alone:
+            if not trainer.passes.ranks.is_alone:
                 raise
             no_memory = error
         else:

@@ -13,7 +13,7 @@ from alto.errors import JobCommandError, SpecError
 from alto.executor.context import JobState
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.slot_manager import TaskState
-from alto.records import ExitDecision, ExitReason, LossPoint, RungResult, Throughput
+from alto.records import ExitReason, LossPoint, RungResult, Throughput
 from alto.search import Need, TimeSpent, Trial, beyond_budget, forks_of, next_configuration
 from alto.spec import JOB_FIELDS, LOSS, Job, JobConfig, Sampled, Task, find_method
 
@@ -24,12 +24,9 @@ def clone_job(origin: Job, changes: Mapping[str, Any], others: Collection[JobSta
     ``lora_alpha`` keeps its ratio to ``r`` unless it is given. A given number of epochs replaces ``max_steps``.
 
     Args:
-        origin: The job to clone.
         changes: New values by key, in any spelling of a job's keys and of the settings of the task's method.
-        others: All jobs of the task.
         warm: Whether the clone starts from the weights of ``origin``; then it may have the configuration of another
             job.
-        task: The task of these jobs.
 
     Raises:
         JobCommandError: Another job already has this configuration.
@@ -79,8 +76,6 @@ class Exploration:
     """Carries out the decisions of a task's search.
 
     Args:
-        state: State of the task.
-        lifecycle: Adds and ends jobs.
         spent_before_s: Seconds that the task took before it was interrupted.
         throughput: Measured duration of steps; None if it was not measured.
         clock: Returns the time in seconds; never goes back.
@@ -237,12 +232,8 @@ class Exploration:
 
     def _end(self, jobs: Sequence[str]) -> None:
         """End jobs because of the budget."""
-        selection = self._state.selection
-        for job_id in jobs:
-            job = self._state.jobs[job_id]
-            decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.BUDGET)
-            selection.end(decision)
-            self._lifecycle.end(job, decision)
+        for job in jobs:
+            self._lifecycle.exit(self._state.jobs[job], ExitReason.BUDGET)
 
     def _changed(self, config: JobConfig, changes: Mapping[str, float]) -> JobConfig:
         """Return ``config`` with those of ``changes`` that its other settings allow. For instance, adapters on experts

@@ -75,7 +75,6 @@ class Passes:
         bank: Bank of this rank; the banks of all ranks have the same number of slots.
         forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
         micro_batches: Splits work into micro-batches that fit into memory.
-        ranks: This process among the ranks that train together.
 
     Attributes:
         slots: Maps slots to ranks and local slots.
@@ -122,7 +121,6 @@ class Passes:
         """Return this rank's share of ``batches``, and the largest number of micro-batches of any rank.
 
         Args:
-            batches: Rows of every job.
             split_jobs: Whether the rows of a job may be split over micro-batches.
             is_step: Whether the rows of each job are the rows of one training step.
         """
@@ -195,8 +193,6 @@ def schedule_of(
     """Return the schedule that assigns the tokens of ``batch`` to slots.
 
     Args:
-        batch: The tokens of a micro-batch.
-        by_local_slot: The jobs in the slots.
         training: Whether dropout applies.
         steps_ahead: Number of steps after the next step of the jobs.
     """

@@ -12,6 +12,7 @@ from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TaskState
 from alto.records import ExitDecision, ExitReason, Throughput
 from alto.runs import RunDir
+from alto.runs.events import GpusOffered, JobReopened
 from alto.scheduler import JobDemand, LastJob, ResidentLimits, forecast_last_jobs, plan_residents
 from alto.spec import LOSS, loss_scale, places_at
 
@@ -20,8 +21,6 @@ class JobLifecycle:
     """Admits, parks, ends, reopens, adds and saves jobs.
 
     Args:
-        state: State of the task; modified.
-        recorder: Writes each change into the journal.
         run_dir: The run directory; its lock is checked before states are saved.
     """
 
@@ -37,7 +36,6 @@ class JobLifecycle:
         Args:
             job: A pending or parked job.
             slot: Slot number, counted over all ranks.
-            reason: Reason for this choice, for the journal.
             is_data_parallel: Whether it enters the same local slot on every rank.
         """
         slot_manager = self._state.slot_manager
@@ -68,11 +66,16 @@ class JobLifecycle:
         else:
             self._recorder.job_exited(job, slot, best, decision, command)
 
+    def exit(self, job: JobState, reason: ExitReason, command: str | None = None, **evidence: float) -> None:
+        """End a job at its current step, for a reason that is not a rule's."""
+        decision = ExitDecision(job=job.id, step=job.step, reason=reason, evidence=evidence)
+        self._state.selection.end(decision)
+        self.end(job, decision, command)
+
     def finish(self, job: JobState, test: Evaluated | None) -> None:
         """End a job after its last step in a task without validation.
 
         Args:
-            job: The job, in its slot.
             test: Its loss on the test rows; None if it was not measured.
         """
         self._recorder.losses(job)
@@ -82,14 +85,8 @@ class JobLifecycle:
 
     def fail(self, error: RowTooLargeError) -> None:
         """End the job whose row does not fit into memory."""
-        job = self._state.in_slot(error.slot)
-        evidence = {
-            "row_tokens": error.num_tokens,
-            "largest_micro_batch": self._state.slot_manager.largest_micro_batch,
-        }
-        decision = ExitDecision(job=job.id, step=job.step, reason=ExitReason.FAILED, evidence=evidence)
-        self._state.selection.end(decision)
-        self.end(job, decision)
+        job, largest = self._state.in_slot(error.slot), self._state.trainer.micro_batches.largest
+        self.exit(job, ExitReason.FAILED, row_tokens=error.num_tokens, largest_micro_batch=largest)
 
     def reopen(self, job: JobState, command: str) -> None:
         """Resume a job that had ended, for the user's command with id ``command``.
@@ -101,15 +98,10 @@ class JobLifecycle:
             self._fit(job)
             job.fits = True
         self._state.selection.reopen(job.id)
-        self._recorder.job_reopened(job, command)
+        self._recorder.append(JobReopened(job=job.id, step=job.step, command=command))
 
     def add_clone(self, clone: JobState, origin: JobState, command: str) -> None:
         """Add a clone as a pending job while the task runs.
-
-        Args:
-            clone: The new job.
-            origin: The cloned job.
-            command: Id of the user's command.
 
         Raises:
             DeviceMemoryError: The clone's adapter does not fit; nothing is changed.
@@ -131,10 +123,7 @@ class JobLifecycle:
         state.selection.add(job.id, job.total_steps, scale, catches_up=True)
         self._recorder.job_added(job)
         if not job.fits:
-            evidence = {"adapter_bytes": state.slot_manager.bank.bytes_for(job)}
-            decision = ExitDecision(job=job.id, step=0, reason=ExitReason.FAILED, evidence=evidence)
-            state.selection.end(decision)
-            self.end(job, decision)
+            self.exit(job, ExitReason.FAILED, adapter_bytes=state.slot_manager.bank.bytes_for(job))
             return
         start_like_others(job, state, self._recorder)
 
@@ -142,7 +131,6 @@ class JobLifecycle:
         """Add a job that continues the training of ``origin`` with its weights and optimizer state; it is parked.
 
         Args:
-            fork: The new job.
             origin: A job that trains, with the same shape.
             replaces: The ended job that the new job replaces.
 
@@ -199,9 +187,7 @@ def start_like_others(clone: JobState, state: TaskState, recorder: JournalRecord
     settings.
 
     Args:
-        clone: A job that was just added to the task.
         state: State of the task; its selection keeps the value.
-        recorder: Writes the value into the journal.
     """
     metric = state.context.task.metric
     for job in state.jobs.values():
@@ -286,8 +272,6 @@ class GpuOffers:
     stop this executor and resume the task with that number of GPUs.
 
     Args:
-        state: State of the task.
-        recorder: Writes offers into the journal.
         throughput: Measured duration of steps on the ranks of this executor; without it (None), nothing is offered.
     """
 
@@ -314,4 +298,10 @@ class GpuOffers:
         forecast = forecast_last_jobs(jobs, self._throughput, context.ranks.size, places=places)
         if forecast is not None:
             self._num_offered = len(training)
-            self._recorder.gpus_offered(forecast)
+            self._recorder.append(
+                GpusOffered(
+                    num_gpus=forecast.num_gpus,
+                    duration_s=forecast.duration_s,
+                    data_parallel_duration_s=forecast.spread_duration_s,
+                )
+            )

@@ -19,7 +19,6 @@ class MemoryEvent:
     """An out-of-memory event, with the new limits.
 
     Attributes:
-        phase: The work that did not fit.
         slots: Local slots of the jobs whose rows did not fit.
         num_tokens: Tokens of the micro-batch that did not fit; 0 for other work.
         max_tokens_per_pass: Largest number of tokens of a micro-batch from now on.
@@ -75,7 +74,6 @@ class MicroBatches:
 
     Args:
         max_tokens: Initial largest number of tokens of a micro-batch.
-        on_memory_event: Called each time memory runs out.
         can_retry: Whether the work may start again. It cannot if other ranks have begun the micro-batch too: they wait
             for this rank in a collective, so the executor ends and is started again with smaller micro-batches.
         is_padded: Whether the model computes padded rows; then all token counts here include padding.
@@ -108,7 +106,6 @@ class MicroBatches:
         """Run ``work``. A single row is tried twice, because the memory released after the first attempt may be enough.
 
         Args:
-            work: Rows by slot.
             run_micro_batch: Runs one micro-batch; raises :class:`NoMemoryError` if it does not fit.
             forget: Undoes all micro-batches so far.
             prepare: Called before the first micro-batch of every attempt.
@@ -164,8 +161,6 @@ class MicroBatches:
         """Report that memory ran out, and the new size of micro-batches.
 
         Args:
-            phase: The work that did not fit.
-            slots: Local slots of the jobs in the micro-batch.
             num_tokens: Tokens of the micro-batch; 0 for other work.
         """
         self._on_memory_event(

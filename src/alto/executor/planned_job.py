@@ -30,9 +30,7 @@ class PlannedJob:
     """One job, resolved for this base model and data.
 
     Attributes:
-        job: The job of the task.
         shape: Ranks and targets of its adapter.
-        order: The rows of each training step.
         total_steps: Number of steps without early exit.
         schedule_steps: Number of steps of its learning-rate schedule; larger than ``total_steps`` for a refit, which
             stops at the step of the winner's best checkpoint.
@@ -196,7 +194,6 @@ def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_shar
     """Return ``task`` with explicit rungs and, if its evaluations get a share of the time, explicit evaluations.
 
     Args:
-        data: Its rows, tokenised.
         begins: False for a resumed run, which keeps the settings that it began with.
         forward_share: Time to evaluate a token divided by the time to train it.
 
@@ -221,7 +218,6 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
 
     Args:
         task: A task with resolved rungs, see :func:`resolve_rungs`.
-        data: Its rows, tokenised.
         has_preset: Whether its rungs come from a preset; some of these may be left out.
         forward_share: Time to evaluate a token divided by the time to train it.
     """

@@ -43,7 +43,6 @@ class Ranks:
 
     Attributes:
         rank: Number of this rank, from 0.
-        size: Number of ranks.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -158,8 +157,6 @@ def prove_connections(rank: int, size: int, secret: bytes, timeout: timedelta = 
     process. Without special rights no process can write into a TCP connection of two others.
 
     Args:
-        rank: Number of this rank.
-        size: Number of ranks.
         secret: A secret shared by all ranks and known to no other process.
         timeout: Time that the other end of a connection has.
 

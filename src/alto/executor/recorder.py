@@ -1,9 +1,8 @@
-"""Records a task in its journal, with one method for each event."""
+"""Records a task in its journal."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from alto.executor.context import JobState, TaskContext
@@ -11,16 +10,12 @@ from alto.executor.evaluator import Evaluated
 from alto.executor.micro_batches import MemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import note_refusal, refusal_event
-from alto.records import AdapterCheck, ExitDecision, FinalistScore, Judgement, LossPoint, Rung, RungResult, Samples
+from alto.records import ExitDecision, LossPoint
 from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (
-    AdapterChecked,
     BaseEvaluated,
     BestMeasured,
     CheckpointSaved,
-    CommandRefused,
-    FinalistsJudged,
-    GpusOffered,
     JobAdded,
     JobAdmitted,
     JobCompleted,
@@ -28,27 +23,20 @@ from alto.runs.events import (
     JobEvaluated,
     JobExited,
     JobParked,
-    JobReopened,
     JobResumed,
-    KernelsCompiled,
     OutOfMemory,
-    RungScored,
-    SamplesGenerated,
     SavedJob,
-    ShareReceived,
     StartMeasurement,
     TaskCompleted,
-    TaskInterrupted,
     TiedJob,
     TrainSteps,
-    WarmupEnded,
 )
-from alto.scheduler import LastJobsForecast, ReceivedShare
 from alto.spec import LOSS
 
 
 class JournalRecorder:
-    """Writes events into the journal.
+    """Writes events into the journal: any event with :meth:`append`, and those that take more than their facts with a
+    method of their own.
 
     It changes the state of jobs in one way: recorded losses are removed from ``unsaved_losses`` and
     ``unsaved_router_losses``.
@@ -56,7 +44,6 @@ class JournalRecorder:
     Args:
         journal: Journal of the run; it writes nothing on ranks other than the first.
         run_dir: The run directory; with several ranks it holds a note of the micro-batch that did not fit into memory.
-        ranks: This process among the ranks that train the task.
     """
 
     def __init__(self, journal: Journal, run_dir: RunDir, ranks: Ranks) -> None:
@@ -66,6 +53,10 @@ class JournalRecorder:
         self._unreported: list[MemoryEvent] = []
         self._has_begun = False
 
+    def append(self, event: Event) -> None:
+        """Record an event."""
+        self._journal.append(event)
+
     def begin(self, events: Iterable[Event], refusal: Mapping[str, Any] | None) -> None:
         """Record that the task starts or is resumed, then the memory events until now.
 
@@ -74,9 +65,9 @@ class JournalRecorder:
             refusal: Facts of the ``OutOfMemory`` event that ended the previous attempt, which could not record it.
         """
         for event in events:
-            self._journal.append(event)
+            self.append(event)
         if refusal is not None:
-            self._journal.append(refusal_event(refusal))
+            self.append(refusal_event(refusal))
         self._has_begun = True
         self._record_memory_events()
 
@@ -109,28 +100,22 @@ class JournalRecorder:
             )
             for jobs, value, test in found
         )
-        self._journal.append(BaseEvaluated(values=values))
-
-    def kernels_compiled(self, done: int, total: int, duration_s: float) -> None:
-        """Record how many kernels of the task are compiled."""
-        self._journal.append(KernelsCompiled(done=done, total=total, duration_s=duration_s))
+        self.append(BaseEvaluated(values=values))
 
     def job_admitted(self, job: JobState, reason: str, ranks: Sequence[int]) -> None:
         """Record that a job has entered its slot, for the first time or again.
 
         Args:
-            job: The job, with its slot.
-            reason: Reason for choosing this job.
             ranks: The ranks that train the job; recorded only if the executor has several ranks.
         """
         assert job.slot is not None
         kind = JobResumed if job.step else JobAdmitted
         of_several = () if self._ranks.is_alone else tuple(ranks)
-        self._journal.append(kind(job=job.id, slot=job.slot, step=job.step, reason=reason, ranks=of_several))
+        self.append(kind(job=job.id, slot=job.slot, step=job.step, reason=reason, ranks=of_several))
 
     def job_parked(self, job: JobState, slot: int | None, reason: str) -> None:
         """Record that a job was parked because of ``reason``: it has left ``slot``, and its state is kept."""
-        self._journal.append(JobParked(job=job.id, slot=slot, step=job.step, reason=reason))
+        self.append(JobParked(job=job.id, slot=slot, step=job.step, reason=reason))
 
     def job_completed(self, job: JobState, slot: int | None, best: LossPoint | None) -> None:
         """Record that a job has done all its steps.
@@ -139,28 +124,17 @@ class JournalRecorder:
             slot: The slot that it has left; None if it was in none.
             best: Its best evaluation; None if no evaluation was finite.
         """
-        self._journal.append(JobCompleted(**_ending(job, slot, best)))
+        self.append(JobCompleted(**_ending(job, slot, best)))
 
     def job_finished(self, job: JobState, slot: int, test: Evaluated | None) -> None:
-        """Record that a job without validation has done all its steps.
+        """Record that a job without validation has done all its steps; its last adapter is its result.
 
         Args:
-            job: The job; its last adapter is its result.
             slot: The slot that it has left.
             test: Loss and metrics on the test rows; None if they were not measured.
         """
-        self._journal.append(
-            JobCompleted(
-                job=job.id,
-                slot=slot,
-                step=job.step,
-                best_step=job.step,
-                best_validation_loss=None,
-                samples_trained=job.samples_until(job.step),
-                test_loss=None if test is None else test.loss,
-                test_metrics={} if test is None else test.metrics,
-            )
-        )
+        tested = {} if test is None else {"test_loss": test.loss, "test_metrics": test.metrics}
+        self.append(JobCompleted(**_ending(job, slot, None) | {"best_step": job.step} | tested))
 
     def job_exited(
         self,
@@ -174,12 +148,11 @@ class JournalRecorder:
 
         Args:
             slot, best: See :meth:`job_completed`.
-            decision: Reason for the exit.
             command: Id of the user's command; None if a rule ended the job.
         """
         ending = _ending(job, slot, best)
         evidence = dict(decision.evidence)
-        self._journal.append(JobExited(reason=decision.reason, evidence=evidence, command=command, **ending))
+        self.append(JobExited(reason=decision.reason, evidence=evidence, command=command, **ending))
 
     def job_added(
         self, job: JobState, *, origin: str | None = None, command: str | None = None, replaces: str | None = None
@@ -187,13 +160,12 @@ class JournalRecorder:
         """Record that a job was added while the task runs.
 
         Args:
-            job: The new job.
             origin: The job that was cloned or forked; None for a suggestion.
             command: Id of the user's command; None if there was none.
             replaces: The ended job that it replaces; None if there is none.
         """
         description = describe_job(job)
-        self._journal.append(
+        self.append(
             JobAdded(
                 origin=origin,
                 warm=job.starts_warm,
@@ -209,15 +181,11 @@ class JournalRecorder:
             )
         )
 
-    def job_reopened(self, job: JobState, command: str) -> None:
-        """Record that a job that had ended is resumed."""
-        self._journal.append(JobReopened(job=job.id, step=job.step, command=command))
-
     def losses(self, job: JobState) -> None:
         """Record the training losses of a job that are not recorded yet."""
         if job.unsaved_losses:
             first_step = job.step - len(job.unsaved_losses) + 1
-            self._journal.append(
+            self.append(
                 TrainSteps(
                     job=job.id,
                     first_step=first_step,
@@ -230,16 +198,8 @@ class JournalRecorder:
     def job_evaluated(
         self, job: JobState, found: Evaluated, train_ema: float, *, is_best: bool, test: Evaluated | None = None
     ) -> None:
-        """Record an evaluation of a job.
-
-        Args:
-            job: The job, at the step of the evaluation.
-            found: Loss and metrics on the validation rows.
-            train_ema: Exponentially smoothed training loss.
-            is_best: Whether this is the job's best evaluation so far.
-            test: Loss on the test rows; None if it was not measured.
-        """
-        self._journal.append(
+        """Record an evaluation of a job."""
+        self.append(
             JobEvaluated(
                 job=job.id,
                 step=job.step,
@@ -256,14 +216,8 @@ class JournalRecorder:
         )
 
     def best_measured(self, best: LossPoint, found: Evaluated, context: TaskContext, test: Evaluated | None) -> None:
-        """Record the final measurement of a job's best adapter.
-
-        Args:
-            best: The job's best evaluation.
-            found: Loss and metrics on the rows of the measurement.
-            test: Loss on the test rows; None if it was not measured.
-        """
-        self._journal.append(
+        """Record the final measurement of a job's best adapter."""
+        self.append(
             BestMeasured(
                 job=best.job,
                 step=best.step,
@@ -274,43 +228,10 @@ class JournalRecorder:
             )
         )
 
-    def rung_held(self, index: int, rung: Rung, result: RungResult) -> None:
-        """Record that jobs were ranked at ``rung`` with number ``index``, from 0; ``result`` names the jobs that
-        continue."""
-        self._journal.append(
-            WarmupEnded(
-                rung=index,
-                progress=rung.progress,
-                kept=tuple(result.kept),
-                dropped=tuple(decision.job for decision in result.dropped),
-            )
-        )
-
-    def command_refused(self, command: str, job: str, why: str) -> None:
-        """Record that a user's command could not be carried out.
-
-        Args:
-            command: Id of the command.
-            job: The job that it names.
-            why: The reason, as a sentence.
-        """
-        self._journal.append(CommandRefused(command=command, job=job, why=why))
-
-    def gpus_offered(self, forecast: LastJobsForecast) -> None:
-        """Record that fewer jobs than ranks are left."""
-        self._journal.append(
-            GpusOffered(
-                num_gpus=forecast.num_gpus,
-                duration_s=forecast.duration_s,
-                data_parallel_duration_s=forecast.spread_duration_s,
-            )
-        )
-
     def checkpoint(self, jobs: Iterable[JobState], time_s: Mapping[str, float]) -> None:
         """Commit the states of ``jobs`` that are on disk. The event survives a loss of power once this call returns.
 
         Args:
-            jobs: All jobs of the task.
             time_s: Seconds that the task has spent, by activity.
         """
         saved = {
@@ -320,49 +241,8 @@ class JournalRecorder:
             for job in jobs
             if job.saved_step
         }
-        self._journal.append(CheckpointSaved(jobs=saved, time_s=_rounded(time_s)))
+        self.append(CheckpointSaved(jobs=saved, time_s=_rounded(time_s)))
         self._journal.sync()
-
-    def share_received(self, received: ReceivedShare) -> None:
-        """Record the task's share of the tokens while other tasks trained too."""
-        self._journal.append(
-            ShareReceived(
-                num_steps=received.num_steps,
-                num_tokens=received.tokens,
-                share=received.tokens / received.all_tokens,
-                due_share=received.due_tokens / received.all_tokens,
-            )
-        )
-
-    def task_interrupted(self, training: Sequence[str]) -> None:
-        """Record that the task was interrupted while the jobs in ``training`` still had to train."""
-        self._journal.append(TaskInterrupted(training=tuple(training)))
-
-    def rung_scored(self, index: int, rung: Rung, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
-        """Record the scores of the answers of the jobs at ``rung``, number ``index`` from 0, or the scorer's
-        failure."""
-        self._journal.append(
-            RungScored(
-                rung=index,
-                progress=rung.progress,
-                scores=tuple(scores),
-                scorer=judgement.scorer,
-                failure=judgement.failure,
-            )
-        )
-
-    def finalists_judged(self, judgement: Judgement, scores: Iterable[FinalistScore]) -> None:
-        """Record the scores of the answers of the best jobs, or the scorer's failure."""
-        self._journal.append(FinalistsJudged(scores=tuple(scores), scorer=judgement.scorer, failure=judgement.failure))
-
-    def samples_generated(self, samples: Samples) -> None:
-        """Record the continuations of validation prompts by the base model and the best adapters, or the failure to
-        generate them."""
-        self._journal.append(SamplesGenerated(samples=samples.rows, failure=samples.failure))
-
-    def adapter_checked(self, job: str, found: AdapterCheck) -> None:
-        """Record the check of the best adapter with PEFT, or that it could not be loaded."""
-        self._journal.append(AdapterChecked(job=job, **asdict(found)))
 
     def task_completed(
         self, winner: LossPoint, tied: Iterable[LossPoint], jobs: Iterable[JobState], time_s: Mapping[str, float]
@@ -372,11 +252,10 @@ class JournalRecorder:
         Args:
             winner: Best evaluation of the best job.
             tied: Best evaluations of other jobs whose score by the task's metric is within noise of the winner's.
-            jobs: All jobs of the task.
             time_s: Seconds that the task has spent, by activity.
         """
         jobs = list(jobs)
-        self._journal.append(
+        self.append(
             TaskCompleted(
                 best_job=winner.job,
                 best_validation_loss=winner.validation_loss,
@@ -392,7 +271,7 @@ class JournalRecorder:
 
     def _record_memory_events(self) -> None:
         for event in self._unreported:
-            self._journal.append(_out_of_memory(event))
+            self.append(_out_of_memory(event))
         self._unreported.clear()
 
 

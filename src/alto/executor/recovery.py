@@ -228,9 +228,7 @@ def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: st
     """Check that ``found`` is the base model of a run; a run whose journal does not record its base model passes.
 
     Args:
-        resume_state: State read from the run's journal.
         found: Fingerprint from :func:`alto.backbone.base_fingerprint`.
-        model: Name of the base model, for the message.
         remedy: Advice for a different base model, for the message.
 
     Raises:
@@ -288,7 +286,6 @@ def check_start(started: TaskStarted, found: StartFact | None) -> None:
     """Check that the jobs of a run begin with the same adapter as when the run began; its folder may be different.
 
     Args:
-        started: The first event of the run.
         found: The adapter as it is now; None if jobs begin with new adapters.
 
     Raises:
@@ -309,19 +306,14 @@ def check_start(started: TaskStarted, found: StartFact | None) -> None:
     )
 
 
-def refit_fact(refit: Refit) -> RefitFact:
+def refit_fact(refit: Refit | None) -> RefitFact | None:
     """Return the journal's description of a refit."""
-    return RefitFact(run=refit.run, job=refit.job, steps=refit.steps)
+    return None if refit is None else RefitFact(run=refit.run, job=refit.job, steps=refit.steps)
 
 
 def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Task) -> None:
     """Check that a run is resumed with the jobs, the method, the metric, the evaluation points and the early-exit
     settings that it began with.
-
-    Args:
-        started: The first event of the run.
-        configs: Configurations of all jobs of the present ``task``, by id.
-        task: The task as it is now.
 
     Raises:
         RunChangedError: ``task.yaml`` was changed.
@@ -336,7 +328,7 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         changed.append("early_exit")
     if started.metric != task.metric:
         changed.append("metric")
-    if started.refit != (None if task.refit is None else refit_fact(task.refit)):
+    if started.refit != refit_fact(task.refit):
         changed.append("refit")
     if started.eval_steps not in (None, task.eval_steps):
         changed.append("eval_steps")

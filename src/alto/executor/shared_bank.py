@@ -45,10 +45,8 @@ class BankSize:
 
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
-        max_rank: Largest rank of any job.
         rank_step: Greatest common divisor of the ranks of all jobs.
         num_slots: Number of jobs that the bank can hold.
-        optims: Optimizers of the jobs.
         extras: Further trained tensors of all jobs.
         adapter_dtype: Precision of adapters and their gradients.
         working_dtype: Dtype of the bank's working copies of its weights; None if it keeps none.
@@ -277,7 +275,8 @@ class SharedBank:
 
     def reinject(self) -> None:
         """Wrap the base model's modules again after other code has wrapped or unwrapped them."""
-        self.trainer.use(inject(self._backbone.model, self.trainer.bank, self._backbone.rows_in_pass))
+        context = inject(self._backbone.model, self.trainer.bank, self._backbone.rows_in_pass)
+        self.trainer.passes.forward_context = context
 
     @property
     def _max_tokens(self) -> int:
@@ -358,8 +357,9 @@ class SharedBank:
 
     def _memory_ran_out(self, event: MemoryEvent) -> None:
         """Report ``event`` to every member with jobs in its slots."""
+        local_slot = self.trainer.passes.local_slot
         for member in self._members:
-            here = [job for job in member.jobs if job.slot is not None and self.trainer.local_slot(job) in event.slots]
+            here = [job for job in member.jobs if job.slot is not None and local_slot(job) in event.slots]
             if here or len(self._members) == 1:
                 member.memory_ran_out(replace(event, jobs=tuple(sorted(job.id for job in here))))
 

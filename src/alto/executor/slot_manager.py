@@ -15,6 +15,7 @@ from alto.early_exit import Selection
 from alto.errors import DeviceMemoryError
 from alto.executor.checkpoint import StateStore, read_state, write_state
 from alto.executor.context import JobState, TaskContext
+from alto.executor.forward_plan import slot_of
 from alto.executor.micro_batches import OnMemoryEvent
 from alto.executor.shared_bank import SharedBank
 from alto.executor.trainer import Trainer
@@ -55,14 +56,12 @@ class SlotManager:
 
     Args:
         bank: The bank shared with the other tasks of the executor.
-        context: The task's context.
         run_dir: Holds the states of jobs.
         on_memory_event: Called each time memory runs out, with the jobs of this task that are involved.
         stopwatch: Adds up the time that the task spends on each activity.
 
     Attributes:
         bank: The bank shared with the other tasks of the executor.
-        context: The task's context.
         jobs: Every job that may be admitted before the next :meth:`fit`.
         on_lost_slot: Called with a job and its slot, when the job loses the slot because a new bank has fewer slots.
         error: An error of this task while the bank was made anew. It ends this task at its next turn, and not the task
@@ -129,11 +128,6 @@ class SlotManager:
         slots = self.trainer.slots
         return slots.rank_of(slot) != self._ranks.rank or self.trainer.bank.is_free(slots.local_slot_of(slot))
 
-    @property
-    def largest_micro_batch(self) -> int:
-        """Tokens of the largest micro-batch that fitted into memory so far; 0 before the first."""
-        return self.trainer.micro_batches.largest
-
     def ranks_of(self, job: JobState) -> list[int]:
         """Return the ranks that train a resident job."""
         if job.is_data_parallel:
@@ -149,7 +143,7 @@ class SlotManager:
         """
         assert self.is_free(slot), f"slot {slot} is another job's"
         job.slot, job.is_data_parallel = slot, is_data_parallel
-        local_slot = self.trainer.local_slot(job)
+        local_slot = self.trainer.passes.local_slot(job)
         if local_slot is None:
             return
         try:
@@ -157,7 +151,7 @@ class SlotManager:
         except Exception:
             job.slot = None
             if not self.trainer.bank.is_free(local_slot):
-                self.trainer.release(local_slot)
+                self.trainer.bank.release(local_slot)
             raise
 
     def _beginning_of(self, job: JobState) -> tuple[AdapterWeights | None, OptimizerState | None]:
@@ -219,16 +213,18 @@ class SlotManager:
         if job.is_resumable:
             if self._is_ours(job):
                 local_slot = self._local_slot(job)
-                weights, optimizer = self.trainer.bank.read(local_slot), self.trainer.optimizer.read(local_slot)
-
-                def fill(folder: Path) -> None:
-                    self._write_adapter(folder, job, weights)
-                    write_state(folder, optimizer)
-
-                self._store.save(job.id, "last", job.step, fill)
+                state = self.trainer.bank.read(local_slot), self.trainer.optimizer.read(local_slot)
+                self._save_last(job, job.step, *state)
             else:
                 self._store.saved_elsewhere(job.id, "last")
         job.saved_step = job.step
+
+    def _save_last(self, job: JobState, step: int, weights: AdapterWeights, optimizer: OptimizerState) -> None:
+        def fill(folder: Path) -> None:
+            self._write_adapter(folder, job, weights)
+            write_state(folder, optimizer)
+
+        self._store.save(job.id, "last", step, fill)
 
     def saved(self, job: JobState, kind: Literal["best", "last"]) -> Path:
         """Return the folder of the job's present adapter (``last``) or best adapter; save it if it is not on disk."""
@@ -255,7 +251,7 @@ class SlotManager:
     def holding_best(self, job: JobState) -> Iterator[None]:
         """Put the saved best adapter of an ended job into a free slot until the block is left."""
         job.slot = next(slot for slot in range(self.num_slots) if self.is_free(slot))
-        local_slot = self.trainer.local_slot(job)
+        local_slot = self.trainer.passes.local_slot(job)
         if local_slot is not None:
             self.trainer.admit(job, local_slot, read_adapter(self._store.folder(job.id, "best")))
         try:
@@ -278,13 +274,7 @@ class SlotManager:
         self.save(origin)
         self._ranks.barrier()  # until the rank that saves it has done so
         if self._ranks.is_first:
-            weights, optimizer = read_state(self._store.folder(origin.id, "last"))
-
-            def fill(folder: Path) -> None:
-                self._write_adapter(folder, fork, weights)
-                write_state(folder, optimizer)
-
-            self._store.save(fork.id, "last", origin.step, fill)
+            self._save_last(fork, origin.step, *read_state(self._store.folder(origin.id, "last")))
         else:
             self._store.saved_elsewhere(fork.id, "last")
         self._ranks.barrier()
@@ -310,16 +300,14 @@ class SlotManager:
             self.on_lost_slot(job, slot)
 
     def _free(self, job: JobState) -> int:
-        assert job.slot is not None, f"{job.id} has no slot"
-        local_slot = self.trainer.local_slot(job)
+        slot, local_slot = slot_of(job), self.trainer.passes.local_slot(job)
         if local_slot is not None:
-            self.trainer.release(local_slot)
-        slot, job.slot, job.is_data_parallel = job.slot, None, False
+            self.trainer.bank.release(local_slot)
+        job.slot, job.is_data_parallel = None, False
         return slot
 
     def _rank_of(self, job: JobState) -> int:
-        assert job.slot is not None, f"{job.id} has no slot"
-        return self.trainer.slots.rank_of(job.slot)
+        return self.trainer.slots.rank_of(slot_of(job))
 
     def _is_ours(self, job: JobState) -> bool:
         """Return whether this rank writes the states of a resident job. For a data-parallel job, the first rank that
@@ -327,8 +315,7 @@ class SlotManager:
         return self._rank_of(job) == self._ranks.rank
 
     def _local_slot(self, job: JobState) -> int:
-        assert job.slot is not None
-        return self.trainer.slots.local_slot_of(job.slot)
+        return self.trainer.slots.local_slot_of(slot_of(job))
 
     def _write_adapter(self, folder: Path, job: JobState, weights: AdapterWeights) -> None:
         write_adapter(folder, weights, job.config, self.context.backbone.path, self._names)
@@ -339,7 +326,6 @@ class TaskState:
     """The state of a running task, equal on all ranks except for the contents of the banks.
 
     Attributes:
-        context: The task's context.
         jobs: Every job by id; jobs that are added while the task runs come last.
         selection: Knows which jobs train, wait at a rung, or have ended.
         slot_manager: Moves jobs between slots and disk.

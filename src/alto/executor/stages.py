@@ -45,8 +45,6 @@ def load_base(
 
     Args:
         spec: Specification of the base model and of how it is loaded.
-        device: Device of its weights.
-        ranks: This process among the ranks that share the model.
         gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
 
     Raises:
@@ -71,7 +69,7 @@ def state_before_training(
     context: TaskContext, recorder: JournalRecorder, start: RunStart, hooks: Hooks, bank: SharedBank | None
 ) -> TaskState:
     """Run the stages between the context and the training; for arguments and errors see
-    :meth:`alto.executor.TaskSession.build`."""
+    :class:`alto.executor.TaskSession`."""
     ranks, resume_state = context.ranks, start.resume_state
 
     def stop_if_asked() -> None:
@@ -137,7 +135,6 @@ def build_state(
         run_dir: Holds the states of jobs.
         bank: The executor's bank; None makes one for this task alone.
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
-        on_memory_event: Called each time memory runs out.
 
     Raises:
         DeviceMemoryError: Not even one slot fits beside the base model.

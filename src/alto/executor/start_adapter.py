@@ -30,9 +30,7 @@ class StartAdapter:
     """An adapter that jobs begin with.
 
     Attributes:
-        saved: The adapter as it was read.
         fact: Its folder and fingerprint, for the journal.
-        notes: Notes about it, as sentences.
     """
 
     saved: SavedAdapter
@@ -45,7 +43,6 @@ class StartAdapter:
 
         Args:
             folder: Adapter folder in PEFT's format.
-            backbone: The base model.
             model: Name of the base model, for messages.
             notes: Notes of the caller about the adapter.
 

@@ -20,7 +20,7 @@ from alto.executor.evaluator import Evaluator
 from alto.executor.forward_plan import JobBatch, Passes, schedule_of
 from alto.executor.micro_batches import NoMemoryError, watching
 from alto.kernels import upload
-from alto.lora import AdapterWeights, ForwardContext, OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
+from alto.lora import AdapterWeights, OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
 from alto.objectives import AuxiliaryTerm, job_losses
 from alto.spec import JobConfig
 
@@ -35,11 +35,9 @@ class Trainer(Evaluator):
     If memory runs out in a step or an evaluation, the work starts again from the same state with smaller micro-batches.
 
     Args:
-        passes: The forward passes of the jobs in this rank's bank.
         optimizer: Optimizer of the bank's rows.
 
     Attributes:
-        bank: Bank of this rank.
         micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
         slots: Maps slots to ranks and local slots.
     """
@@ -52,20 +50,6 @@ class Trainer(Evaluator):
         self.optimizer = optimizer
         self._terms: Sequence[AuxiliaryTerm] = ()
 
-    def use(self, forward_context: ForwardContext) -> None:
-        """Use another forward context, after the modules of the base model were wrapped again."""
-        self._passes.forward_context = forward_context
-
-    @property
-    def graph_groups(self) -> tuple[int, int]:
-        """See :attr:`alto.lora.ForwardContext.graph_groups`."""
-        return self._passes.forward_context.graph_groups
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is one rank."""
-        return self._passes.ranks.is_alone
-
     def compile_kernels(self, configs: Sequence[JobConfig]) -> Iterator[tuple[int, int]]:
         """Compile the kernels that steps of jobs with ``configs`` launch, one at each iteration; called between two
         steps.
@@ -76,17 +60,13 @@ class Trainer(Evaluator):
         return compile_kernels(
             self.bank,
             self.optimizer,
-            self._passes.backbone.dtype,
+            self.passes.backbone.dtype,
             has_dropout=any(config.lora_dropout for config in configs),
             has_adamw=any(config.optim == "adamw_torch" for config in configs),
-            also=self._passes.backbone.sample_kernels,
+            also=self.passes.backbone.sample_kernels,
         )
 
     # -- jobs in slots -------------------------------------------------------------------------------------------
-
-    def local_slot(self, job: JobState) -> int | None:
-        """Return the local slot of a resident job in this rank's bank; None if the job is on another rank."""
-        return self._passes.local_slot(job)
 
     def admit(
         self,
@@ -107,15 +87,11 @@ class Trainer(Evaluator):
         else:
             self.bank.initialise(local_slot, job.config.seed, job.config.init_lora_weights)
             if job.context.objective.has_head:
-                self._passes.heads.initialise(local_slot, self._passes.backbone.model, job.config.seed)
+                self.passes.heads.initialise(local_slot, self.passes.backbone.model, job.config.seed)
         if optimizer is not None:
             self.optimizer.write(local_slot, job.config.optim, optimizer)
         else:
             self.optimizer.reset(local_slot, job.config.optim)
-
-    def release(self, local_slot: int) -> None:
-        """Free ``local_slot`` of this rank's bank."""
-        self.bank.release(local_slot)
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -147,7 +123,7 @@ class Trainer(Evaluator):
             RowTooLargeError: A single row does not fit into memory; no gradients are left.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
-        passes = self._passes
+        passes = self.passes
         here, index_of, batches = passes.here(jobs), passes.index_of(jobs), _batches(jobs)
         self._terms = terms = self._auxiliary.of_step(batches)
         work, num_micro_batches = passes.work(batches, is_step=True)
@@ -204,9 +180,9 @@ class Trainer(Evaluator):
             DeviceMemoryError: Memory is too small for the optimizer step; :meth:`has_stepped` says which jobs have
                 taken it.
         """
-        left = self._passes.here(jobs)
+        left = self.passes.here(jobs)
         if not left:
-            return torch.zeros(0, device=self._passes.backbone.device)
+            return torch.zeros(0, device=self.passes.backbone.device)
         index_of = {local_slot: index for index, local_slot in enumerate(left)}
         norms: Tensor | None = None
         is_last_try = False
@@ -232,7 +208,7 @@ class Trainer(Evaluator):
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
                     f"expected memory for the optimizer's step of {len(left)} jobs, found none left on "
-                    f"{self._passes.backbone.device}; free memory, or lower max_slots"
+                    f"{self.passes.backbone.device}; free memory, or lower max_slots"
                 )
             is_last_try = len(left) == num_before
         assert norms is not None
@@ -248,7 +224,7 @@ class Trainer(Evaluator):
         Raises:
             Exception: A batch cannot be made, for example because rows cannot be read.
         """
-        passes, prepared = self._passes, self._passes.prepared
+        passes, prepared = self.passes, self.passes.prepared
         prepared.forget()
         jobs = [job for job in jobs if job.step + 1 < job.total_steps]
         here = passes.here(jobs)
@@ -265,7 +241,7 @@ class Trainer(Evaluator):
     def read(self, losses: Tensor) -> list[float]:
         """Return the losses of :meth:`backward`, summed over all ranks. Called last: this is the first host-device
         synchronisation of the step."""
-        return self._passes.ranks.sum([float(loss) for loss in losses.tolist()])
+        return self.passes.ranks.sum([float(loss) for loss in losses.tolist()])
 
     def added_losses(self, jobs: Sequence[JobState]) -> Sequence[float | None]:
         """Return the loss that an auxiliary term has added in the last step to each of its ``jobs``, without its
@@ -279,15 +255,15 @@ class Trainer(Evaluator):
     def has_stepped(self, job: JobState) -> bool:
         """Return whether the adapter of a resident job has taken the step that the job has not counted yet. A job on
         another rank has taken it: otherwise this executor would have ended."""
-        local_slot = self.local_slot(job)
+        local_slot = self.passes.local_slot(job)
         return local_slot is None or self.optimizer.steps[local_slot] > job.step
 
     def _share_gradients(self, jobs: Sequence[JobState]) -> None:
         """Sum the gradients of data-parallel jobs over all ranks."""
         for job in jobs:
-            local_slot = self.local_slot(job)
+            local_slot = self.passes.local_slot(job)
             assert local_slot is not None, "every rank has the job"
-            self._passes.ranks.all_reduce(self.bank.grads_ZP[local_slot, : self.bank.places(local_slot).end])
+            self.passes.ranks.all_reduce(self.bank.grads_ZP[local_slot, : self.bank.places(local_slot).end])
             self.bank.forget_square_sums([local_slot])
 
 

@@ -8,12 +8,12 @@ from alto.kernels.dora import (
     frozen_product,
     scaled_by_magnitude,
 )
-from alto.kernels.dropout import DropoutKey, NoiseKey, TokenNoise
+from alto.kernels.dropout import DropoutKey, NoiseKey, TokenNoise, send
 from alto.kernels.forward_table import upload
-from alto.kernels.function import FrozenLayer, GroupedLinear, added_linear, grouped_lora_linear
+from alto.kernels.function import GroupedLinear, added_linear, grouped_lora_linear
 from alto.kernels.layer_reference import NormKind
 from alto.kernels.operands import VECTOR_SIZE, GradientSteps, GradientTiles, GroupGradients, LoraOperands, RowParts
-from alto.kernels.schedule import Segment, TokenSchedule
+from alto.kernels.schedule import HeadTokens, Segment, TokenSchedule
 from alto.kernels.slot_embedding import slot_embedding_change, slot_embeddings
 from alto.kernels.slot_tensors import SlotTensors, slot_bias_change
 from alto.kernels.stochastic_rounding import rounding_key
@@ -21,12 +21,12 @@ from alto.kernels.stochastic_rounding import rounding_key
 __all__ = [
     "VECTOR_SIZE",
     "DropoutKey",
-    "FrozenLayer",
     "FrozenMatrix",
     "GradientSteps",
     "GradientTiles",
     "GroupGradients",
     "GroupedLinear",
+    "HeadTokens",
     "LoraOperands",
     "NoiseKey",
     "NormKind",
@@ -44,6 +44,7 @@ __all__ = [
     "layer_functions_on",
     "rounding_key",
     "scaled_by_magnitude",
+    "send",
     "slot_bias_change",
     "slot_embedding_change",
     "slot_embeddings",

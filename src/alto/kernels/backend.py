@@ -24,7 +24,6 @@ def choose_backend(name: str | None = None, *, device: torch.device | str = "cpu
     Args:
         name: ``triton``, ``torch`` or ``reference``; None reads the environment variable ``ALTO_KERNELS`` and, if it is
             unset, takes the best for ``device``.
-        device: Device of the tensors.
 
     Raises:
         SpecError: No backend has that name.

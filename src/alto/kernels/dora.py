@@ -48,8 +48,6 @@ def adapted_norms(
 
     Args:
         member: Index of the layer in the group.
-        weight_NK: Its frozen weight.
-        base_norms_N: Row norms of that weight.
         scale_of: Scale of the output in this layer for the ``D`` slots that target it.
     """
     dtype = torch.promote_types(operands.params_ZP.dtype, torch.float32)

@@ -65,9 +65,7 @@ def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
     """Return the tokens of one segment with its mask applied, or unchanged if the job has no dropout.
 
     Args:
-        x_TK: Tokens of the segment.
         key: Key of the mask; None for no dropout.
-        number: Number of the group of modules.
     """
     if key is None:
         return x_TK
@@ -76,12 +74,7 @@ def dropped(x_TK: Tensor, key: DropoutKey | None, number: int) -> Tensor:
 
 def dropout_factor(key: DropoutKey, number: int, num_tokens: int, num_features: int, device: torch.device) -> Tensor:
     """Return the factor of every element, ``[num_tokens, num_features]`` float32: 0 if dropped, ``kept_factor``
-    otherwise.
-
-    Args:
-        number: Number of the group of modules.
-        num_tokens: Tokens of the segment.
-    """
+    otherwise."""
     tokens_T1 = torch.arange(key.first_token, key.first_token + num_tokens, device=device)[:, None]
     features_K = torch.arange(num_features, device=device)
     rows_T1 = hash_((tokens_T1 + group_key(key, number)).bitwise_and_(_MASK))
@@ -174,7 +167,7 @@ class TokenNoise:
         keys_N = hashed(torch.cat(places) + hashed(torch.cat(streams)))
         amplitudes_N1 = torch.tensor(amplitudes, dtype=torch.float32)[:, None]
         tensors = (torch.cat(positions), keys_N[:, None], amplitudes_N1)
-        return cls(*(_sent(tensor, device) for tensor in tensors))
+        return cls(*(send(tensor, device) for tensor in tensors))
 
     def add_to(self, embedded_TH: Tensor) -> Tensor:
         """Return a copy of ``embedded_TH`` with noise on some tokens; the other tokens stay bit-identical.
@@ -188,6 +181,6 @@ class TokenNoise:
         return embedded_TH.index_add(0, self.positions_N, noise_NH)
 
 
-def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``, copied without host-device synchronisation."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

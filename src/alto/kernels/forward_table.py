@@ -72,7 +72,6 @@ class ForwardTable:
         self.segments_S6 = upload(whole, torch.int32, device)
         self.factors_Z2 = upload(factors_Z2, torch.float64, device)
         self._segments = segments
-        self._slots_T: Tensor | None = None
         self._flags: dict[tuple[bool, ...], Tensor] = {}
         self._items: dict[tuple[int, int], Tensor] = {}
 
@@ -97,17 +96,6 @@ class ForwardTable:
                 items += [(tile, segment, slot, start, end, 0) for tile in range(num_tiles)]
             self._items[block_tokens, num_tiles] = upload(items, torch.int32, self.segments_S6.device)
         return self._items[block_tokens, num_tiles]
-
-    def token_slots(self) -> Tensor:
-        """Return the slot of every token, int64; computed at the first use, because few forward passes need it."""
-        if self._slots_T is None:
-            device, num_tokens = self.segments_S6.device, sum(end - start for _, start, end in self._segments)
-            self._slots_T = torch.repeat_interleave(
-                upload([slot for slot, _, _ in self._segments], torch.int64, device),
-                upload([end - start for _, start, end in self._segments], torch.int64, device),
-                output_size=num_tokens,
-            )
-        return self._slots_T
 
 
 def _signed(bits: int) -> int:

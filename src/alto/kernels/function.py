@@ -41,12 +41,7 @@ def added_linear(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, y_TN: T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupedLinear:
-    """Frozen linear layers that read the same input, with the adapters of a forward pass.
-
-    Attributes:
-        bases: The frozen layers of the group's members.
-        ops: The kernel backend module.
-    """
+    """Frozen linear layers that read the same input, with the adapters of a forward pass."""
 
     bases: Sequence[FrozenLayer]
     operands: LoraOperands
@@ -123,8 +118,6 @@ def grouped_lora_linear(
     Args:
         anchor: A tensor that requires grad, so that autograd also runs the backward pass of layers whose input needs no
             gradient.
-        bases: The frozen layers of the group's members.
-        ops: The kernel backend module.
 
     Returns:
         ``y_TN`` of every member, in the dtype of ``x_TK``.

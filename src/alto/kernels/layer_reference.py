@@ -33,9 +33,6 @@ def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Ten
     """Compute ``x / sqrt(mean(x²) + epsilon) · weight`` over the last dimension, in float32 or wider.
 
     Args:
-        x: Input, ``[..., H]``.
-        weight_H: The weight, in the dtype of ``x``.
-        epsilon: Added to the mean.
         kind: The rounding; see :class:`NormKind`.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -58,7 +55,6 @@ def rotary(q_BNTD: Tensor, k_BGTD: Tensor, cos_BTD: Tensor, sin_BTD: Tensor) -> 
 
     Args:
         cos_BTD: Cosines of every token; a single row of tokens may serve all ``B``.
-        sin_BTD: Sines, in the same layout.
     """
     cos, sin = cos_BTD[:, None], sin_BTD[:, None]
 
@@ -73,7 +69,6 @@ def cross_entropy(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | No
     """Compute ``logsumexp(logits) - logits[target]`` of every token, ``[C]``, in float32 or wider.
 
     Args:
-        targets_C: Target token ids.
         gradient_CV: Overwritten with the gradient of every token's loss with respect to its logits; may be
             ``logits_CV``.
     """

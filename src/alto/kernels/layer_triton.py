@@ -125,7 +125,6 @@ def rotary(
 
     Args:
         cos_BTD: Cosines of every token; they need not repeat in the second half of a head.
-        sin_BTD: Sines, in the same layout.
         is_backward: Whether the first two arguments are gradients of the outputs; the results are then gradients of the
             inputs, with the same rounding as autograd.
     """

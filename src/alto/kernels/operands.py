@@ -68,11 +68,7 @@ class GradientSteps:
 
 
 class GroupGradients:
-    """The record of which gradients of one group of modules were written in the current step.
-
-    Args:
-        steps: Step numbers of the bank.
-    """
+    """The record of which gradients of one group of modules were written in the current step."""
 
     def __init__(self, steps: GradientSteps) -> None:
         self._steps = steps.of_slots
@@ -114,7 +110,6 @@ class RowParts(NamedTuple):
 
         Args:
             rates: Learning rates of ``A`` and of ``B``.
-            weight_decay: Weight decay of the parts that have it.
         """
         rate_of_a, rate_of_b = rates
         first, settings = 0, (rate_of_a, weight_decay)
@@ -169,7 +164,6 @@ class LoraOperands:
     Attributes:
         number: Number of the group in the model, part of the key of its dropout masks. It is not the group's index in
             the bank, which depends on the targets of other jobs.
-        in_features: ``K``.
         out_features: ``N`` of every member.
         params_ZP, grads_ZP: The bank, contiguous in ``P``.
         working_ZP: Copies of ``params_ZP`` in the dtype of matrix products

@@ -40,9 +40,6 @@ def grouped_shrink(x_TK: Tensor, operands: LoraOperands, schedule: TokenSchedule
 
     The ratio of a member is its own scale divided by that of the segment (:meth:`LoraOperands.assign`), usually 1.
 
-    Args:
-        x_TK: Input of the group.
-
     Returns:
         ``s_TQ``, as wide as the widest slot, in the dtype of the bank (Triton's kernels use the dtype of the factors it
         is rounded to); columns past a slot's own are zero.
@@ -92,14 +89,7 @@ def grouped_backward(
     dx_TK: Tensor | None,
     schedule: TokenSchedule,
 ) -> None:
-    """Run :func:`grouped_backward_input`, then :func:`grouped_backward_weight`.
-
-    Args:
-        x_TK: Input of the group.
-        s_TQ: Result of :func:`grouped_shrink`.
-        dys: Upstream gradient ``[T, N]`` of every member.
-        dx_TK: Uninitialised input gradient; None if the input needs no gradient.
-    """
+    """Run :func:`grouped_backward_input`, then :func:`grouped_backward_weight`."""
     ds_TQ = grouped_backward_input(dys, operands, dx_TK, schedule)
     grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
 
@@ -174,21 +164,12 @@ def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> T
 
 def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None:
     """Return the tiles of gradients whose sums of squares :func:`grouped_backward_weight` stores in
-    :attr:`LoraOperands.sums_ZC`; None if it stores none.
-
-    Args:
-        base: Dtype of the base model's activations.
-        bank: Dtype of the bank.
-    """
+    :attr:`LoraOperands.sums_ZC`; None if it stores none. ``base`` is the dtype of activations."""
     return None
 
 
 def summed_norms(sums_ZC: Tensor, slots: Sequence[int], counts: Sequence[int]) -> Tensor:
-    """Return the square root of the sum of the first ``counts[i]`` elements of row ``slots[i]``, ``[len(slots)]``.
-
-    Args:
-        sums_ZC: Sums of squares of every slot's gradient.
-    """
+    """Return the square root of the sum of the first ``counts[i]`` elements of row ``slots[i]``, ``[len(slots)]``."""
     return torch.stack([sums_ZC[slot, :count].sum().sqrt() for slot, count in zip(slots, counts, strict=True)])
 
 
@@ -217,18 +198,9 @@ def bank_adamw(
     changed. If moments and weights have different dtypes, the arithmetic is in float32.
 
     Args:
-        params_ZP: Weights of the bank.
-        grads_ZP: Their gradients.
-        exp_avg_ZP: First moments.
-        exp_avg_sq_ZP: Second moments.
         working_ZP: Copies of the weights in another dtype, updated with them; None if there are none.
-        slots: Rows to update.
-        parts: Parts of every row.
         steps: Number of this step in each row's own count, 1 for the first.
         learning_rates: Each row's learning rates of ``A`` and of ``B``; see :class:`alto.kernels.RowParts`.
-        betas: Each row's decay rates of the two moments.
-        epsilons: Each row's term in the denominator.
-        weight_decays: Each row's decoupled weight decay.
         grad_scales: Factor on each row's gradient (clipping), ``[len(slots)]``.
         clears: Whether each row's gradient is set to zero.
         rounding_keys: Each row's key for stochastic rounding of its bfloat16 moments
@@ -280,15 +252,11 @@ def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
 
 
 def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
-    """Return the dtype in which the ops need copies of the adapters for matrix products; None if they read the bank
-    directly.
+    """Return the dtype in which the ops need copies of the adapters for matrix products with activations of dtype
+    ``base``; None if they read the bank directly.
 
     With copies, the bank holds the master weights of mixed precision, which the optimizer updates. The copies are the
     values that a product would round them to.
-
-    Args:
-        base: Dtype of the base model's activations.
-        bank: Dtype of the bank.
     """
     return None
 

@@ -5,16 +5,34 @@ It is built on the host once per forward and backward pass; every layer reads th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from alto.errors import ShapeError
-from alto.kernels.dropout import DropoutKey
+from alto.kernels.dropout import DropoutKey, send
 from alto.kernels.forward_table import ForwardTable, upload
+
+T = TypeVar("T")
+
+
+class HeadTokens(Protocol):
+    """The trained tokens of a forward pass, job after job; see :class:`alto.data.TokenBatch`."""
+
+    @property
+    def slots(self) -> Sequence[int]: ...
+
+    @property
+    def job_tokens(self) -> Sequence[int]: ...
+
+    @property
+    def job_targets(self) -> Sequence[int]: ...
+
+    @property
+    def loss_positions_S(self) -> Tensor: ...  # noqa: N802  # a shape
 
 
 class Segment(NamedTuple):
@@ -44,11 +62,8 @@ class TokenSchedule:
     dropout: tuple[DropoutKey | None, ...]
     slots: tuple[int, ...] = field(init=False, repr=False, compare=False)
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _tables: dict[torch.device, ForwardTable] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _slots_T: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _lengths_S: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _copies: dict[tuple[str, torch.device], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _undropped: dict[frozenset[int], TokenSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _slots_S: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         # Computed once, because every launch reads them.
@@ -57,42 +72,36 @@ class TokenSchedule:
 
     def table(self, device: torch.device) -> ForwardTable:
         """Return the segments in the memory of ``device``, copied there at the first use."""
-        if device not in self._tables:
-            self._tables[device] = ForwardTable(self.segments, self.scales, self.dropout, device)
-        return self._tables[device]
+        return self._copy("table", device, lambda: ForwardTable(self.segments, self.scales, self.dropout, device))
 
     def slots_of_tokens(self, device: torch.device) -> Tensor:
         """Return the slot of every token, ``[T]`` int64, in the memory of ``device``, copied there at the first use."""
-        if device not in self._slots_T:
-            of_segments = torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths))
-            pinned = of_segments.pin_memory() if device.type == "cuda" else of_segments
-            self._slots_T[device] = pinned.to(device, non_blocking=True)
-        return self._slots_T[device]
+
+        def of_tokens() -> Tensor:
+            return send(torch.tensor(self.slots).repeat_interleave(torch.tensor(self.lengths)), device)
+
+        return self._copy("slots_of_tokens", device, of_tokens)
 
     def slots_of_segments(self, device: torch.device) -> Tensor:
         """Return the slot of every segment, ``[S]`` int64, in the memory of ``device``, copied there at the first
         use."""
-        if device not in self._slots_S:
-            self._slots_S[device] = upload(self.slots, torch.int64, device)
-        return self._slots_S[device]
+        return self._copy("slots_of_segments", device, lambda: upload(self.slots, torch.int64, device))
 
     def lengths_of_segments(self, device: torch.device) -> Tensor:
         """Return the number of tokens of every segment, ``[S]`` int64, in the memory of ``device``, copied there at the
         first use."""
-        if device not in self._lengths_S:
-            self._lengths_S[device] = upload(self.lengths, torch.int64, device)
-        return self._lengths_S[device]
+        return self._copy("lengths_of_segments", device, lambda: upload(self.lengths, torch.int64, device))
 
     def copy_as(self, other: TokenSchedule) -> None:
         """Copy to every device now everything that ``other`` has copied there."""
-        for device in other._tables:
-            self.table(device)
-        for device in other._slots_T:
-            self.slots_of_tokens(device)
-        for device in other._lengths_S:
-            self.lengths_of_segments(device)
-        for device in other._slots_S:
-            self.slots_of_segments(device)
+        for method, device in other._copies:
+            getattr(self, method)(device)
+
+    def _copy(self, method: str, device: torch.device, make: Callable[[], T]) -> T:
+        if (method, device) not in self._copies:
+            self._copies[method, device] = make()
+        found: T = self._copies[method, device]
+        return found
 
     def without_dropout(self, slots: frozenset[int]) -> TokenSchedule:
         """Return a schedule of the same tokens without dropout for ``slots``; cached, because every layer reads it."""
@@ -112,9 +121,6 @@ class TokenSchedule:
         """Lay the tokens of ``slots`` end to end in the given order; slots without tokens are left out.
 
         Args:
-            slots: Slots in token order.
-            num_tokens: Number of tokens of each slot.
-            scales: ``lora_alpha / r`` of each slot.
             dropout: Key of each slot's mask; None for no dropout.
 
         Raises:

@@ -76,11 +76,8 @@ def slot_embedding_change(
 
     Args:
         anchor: A tensor that requires grad, so that autograd runs the backward pass.
-        ids_T: Token ids, int64.
         operands: The adapters: a group of one member with ``V`` in-features.
         schedule: Token ranges; their dropout is ignored, as in PEFT.
-        ops: The kernel backend module.
-        factor: Scale of the embeddings.
         padding_idx: The token whose row of ``A`` gets no gradient, like its row of the frozen embeddings.
     """
     change_TH: Tensor = _SlotEmbeddingChange.apply(anchor, ids_T, operands, schedule, ops, factor, padding_idx)
@@ -169,9 +166,7 @@ def slot_embeddings(
     Args:
         anchor: A tensor that requires grad, so that autograd runs the backward pass.
         base_TH: The frozen embeddings of the tokens, which need no gradient.
-        ids_T: Token ids, int64.
         tables: The slots' tables, each ``[V, H]``. The rows read are rounded to the dtype of ``base_TH``.
-        factor: Scale of the embeddings.
         padding_idx: The token whose row gets no gradient.
     """
     own_TH: Tensor = _SlotEmbeddings.apply(anchor, base_TH, ids_T, tables, schedule, factor, padding_idx)

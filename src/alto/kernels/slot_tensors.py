@@ -140,7 +140,6 @@ def slot_bias_change(
     Args:
         anchor: A tensor that requires grad, so that autograd runs the backward pass.
         biases: The slots' biases, each ``[N]``.
-        base_N: The frozen bias.
         dtype: Dtype of the output that the result is added to. Biases are rounded to it first, as PEFT does when it
             loads them.
     """

@@ -38,7 +38,6 @@ def random_bits(key: int, columns: Tensor) -> Tensor:
 
     Args:
         key: Result of :func:`rounding_key`.
-        columns: Positions in the adapter, int64.
     """
     return hashed(hashed((columns >> 32) + key) + columns)
 
@@ -72,8 +71,6 @@ class MomentRounding:
         """Round both moments to numbers that bfloat16 can represent.
 
         Args:
-            exp_avg_P: First moments of a whole adapter, float32.
-            exp_avg_sq_P: Second moments.
             key: Result of :func:`rounding_key`.
         """
         for first in range(0, exp_avg_P.numel(), _CHUNK):

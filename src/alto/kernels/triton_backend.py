@@ -347,7 +347,7 @@ def _scale_members(narrow_TQ: Tensor, operands: LoraOperands, schedule: TokenSch
     """
     ratios_ZQ = operands.column_ratios()
     if ratios_ZQ is not None:
-        narrow_TQ *= ratios_ZQ.index_select(0, schedule.table(narrow_TQ.device).token_slots())
+        narrow_TQ *= ratios_ZQ.index_select(0, schedule.slots_of_tokens(narrow_TQ.device))
 
 
 def _read_dy(

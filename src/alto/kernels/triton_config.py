@@ -76,9 +76,6 @@ def shrink_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> Kern
     """Return the configuration of ``shrink_kernel``, for tokens of dtype ``wide`` and adapters of dtype ``bank``.
 
     Reading the wide side once dominates the run time, so many of its loads must be in flight at once.
-
-    Args:
-        num_narrow: Largest number of columns on the narrow side.
     """
     tile = _tile(num_narrow, wide, bank)
     block_w, num_stages = (64, 3) if _multiplies_16_bits(wide, bank) else (32, 4)
@@ -109,8 +106,6 @@ def dy_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelCo
 
     Args:
         num_narrow: Largest rank of a slot.
-        wide: Dtype of the tokens.
-        bank: Dtype of the adapters.
     """
     tile = _tile(num_narrow, wide, bank)
     is_16_bits = _multiplies_16_bits(wide, bank)
@@ -131,13 +126,7 @@ def dy_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelCo
 
 @cache
 def backward_weight_config(num_narrow: int, wide: torch.dtype, bank: torch.dtype) -> KernelConfig:
-    """Return the configuration of ``da_kernel``.
-
-    Args:
-        num_narrow: Largest number of columns on the narrow side.
-        wide: Dtype of the tokens.
-        bank: Dtype of the adapters.
-    """
+    """Return the configuration of ``da_kernel``."""
     tile = _tile(num_narrow, wide, bank)
     block_t, block_w = 64 if _multiplies_16_bits(wide, bank) else 32, _gradient_columns(tile, wide, bank)
     return _product(tile, block_t, block_w, wide, bank, num_warps=8, num_stages=2)
@@ -229,9 +218,7 @@ def rotary_config(width: int, most_heads: int, base: torch.dtype) -> KernelConfi
     """Return the configuration of ``rotary_kernel``: eight pairs per thread.
 
     Args:
-        width: Elements of a head.
         most_heads: Number of query heads or of key heads, whichever is larger.
-        base: Dtype of the heads.
     """
     block = max(16, triton.next_power_of_2(width // 2))
     heads = min(triton.next_power_of_2(most_heads), max(1, 1024 // block))
@@ -430,13 +417,10 @@ def launch(
 
     Args:
         kernel: A ``triton.jit`` function whose parameters are tensors, integers and constants, in this order.
-        grid: Number of programs in each dimension.
         tensors: Its tensors, on the current device.
         sizes: Its integers. Each combination of values is cached separately, so they should not change in every step.
-        config: Compile-time configuration.
         counts: Its integers below 2³¹ that may change in every step, such as numbers of tokens; the kernel lists them
             in ``do_not_specialize``.
-        constants: Constants besides those of ``config``.
     """
     if triton.knobs.runtime.interpret:
         kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)

@@ -1,13 +1,13 @@
 """LoRA adapters: the bank that stores them, the layers that apply them, their optimizers and their files."""
 
 from alto.lora.bank import ADAPTER_DTYPES, AdapterBank
-from alto.lora.biases import bias_notes, biases_of, is_bias
+from alto.lora.biases import bias_notes, is_bias
 from alto.lora.fit import check_fit, initial_values
-from alto.lora.heads import HEAD, BankHeads, is_whole, module_of_whole, whole_shapes
+from alto.lora.heads import HEAD, BankHeads, is_whole, module_of_whole
 from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, TargetModule
 from alto.lora.linear import ForwardContext, MultiLoraLinear
-from alto.lora.magnitudes import is_magnitude, magnitude_of
+from alto.lora.magnitudes import is_magnitude
 from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
 from alto.lora.peft_format import (
     NUM_COMPARED,
@@ -64,7 +64,6 @@ __all__ = [
     "as_in_peft",
     "bank_bytes",
     "bias_notes",
-    "biases_of",
     "check_fit",
     "check_optimizer",
     "compared_logits",
@@ -82,7 +81,6 @@ __all__ = [
     "is_read_per_expert",
     "is_whole",
     "linear_modules",
-    "magnitude_of",
     "module_of",
     "module_of_whole",
     "rank_notes",
@@ -95,7 +93,6 @@ __all__ = [
     "untrained_notes",
     "vllm_obstacle",
     "vllm_rank",
-    "whole_shapes",
     "write_adapter",
     "write_per_expert",
 ]

@@ -32,8 +32,9 @@ class SquareSums:
 
     Args:
         groups: Indices of the groups whose kernels write sums.
-        tiles: Tiles of the gradients.
-        dtype: Dtype of the sums.
+
+    Attributes:
+        complete: Slots whose sums cover the whole gradient.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class SquareSums:
         num_tiles = sum(self._counts(largest.groups))
         row_size = -(-num_tiles // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
         self.sums_ZC = torch.zeros(num_slots, row_size, device=device, dtype=dtype)
-        self._complete: set[int] = set()
+        self.complete: set[int] = set()
 
     def starts(self, places: Sequence[GroupPlace]) -> list[int]:
         """Return the offset of each group's sums in an adapter's row."""
@@ -60,18 +61,6 @@ class SquareSums:
     def num_sums(self, places: Sequence[GroupPlace]) -> int:
         """Return the number of an adapter's sums."""
         return sum(self._counts(places))
-
-    def complete(self, slot: int) -> None:
-        """Mark the sums of ``slot`` as covering its whole gradient."""
-        self._complete.add(slot)
-
-    def forget(self, slots: Collection[int]) -> None:
-        """Mark the sums of ``slots`` as outdated, because their gradients have changed."""
-        self._complete.difference_update(slots)
-
-    def are_complete(self, slot: int) -> bool:
-        """Return whether the sums of ``slot`` cover its whole gradient."""
-        return slot in self._complete
 
     def _counts(self, places: Sequence[GroupPlace]) -> list[int]:
         max_rank = self._layout.max_rank
@@ -237,7 +226,7 @@ class AdapterBank:
                 self.grads_ZP[slot, : places.end].zero_()
                 continue
             if not left and self.square_sums is not None:
-                self.square_sums.complete(slot)
+                self.square_sums.complete.add(slot)
             for index in left:
                 group, place = self.layout.groups[index], places.groups[index]
                 a_end = place.a_start + group[0].in_features * sum(place.ranks)
@@ -267,7 +256,7 @@ class AdapterBank:
     def forget_square_sums(self, slots: Collection[int]) -> None:
         """Discard the sums of squares of ``slots``, because their gradients have changed since they were computed."""
         if self.square_sums is not None:
-            self.square_sums.forget(slots)
+            self.square_sums.complete.difference_update(slots)
 
     def is_free(self, slot: int) -> bool:
         """Return whether ``slot`` holds no adapter."""
@@ -288,7 +277,6 @@ class AdapterBank:
         The random values depend on the seed and the adapter's own shape, not on the slot.
 
         Args:
-            slot: An assigned slot.
             init: ``default``, ``gaussian`` or ``orthogonal``; ``orthogonal`` requires even ranks.
         """
         generator = torch.Generator().manual_seed(seed)

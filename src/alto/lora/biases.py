@@ -17,7 +17,7 @@ from alto.errors import UnsupportedError, UnsupportedModelError
 from alto.kernels import SlotTensors, slot_bias_change
 from alto.lora.bank import AdapterBank
 from alto.lora.layout import ExtraTensor, TargetModule
-from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
+from alto.lora.linear import AdaptedWeight, ForwardContext, SettingsModule
 from alto.lora.targets import base_modules, head_base, is_reached_by_text, linear_bases
 from alto.spec import JobConfig
 
@@ -87,7 +87,6 @@ def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
 
     Args:
         model: The base model, with or without weights, with or without injected adapters.
-        configs: Configurations of all jobs.
     """
     asked = sorted({config.bias for config in configs} - {"none"})
     if not asked or any(module._parameters.get("bias") is not None for module in base_modules(model).values()):
@@ -95,13 +94,11 @@ def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains the same as bias: none.",)
 
 
-class MultiBiasModule(InjectedModule):
+class MultiBiasModule(SettingsModule):
     """A frozen module without an adapter, with its own output bias for each slot.
 
     Args:
         base: The module; it must add its bias last.
-        name: Full name in the model.
-        biases: Biases of the slots.
     """
 
     def __init__(
@@ -113,13 +110,6 @@ class MultiBiasModule(InjectedModule):
         self._biases = biases
         self._bank = bank
         self._context = context
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the base, because models read settings and weights of their layers."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
     @property
     def bias(self) -> Tensor | None:

@@ -27,11 +27,7 @@ from alto.kernels import (
 class Dora:
     """The magnitudes of linear layers that read the same input.
 
-    Attributes:
-        ops: The kernel backend module.
-
     Args:
-        bases: The frozen layers.
         anchor: See :func:`alto.kernels.grouped_lora_linear`.
         magnitudes: For each layer, the magnitude vectors of the slots and the row norms of its frozen weight; None if
             no job has magnitudes there.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from alto.kernels import LoraOperands, TokenSchedule, added_linear, grouped_lora_linear
 from alto.lora.bank import AdapterBank
 from alto.lora.layout import TargetModule
-from alto.lora.linear import AdaptedWeight, ForwardContext, InjectedModule
+from alto.lora.linear import AdaptedWeight, ForwardContext, FrozenWeight, SettingsModule
 
 _ATTRIBUTES = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_apply_gate", "num_experts")
 """Attributes that transformers' ``use_experts_implementation`` adds to every class of stacked experts (transformers
@@ -41,7 +41,6 @@ def expert_parameters(module: nn.Module, name: str) -> tuple[TargetModule, ...]:
 
     Args:
         module: Stacked experts; see :func:`is_adaptable`.
-        name: Full name of the module.
     """
     found = []
     for key, parameter in module.named_parameters(recurse=False):
@@ -54,13 +53,11 @@ def expert_parameters(module: nn.Module, name: str) -> tuple[TargetModule, ...]:
     return tuple(found)
 
 
-class MultiLoraExperts(InjectedModule):
+class MultiLoraExperts(SettingsModule):
     """Frozen experts with an adapter per slot and expert. Outside of a schedule they act as the base experts.
 
     Args:
-        base: Stacked experts.
         operands: Adapters by parameter name; parameters without adapters are left out.
-        ops: The kernel backend module.
     """
 
     def __init__(
@@ -77,13 +74,6 @@ class MultiLoraExperts(InjectedModule):
         self._operands = dict(operands)
         self._context = context
         self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the base, because expert blocks read settings such as the number of experts."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
@@ -131,23 +121,14 @@ class MultiLoraExperts(InjectedModule):
     def _project(self, key: str, x_SK: Tensor, tokens: Sequence[int], schedule: TokenSchedule) -> Tensor:
         frozen = _FrozenExperts(self.base, key, tokens)
         operands = self._operands.get(key)
-        if operands is None:
-            empty = TokenSchedule.build((), (), ())
-            operands = next(iter(self._operands.values()))
-            (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, empty, self._ops)
-        else:
-            (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, schedule, self._ops)
+        if operands is None:  # an empty schedule runs only the frozen experts
+            operands, schedule = next(iter(self._operands.values())), TokenSchedule.build((), (), ())
+        (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, schedule, self._ops)
         return y_SN
 
 
 class _FrozenExperts:
-    """One projection of all experts, for tokens sorted by expert; weights are read at each use.
-
-    Args:
-        base: Stacked experts.
-        key: Name of the parameter.
-        tokens: Number of tokens of every expert.
-    """
+    """One projection of all experts, for tokens sorted by expert; weights are read at each use."""
 
     def __init__(self, base: Any, key: str, tokens: Sequence[int]) -> None:
         self._base = base
@@ -191,13 +172,11 @@ def _first(module: Any) -> str:
 # runs, its weight is replaced by one whose product with the tokens includes the adapters.
 
 
-class MultiLoraRouter(InjectedModule):
+class MultiLoraRouter(SettingsModule):
     """A frozen router with one adapter per slot. Outside of a schedule it acts as the base router.
 
     Args:
         base: The router; its parameter ``weight`` is ``[E, H]``.
-        name: Full name in the model.
-        ops: The kernel backend module.
     """
 
     def __init__(
@@ -216,14 +195,6 @@ class MultiLoraRouter(InjectedModule):
         self._operands = operands
         self._context = context
         self._ops = ops
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the base, because expert blocks read settings of their router, such as a bias for
-        choosing experts."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -249,22 +220,8 @@ class MultiLoraRouter(InjectedModule):
         x_TK = x.reshape(-1, x.shape[-1])
         if places is not None:
             x_TK = places.collect(x_TK)
-        base = _GivenWeight(weight_NK, bias_N)
+        base = FrozenWeight(SimpleNamespace(weight=weight_NK, bias=bias_N))
         (y_TN,) = grouped_lora_linear(x_TK, self._bank.anchor, [base], self._operands, schedule, self._ops)
         if places is not None:
             y_TN = places.spread(y_TN)
         return y_TN.view(*x.shape[:-1], -1)
-
-
-class _GivenWeight:
-    """A frozen linear layer with the given weight and bias."""
-
-    def __init__(self, weight_NK: Tensor, bias_N: Tensor | None) -> None:
-        self._weight_NK = weight_NK
-        self._bias_N = bias_N
-
-    def forward(self, x_TK: Tensor, y_TN: Tensor | None = None) -> Tensor:
-        return added_linear(x_TK, self._weight_NK, self._bias_N, y_TN)
-
-    def backward(self, dy_TN: Tensor, dx_TK: Tensor | None) -> Tensor:
-        return dy_TN @ self._weight_NK if dx_TK is None else dx_TK.addmm_(dy_TN, self._weight_NK)

@@ -56,7 +56,6 @@ class BankHeads:
         present.
 
         Args:
-            hidden_QH: Hidden state of every row.
             slots: Slot of every job; all their heads have the same number of labels.
             counts: Number of rows of every job, in order.
         """

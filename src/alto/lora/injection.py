@@ -84,11 +84,7 @@ def _magnitude(bank: AdapterBank, module: str) -> tuple[SlotTensors, Tensor] | N
 def _inject_ends(
     model: PreTrainedModel, bank: AdapterBank, context: ForwardContext, operands: Mapping[str, LoraOperands]
 ) -> None:
-    """Wrap the output head and the embeddings if they have adapters or are trained in full.
-
-    Args:
-        operands: Their adapters by name.
-    """
+    """Wrap the output head and the embeddings if they have adapters or are trained in full."""
     ops = choose_backend(device=bank.params_ZP.device)
     whole = set(whole_weights({extra.name: extra for extra in bank.layout.extras}))
     modules, head = base_modules(model), head_base(model)

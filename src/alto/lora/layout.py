@@ -19,9 +19,6 @@ class TargetModule:
     """A linear module of the base model, or a parameter that stacks the matrices of several experts.
 
     Attributes:
-        name: Full name in the model.
-        in_features: ``K``.
-        out_features: ``N``.
         is_router: Whether it is the weight of a router that is not a linear layer.
         is_head: Whether it is the model's output head, which reads only positions that predict a trained token.
         is_embedding: Whether it is the token embeddings, whose ``A`` has one row per token.
@@ -258,6 +255,11 @@ class AdapterWeights(Mapping[str, tuple[Tensor, Tensor]]):
 
     matrices: Mapping[str, tuple[Tensor, Tensor]]
     extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def experts(self) -> list[str]:
+        """Names of the parameters of stacked experts."""
+        return [name for name, (a, _) in self.matrices.items() if a.ndim == 3]
 
     def __getitem__(self, name: str) -> tuple[Tensor, Tensor]:
         return self.matrices[name]

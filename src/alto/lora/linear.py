@@ -79,6 +79,17 @@ class InjectedModule(nn.Module):
     base: Any
 
 
+class SettingsModule(InjectedModule):
+    """An injected module whose model reads settings and weights of the replaced module, such as a number of experts."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return attributes of the base."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base"), name)
+
+
 # Linear layers that read the same input as one PyTorch operator, so that ``torch.compile`` does not break the graph of
 # a layer around them.
 #
@@ -90,21 +101,9 @@ class InjectedModule(nn.Module):
 # of a row that holds them.
 
 
-class InGraph(Protocol):
-    """Linear layers that read the same input."""
-
-    def in_pass(self, num_tokens: int) -> GroupedLinear:
-        """Return the layers with the adapters of the current forward or backward pass.
-
-        Raises:
-            UnsupportedModelError: The layers do not see all tokens of the pass.
-        """
-        ...
-
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _numbers = itertools.count()
-_of_number: WeakValueDictionary[int, InGraph] = WeakValueDictionary()
+_of_number: WeakValueDictionary[int, SharedInput] = WeakValueDictionary()
 
 
 class GraphHandle:
@@ -112,10 +111,9 @@ class GraphHandle:
 
     Args:
         group: The group, referenced weakly.
-        ops: The kernel backend module.
     """
 
-    def __init__(self, group: InGraph, operands: LoraOperands, ops: ModuleType) -> None:
+    def __init__(self, group: SharedInput, operands: LoraOperands, ops: ModuleType) -> None:
         number = next(_numbers)
         _of_number[number] = group
         self.number = torch.tensor([number])
@@ -190,11 +188,7 @@ FrozenLinear: TypeAlias = nn.Linear | Conv1D
 
 class RowPlaces(Protocol):
     """The mapping between the ``T`` tokens of a forward pass and the ``P`` positions, padding included, that the model
-    computes.
-
-    Attributes:
-        num_positions: ``P``.
-    """
+    computes."""
 
     @property
     def num_positions(self) -> int: ...
@@ -258,7 +252,6 @@ class SharedInput:
     Calling a member with a different tensor is also correct, but shares no work.
 
     Args:
-        bases: The frozen weights of the layers.
         biases: The bias of every slot for each layer; None if no job trains it.
         dora: Computes the layers' outputs, with DoRA magnitudes for slots that have them.
     """
@@ -312,7 +305,11 @@ class SharedInput:
         self._input, self._outputs = None, {}
 
     def in_pass(self, num_tokens: int) -> GroupedLinear:
-        """See :class:`alto.lora.linear.InGraph`."""
+        """Return the layers with the adapters of the current forward or backward pass.
+
+        Raises:
+            UnsupportedModelError: The layers do not see all tokens of the pass.
+        """
         schedule = self._context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
@@ -361,8 +358,8 @@ class SharedInput:
 class FrozenWeight:
     """The weight and bias of a linear layer, read at each use because they may be gathered or dequantised then."""
 
-    def __init__(self, base: FrozenLinear) -> None:
-        self._base: Any = base
+    def __init__(self, base: Any) -> None:
+        self._base = base
         self._is_transposed = isinstance(base, Conv1D)
 
     @property
@@ -385,13 +382,7 @@ class FrozenWeight:
 
 
 class MultiLoraLinear(InjectedModule):
-    """A frozen linear layer with one adapter per slot. Outside of a schedule it acts as the base layer.
-
-    Args:
-        name: Full name in the model.
-        shared: The layers that read the same input.
-        member: Index of this layer among them.
-    """
+    """A frozen linear layer with one adapter per slot. Outside of a schedule it acts as the base layer."""
 
     def __init__(self, base: FrozenLinear, name: str, shared: SharedInput, member: int) -> None:
         super().__init__()

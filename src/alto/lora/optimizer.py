@@ -4,39 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend, rounding_key, upload
 from alto.lora.bank import AdapterBank
-from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, RowOptimizer, TorchOptimizer
+from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, TorchOptimizer
 from alto.spec import JobConfig, OptimizerName
-
-
-def gradient_norms(ops: ModuleType, bank: AdapterBank, slots: Sequence[int]) -> Tensor:
-    """Return the norm of every slot's gradient, ``[len(slots)]``, at least float32.
-
-    A norm is computed from the sums of squares of the gradient's tiles if they cover the whole gradient, and from the
-    gradient itself otherwise: for adapters with extra tensors, embeddings or experts, for gradients summed over ranks,
-    and for passes that skipped a module. The choice depends only on the slot itself.
-    """
-    sums = bank.square_sums
-    summed = [] if sums is None else [index for index, slot in enumerate(slots) if sums.are_complete(slot)]
-    if sums is None or not summed:
-        norms: Tensor = ops.row_norms(bank.grads_ZP, slots, [bank.places(slot).end for slot in slots])
-        return norms
-    counts = [sums.num_sums(bank.places(slots[index]).groups) for index in summed]
-    norms = ops.summed_norms(sums.sums_ZC, [slots[index] for index in summed], counts)
-    left = [index for index in range(len(slots)) if index not in set(summed)]
-    if not left:
-        return norms
-    rest = [slots[index] for index in left]
-    of_rows = ops.row_norms(bank.grads_ZP, rest, [bank.places(slot).end for slot in rest])
-    order = sorted(range(len(slots)), key=(summed + left).__getitem__)
-    # Indexing with a list would copy from unpinned memory, which synchronises host and device.
-    return torch.cat([norms, of_rows]).index_select(0, upload(order, torch.int64, norms.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +19,6 @@ class SlotUpdate:
     """Settings of the next optimizer step of one slot.
 
     Attributes:
-        slot: Row of the bank.
         learning_rate: Learning rate of this step; with LoRA+, that of ``A``.
     """
 
@@ -97,12 +71,32 @@ class SlotAdamW:
         self.exp_avg_sq_ZP = torch.zeros_like(self.exp_avg_ZP)
         self.rounds_at_random = state_dtype == torch.bfloat16
         self.steps = [0] * bank.num_slots
-        self._own: dict[int, RowOptimizer] = {}
+        self._own: dict[int, TorchOptimizer | EightBitAdamW] = {}
         self._left_paged: list[EightBitAdamW] = []
 
     def gradient_norms(self, slots: Sequence[int]) -> Tensor:
-        """Return the gradient norms of ``slots``, ``[len(slots)]``."""
-        return gradient_norms(self._ops, self._bank, slots)
+        """Return the norm of every slot's gradient, ``[len(slots)]``, at least float32.
+
+        A norm is computed from the sums of squares of the gradient's tiles if they cover the whole gradient, and from
+        the gradient itself otherwise: for adapters with extra tensors, embeddings or experts, for gradients summed over
+        ranks, and for passes that skipped a module. The choice depends only on the slot itself.
+        """
+        bank, ops = self._bank, self._ops
+        sums = bank.square_sums
+        summed = [] if sums is None else [index for index, slot in enumerate(slots) if slot in sums.complete]
+        if sums is None or not summed:
+            norms: Tensor = ops.row_norms(bank.grads_ZP, slots, [bank.places(slot).end for slot in slots])
+            return norms
+        counts = [sums.num_sums(bank.places(slots[index]).groups) for index in summed]
+        norms = ops.summed_norms(sums.sums_ZC, [slots[index] for index in summed], counts)
+        left = [index for index in range(len(slots)) if index not in set(summed)]
+        if not left:
+            return norms
+        rest = [slots[index] for index in left]
+        of_rows = ops.row_norms(bank.grads_ZP, rest, [bank.places(slot).end for slot in rest])
+        order = sorted(range(len(slots)), key=(summed + left).__getitem__)
+        # Indexing with a list would copy from unpinned memory, which synchronises host and device.
+        return torch.cat([norms, of_rows]).index_select(0, upload(order, torch.int64, norms.device))
 
     def step(self, updates: Sequence[SlotUpdate], norms: Tensor) -> None:
         """Take one optimizer step for every slot in ``updates``, using the gradients in the bank, which are invalid
@@ -196,13 +190,10 @@ class SlotAdamW:
 
     def _step_own(self, update: SlotUpdate, grad_scale: Tensor) -> None:
         bank, slot = self._bank, update.slot
-        self._own[slot].step(
-            _as_in_peft(bank, bank.params_ZP, slot),
-            _as_in_peft(bank, bank.grads_ZP, slot),
-            grad_scale=grad_scale,
-            config=update.config,
-            learning_rate=update.learning_rate,
-        )
+        gradients = _as_in_peft(bank, bank.grads_ZP, slot)
+        clipped = {name: (gradient * grad_scale).contiguous() for name, gradient in gradients.items()}
+        matrices = _as_in_peft(bank, bank.params_ZP, slot)
+        self._own[slot].step(matrices, clipped, update.config, update.learning_rate)
         bank.copy_weights(slot)
         if bank.is_cleared(slot):
             bank.grads_ZP[slot, : bank.places(slot).end].zero_()
@@ -270,9 +261,6 @@ def compile_kernels(
 
     Args:
         bank: Adapters of all slots, after their operands were handed out to layers.
-        dtype: Dtype of the base model's activations.
-        has_dropout: Whether a job uses dropout.
-        has_adamw: Whether a job uses ``adamw_torch``.
         also: Launches kernels of the base model, to compile them as well.
 
     Yields:

@@ -35,7 +35,6 @@ EMBEDDING_ENDINGS = (".lora_embedding_A", ".lora_embedding_B")
 PREFIX = "base_model.model."
 """Prefix that PEFT adds to the names of the base model's modules."""
 
-_NUM_STACKED = 3
 _OF_THE_BASE = ("bias",)
 """Parameters of an adapted module that belong to its base layer, if they are trained."""
 
@@ -77,7 +76,7 @@ def write_adapter(
     description = _adapter_config(
         config,
         base_model,
-        peft_targets(weights, model, experts=_stacked(weights)),
+        peft_targets(weights, model, experts=weights.experts),
         is_transposed=not model.transposed.isdisjoint(weights),
         has_head=HEAD in weights.extras,
         whole=whole_weights(weights.extras),
@@ -91,7 +90,7 @@ def as_in_peft(weights: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
     For ``E`` experts in one parameter, the rows of ``A`` are ordered by expert, ``[E · r, K]``, and the columns of
     ``B`` by rank, ``[N, r · E]`` (PEFT 0.21, ``ParamWrapper.get_delta_weight``).
     """
-    names, found = wrapper_names(_stacked(weights)), {}
+    names, found = wrapper_names(weights.experts), {}
     for name, (a, b) in weights.items():
         if name in names:
             found[names[name]] = (
@@ -101,11 +100,6 @@ def as_in_peft(weights: AdapterWeights) -> dict[str, tuple[Tensor, Tensor]]:
         else:
             found[name] = (a.T.contiguous(), b.T.contiguous())
     return found
-
-
-def _stacked(weights: AdapterWeights) -> list[str]:
-    """Return the modules of an adapter that are parameters of experts."""
-    return [name for name, (a, _) in weights.items() if a.ndim == _NUM_STACKED]
 
 
 def read_adapter(folder: Path) -> AdapterWeights:
@@ -208,11 +202,7 @@ def silent_peft() -> Iterator[None]:
 
 
 def compared_logits(model: Callable[..., Any], vocabulary: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return the logits of ``model`` for a few random tokens, in float32.
-
-    Args:
-        vocabulary: Number of tokens in the vocabulary.
-    """
+    """Return the logits of ``model`` for a few random tokens, in float32."""
     generator = torch.Generator().manual_seed(0)
     input_ids_1T = torch.randint(0, vocabulary, (1, NUM_COMPARED), generator=generator).to(device)
     logits: Tensor = model(input_ids=input_ids_1T, use_cache=False).logits[0]

@@ -129,7 +129,6 @@ def peft_targets(adapted: Collection[str], model: ModuleNames, *, experts: Colle
 
     Args:
         adapted: Full names of linear modules and of parameters of experts.
-        model: Names of the model's modules.
         experts: The names in ``adapted`` that are parameters of experts.
     """
     adapted = [name for name in adapted if name not in experts]
@@ -154,11 +153,7 @@ _MAX_SHOWN = 4
 
 def untrained_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
     """Return notices about stacked experts and routers that are not trained although a job's targets seem to include
-    them.
-
-    Args:
-        configs: Configurations of all jobs.
-    """
+    them."""
     configs = list(configs)
     experts = _without_targets(_experts(model), configs)
     wide = [config for config in configs if config.target_modules == ALL_LINEAR]

@@ -28,7 +28,6 @@ from alto.lora.peft_targets import expert_kind
 from alto.lora.saved import SavedAdapter
 
 _GATE_UP, _DOWN = "gate_up_proj", "down_proj"
-_NUM_STACKED = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ def write_per_expert(adapter: SavedAdapter, model_type: str, folder: Path) -> No
             or the base model's checkpoint stores its experts stacked.
     """
     names = _kind(model_type)
-    experts = {name: pair for name, pair in adapter.weights.items() if pair[0].ndim == _NUM_STACKED}
+    experts = {name: adapter.weights[name] for name in adapter.weights.experts}
     if not experts:
         raise UnsupportedError(
             f"{adapter.folder}: expected an adapter on stacked experts (target_parameters), found none; serve "

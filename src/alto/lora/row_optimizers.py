@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,48 +16,12 @@ from alto.lora.layout import BankLayout
 from alto.spec import EIGHT_BIT_OPTIMIZERS, JobConfig, OptimizerName
 
 
-class RowOptimizer(Protocol):
-    """The optimizer of one adapter.
-
-    Matrices are named ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
-    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their own names.
-    """
-
-    def step(
-        self,
-        matrices: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        *,
-        grad_scale: Tensor,
-        config: JobConfig,
-        learning_rate: float,
-    ) -> None:
-        """Take one step on ``matrices`` in place. If memory runs out, nothing changes.
-
-        Args:
-            matrices: The adapter's matrices and extra tensors, any strides.
-            gradients: Their gradients.
-            grad_scale: Factor on the gradients (clipping), a scalar.
-            learning_rate: Learning rate of every ``A``. ``B`` and vectors use it times ``config.loraplus_lr_ratio``.
-        """
-        ...
-
-    def read(self) -> dict[str, Tensor]:
-        """Return a copy of the state on the CPU, by ``<matrix>.<part>``."""
-        ...
-
-    def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Restore a state that :meth:`read` returned after ``step`` steps."""
-        ...
-
-
 def parameter_groups(parameters: Mapping[str, nn.Parameter], undecayed: Collection[str]) -> list[dict[str, Any]]:
     """Return parameter groups that share a learning rate and weight decay; :func:`set_rates` sets both.
 
     Args:
         parameters: Parameters by ``<module>.A``, ``<module>.B``, or the name of an extra tensor. Vectors use the
             learning rate of ``B``.
-        undecayed: Names of parameters without weight decay.
     """
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
@@ -108,8 +72,6 @@ def torch_optimizer_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype,
 
     Args:
         shapes: Shapes of the adapter's tensors, one- or two-dimensional.
-        dtype: Dtype of the adapter.
-        optim: One of :data:`TORCH_OPTIMIZERS`.
     """
     if optim == "adafactor":
         # Row and column sums of a matrix, all squares of a vector, and one mean per tensor.
@@ -117,15 +79,14 @@ def torch_optimizer_bytes(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype,
     return _NUM_MOMENTS[optim] * sum(map(math.prod, shapes)) * dtype.itemsize
 
 
-class TorchOptimizer(RowOptimizer):
+class TorchOptimizer:
     """The optimizer of one adapter. This object keeps the state and creates a new torch optimizer for every step.
 
     A failed step changes nothing, because the step works on copies of the state and of the tensors. The copies are
     contiguous, like PEFT's parameters.
 
-    Args:
-        optim: One of :data:`TORCH_OPTIMIZERS`.
-        undecayed: Names of the tensors without weight decay.
+    Matrices are named ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
+    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their own names.
     """
 
     def __init__(self, optim: OptimizerName, *, undecayed: Collection[str] = ()) -> None:
@@ -135,15 +96,15 @@ class TorchOptimizer(RowOptimizer):
 
     @torch.no_grad()
     def step(
-        self,
-        matrices: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        *,
-        grad_scale: Tensor,
-        config: JobConfig,
-        learning_rate: float,
+        self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
     ) -> None:
-        """See :meth:`RowOptimizer.step`."""
+        """Take one step on ``matrices`` in place. If memory runs out, nothing changes.
+
+        Args:
+            matrices: The adapter's matrices and extra tensors, any strides.
+            gradients: Their clipped gradients, contiguous.
+            learning_rate: Learning rate of every ``A``. ``B`` and vectors use it times ``config.loraplus_lr_ratio``.
+        """
         parameters = {
             name: nn.Parameter(matrix.clone(memory_format=torch.contiguous_format)) for name, matrix in matrices.items()
         }
@@ -151,7 +112,7 @@ class TorchOptimizer(RowOptimizer):
         set_rates(groups, config, learning_rate)
         optimizer = self._make(groups, **dict(config.optim_args))
         for name, parameter in parameters.items():
-            parameter.grad = (gradients[name] * grad_scale).contiguous()
+            parameter.grad = gradients[name]
             if name in self._state:
                 known = self._state[name].items()
                 optimizer.state[parameter] = {part: _loaded(part, value, parameter.device) for part, value in known}
@@ -161,7 +122,7 @@ class TorchOptimizer(RowOptimizer):
             matrices[name].copy_(parameter)
 
     def read(self) -> dict[str, Tensor]:
-        """See :meth:`RowOptimizer.read`; empty before the first step."""
+        """Return a copy of the state on the CPU, by ``<matrix>.<part>``; empty before the first step."""
         return {
             f"{name}.{part}": torch.as_tensor(value).detach().to("cpu", copy=True)
             for name, parts in self._state.items()
@@ -170,7 +131,7 @@ class TorchOptimizer(RowOptimizer):
         }
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See :meth:`RowOptimizer.write`."""
+        """Restore a state that :meth:`read` returned after ``step`` steps."""
         self._state = {}
         for key, value in tensors.items():
             name, _, part = key.rpartition(".")
@@ -216,7 +177,6 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
 
     Args:
         sizes: Number of elements of every tensor of the adapter.
-        dtype: Dtype of the adapter.
     """
     total, has_maps = 0, False
     for size in sizes:
@@ -229,7 +189,7 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
     return total + has_maps * 2 * _NUM_LEVELS * torch.float32.itemsize
 
 
-class EightBitAdamW(RowOptimizer):
+class EightBitAdamW:
     """The 8-bit AdamW of one adapter.
 
     It works on contiguous copies of the adapter's matrices in PEFT's layout, because its state is quantised in blocks
@@ -237,7 +197,6 @@ class EightBitAdamW(RowOptimizer):
 
     Args:
         matrices: The adapter's matrices and extra tensors, any strides; only shapes, dtype and device are used.
-        undecayed: Names of the tensors without weight decay.
         paged: Whether the driver can page the state of large matrices out of device memory.
     """
 
@@ -263,18 +222,12 @@ class EightBitAdamW(RowOptimizer):
 
     @torch.no_grad()
     def step(
-        self,
-        matrices: Mapping[str, Tensor],
-        gradients: Mapping[str, Tensor],
-        *,
-        grad_scale: Tensor,
-        config: JobConfig,
-        learning_rate: float,
+        self, matrices: Mapping[str, Tensor], gradients: Mapping[str, Tensor], config: JobConfig, learning_rate: float
     ) -> None:
-        """See :meth:`RowOptimizer.step`."""
+        """See :meth:`TorchOptimizer.step`."""
         for name, parameter in self._parameters.items():
             parameter.copy_(matrices[name])
-            parameter.grad = (gradients[name] * grad_scale).contiguous()
+            parameter.grad = gradients[name]
         set_rates(self._optimizer.param_groups, config, learning_rate)
         for group in self._optimizer.param_groups:
             group["betas"] = (config.adam_beta1, config.adam_beta2)
@@ -298,11 +251,11 @@ class EightBitAdamW(RowOptimizer):
             raise
 
     def read(self) -> dict[str, Tensor]:
-        """See :meth:`RowOptimizer.read`."""
+        """See :meth:`TorchOptimizer.read`."""
         return {name: part.detach().to("cpu", copy=True) for name, part in self._parts().items()}
 
     def write(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """See :meth:`RowOptimizer.write`."""
+        """See :meth:`TorchOptimizer.write`."""
         for name, part in self._parts().items():
             part.copy_(tensors[name])
         self._set_step(step)
@@ -341,8 +294,6 @@ def bank_bytes(
     Paged state counts in full, because it leaves the device only when the device's memory is full.
 
     Args:
-        optims: Optimizers of the task's jobs.
-        adapter_dtype: Precision of adapters and gradients.
         working_dtype: Precision of the bank's copies of its weights; None for no copies.
         state_dtype: Precision of the moments of ``adamw_torch``; None means that of the adapters.
     """

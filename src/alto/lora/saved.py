@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from alto.lora.peft_format import (
     read_adapter,
 )
 from alto.spec import PEFT_DEFAULT, SHAPE_FIELDS, of_module, per_module
-
-_NUM_STACKED = 3
 
 _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
@@ -87,7 +85,7 @@ class SavedAdapter:
     @property
     def has_experts(self) -> bool:
         """Whether any module is a parameter of stacked experts."""
-        return any(a_KR.ndim == _NUM_STACKED for a_KR, _ in self.weights.values())
+        return bool(self.weights.experts)
 
     @property
     def has_head(self) -> bool:
@@ -108,14 +106,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         RunError: A file cannot be read.
         UnsupportedError: The adapter is more than plain LoRA on linear layers.
     """
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
-        if not (folder / name).is_file():
-            raise RunNotFoundError(
-                f"expected an adapter in PEFT's format in {folder}, found no {name}; give a run directory, or the "
-                "folder of an adapter"
-            )
-    config = read_config(folder / CONFIG_FILE)
-    check_config(config, folder / CONFIG_FILE)
+    config = _plain_lora_config(folder, needed=(CONFIG_FILE, WEIGHTS_FILE))
     _check_tensors(folder / WEIGHTS_FILE, config)
     read = read_adapter(folder)
     base_weights = {name: tensor for name, tensor in read.extras.items() if name.removesuffix(".weight") in read}
@@ -144,6 +135,19 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         target_parameters=tuple(config.get("target_parameters") or ()),
         base_weights=base_weights,
     )
+
+
+def _plain_lora_config(folder: Path, *, needed: Sequence[str]) -> dict[str, Any]:
+    """Return the checked ``adapter_config.json`` in ``folder``, which must have the ``needed`` files."""
+    for name in needed:
+        if not (folder / name).is_file():
+            raise RunNotFoundError(
+                f"expected an adapter in PEFT's format in {folder}, found no {name}; give a run directory, or the "
+                "folder of an adapter"
+            )
+    config = read_config(folder / CONFIG_FILE)
+    check_config(config, folder / CONFIG_FILE)
+    return config
 
 
 def is_adapter(folder: Path) -> bool:
@@ -235,9 +239,7 @@ def _check_parameters(config: Mapping[str, Any], weights: AdapterWeights, path: 
     (see :mod:`alto.lora.peft_targets`).
     """
     for parameter in config.get("target_parameters") or ():
-        is_of_experts = any(
-            f".{name}".endswith(f".{parameter}") and a.ndim == _NUM_STACKED for name, (a, _) in weights.items()
-        )
+        is_of_experts = any(f".{name}".endswith(f".{parameter}") for name in weights.experts)
         if not is_of_experts and str(parameter).removesuffix(".weight") not in weights:
             raise UnsupportedError(
                 f"{path}: expected plain LoRA on linear layers, found target_parameters: {parameter!r:.60}, which this "
@@ -306,14 +308,7 @@ def saved_settings(folder: Path) -> dict[str, Any]:
         RunError: Its ``adapter_config.json`` cannot be read.
         UnsupportedError: The adapter is more than plain LoRA.
     """
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise RunNotFoundError(
-            f"expected an adapter in PEFT's format in {folder}, found no {CONFIG_FILE}; give a run directory, or the "
-            "folder of an adapter"
-        )
-    config = read_config(path)
-    check_config(config, path)
+    config = _plain_lora_config(folder, needed=(CONFIG_FILE,))
     settings = {key: config[key] for key in SHAPE_FIELDS if config.get(key)}
     if config.get("task_type") == "SEQ_CLS":
         saved = [name for name in settings.pop("modules_to_save", []) if name not in HEAD_NAMES]

@@ -69,7 +69,6 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
 
     Args:
         model: The base model, with or without weights, with or without injected adapters.
-        configs: Configurations of all jobs.
 
     Raises:
         TargetModuleError: See :func:`adapter_shape`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from torch.nn import functional as F
 
 from alto.errors import UnsupportedModelError
 from alto.kernels import (
+    HeadTokens,
     LoraOperands,
     TokenSchedule,
     dropped_inputs,
@@ -23,17 +23,14 @@ from alto.kernels import (
 )
 from alto.lora.bank import AdapterBank
 from alto.lora.heads import whole_name
-from alto.lora.linear import AdaptedWeight, ForwardContext, FrozenWeight, InjectedModule
+from alto.lora.linear import AdaptedWeight, ForwardContext, FrozenWeight, InjectedModule, SettingsModule
 
 
 class _VocabularyModule(InjectedModule):
     """A frozen module of the vocabulary with one adapter per slot; a job may also train its weight in full.
 
     Args:
-        name: Full name in the model.
         bank: Adapters of all slots, and the weights that jobs train in full.
-        operands: Adapters of the module; None if no job has one.
-        ops: The kernel backend module.
     """
 
     def __init__(
@@ -74,16 +71,9 @@ class _VocabularyModule(InjectedModule):
         return self._whole is not None and slot in self._whole
 
 
-class MultiLoraEmbedding(_VocabularyModule):
+class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
     """Frozen token embeddings with one adapter per slot (``target_modules: [embed_tokens]``), or with a separate table
     per job (``modules_to_save``). Outside of a schedule they act as the base embeddings."""
-
-    def __getattr__(self, name: str) -> Any:
-        """Return attributes of the base, because models read settings of their embeddings."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("base"), name)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -128,22 +118,6 @@ class MultiLoraEmbedding(_VocabularyModule):
 # Shapes: ``S`` trained tokens, ``C`` tokens of a chunk, ``H`` hidden size, ``V`` vocabulary, ``Q`` ranks of a slot.
 
 
-class _Tokens(Protocol):
-    """The trained tokens of a forward pass, job after job; see :class:`alto.data.TokenBatch`."""
-
-    @property
-    def slots(self) -> Sequence[int]: ...
-
-    @property
-    def job_tokens(self) -> Sequence[int]: ...
-
-    @property
-    def job_targets(self) -> Sequence[int]: ...
-
-    @property
-    def loss_positions_S(self) -> Tensor: ...  # noqa: N802  # a shape
-
-
 class MultiLoraHead(_VocabularyModule):
     """A frozen output head with one adapter per slot; without a token schedule it computes the base head's output."""
 
@@ -172,7 +146,7 @@ class MultiLoraHead(_VocabularyModule):
                 y_SV[start:end] = F.linear(x_SH[start:end], self._whole.of_slot(slot)[0].to(x_SH.dtype))
         return y_SV.view(*x.shape[:-1], -1)
 
-    def runs(self, tokens: _Tokens) -> list[tuple[int, _HeadAdapters | _OwnHead | None]]:
+    def runs(self, tokens: HeadTokens) -> list[tuple[int, _HeadAdapters | _OwnHead | None]]:
         """Return the trained tokens of a forward pass as runs of consecutive tokens: length and adapters of each run,
         in order.
 
@@ -213,9 +187,6 @@ class _HeadAdapters:
 
     Args:
         anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
-        operands: Adapters of all slots on the head.
-        ops: The kernel backend module.
-        positions_S: Position of every token in the forward pass.
         starts: Position of every slot's first token in the forward pass.
     """
 
@@ -294,8 +265,6 @@ class _OwnHead:
 
     Args:
         anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
-        weight_VH: The head's weight in the bank.
-        gradient_VH: Its gradient in the bank.
         dtype: Dtype of the base model; the weight is rounded to it when used.
     """
 

@@ -5,7 +5,7 @@ from alto.base import replace_file
 from alto.runs.background import FLUSH_TIMEOUT_S, BackgroundObserver, ending_in_time, in_background
 from alto.runs.events import Event, JournalEntry
 from alto.runs.history import RunHistory, history_before, read_history
-from alto.runs.job_history import JobHistory, Occupancy, RungOutcome, RunStatus, Stage
+from alto.runs.job_history import JobHistory, RunStatus, Stage
 from alto.runs.journal import (
     NOT_FOLDABLE,
     Journal,
@@ -18,7 +18,6 @@ from alto.runs.journal import (
     read_intact_entries,
     read_intact_events,
 )
-from alto.runs.kept import check_can_continue, kept_jobs, remove_states
 from alto.runs.mailbox import Action, Answer, Command, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.overview import RunState, RunSummary, find_runs, latest_run, summarise
 from alto.runs.queue_dir import QueueDir, QueueEntry
@@ -31,7 +30,7 @@ from alto.runs.queue_history import (
     gpus_to_json,
     read_queue_history,
 )
-from alto.runs.result import has_result, task_outcome
+from alto.runs.result import check_can_continue, has_result, kept_jobs, remove_states, task_outcome
 from alto.runs.run_dir import METRICS_NAME, RunDir, load_run_task
 
 __all__ = [
@@ -50,7 +49,6 @@ __all__ = [
     "JournalTail",
     "Mailbox",
     "Observer",
-    "Occupancy",
     "QueueAction",
     "QueueCommand",
     "QueueDir",
@@ -63,7 +61,6 @@ __all__ = [
     "RunState",
     "RunStatus",
     "RunSummary",
-    "RungOutcome",
     "SilentJournal",
     "Stage",
     "TaskHistory",

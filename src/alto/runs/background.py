@@ -28,9 +28,6 @@ class BackgroundObserver:
     An observer that raises any exception is not called again, and one warning reports it.
 
     Args:
-        name: Name of the observer in warnings.
-        show: Called with every entry, in order.
-        finish: Called after the last entry.
         max_waiting: Largest number of entries kept for an observer that lags behind; further entries are dropped and
             counted. None keeps all.
     """
@@ -100,19 +97,17 @@ class BackgroundObserver:
 
 
 @contextlib.contextmanager
-def in_background(
-    observers: Sequence[Observer], *, flush_timeout_s: float = FLUSH_TIMEOUT_S
-) -> Iterator[tuple[Observer, ...]]:
-    """Yield ``observers`` that each run on their own thread; on exit wait for them, up to a timeout.
-
-    Args:
-        flush_timeout_s: Longest wait at the end, for all of them together.
-    """
+def in_background(observers: Sequence[Observer]) -> Iterator[tuple[Observer, ...]]:
+    """Yield ``observers`` that each run on their own thread; on exit wait for them, up to `FLUSH_TIMEOUT_S`."""
     workers = [
-        BackgroundObserver(f"observer {_name_of(observer)}", observer, max_waiting=MAX_WAITING)
+        BackgroundObserver(
+            f"observer {getattr(observer, '__qualname__', type(observer).__qualname__)}",
+            observer,
+            max_waiting=MAX_WAITING,
+        )
         for observer in observers
     ]
-    with ending_in_time(workers, flush_timeout_s):
+    with ending_in_time(workers, FLUSH_TIMEOUT_S):
         yield tuple(worker.observe for worker in workers)
 
 
@@ -127,7 +122,3 @@ def ending_in_time(workers: Sequence[BackgroundObserver], timeout_s: float) -> I
             worker.end()
         for worker in workers:
             worker.join(max(0.0, deadline - time.monotonic()))
-
-
-def _name_of(observer: Observer) -> str:
-    return getattr(observer, "__qualname__", type(observer).__qualname__)

@@ -62,11 +62,9 @@ class RunHistory(JournalFold):
     Attributes:
         started: The event that started the task, updated by later resumptions; None before the first event.
         jobs: Every job by id, in the order of the task.
-        rungs: Outcomes of the decided rungs.
         occupancy: Every stay of a job in a slot, in the order of admission.
         forecast: Measured memory, packing and duration; None if nothing was measured before the run began.
         pace: Samples trained per second over the last minutes, since the run began or was resumed.
-        memory_events: Every time memory ran out, oldest first.
         finalists: Scores of the finalists' answers, best by the metric first; empty if there are none.
         rung_scores: Scores of the jobs' answers at rungs, or why there are none, oldest first.
         scorer: Name of the scorer that scored the finalists or failed to, or ``eval_accuracy``; empty if there was
@@ -293,7 +291,9 @@ class RunHistory(JournalFold):
                 job.starts_warm = event.warm
                 job.step = event.forked_at
             case events.JobReopened():
-                self._on_reopened(self._job(event.job))
+                job = self._job(event.job)
+                job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None
+                job.stage = Stage.PARKED if job.step else Stage.PENDING
             case events.JobAdmitted() | events.JobResumed():
                 self._on_enter_slot(event, time)
             case events.JobParked():
@@ -347,10 +347,6 @@ class RunHistory(JournalFold):
             )
         self._note_interruption(time)
         self.pace = Pace()  # interruptions do not count
-
-    def _on_reopened(self, job: JobHistory) -> None:
-        job.exit_reason, job.exit_evidence, job.samples_at_end = None, {}, None
-        job.stage = Stage.PARKED if job.step else Stage.PENDING
 
     def _on_enter_slot(self, event: events.JobAdmitted | events.JobResumed, time: float) -> None:
         job = self._job(event.job)

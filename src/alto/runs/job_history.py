@@ -45,9 +45,7 @@ class RungOutcome:
 
     Attributes:
         rung: Position of the rung in the task's early-exit settings, from 0 as in the journal.
-        progress: Share of a job's own steps at which the rung ranks.
         kept: Ids of the jobs that continue or keep their place, best first.
-        dropped: Ids of the jobs that ended at this rung.
         samples_trained: Rows that all jobs together had seen when the rung was decided.
     """
 
@@ -64,7 +62,6 @@ class Occupancy:
 
     Attributes:
         slot: Slot, numbered over all ranks.
-        rank: Rank whose bank has the slot.
         local_slot: Number of the slot within that bank.
         start, end: Begin and end of the stay, in unix seconds.
     """
@@ -87,20 +84,17 @@ class JobHistory:
         samples_budgeted: Rows that the job sees if nothing ends it early.
         slot: Slot that it occupies, None if none; the first rank's slot if it trains on several ranks.
         ranks: Ranks that train it; empty while it has no slot.
-        step: Steps done.
         train_losses: Training loss of every step; NaN where the journal has a gap.
         evaluations: One point per evaluation, in the order of steps.
         metrics: Metrics of its method at each evaluation, by name.
         best_step: Step of its best evaluation by the task's metric; 0 if there is none with a finite loss yet.
         best_validation_loss: Validation loss at ``best_step``; infinity if there is none yet, or no validation.
         best_score: Value of the task's metric at ``best_step``, higher is better; 0 if the metric is the loss.
-        best_metrics: Metrics of its method at ``best_step``.
         best_loss_rows, best_metric_rows: Loss and task metric of every validation row at ``best_step``. Empty if
             unknown; ``best_metric_rows`` is also empty if the metric is the loss.
         test_losses: Loss on the test rows by step, for every evaluation that was its best so far; empty if there are no
             test rows.
         test_metrics: Metrics of its method on the test rows, by the same steps.
-        exit_reason: Why it ended early; None if it did not.
         exit_evidence: Numbers on which the exit was based, by name.
         origin: The job of which it is a clone or copy; None for all other jobs.
         forked_at: Step of ``origin`` from which a copy continues; 0 for all other jobs.

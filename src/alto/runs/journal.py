@@ -161,15 +161,11 @@ class SilentJournal(Journal):
 
 
 def read_entries(path: str | Path) -> list[JournalEntry]:
-    """Read the entries of a journal, oldest first.
-
-    An incomplete last line, left by an interrupted write, is dropped. If an event was appended to an incomplete line,
-    the first part of the line is dropped and the event is read.
+    """Read the entries of a journal, oldest first; damage is handled as in :func:`read_events`.
 
     Raises:
-        RunNotFoundError: There is no such file.
-        RunError: A line before the last one is not a JSON object, its time is not a valid time, or a known field of a
-            known event is missing or has another type.
+        RunNotFoundError, RunError: See :func:`read_events`; or a known field of a known event is missing or has another
+            type.
     """
     return [decode(line, path) for line in read_events(path)]
 
@@ -256,13 +252,13 @@ def _pieces_of(line: bytes) -> Iterator[_Piece]:
     """
     if not line.strip():
         return
-    event = parse_line(line)
+    event = _parse_line(line)
     begins_at = line.rfind(_BEGINNING) if event is None else 0
-    appended = parse_line(line[begins_at:]) if begins_at > 0 else None
+    appended = _parse_line(line[begins_at:]) if begins_at > 0 else None
     if appended is None:
         yield line, event
         return
-    before = parse_line(line[:begins_at])
+    before = _parse_line(line[:begins_at])
     if before is not None:
         yield line[:begins_at], before
     yield line[begins_at:], appended
@@ -283,7 +279,7 @@ def _lines(path: Path) -> list[bytes]:
         ) from error
 
 
-def parse_line(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, Any] | None:
     """Return the event of a line; None if it is not a JSON object, or its time is not a valid time."""
     try:
         event = json.loads(line)
@@ -328,7 +324,7 @@ class JournalTail:
         *lines, torn = data.split(b"\n")
         self._offset += len(data) - len(torn)
         self._digests += map(hash, lines)
-        return [decode(event, self._path) for event in map(parse_line, lines) if event is not None]
+        return [decode(event, self._path) for event in map(_parse_line, lines) if event is not None]
 
     def _go_back(self, file: BinaryIO) -> None:
         """Go back to the first line that differs from what was read before."""

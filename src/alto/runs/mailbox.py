@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from alto.base import read_json, replace_file, writing
 from alto.errors import JobCommandError, MailboxFullError, QueueCommandError, RunError
-from alto.runs.kept import check_can_continue
+from alto.runs.result import check_can_continue
 from alto.runs.run_dir import RunDir
 
 _COMMAND = ".command.json"
@@ -139,10 +139,7 @@ class _Mailbox(ABC, Generic[C]):
     @property
     def num_pending(self) -> int:
         """Number of commands not answered yet; reading it changes nothing."""
-        try:
-            return sum(path.name.endswith(_COMMAND) for path in self._folder.iterdir())
-        except OSError:
-            return 0
+        return len(self._names())
 
     def _latest_ns(self) -> int:
         """Return the time of the latest pending command, in nanoseconds.
@@ -241,13 +238,7 @@ class Mailbox(_Mailbox[Command]):
     _remedy = "alto show"
 
     def send(self, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
-        """Write a command and return its id.
-
-        Args:
-            action: Stop, resume or clone.
-            job: Id of the job.
-            changes: A clone's settings that differ from the job's, by canonical key.
-            warm: Whether a clone starts from the job's best adapter.
+        """Write a command (see :class:`Command`) and return its id.
 
         Raises:
             MailboxFullError: :data:`MOST_KEPT` commands wait already.

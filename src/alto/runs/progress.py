@@ -38,8 +38,6 @@ class ExitTotal:
 
     Attributes:
         outcome: Exit reason, or stage of the jobs.
-        samples_trained: Samples that these jobs trained.
-        samples_saved: Budgeted samples that these jobs did not train.
         share: Saved samples as a share of all budgeted samples.
     """
 
@@ -58,7 +56,6 @@ class RungCost:
         until: Share of a job's own steps at which the second rung ranks; 1 after the last rung.
         num_kept, num_dropped: Jobs that the second rung kept and ended; None after the last rung.
         samples_trained: Rows that all jobs have seen since the previous rung.
-        share: Share of all trained rows.
     """
 
     until: float
@@ -271,12 +268,7 @@ class DeviceHours:
 
 
 def device_hours(history: RunHistory, price: float | None = None) -> DeviceHours:
-    """Return the device hours that a run took so far.
-
-    Args:
-        history: History of the run.
-        price: Price of an hour of one device; see :func:`price_of_hour`.
-    """
+    """Return the device hours that a run took so far."""
     is_gpu = history.started is not None and history.started.device.startswith("cuda")
     saved_s = time_saved_s(history)
     return DeviceHours(

@@ -13,9 +13,7 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,7 +24,7 @@ import yaml
 from alto.base import is_number, read_bytes, replace_file, writing
 from alto.errors import RunError, RunNotFoundError
 from alto.records import MAX_DURATION_S, MIN_DURATION_S, Demand, Sharing, TaskEstimate
-from alto.runs.run_dir import RunDir, claim, temporary_folder
+from alto.runs.run_dir import RunDir, new_folder
 from alto.spec import Task
 
 _SPEC = "queue.yaml"
@@ -84,20 +82,14 @@ class QueueDir:
     def create(
         cls, output_dir: str | Path, entries: Sequence[QueueEntry], tasks: Sequence[Task], settings: Mapping[str, Any]
     ) -> QueueDir:
-        """Make a new folder ``<output_dir>/queue-<id>`` with a run directory for each task, completely or not at all.
-
-        Args:
-            entries: Entries of the queue.
-            tasks: The task of each entry.
-            settings: Settings of the queue, as plain values.
+        """Make a new folder ``<output_dir>/queue-<id>`` with a run directory for the task of each entry, completely or
+        not at all.
 
         Raises:
             RunError: The folder cannot be made.
         """
-        stem = f"queue-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(output_dir)
-        partial = folder / f".{stem}.{secrets.token_hex(8)}.new"
-        with temporary_folder(partial, output_dir):
+
+        def fill(partial: Path) -> None:
             partial.mkdir(parents=True)
             queue = cls(partial)
             for entry, task in zip(entries, tasks, strict=True):
@@ -105,7 +97,8 @@ class QueueDir:
             queue._write(entries, settings)
             queue.run.journal_file.touch()
             queue.run.control.mkdir()  # made now, by the user who must later be able to remove commands
-            return cls(claim(partial, folder, stem))
+
+        return cls(new_folder(output_dir, "queue", fill))
 
     @classmethod
     def open(cls, root: str | Path) -> QueueDir:
@@ -164,23 +157,17 @@ class QueueDir:
 
     def cancel(self, task: str) -> None:
         """Record that a task was cancelled; errors as in :meth:`add`."""
-        entries, settings = self.read()
-        self.run.check_lock()
-        with writing(self.root, self._spec_file):
-            self._write(
-                [replace(entry, is_cancelled=True) if entry.task == task else entry for entry in entries], settings
-            )
+        self._change(task, is_cancelled=True)
 
     def note_estimate(self, task: str, estimate: TaskEstimate) -> None:
         """Record the measured estimate of a task; errors as in :meth:`add`."""
+        self._change(task, duration_s=estimate.duration_s, sharing=estimate.sharing, is_unmeasured=False)
+
+    def _change(self, task: str, **changes: Any) -> None:
         entries, settings = self.read()
         self.run.check_lock()
-
-        def noted(entry: QueueEntry) -> QueueEntry:
-            return replace(entry, duration_s=estimate.duration_s, sharing=estimate.sharing, is_unmeasured=False)
-
         with writing(self.root, self._spec_file):
-            self._write([noted(entry) if entry.task == task else entry for entry in entries], settings)
+            self._write([replace(entry, **changes) if entry.task == task else entry for entry in entries], settings)
 
     def _write(self, entries: Sequence[QueueEntry], settings: Mapping[str, Any]) -> None:
         facts = {"settings": dict(settings), "tasks": [_facts(entry) for entry in entries]}

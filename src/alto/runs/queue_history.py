@@ -36,7 +36,6 @@ class Attempt:
     Attributes:
         number: Number of the attempt, from 1 over all resumptions; the journal restarts at 1 after every resumption.
         start, end: Begin and end, in unix seconds.
-        reason: Why it ended.
         executor: Name of the executor; tasks with the same name shared it. Empty: the task had its own.
     """
 
@@ -59,10 +58,8 @@ class TaskHistory:
 
     Attributes:
         demand: The task as submitted, with the estimate that was made before the queue began.
-        attempts: Its executor runs so far.
         first_plan: Its placement in the first schedule that includes it; its start is in seconds since the queue began,
             without interruptions. None before that.
-        failure: Why it was given up.
         is_cancelled: Whether it was cancelled; its running executor saves and ends.
         measuring: The measurement of its steps that is under way; None if there is none.
         is_unmeasured: Whether it will be measured before the first schedule; its estimate is a guess until then.
@@ -93,8 +90,6 @@ class PlanNote:
 
     Attributes:
         at: When it was made, in unix seconds.
-        reason: Why it was made.
-        method: Method that made it.
         status: ``optimal``, ``feasible`` or ``heuristic``.
         makespan_s: Seconds to the end of the last task.
         bound_s: Lower bound of the makespan, in seconds.
@@ -116,8 +111,6 @@ class QueueHistory(JournalFold):
     Attributes:
         started: The event that started the queue; None before the first event.
         tasks: Every task by its name in the queue, in the order given.
-        plans: Every schedule that was made.
-        notices: Notices for the user, oldest first.
         is_completed: Whether every task has its result or was given up.
         measuring_s: Seconds in which tasks were measured before the first schedule; part of ``duration_s``.
     """
@@ -192,7 +185,9 @@ class QueueHistory(JournalFold):
     def _fold(self, event: Event, time: float) -> None:
         match event:
             case events.QueueStarted():
-                self._on_started(event)
+                self.started = event
+                for entry in event.tasks:
+                    self._add(entry)
             case events.QueueResumed():
                 self._on_resumed(event, time)
             case events.TaskSubmitted():
@@ -226,11 +221,6 @@ class QueueHistory(JournalFold):
                 task.state, task.failure = TaskStage.FAILED, event.reason
             case events.QueueCompleted():
                 self.is_completed = True
-
-    def _on_started(self, event: events.QueueStarted) -> None:
-        self.started = event
-        for entry in event.tasks:
-            self._add(entry)
 
     def _add(self, entry: events.QueuedTask | events.TaskSubmitted) -> None:
         self.tasks[entry.task] = TaskHistory(
@@ -311,7 +301,6 @@ class QueueProgress:
     """The observed state of a queue and of its tasks' runs.
 
     Attributes:
-        queue: State of the queue, from its own journal.
         runs: State of the tasks' runs, from their journals, by task; tasks that have not begun are missing.
         unreadable: Why the journal of a task's run cannot be read, by task.
         num_measured: Tasks whose duration was measured before the queue began.
@@ -343,11 +332,8 @@ class QueueProgress:
     def before_resume(cls, queue_dir: str | Path) -> QueueProgress:
         """Return the progress of the tasks' runs in ``queue_dir``, from their journals.
 
-        The queue's own journal is left out: when the queue is resumed, its entries are observed again.
-
-        Raises:
-            RunNotFoundError: There is no queue.
-            RunError: The queue's file is damaged. If a task's journal is damaged, only that task's progress is unknown.
+        The queue's own journal is left out: when the queue is resumed, its entries are observed again. Errors as in
+        :meth:`read`.
         """
         progress, folder = cls(), QueueDir.open(queue_dir)
         entries, _ = folder.read()

@@ -1,18 +1,22 @@
-"""The result of a finished run, derived from its history."""
+"""The result of a finished run, derived from its history, and the adapters and states that its folder keeps."""
 
 from __future__ import annotations
 
 import math
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
 
-from alto.base import resume_command
-from alto.errors import NoResultError, RunError
+from alto.base import resume_command, writing
+from alto.errors import JobCommandError, NoResultError, RunError, RunNotFoundError
 from alto.records import JobResult, TaskOutcome, exit_reason
-from alto.runs.events import TaskCompleted
+from alto.runs.events import CheckpointSaved, SavedJob, TaskCompleted
 from alto.runs.history import RunHistory
-from alto.runs.job_history import JobHistory
+from alto.runs.job_history import JobHistory, Stage
 from alto.runs.journal import read_intact_entries
 from alto.runs.lead import lead_of_winner
 from alto.runs.run_dir import RunDir
+from alto.spec import Keep
 
 
 def task_outcome(history: RunHistory, run: RunDir) -> TaskOutcome:
@@ -78,3 +82,93 @@ def _job_result(job: JobHistory) -> JobResult:
         test_loss=job.best_test_loss,
         test_metrics=job.best_test_metrics,
     )
+
+
+_REMOVED = ".removed"
+
+
+def kept_jobs(history: RunHistory, keep: Keep) -> set[str]:
+    """Return the jobs of a finished run whose best adapters are kept.
+
+    ``finalists`` are the winner, the jobs that did all their steps, the jobs ranked at the last decided rung, and the
+    jobs whose generated answers were scored.
+    """
+    if keep == "all":
+        return {*history.jobs}
+    kept = set() if history.result is None else {history.result.best_job}
+    if keep == "finalists":
+        kept |= {job.job for job in history.jobs.values() if job.stage is Stage.COMPLETED}
+        kept |= {score.job for score in history.finalists}
+        for rung in history.rungs[-1:]:
+            kept |= {*rung.kept, *rung.dropped}
+    return kept
+
+
+def remove_states(run: RunDir, history: RunHistory, keep: Keep) -> int:
+    """Remove the files that a finished run does not keep, and return the number of bytes freed. Safe to repeat after a
+    kill.
+
+    With ``all`` nothing is removed. Otherwise only the best adapters of :func:`kept_jobs` stay, and no state from which
+    a job could be resumed.
+
+    Raises:
+        RunBusyError: The lock of the run is lost.
+        RunWriteError: The folder cannot be written.
+    """
+    if keep == "all":
+        return 0
+    run.check_lock()
+    kept, removed, freed = kept_jobs(history, keep), run.root / _REMOVED, 0
+    with writing(run.root, run.root / "jobs"):
+        freed += _removed([removed])
+        for folder in sorted((run.root / "jobs").glob("*")):
+            if folder.name in kept:
+                freed += _removed(part for part in folder.iterdir() if part.name != "best")
+            else:
+                # A single rename, so that no reader finds part of an adapter.
+                removed.mkdir(exist_ok=True)
+                folder.rename(removed / folder.name)
+        freed += _removed([removed])
+    return freed
+
+
+def check_can_continue(run: RunDir) -> None:
+    """Check that a finished run still has the states of all its jobs, so that it can train further jobs.
+
+    Raises:
+        JobCommandError: States are missing.
+    """
+    try:
+        entries = read_intact_entries(run.journal_file)
+    except RunNotFoundError:
+        return
+    if not entries or not isinstance(entries[-1].event, TaskCompleted):
+        return
+    saved = next((entry.event for entry in reversed(entries) if isinstance(entry.event, CheckpointSaved)), None)
+    jobs = {} if saved is None else saved.jobs
+    missing = [job for job, at in jobs.items() if not _has_states(run, job, at)]
+    if missing:
+        raise JobCommandError(
+            f"expected a finished run with the states of all {len(jobs)} jobs, found the states of {len(missing)} "
+            f"missing in {run.root}: they were removed when the run ended or by alto prune; only a run whose task has "
+            "keep: all takes further jobs: set it, and start a new run with: alto tune"
+        )
+
+
+def _has_states(run: RunDir, job: str, saved: SavedJob) -> bool:
+    if not saved.is_resumable or not run.job(job, "last").exists():
+        return False
+    return not saved.best_step or run.job(job, "best").exists()
+
+
+def _removed(paths: Iterable[Path]) -> int:
+    """Remove files and folders, and return the total size of their files in bytes."""
+    freed = 0
+    for path in paths:
+        if path.is_symlink() or path.is_file():
+            freed += path.lstat().st_size
+            path.unlink()
+        elif path.is_dir():
+            freed += sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
+            shutil.rmtree(path)
+    return freed

@@ -15,7 +15,7 @@
         run.lock             held by the process that works on the run
         lease                number of the latest lease, if a service gave one
 
-When the task ends, its key ``keep`` decides which files stay in ``jobs``, see :mod:`alto.runs.kept`.
+When the task ends, its key ``keep`` decides which files stay in ``jobs``, see :mod:`alto.runs.result`.
 ``best.previous`` and ``last.previous`` belong to the last committed checkpoint while a newer one is written; they are
 removed once the newer one is committed.
 """
@@ -27,7 +27,7 @@ import errno
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from alto.base import LockFile, replace_file, resume_command, sync_folder, writing
@@ -63,12 +63,7 @@ class RunDir:
         Raises:
             RunError: The folder cannot be made.
         """
-        stem = f"{task.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        folder = Path(output_dir)
-        partial = folder / f".{stem}.{secrets.token_hex(8)}.new"
-        with temporary_folder(partial, output_dir):
-            cls(partial).begin(task)
-            return cls(claim(partial, folder, stem))
+        return cls(new_folder(output_dir, task.name, lambda partial: cls(partial).begin(task)))
 
     def begin(self, task: Task) -> None:
         """Make the folder with the task and an empty journal; the executor adds the rest."""
@@ -172,15 +167,20 @@ class RunDir:
             return False
 
 
-@contextlib.contextmanager
-def temporary_folder(partial: Path, output_dir: str | Path) -> Iterator[None]:
-    """Remove the temporary folder ``partial`` on exit, unless :func:`claim` has renamed it.
+def new_folder(output_dir: str | Path, name: str, fill: Callable[[Path], None]) -> Path:
+    """Make a new folder ``<output_dir>/<name>-<time>``, completely or not at all, and return it.
+
+    Args:
+        fill: Makes the folder at the temporary path that it is given, with its files.
 
     Raises:
         RunError: The folder cannot be made.
     """
+    stem = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    partial = Path(output_dir) / f".{stem}.{secrets.token_hex(8)}.new"
     try:
-        yield
+        fill(partial)
+        return claim(partial, Path(output_dir), stem)
     except RunExistsError:
         raise
     except OSError as error:
@@ -193,11 +193,9 @@ def temporary_folder(partial: Path, output_dir: str | Path) -> Iterator[None]:
 
 
 def claim(partial: Path, folder: Path, stem: str) -> Path:
-    """Rename the folder to its final name, atomically, so that two processes never share a run.
+    """Move ``partial`` to ``folder / stem``, atomically, so that two processes never share a run.
 
     Args:
-        partial: The temporary folder.
-        folder: Parent of the final folder.
         stem: Name of the final folder; a number is added if the name is taken.
 
     Raises:

@@ -10,7 +10,7 @@ from alto.scheduler.estimate import (
     forecast_last_jobs,
 )
 from alto.scheduler.fair_shares import ReceivedShare, TokenShares, jain_index, slot_shares, task_weights
-from alto.scheduler.fit import MemoryFit, ThroughputFit, fit_memory, fit_throughput, max_tokens, saturation
+from alto.scheduler.fit import fit_memory, fit_throughput, max_tokens, saturation
 from alto.scheduler.inter_task import (
     LIST_METHODS,
     METHODS,
@@ -34,7 +34,6 @@ __all__ = [
     "JobWork",
     "LastJob",
     "LastJobsForecast",
-    "MemoryFit",
     "Packing",
     "PackingRequest",
     "ParkReason",
@@ -46,7 +45,6 @@ __all__ = [
     "RunningTask",
     "SchedulingProblem",
     "TaskDemand",
-    "ThroughputFit",
     "TokenShares",
     "assign_ranks",
     "check_schedule",

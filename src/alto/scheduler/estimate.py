@@ -19,9 +19,7 @@ class JobWork:
     """The work of one job without early exit.
 
     Attributes:
-        batch_size: Rows of a step.
         num_tokens: Expected tokens of a step, rounded up.
-        num_steps: Optimizer steps.
         num_evaluations: Number of evaluations on the whole validation set; one on a part of it counts as that share.
     """
 
@@ -41,9 +39,6 @@ def estimate_duration_s(
     residents all steps take the same time, so the clock jumps from one change to the next.
 
     Args:
-        jobs: The work of each job.
-        throughput: Model of step durations.
-        limits: Limits of slots and of tokens of a step.
         validation_tokens: Tokens of one evaluation.
     """
     work = {job.job: job for job in jobs}
@@ -71,21 +66,15 @@ def expected_duration_s(
     *,
     validation_tokens: int,
     rungs: Sequence[Rung],
-    online_exit_share: float = 0.0,
 ) -> float:
     """Estimate the expected seconds of the task with early exit.
 
     It is not known in advance which jobs a rung keeps, so jobs are taken at equal distances in the order of batch size.
     Between rungs the remaining jobs train their share of steps as in `estimate_duration_s`; no job trains past a rung
-    before all have reached it. Early exits between rungs save ``online_exit_share`` of the sum.
+    before all have reached it. Early exits between rungs are not expected.
 
     Args:
-        jobs: The work of each job.
-        throughput: Model of step durations.
-        limits: Limits of slots and of tokens of a step.
-        validation_tokens: Tokens of one evaluation.
-        rungs: Points of selection, by rising progress; without any, only ``online_exit_share`` is saved.
-        online_exit_share: Share of the work that exits between rungs saved in other runs, beyond the rungs; in [0, 1).
+        rungs: Points of selection, by rising progress.
     """
     stages = zip((0.0, *(rung.progress for rung in rungs)), (*(rung.progress for rung in rungs), 1.0), strict=True)
     places = (*(places_at(rungs, index, len(jobs)) for index in range(len(rungs))), len(jobs))
@@ -94,8 +83,9 @@ def expected_duration_s(
     for (start, end), num_kept in zip(stages, places, strict=True):
         stage = [part for job in runners if (part := _part(job, start, end)).num_steps]
         duration_s += estimate_duration_s(stage, throughput, limits, validation_tokens=validation_tokens)
-        runners = _spread(runners, min(num_kept, len(runners)))
-    return (1.0 - online_exit_share) * duration_s
+        num_kept = min(num_kept, len(runners))
+        runners = [runners[index * len(runners) // num_kept] for index in range(num_kept)]  # at equal distances
+    return duration_s
 
 
 def fitted_rungs(
@@ -114,7 +104,6 @@ def fitted_rungs(
 
     Args:
         jobs, throughput, limits, validation_tokens, rungs: Same as for :func:`expected_duration_s`.
-        limit_s: Seconds that the task may take.
     """
     usual = [places_at(rungs, index, len(jobs)) for index in range(len(rungs))]
     found = tuple(rungs)
@@ -145,18 +134,7 @@ def _part(job: JobWork, start: float, end: float) -> JobWork:
     def between(total: float) -> int:
         return math.ceil(round(end * total, 9)) - math.ceil(round(start * total, 9))
 
-    return JobWork(
-        job=job.job,
-        batch_size=job.batch_size,
-        num_tokens=job.num_tokens,
-        num_steps=between(job.num_steps),
-        num_evaluations=between(job.num_evaluations),
-    )
-
-
-def _spread(jobs: Sequence[JobWork], num_kept: int) -> list[JobWork]:
-    """Return ``num_kept`` of ``jobs``, at equal distances."""
-    return [jobs[index * len(jobs) // num_kept] for index in range(num_kept)]
+    return replace(job, num_steps=between(job.num_steps), num_evaluations=between(job.num_evaluations))
 
 
 # Forecasts the last jobs of a task, when there are fewer jobs than ranks: on all ranks, or on one rank per job. Pure.
@@ -173,7 +151,6 @@ class LastJob:
     Attributes:
         num_tokens: Expected tokens of one of its steps.
         num_steps: Remaining steps if no rung ends it.
-        step: Steps done so far.
     """
 
     num_tokens: int
@@ -202,9 +179,7 @@ def forecast_last_jobs(
     """Forecast the remaining seconds on fewer and on all GPUs; None unless there are fewer jobs than ranks.
 
     Args:
-        jobs: The remaining jobs.
         throughput: Model of step durations on ``num_ranks`` ranks, with the jobs and tokens of all of them.
-        num_ranks: Ranks of the task.
         places: For each rung, its progress as a share of a job's steps, and the number of jobs that continue. It is not
             known yet which jobs continue: the jobs with the most remaining work are assumed, so that neither duration
             is underestimated.

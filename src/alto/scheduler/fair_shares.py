@@ -45,7 +45,6 @@ def slot_shares(wanted: Mapping[str, int], weights: Mapping[str, float], num_slo
     Args:
         wanted: Slots that each task can use, by name, in the order of arrival.
         weights: Positive weights of at least these tasks.
-        num_slots: Slots to divide.
 
     Returns:
         Number of slots of every task. The sum is ``num_slots``, or the number of wanted slots if that is smaller.
@@ -68,7 +67,6 @@ class ReceivedShare:
 
     Attributes:
         num_steps: Steps in which the task could train.
-        tokens: Tokens that it trained in these steps.
         due_tokens: Tokens that it should have trained, by its weight among the tasks that could train.
         all_tokens: Tokens that all tasks together trained in these steps.
     """

@@ -71,10 +71,7 @@ def max_tokens(model: MemoryFit | MemoryProfile, *, capacity_bytes: int, margin:
     Return 0 if the base model and the bank alone do not fit, and None if the memory per token is negligible.
 
     Args:
-        model: Memory model of a step.
-        capacity_bytes: Memory of the device.
         margin: Share of the capacity that may be planned, in (0, 1].
-        bank_bytes: Memory of the bank.
     """
     left = margin * capacity_bytes - bank_bytes - model.fixed_bytes
     if left <= 0.0:
@@ -88,8 +85,7 @@ def fit_throughput(points: Sequence[ThroughputPoint]) -> ThroughputFit:
     Raises:
         ProfileError: There is no point.
     """
-    if not points:
-        raise ProfileError("throughput profile: expected measured steps, found none; measure one or more packings")
+    _check_measured(points)
     columns = np.array([[1.0, point.num_jobs, point.num_tokens] for point in points])
     durations = np.array([point.duration_s for point in points])
     coefficients = _least_relative_squares(columns, durations)
@@ -106,11 +102,15 @@ def saturation(points: Sequence[ThroughputPoint]) -> int:
     Raises:
         ProfileError: There is no point.
     """
-    if not points:
-        raise ProfileError("throughput profile: expected measured steps, found none; measure one or more packings")
+    _check_measured(points)
     rates = {point: point.num_tokens / point.duration_s for point in points}
     best = max(rates.values())
     return min(point.num_tokens for point, rate in rates.items() if rate >= SATURATED * best)
+
+
+def _check_measured(points: Sequence[ThroughputPoint]) -> None:
+    if not points:
+        raise ProfileError("throughput profile: expected measured steps, found none; measure one or more packings")
 
 
 def _least_relative_squares(columns: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -55,7 +55,6 @@ class JobDemand:
     """A job that has not ended.
 
     Attributes:
-        batch_size: Rows of one of its steps.
         num_tokens: Expected tokens of one of its steps, rounded up.
         slot: Its slot; None if it is pending or parked.
         is_data_parallel: Whether its rows are split over all ranks; it then has the same local slot on each rank.
@@ -79,7 +78,6 @@ class ResidentLimits:
     """Limits on the jobs that are resident and on the jobs that train.
 
     Attributes:
-        num_slots: Slots of the bank.
         taken: Slots that jobs of other tasks hold in the same bank.
         share: Most slots that this task may hold at a time; None sets no limit.
         max_tokens: Most expected tokens of a step of all jobs together; None sets no limit.
@@ -110,8 +108,6 @@ class Admission:
 
     Attributes:
         slot: Slot, numbered over all ranks.
-        reason: Why it gets the slot.
-        is_data_parallel: Whether all ranks train it.
     """
 
     job: str
@@ -125,8 +121,6 @@ class ResidentPlan:
     """The jobs to park, then the jobs to admit, and the waiting jobs that train besides the other residents.
 
     Attributes:
-        park: Jobs that leave their slots.
-        admit: Jobs that get a slot.
         ahead: Waiting jobs with a slot that continue before their rung is decided.
     """
 
@@ -147,11 +141,6 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     Jobs with a slot and training jobs stay as planned. Training jobs are moved to balance the ranks (`assign_ranks`). A
     waiting job keeps its slot unless training jobs need it; then it moves to a rank with a free slot. If there are
     fewer jobs than ranks and no job waits, every job trains data parallel on all ranks.
-
-    Args:
-        plan: Plan of resident jobs.
-        demands: Jobs that have not ended.
-        limits: Limits of the bank, with the number of ranks.
     """
     demands = sorted(demands, key=lambda demand: (-demand.num_tokens, demand.job))
     slots = RankSlots(num_ranks=limits.num_ranks, per_rank=limits.num_slots // limits.num_ranks)
@@ -165,7 +154,9 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     if is_data_parallel:
         rank_of = {demand.job: 0 for demand in training}  # the slot is named on rank 0; other ranks use the same one
     else:
-        rank_of = assign_ranks((_demand_of(demand, slots) for demand in training), slots)
+        rank_of = assign_ranks(
+            (RankDemand(job=d.job, num_tokens=d.num_tokens, rank=_rank_of(d, slots)) for d in training), slots
+        )
         rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
     moving = [
         d
@@ -198,10 +189,6 @@ def _gain_by_data_parallelism(training: Sequence[JobDemand], slots: RankSlots) -
 def _rank_of(demand: JobDemand, slots: RankSlots) -> int | None:
     """Return the rank whose bank has the job; None if no bank has it, or all have it."""
     return None if demand.slot is None or demand.is_data_parallel else slots.rank_of(demand.slot)
-
-
-def _demand_of(demand: JobDemand, slots: RankSlots) -> RankDemand:
-    return RankDemand(job=demand.job, num_tokens=demand.num_tokens, rank=_rank_of(demand, slots))
 
 
 def _make_way(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: RankSlots) -> dict[str, int]:
@@ -322,7 +309,7 @@ class _Residents:
                 return
             if not self._fits(applicant):
                 someone_passed = True
-            elif self._is_too_large(applicant):
+            elif self._max_tokens is not None and applicant.num_tokens > self._max_tokens:
                 self._admit(applicant, AdmitReason.ALONE)
             elif someone_passed:
                 self._admit(applicant, AdmitReason.FILLS_UP)
@@ -349,9 +336,6 @@ class _Residents:
             or not self._num_training
             or self._num_tokens + demand.num_tokens <= self._max_tokens
         )
-
-    def _is_too_large(self, demand: JobDemand) -> bool:
-        return self._max_tokens is not None and demand.num_tokens > self._max_tokens
 
     def _count(self, demand: JobDemand) -> None:
         self._num_training += 1

@@ -21,7 +21,6 @@ class PackingRequest:
         step_tokens: Expected tokens of one step of every job.
         most_step_tokens: Tokens of one step of every job with its longest rows: an upper limit for micro-batches.
         longest_row: Tokens of the longest row: the smallest possible micro-batch size.
-        slot_bytes: Memory of one slot.
         usual_tokens_per_pass: Tokens above which larger micro-batches are not faster on this device.
         num_ranks: Equal devices that share the jobs. Bytes and micro-batches are per device; slots and tokens of a step
             are totals of all devices.
@@ -64,11 +63,6 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     slots and larger micro-batches. Each of several ranks gets at least one slot, and a step limit at which it can train
     the largest job. The task's own limits are kept; if they do not fit, the error names limits that do.
 
-    Args:
-        request: Jobs, rows and limits of the task.
-        memory: Memory model of a step.
-        throughput: Throughput model of a step.
-
     Raises:
         DeviceMemoryError: One slot and a micro-batch of the longest row, or the task's own limits, do not fit.
     """
@@ -93,7 +87,9 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     largest_step = max(request.longest_row, sum(sorted(request.most_step_tokens, reverse=True)[:num_slots]))
     usual = max(min(request.usual_tokens_per_pass, largest_step), request.longest_row)
     tokens_per_pass = request.max_tokens_per_pass or min(usual, fitting)
-    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, _one_job_each(request))
+    # Every rank can train any job.
+    one_each = max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
+    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, one_each)
     largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens), largest_step)
     max_slots = min(wanted, num_slots * request.num_ranks)
     return Packing(
@@ -123,11 +119,6 @@ def _why_one_slot(request: PackingRequest, memory: MemoryProfile, saturated: int
         f"with two slots of {request.slot_bytes / 2**20:,.1f} MiB, memory is left for micro-batches of {fitting:,} "
         f"tokens, but {needed:,} tokens are needed"
     )
-
-
-def _one_job_each(request: PackingRequest) -> int:
-    """Return the tokens of a step in which every rank can train any job; 0 for a single rank."""
-    return max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
 
 
 def _fitting_tokens(memory: MemoryProfile, bank_bytes: int) -> int:

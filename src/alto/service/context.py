@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Annotated, Generic, TypeAlias, TypeVar
 
 from fastapi import Depends, Request
-from sqlalchemy.orm import Session
 
 from alto.engine.start import preview_data, with_model_notes
 from alto.records import DataPreview
 from alto.runs import RunHistory, read_history
-from alto.service.access import DEFAULT_TENANT, SCOPES, Caller, RateLimiter
+from alto.service.access import RateLimiter
 from alto.service.errors import ApiError
 from alto.service.files import Artefacts
 from alto.service.settings import ServiceSettings
@@ -31,7 +30,7 @@ _MOST_HISTORIES = 64
 _MOST_FIGURES = 10_000
 
 T = TypeVar("T")
-_State: TypeAlias = tuple[int, int, int]
+_State: TypeAlias = tuple[int, ...]
 
 
 class Histories:
@@ -55,7 +54,6 @@ class Histories:
         cheap.
 
         Args:
-            run: Its folder.
             of: Anything else that the numbers depend on.
             make: Computes the numbers from the run's history; not called if the journal is unchanged.
 
@@ -73,7 +71,7 @@ K = TypeVar("K")
 
 
 class _Lately(Generic[K, T]):
-    """A cache of recent values, each with the state of the file that it was computed from."""
+    """A cache of recent values, each with the state of the file that it was computed from. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -118,7 +116,7 @@ class Previews:
     """A cache of recent previews. Thread-safe."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[str, DataPreview] = OrderedDict()
+        self._known: _Lately[str, DataPreview] = _Lately(_MOST)
         self._lock = threading.Lock()
         self._turns = threading.Semaphore(_MOST_AT_ONCE)
         self._num_open = 0
@@ -134,16 +132,7 @@ class Previews:
             ApiError: Too many previews are being computed.
         """
         key = _key(task, files, num_rows)
-        shown = self._found(key)
-        if shown is None:
-            shown = self._made(key, task, num_rows)
-        return with_model_notes(shown, task)
-
-    def _found(self, key: str) -> DataPreview | None:
-        with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-            return self._known.get(key)
+        return with_model_notes(self._known.get(key, (), lambda: self._made(key, task, num_rows)), task)
 
     def _made(self, key: str, task: Task, num_rows: int) -> DataPreview:
         with self._lock:
@@ -157,21 +146,11 @@ class Previews:
                 )
             self._num_open += 1
         try:
-            with self._turns:
-                shown = self._found(key)  # another thread may have made it meanwhile
-                if shown is None:
-                    shown = preview_data(task, num_rows=num_rows)
-                    self._keep(key, shown)
+            with self._turns:  # another thread may have made it meanwhile
+                return self._known.get(key, (), lambda: preview_data(task, num_rows=num_rows))
         finally:
             with self._lock:
                 self._num_open -= 1
-        return shown
-
-    def _keep(self, key: str, shown: DataPreview) -> None:
-        with self._lock:
-            self._known[key] = shown
-            while len(self._known) > _MOST:
-                self._known.popitem(last=False)
 
 
 def _key(task: Task, files: Sequence[str], num_rows: int) -> str:
@@ -215,11 +194,6 @@ class Service:
     """A running service, as its request handlers and its coordinator use it.
 
     Attributes:
-        store: The migrated database.
-        artefacts: Storage of files and adapters.
-        rates: Rate limiter for tenants' requests.
-        histories: Cached histories of runs.
-        previews: Cached previews of drafts' rows.
         refusals: Requests that were refused while the database did not answer.
         work: Set when the coordinator has something to do.
     """
@@ -251,15 +225,6 @@ class Service:
                 with contextlib.suppress(FileNotFoundError):
                     found += os.lstat(os.path.join(folder, name)).st_size
         return found
-
-    def tenant(self, session: Session, caller: Caller) -> Tenant | None:
-        """Return the row of the caller's tenant; None if the tenant has no row."""
-        return session.get(Tenant, caller.tenant)
-
-    @property
-    def open_caller(self) -> Caller:
-        """The caller of requests without a key, if no key is needed."""
-        return Caller(tenant=DEFAULT_TENANT, scopes=frozenset(SCOPES))
 
 
 def service_of(request: Request) -> Service:

@@ -47,11 +47,7 @@ class ReusedKeyError(TenantError):
 
 
 class TooManyRequestsError(TenantError):
-    """The tenant sends more requests than its limit allows.
-
-    Args:
-        wait_s: Seconds to wait before the next try.
-    """
+    """The tenant sends more requests than its limit allows."""
 
     def __init__(self, message: str, *, wait_s: int) -> None:
         super().__init__(message)
@@ -65,7 +61,6 @@ class ApiError(Exception):
         status: HTTP status; never 409, because clients retry it on their own.
         message: Says what was expected, what was found, and what to do.
         param: Key of the request that is wrong.
-        code: Machine-readable error code.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from alto.service.openai import files, jobs, models, unsupported, uploads
 from alto.service.settings import ServiceSettings
 from alto.service.vllm import chat
 from alto.service.web.answers import ERROR_ANSWERS, RequestCounts, RequestIds, add_error_answers, describe_keys
-from alto.service.web.limits import BodyLimits
+from alto.service.web.bodies import BodyLimits
 from alto.version import __version__
 
 
@@ -68,14 +68,14 @@ def create_app(service: Service, coordinator: Coordinator | None = None) -> Fast
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
 
 
-def configure_logs(*, as_json: bool, level: int = logging.INFO) -> None:
+def configure_logs(*, as_json: bool) -> None:
     """Write the logs of the service and of its web server to stderr, and only warnings of all other packages."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines() if as_json else _Lines())
     for name in ("alto.service", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        logger.setLevel(logging.INFO)
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(logging.WARNING)

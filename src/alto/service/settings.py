@@ -53,15 +53,11 @@ class ServiceSettings(SpecModel):
         models: Base models by the names that requests use: shipped names, hub ids or local folders.
         hub_models: Whether requests may also name any model of the Hugging Face hub.
         trust_remote_code: Names of models whose own Python code may run.
-        max_upload_bytes: Largest uploaded file.
-        max_request_bytes: Largest body of any other request.
-        max_jobs: Most configurations of one task.
         max_gpus, max_tasks, max_bytes, requests_per_s: Limits of tenants that have no limits of their own. Bytes count
             uploaded files and run folders.
         vllm: The vLLM server that serves the adapters; None if there is none.
         hub_push: Whether tenants may upload their adapters to the Hugging Face hub, with the token of the service, to
             any repository that this token can write.
-        json_logs: Whether log lines are JSON.
     """
 
     host: str = Field(default="127.0.0.1", min_length=1, description="address to listen on")

@@ -15,7 +15,6 @@ from alto.scheduler.queue import (
     GpuAdded,
     GpuLost,
     Planned,
-    Profiled,
     Progressed,
     Queue,
     QueueSettings,
@@ -242,11 +241,8 @@ def test_a_join_waits_for_the_next_plan_where_the_executor_has_ended():
     assert started(queue.apply(Finished(time_s=7, task="a", attempt=1))) == {"b": "executor-2"}
 
 
-def test_an_estimate_of_a_waiting_task_keeps_the_share_of_its_steps():
-    queue, _ = queue_of()
-    queue.apply(Submitted(time_s=0, demand=demand_of("a", 10.0, 6.0, release_s=100.0)))
-    queue.apply(Profiled(time_s=1, task="a", duration_s=20.0))
-    assert queue.tasks["a"].demand.sharing == demand_of("a", 20.0, 12.0).sharing
+def test_a_new_estimate_of_a_task_keeps_the_share_of_its_steps():
+    assert demand_of("a", 10.0, 6.0).lasting(20.0).sharing == demand_of("a", 20.0, 12.0).sharing
 
 
 def test_a_group_that_is_to_start_later_starts_whole():

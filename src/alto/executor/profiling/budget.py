@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from alto.backbone import Backbone
-from alto.executor.profiling.sketch import RowLength
+from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength
 from alto.spec import Task
 
 LEAST_TIMED_S, MOST_TIMES = 1.0, 16
@@ -30,6 +30,43 @@ _FLOPS_PER_TOKEN = 6
 
 _USUAL_FLOPS = {"cpu": 2e10, "cuda": 5e13}
 """Guessed floating-point operations per second of one CPU core and of one GPU, used until a step has been measured."""
+
+
+MAX_JOBS = 16
+"""Largest number of jobs that are measured together; the cost of more jobs is extrapolated."""
+
+_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """A step size: ``num_jobs`` jobs that take a step of ``batch_size`` rows each."""
+
+    num_jobs: int
+    batch_size: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_jobs * self.batch_size
+
+
+def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
+    """Return the step sizes to measure: the number of rows about doubles each time, with alternately the fewest and the
+    most jobs."""
+    jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
+    sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
+    by_rows: dict[int, list[Packing]] = {}
+    for count in jobs:
+        for size in sizes:
+            by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
+    if len(by_rows) == 1:  # one job with one row per step, but a second size is needed
+        by_rows[2] = [Packing(num_jobs=1, batch_size=2)]
+    chosen: list[Packing] = []
+    for rows, alike in sorted(by_rows.items()):
+        is_last = rows == max(by_rows)
+        if not chosen or rows >= 2 * chosen[-1].num_rows or is_last:
+            chosen.append(alike[-1 if len(chosen) % 2 else 0])
+    return tuple(chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,26 +94,28 @@ class MeasuringBudget:
         task: Task,
         lengths: Sequence[RowLength],
         *,
-        rows_of_sizes: Sequence[int],
-        max_tokens: int,
         num_rows: int,
-        num_evaluated: int,
+        max_tokens: int,
+        num_ranks: int,
+        num_jobs: int,
         device: torch.device,
     ) -> Self:
         """Return the budget of a task.
 
         Args:
-            lengths: Lengths of the task's rows.
-            rows_of_sizes: Rows of each step that may be measured.
-            max_tokens: Largest number of tokens of a step after the first two.
             num_rows: Number of rows of the training split.
-            num_evaluated: Rows of the evaluation.
+            max_tokens: Largest number of tokens of a rank's step after the first two.
+            num_jobs: Number of jobs of a rank.
         """
+        largest_batch = max(job.config.rows_per_step for job in task.jobs)
+        num_jobs = min(MAX_JOBS, num_jobs)
         mean = statistics.fmean(length.num_tokens for length in lengths)
         samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
-        sizes = [round(rows * mean) for rows in rows_of_sizes]
+        sizes = [round(num_ranks * packing.num_rows * mean) for packing in packings(num_jobs, largest_batch)]
+        most = num_ranks * max_tokens
+        num_evaluated = num_ranks * min(NUM_EVALUATED[device.type], num_jobs * largest_batch)
         return cls(
-            sizes=tuple(size for index, size in enumerate(sizes) if index < NUM_SIZES or size <= max_tokens),
+            sizes=tuple(size for index, size in enumerate(sizes) if index < NUM_SIZES or size <= most),
             task_tokens=samples * mean,
             eval_tokens=round(num_evaluated * mean),
             least_s=_LEAST_BUDGET_S[device.type],
@@ -90,13 +129,7 @@ class MeasuringBudget:
         return spent_s + _timed_s(num_tokens * token_s, self.warms_up) <= budget_s
 
     def remaining_s(self, num_measured: int, *, token_s: float, spent_s: float) -> float:
-        """Return the expected seconds until the measurement ends.
-
-        Args:
-            num_measured: Number of sizes that have been measured.
-            token_s: Seconds per token of a step.
-            spent_s: Seconds so far.
-        """
+        """Return the expected seconds until the measurement ends."""
         left_s = 0.0
         for index, size in enumerate(self.sizes[num_measured:], start=num_measured):
             if index >= NUM_SIZES and not self.allows(size, token_s=token_s, spent_s=spent_s + left_s):

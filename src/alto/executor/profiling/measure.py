@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-import torch
-
 from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
 from alto.early_exit import policy_from
@@ -22,13 +20,13 @@ from alto.errors import DeviceMemoryError
 from alto.executor.context import JobState, TaskContext
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, RowTooLargeError
 from alto.executor.planned_job import PlannedJob, plan_jobs
-from alto.executor.profiling.budget import LEAST_TIMED_S, MOST_TIMES, MeasuringBudget
+from alto.executor.profiling.budget import LEAST_TIMED_S, MAX_JOBS, MOST_TIMES, MeasuringBudget, Packing, packings
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak, spread_of
 from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows
 from alto.executor.ranks import Ranks
-from alto.executor.shared_bank import BankSize, build_trainer, state_dtype_of, working_dtype_on
+from alto.executor.shared_bank import BankSize, build_trainer
 from alto.executor.trainer import Trainer
-from alto.lora import ADAPTER_DTYPES, AdapterShape, BankLayout, bank_bytes, eject
+from alto.lora import eject
 from alto.objectives import find_objective
 from alto.records import MemoryPoint, ThroughputPoint
 from alto.scheduler import fit_memory
@@ -36,23 +34,6 @@ from alto.spec import LOAD_IN_4BIT, Task, find_method
 
 MARGIN = 0.9
 """Share of the device's memory that is planned; the rest is left to allocations that no profile measures."""
-
-MAX_JOBS = 16
-"""Largest number of jobs that are measured together; the cost of more jobs is extrapolated."""
-
-_BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
-    """A step size: ``num_jobs`` jobs that take a step of ``batch_size`` rows each."""
-
-    num_jobs: int
-    batch_size: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_jobs * self.batch_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +43,6 @@ class Measured:
     Attributes:
         memory: Peaks without the bank.
         durations: Durations of steps, without the first step of each size.
-        eval_token_s: Seconds per token of an evaluation.
-        capacity_bytes: Memory of the device.
-        duration_s: Duration of the measurement.
     """
 
     memory: tuple[MemoryPoint, ...]
@@ -93,36 +71,10 @@ class Measured:
         )
 
 
-def slot_bytes(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], num_slots: int = 1) -> int:
-    """Return the bytes of a bank on ``backbone`` with ``num_slots`` slots that each fit any job of ``task``, optimizer
-    state included; ``shapes`` are the adapter shapes of its jobs."""
-    return bank_bytes(
-        layout_of(shapes),
-        num_slots,
-        {job.config.optim for job in task.jobs},
-        ADAPTER_DTYPES[task.adapter_dtype],
-        working_dtype_on(backbone, task.adapter_dtype),
-        state_dtype_of(task.optim_state_dtype),
-    )
-
-
-def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
-    """Return the step sizes to measure: the number of rows about doubles each time, with alternately the fewest and the
-    most jobs."""
-    jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
-    sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
-    by_rows: dict[int, list[Packing]] = {}
-    for count in jobs:
-        for size in sizes:
-            by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
-    if len(by_rows) == 1:  # one job with one row per step, but a second size is needed
-        by_rows[2] = [Packing(num_jobs=1, batch_size=2)]
-    chosen: list[Packing] = []
-    for rows, alike in sorted(by_rows.items()):
-        is_last = rows == max(by_rows)
-        if not chosen or rows >= 2 * chosen[-1].num_rows or is_last:
-            chosen.append(alike[-1 if len(chosen) % 2 else 0])
-    return tuple(chosen)
+def one_slot(task: Task, jobs: Sequence[PlannedJob], backbone: Backbone) -> BankSize:
+    """Return the size of a bank with one slot that fits each of ``jobs``, which are those of ``task``."""
+    dtypes: dict[str, Any] = {"adapter_dtype": task.adapter_dtype, "optim_state_dtype": task.optim_state_dtype}
+    return BankSize.of(jobs, backbone, num_slots=1, **dtypes)
 
 
 def measure(
@@ -143,12 +95,8 @@ def measure(
     (:class:`MeasuringBudget`). The model is not changed.
 
     Args:
-        task: The task; its jobs take the steps.
-        backbone: The task's base model.
-        lengths: Lengths of the task's rows.
         num_rows: Number of rows of the training split.
         max_tokens: Largest number of tokens of a step.
-        ranks: This process among the ranks that measure together.
         clock: Returns seconds; never goes back.
         on_progress: Called after each size with the expected seconds until the measurement ends.
 
@@ -158,11 +106,12 @@ def measure(
     ranks = ranks or Ranks()
     began = clock()
     jobs = plan_jobs(task, backbone.model, num_rows)
-    shapes = [job.shape for job in jobs]
     capacity = -int(ranks.max(-capacity_bytes(backbone.device, ranks.size)))  # the smallest
     largest_batch = max(job.config.rows_per_step for job in task.jobs)
-    num_jobs = _measured_jobs(task, backbone, shapes, capacity, ranks)
-    bank = slot_bytes(task, backbone, shapes, num_jobs)
+    size = one_slot(task, jobs, backbone)
+    fitting = (MARGIN * capacity - backbone.num_bytes) / 2 / size.bytes_per_slot
+    num_jobs = _measured_jobs(task, len(jobs), fitting, ranks)
+    bank = num_jobs * size.bytes_per_slot
     todo = packings(num_jobs, largest_batch)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
     is_labelled = find_method(task.method).entry.is_labelled
@@ -177,19 +126,19 @@ def measure(
     )
     refused: list[MemoryEvent] = []
     context = _context(task, backbone, rows, jobs, ranks)
-    trainer = _trainer(context, num_jobs, refused)
+    trainer = _trainer(context, replace(size, num_slots=num_jobs), refused)
     planned = [jobs[index * len(jobs) // num_jobs] for index in range(num_jobs)]
     chosen = [JobState(planned=job, context=context) for job in planned]
     for slot, job in enumerate(chosen):
         trainer.admit(job, slot)
     memory: list[MemoryPoint] = []
     durations: list[ThroughputPoint] = []
-    budget = measuring_budget(
+    budget = MeasuringBudget.of(
         task,
         lengths,
         num_rows=num_rows,
         max_tokens=max_tokens,
-        ranks=ranks,
+        num_ranks=ranks.size,
         num_jobs=num_jobs,
         device=backbone.device,
     )
@@ -239,46 +188,11 @@ def measure(
     )
 
 
-def measuring_budget(
-    task: Task,
-    lengths: Sequence[RowLength],
-    *,
-    num_rows: int,
-    max_tokens: int,
-    ranks: Ranks,
-    num_jobs: int,
-    device: torch.device,
-) -> MeasuringBudget:
-    """Return the time budget of :func:`measure` on ``device`` with ``num_jobs`` jobs per rank; other arguments as
-    there."""
-    largest_batch = max(job.config.rows_per_step for job in task.jobs)
-    num_jobs = min(MAX_JOBS, num_jobs)
-    return MeasuringBudget.of(
-        task,
-        lengths,
-        rows_of_sizes=[ranks.size * packing.num_rows for packing in packings(num_jobs, largest_batch)],
-        max_tokens=ranks.size * max_tokens,
-        num_rows=num_rows,
-        num_evaluated=ranks.size * min(NUM_EVALUATED[device.type], num_jobs * largest_batch),
-        device=device,
-    )
-
-
-def _measured_jobs(task: Task, backbone: Backbone, shapes: Sequence[AdapterShape], capacity: int, ranks: Ranks) -> int:
-    """Return the number of jobs that a rank can hold together while half of its memory is left to steps."""
-    fitting = int((MARGIN * capacity - backbone.num_bytes) / 2 / slot_bytes(task, backbone, shapes))
-    of_rank = math.ceil(min(len(shapes), task.max_slots or len(shapes)) / ranks.size)
-    return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, fitting))))
-
-
-def layout_of(shapes: Sequence[AdapterShape]) -> BankLayout:
-    """Return the layout of a slot that fits each of ``shapes``."""
-    modules = dict.fromkeys(module for shape in shapes for module in shape.targets)
-    return BankLayout(
-        modules=tuple(modules),
-        max_rank=max(shape.rank for shape in shapes),
-        extras=BankLayout.extras_of(shapes),
-    )
+def _measured_jobs(task: Task, num_jobs: int, fitting: float, ranks: Ranks) -> int:
+    """Return how many of the task's jobs are measured together on a rank, where ``fitting`` jobs leave half of its
+    memory to steps."""
+    of_rank = math.ceil(min(num_jobs, task.max_slots or num_jobs) / ranks.size)
+    return -int(ranks.max(-max(1, min(MAX_JOBS, of_rank, int(fitting)))))
 
 
 def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[PlannedJob, ...], ranks: Ranks) -> TaskContext:
@@ -296,17 +210,10 @@ def _context(task: Task, backbone: Backbone, rows: TaskData, jobs: tuple[Planned
     )
 
 
-def _trainer(context: TaskContext, num_slots: int, refused: list[MemoryEvent]) -> Trainer:
+def _trainer(context: TaskContext, size: BankSize, refused: list[MemoryEvent]) -> Trainer:
     """Return a trainer as the task would use it, with micro-batches of any size."""
     micro_batches = MicroBatches(
         2**62, refused.append, can_retry=context.ranks.is_alone, is_padded=context.backbone.is_padded
-    )
-    size = BankSize.of(
-        context.jobs,
-        context.backbone,
-        num_slots=num_slots,
-        adapter_dtype=context.task.adapter_dtype,
-        optim_state_dtype=context.task.optim_state_dtype,
     )
     trainer = build_trainer(context.backbone, size, micro_batches, context.ranks)
     # An operating system may allocate pages of zeros only when they are written.

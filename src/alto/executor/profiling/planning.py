@@ -15,13 +15,13 @@ from alto.early_exit import policy_from
 from alto.errors import DeviceMemoryError, SpecError
 from alto.executor.context import TaskContext
 from alto.executor.planned_job import PlannedJob
-from alto.executor.profiling.budget import usual_token_s
-from alto.executor.profiling.measure import MARGIN, layout_of, measuring_budget, slot_bytes
+from alto.executor.profiling.budget import MeasuringBudget, usual_token_s
+from alto.executor.profiling.measure import MARGIN, one_slot
 from alto.executor.profiling.meter import capacity_bytes
 from alto.executor.profiling.profile import Profile, find_profile, profile_task
 from alto.executor.profiling.sketch import lengths_of
 from alto.executor.shared_bank import state_dtype_of
-from alto.lora import ADAPTER_DTYPES, bank_bytes
+from alto.lora import ADAPTER_DTYPES, BankLayout, bank_bytes
 from alto.records import PackingForecast, Rung, TaskPlan, Throughput
 from alto.scheduler import (
     JobWork,
@@ -82,8 +82,9 @@ def with_free_space(plan: TaskPlan, output_dir: Path) -> TaskPlan:
 def _bytes_of(task: Task, job: PlannedJob) -> int:
     """Return the bytes of a job's best adapter and last state. They equal the bytes of a slot, whose gradients are as
     large as a second copy of the weights."""
-    dtype, state_dtype = ADAPTER_DTYPES[task.adapter_dtype], state_dtype_of(task.optim_state_dtype)
-    return bank_bytes(layout_of([job.shape]), 1, {job.config.optim}, dtype, None, state_dtype)
+    shape, dtype, state_dtype = job.shape, ADAPTER_DTYPES[task.adapter_dtype], state_dtype_of(task.optim_state_dtype)
+    layout = BankLayout(modules=shape.targets, max_rank=shape.rank, extras=shape.extras)
+    return bank_bytes(layout, 1, {job.config.optim}, dtype, None, state_dtype)
 
 
 USUAL_TOKENS_PER_PASS = {"cpu": 4096, "cuda": 16384}
@@ -196,7 +197,7 @@ def _plan_fitting(context: TaskContext, on_measuring: Callable[[float], None], *
 def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None], *, refresh: bool) -> TaskPlan:
     jobs, device = context.jobs, context.backbone.device
     profile = _profile(context, task, on_measuring, refresh=refresh)
-    bytes_per_slot = slot_bytes(task, context.backbone, [job.shape for job in jobs])
+    bytes_per_slot = one_slot(task, jobs, context.backbone).bytes_per_slot
     works = [_work(job, context) for job in jobs]
     longest = max(split.longest_row for split in context.data.splits)
     longest_rows = sorted(context.data.train.num_row_tokens, reverse=True)
@@ -369,12 +370,12 @@ def _profile(context: TaskContext, task: Task, on_measuring: Callable[[float], N
         return found
     num_rows, max_tokens = len(context.data.train), 2 * USUAL_TOKENS_PER_PASS[device.type]
     most_jobs = min(len(context.jobs), task.max_slots or len(context.jobs))
-    budget = measuring_budget(
+    budget = MeasuringBudget.of(
         task,
         lengths,
         num_rows=num_rows,
         max_tokens=max_tokens,
-        ranks=context.ranks,
+        num_ranks=context.ranks.size,
         num_jobs=math.ceil(most_jobs / context.ranks.size),
         device=device,
     )
@@ -408,7 +409,7 @@ def _is_roomy(context: TaskContext) -> bool:
     bytes_per_token = 2 * 4 * (config.num_hidden_layers * width + narrow) + 16 * config.hidden_size
     weights = context.backbone.num_bytes
     num_slots = min(context.task.max_slots or USUAL_SLOTS, len(shapes))
-    bank = slot_bytes(context.task, context.backbone, shapes, num_slots)
+    bank = num_slots * one_slot(context.task, context.jobs, context.backbone).bytes_per_slot
     longest = max(split.longest_row for split in context.data.splits)
     tokens = max(context.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
     bound = 2 * weights + bank + tokens * bytes_per_token

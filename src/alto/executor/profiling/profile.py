@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -54,10 +54,6 @@ class Profile:
     """Memory and duration of a task's steps.
 
     Attributes:
-        memory: Memory model of a step.
-        throughput: Throughput model of a step.
-        is_cached: Whether it was measured in an earlier run.
-        duration_s: Duration of the measurement.
         name: Name of the measurement in the cache.
     """
 
@@ -106,14 +102,11 @@ def profile_task(
     """Measure now, and write the profile to the cache.
 
     Args:
-        task: The task; its jobs take the steps.
         lengths: Lengths of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
-        device: Device of the steps.
         num_rows: Number of rows of the training split.
         max_tokens: Largest number of tokens of a step.
         backbone: The base model, for a CUDA device or one of several ranks. A single rank on a CPU measures in a
             separate process and does not use it.
-        ranks: This process among the ranks that measure together.
         on_progress: Called with the expected seconds until the measurement ends, after each improved estimate.
 
     Raises:
@@ -320,20 +313,14 @@ class StepTimes:
     packed as before.
 
     Args:
-        expected: The measured throughput; without it (None), no step is noted.
-        name: Name of the measurement in the cache.
+        forecast: The plan of the run, with its measured throughput; without it (None), no step is noted.
     """
 
-    def __init__(self, expected: Throughput | None, name: str) -> None:
-        self._expected = expected
-        self._name = name
+    def __init__(self, forecast: TaskPlan | None) -> None:
+        self._expected = None if forecast is None else forecast.throughput
+        self._name = "" if forecast is None else forecast.profile
         self._num_steps = 0
         self._ratios: deque[float] = deque(maxlen=_MOST)
-
-    @classmethod
-    def of(cls, forecast: TaskPlan | None) -> Self:
-        """Return empty step times for a run that begins with ``forecast``."""
-        return cls(None, "") if forecast is None else cls(forecast.throughput, forecast.profile)
 
     def note(self, jobs: Sequence[JobState], duration_s: float) -> None:
         """Note a step that ``jobs`` have just taken in ``duration_s`` seconds; their step counts do not include it

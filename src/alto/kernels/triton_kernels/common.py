@@ -12,8 +12,6 @@ def token_keys(stream_key, number, tokens):
 
     Args:
         stream_key: Key of the segment, 32 bits as int32.
-        number: Number of the group.
-        tokens: Positions in the job's batch.
     """
     group_key = hashed(stream_key.to(tl.uint32, bitcast=True) + number.to(tl.uint32) + 1)
     return hashed(group_key + tokens.to(tl.uint32))

@@ -79,7 +79,6 @@ def dy_kernel(
         items_I6: See :meth:`alto.kernels.forward_table.ForwardTable.items`.
         first_place: Index of the first member's entries in a row of ``places_Z``.
         first_sum: Index, in a row of ``places_Z``, of the offset of the sums of the first member's ``B``.
-        num_tiles: Number of tiles of ranks.
         BLOCK_T, BLOCK_W: Tokens per program of ``ds``, and columns per iteration of its loop.
         GRADIENT_T, GRADIENT_W: Tokens per iteration of a program of ``db``, and columns per program.
     """

@@ -16,8 +16,8 @@ from alto.errors import RunError
 from alto.runs.events import job_events as job
 from alto.runs.events import queue_events as queue
 from alto.runs.events import run_events as run
-from alto.runs.events.queue_events import QueueEvent
-from alto.runs.events.run_events import RunEvent, TaskStarted
+from alto.runs.events.facts import QueueEvent, RunEvent
+from alto.runs.events.run_events import TaskStarted
 from alto.runs.events.values import Path, WrongValueError, from_wire, pointer, to_wire
 
 WIRE_NAMES: Mapping[type, str] = {
@@ -194,8 +194,6 @@ def decode_only(
     """Return the entries of the journal lines whose events are of ``kinds``; the other lines are not decoded.
 
     Args:
-        lines: Lines as JSON objects.
-        kinds: Classes of events.
         source: Their file, for the error message.
 
     Raises:

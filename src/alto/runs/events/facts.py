@@ -1,4 +1,4 @@
-"""Parts of events: the elements of their lists and objects."""
+"""The bases of events, and their parts: the elements of their lists and objects."""
 
 from __future__ import annotations
 
@@ -45,6 +45,18 @@ def wire(
         DAMAGED_IS_NONE: damaged_is_none,
     }
     return metadata if if_absent is _UNSET else metadata | {IF_ABSENT: if_absent}
+
+
+class RunEvent:
+    """An event of a run."""
+
+    __slots__ = ()
+
+
+class QueueEvent:
+    """An event of a queue."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

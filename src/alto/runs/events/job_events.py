@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from alto.records import ExitReason
-from alto.runs.events.facts import JobDescription, wire
+from alto.runs.events.facts import JobDescription, RunEvent, wire
 
 _EVIDENCE = {"gain": "score", "cutoff_gain": "cutoff_score", "largest_pass": "largest_micro_batch"}
 """Names of exit evidence in version 0.1, with the current names."""
@@ -21,7 +21,7 @@ _REASONS = {"spreads": "data_parallel"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SlotEntered:
+class _SlotEntered(RunEvent):
     """A job enters a slot.
 
     Attributes:
@@ -50,7 +50,7 @@ class JobResumed(_SlotEntered):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainSteps:
+class TrainSteps(RunEvent):
     """Training losses of consecutive steps of a job.
 
     Attributes:
@@ -68,7 +68,7 @@ class TrainSteps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobEvaluated:
+class JobEvaluated(RunEvent):
     """An evaluation of a job.
 
     Attributes:
@@ -103,7 +103,7 @@ class JobEvaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BestMeasured:
+class BestMeasured(RunEvent):
     """A job's best adapter was measured at the end, on more validation rows than at its evaluation.
 
     Attributes:
@@ -128,7 +128,7 @@ class BestMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobParked:
+class JobParked(RunEvent):
     """A job leaves its slot; its state is kept and it will be resumed.
 
     Attributes:
@@ -145,7 +145,7 @@ class JobParked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobExited:
+class JobExited(RunEvent):
     """A job ended before its last step.
 
     Attributes:
@@ -173,7 +173,7 @@ class JobExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobCompleted:
+class JobCompleted(RunEvent):
     """A job did all its steps.
 
     Attributes:
@@ -200,7 +200,7 @@ class JobCompleted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobAdded:
+class JobAdded(RunEvent):
     """A job was added while the task runs: a clone (``alto job clone``), a configuration suggested by the search, or a
     copy of a better job with which a population continues.
 
@@ -244,7 +244,7 @@ class JobAdded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobReopened:
+class JobReopened(RunEvent):
     """A job that had ended continues (``alto job resume``).
 
     Attributes:

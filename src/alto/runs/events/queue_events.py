@@ -6,15 +6,14 @@ Times are in unix seconds, durations in seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from alto.records import Demand, Gpu, Node, Placement
-from alto.runs.events.facts import QueuedTask, wire
+from alto.runs.events.facts import QueuedTask, QueueEvent, wire
 from alto.runs.events.run_events import FORMAT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueStarted:
+class QueueStarted(QueueEvent):
     """The first event: the cluster, and all tasks.
 
     Attributes:
@@ -33,7 +32,7 @@ class QueueStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueResumed:
+class QueueResumed(QueueEvent):
     """A process resumes the queue.
 
     Attributes:
@@ -46,7 +45,7 @@ class QueueResumed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskSubmitted(Demand):
+class TaskSubmitted(Demand, QueueEvent):
     """A task was submitted after the queue had started.
 
     Attributes:
@@ -57,7 +56,7 @@ class TaskSubmitted(Demand):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskCancelled:
+class TaskCancelled(QueueEvent):
     """A task was cancelled: it is not started, or its executor saves and ends.
 
     Attributes:
@@ -70,7 +69,7 @@ class TaskCancelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulePlanned:
+class SchedulePlanned(QueueEvent):
     """A new schedule of the waiting tasks.
 
     Attributes:
@@ -93,7 +92,7 @@ class SchedulePlanned:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorStarted:
+class ExecutorStarted(QueueEvent):
     """A task got its GPUs.
 
     Attributes:
@@ -110,7 +109,7 @@ class ExecutorStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorExited:
+class ExecutorExited(QueueEvent):
     """An attempt at a task has ended completely.
 
     Attributes:
@@ -127,7 +126,7 @@ class ExecutorExited:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskGivenUp:
+class TaskGivenUp(QueueEvent):
     """A task will not be tried again.
 
     Attributes:
@@ -140,7 +139,7 @@ class TaskGivenUp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLost:
+class GpuLost(QueueEvent):
     """A GPU left the cluster.
 
     Attributes:
@@ -153,7 +152,7 @@ class GpuLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAdded:
+class GpuAdded(QueueEvent):
     """A GPU joined the cluster.
 
     Attributes:
@@ -166,7 +165,7 @@ class GpuAdded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueInterrupted:
+class QueueInterrupted(QueueEvent):
     """The queue was stopped by Ctrl-C or SIGTERM, with everything saved.
 
     Attributes:
@@ -177,12 +176,12 @@ class QueueInterrupted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class QueueCompleted:
+class QueueCompleted(QueueEvent):
     """Every task has its result or was given up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuringBegun:
+class MeasuringBegun(QueueEvent):
     """Steps of a task are being measured before it is trained or planned, because no measurement is cached. A queue
     that measures its tasks before scheduling them writes this to its journal; otherwise only observers receive it.
 
@@ -203,7 +202,7 @@ class MeasuringBegun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskMeasured:
+class TaskMeasured(QueueEvent):
     """The estimated duration of a task, before the first schedule of a queue. If no queue runs, as in ``alto plan``,
     only observers receive it.
 
@@ -214,21 +213,3 @@ class TaskMeasured:
 
     task: str
     duration_s: float
-
-
-QueueEvent: TypeAlias = (
-    QueueStarted
-    | QueueResumed
-    | TaskSubmitted
-    | TaskCancelled
-    | SchedulePlanned
-    | ExecutorStarted
-    | ExecutorExited
-    | TaskGivenUp
-    | GpuLost
-    | GpuAdded
-    | QueueInterrupted
-    | QueueCompleted
-    | MeasuringBegun
-    | TaskMeasured
-)

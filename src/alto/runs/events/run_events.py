@@ -1,4 +1,4 @@
-"""The events of a run as a whole, and the union of all events of a run.
+"""The events of a run as a whole.
 
 Steps are optimizer steps of one job, counted from 1. Losses are means in nats per trained token; for pairs, in the unit
 of their loss. Durations are in seconds.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from alto.records import FinalistScore, MemoryProfile, Sample, Throughput
 from alto.runs.events.facts import (
@@ -16,23 +16,12 @@ from alto.runs.events.facts import (
     JobDescription,
     ReferenceFact,
     RefitFact,
+    RunEvent,
     SavedJob,
     StartFact,
     StartMeasurement,
     TiedJob,
     wire,
-)
-from alto.runs.events.job_events import (
-    BestMeasured,
-    JobAdded,
-    JobAdmitted,
-    JobCompleted,
-    JobEvaluated,
-    JobExited,
-    JobParked,
-    JobReopened,
-    JobResumed,
-    TrainSteps,
 )
 
 FORMAT = 2
@@ -40,7 +29,7 @@ FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskStarted:
+class TaskStarted(RunEvent):
     """The first event: the resolved task, and all its jobs.
 
     Attributes:
@@ -117,7 +106,7 @@ class TaskStarted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskResumed:
+class TaskResumed(RunEvent):
     """A process resumes the run; events after the last checkpoint are cut. If it follows ``task_completed``, which is
     kept, the finished run trains further jobs, and another ``task_completed`` will follow.
 
@@ -140,7 +129,7 @@ class TaskResumed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileMeasured:
+class ProfileMeasured(RunEvent):
     """The measurements of the task, made in this or an earlier run, its packing and its expected duration.
 
     Attributes:
@@ -173,7 +162,7 @@ class ProfileMeasured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KernelsCompiled:
+class KernelsCompiled(RunEvent):
     """Kernels of the task are compiled before its first step; kernels compiled earlier are not counted.
 
     Attributes:
@@ -188,7 +177,7 @@ class KernelsCompiled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BaseEvaluated:
+class BaseEvaluated(RunEvent):
     """The evaluation of the starting point of jobs before the first step: the frozen base, or ``init_adapter`` on it.
 
     Attributes:
@@ -199,7 +188,7 @@ class BaseEvaluated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmupEnded:
+class WarmupEnded(RunEvent):
     """Jobs were ranked at a rung.
 
     Attributes:
@@ -216,7 +205,7 @@ class WarmupEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RungScored:
+class RungScored(RunEvent):
     """The answers of the jobs at a rung were scored, before the rung ranks the jobs; or the scorer failed, and the
     metric ranks them.
 
@@ -236,7 +225,7 @@ class RungScored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommandRefused:
+class CommandRefused(RunEvent):
     """A user's command could not be carried out.
 
     Attributes:
@@ -251,7 +240,7 @@ class CommandRefused:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemory:
+class OutOfMemory(RunEvent):
     """Memory ran out; the limit is lowered and the step is tried again. No work of earlier steps is lost.
 
     Attributes:
@@ -270,7 +259,7 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpusOffered:
+class GpusOffered(RunEvent):
     """Fewer jobs than ranks remain: their expected durations on fewer GPUs and on all GPUs.
 
     Attributes:
@@ -285,7 +274,7 @@ class GpusOffered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointSaved:
+class CheckpointSaved(RunEvent):
     """A checkpoint was saved: all events up to here survive a kill.
 
     Attributes:
@@ -299,7 +288,7 @@ class CheckpointSaved:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareReceived:
+class ShareReceived(RunEvent):
     """A task that trained beside other tasks in one executor ends or is stopped: its share of the training since it
     joined.
 
@@ -317,7 +306,7 @@ class ShareReceived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskInterrupted:
+class TaskInterrupted(RunEvent):
     """The run was stopped by Ctrl-C or SIGTERM, with everything saved.
 
     Attributes:
@@ -328,7 +317,7 @@ class TaskInterrupted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FinalistsJudged:
+class FinalistsJudged(RunEvent):
     """The answers of the finalists were scored, because ``select_by`` is not ``metric``; or the scorer failed, and the
     metric chooses.
 
@@ -345,7 +334,7 @@ class FinalistsJudged:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SamplesGenerated:
+class SamplesGenerated(RunEvent):
     """The base, the best adapter and the next best job's adapter continued the prompts of the first validation rows
     greedily, because ``num_samples`` is not 0; or the generation failed.
 
@@ -359,7 +348,7 @@ class SamplesGenerated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterChecked:
+class AdapterChecked(RunEvent):
     """The result of the check whether PEFT, if it is installed, loads the best adapter as it was trained.
 
     Attributes:
@@ -379,7 +368,7 @@ class AdapterChecked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskCompleted:
+class TaskCompleted(RunEvent):
     """The last event: the best job, and the cost of the task. If a finished run trained further jobs, the last of
     several such events counts.
 
@@ -398,34 +387,3 @@ class TaskCompleted:
     samples_budgeted: int = field(metadata=wire(if_absent=0))
     within_noise: tuple[TiedJob, ...] = ()
     time_s: Mapping[str, float] = field(default_factory=dict)
-
-
-RunEvent: TypeAlias = (
-    TaskStarted
-    | TaskResumed
-    | ProfileMeasured
-    | KernelsCompiled
-    | BaseEvaluated
-    | JobAdmitted
-    | JobResumed
-    | TrainSteps
-    | JobEvaluated
-    | BestMeasured
-    | JobParked
-    | RungScored
-    | WarmupEnded
-    | JobExited
-    | JobCompleted
-    | JobAdded
-    | JobReopened
-    | CommandRefused
-    | OutOfMemory
-    | GpusOffered
-    | CheckpointSaved
-    | ShareReceived
-    | TaskInterrupted
-    | FinalistsJudged
-    | SamplesGenerated
-    | AdapterChecked
-    | TaskCompleted
-)

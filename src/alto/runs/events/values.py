@@ -128,22 +128,16 @@ def _any(value: Any, path: Path, unknown: _Unknown) -> Any:
     return value
 
 
-def _text(value: Any, path: Path, unknown: _Unknown) -> str:
-    if not isinstance(value, str):
-        raise WrongValueError(path, "text", value)
-    return value
+def _plain(kind: type, expected: str) -> _Reader:
+    def read(value: Any, path: Path, unknown: _Unknown) -> Any:
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise WrongValueError(path, expected, value)
+        return value
+
+    return read
 
 
-def _truth(value: Any, path: Path, unknown: _Unknown) -> bool:
-    if not isinstance(value, bool):
-        raise WrongValueError(path, "true or false", value)
-    return value
-
-
-def _whole(value: Any, path: Path, unknown: _Unknown) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise WrongValueError(path, "a whole number", value)
-    return value
+_text, _truth, _whole = _plain(str, "text"), _plain(bool, "true or false"), _plain(int, "a whole number")
 
 
 def _number(value: Any, path: Path, unknown: _Unknown) -> float:

@@ -7,22 +7,19 @@ from alto.scheduler.inter_task.colocation import (
     Member,
     alone_rates,
     finish_times_s,
-    fits,
     member_of,
     members_ending_at,
 )
 from alto.scheduler.inter_task.lists import LIST_METHODS, LIST_ORDERS, fewest_nodes
 from alto.scheduler.inter_task.problem import RunningTask, SchedulingProblem, TaskDemand
 from alto.scheduler.inter_task.schedule import METHODS, schedule_tasks
-from alto.scheduler.inter_task.sharing import Colocation, Group, colocated
+from alto.scheduler.inter_task.sharing import colocated
 from alto.scheduler.inter_task.validate import check_schedule
 
 __all__ = [
     "LIST_METHODS",
     "LIST_ORDERS",
     "METHODS",
-    "Colocation",
-    "Group",
     "Member",
     "RunningTask",
     "SchedulingProblem",
@@ -32,7 +29,6 @@ __all__ = [
     "colocated",
     "fewest_nodes",
     "finish_times_s",
-    "fits",
     "member_of",
     "members_ending_at",
     "schedule_tasks",

@@ -2,15 +2,14 @@
 
 Time. Alone, a task has ``own_s`` seconds of work on its own tokens, and ``step_s`` seconds that its steps take
 regardless of the tokens trained. Tasks that share an executor step together, so the second part of each step is paid
-once for all. Tokens are divided by weight: while the members ``i`` are active, own work of ``i`` is done at the rate
-``u * w_i`` with
+once for all. Tokens are divided equally: while ``n`` members are active, own work of each is done at the rate
 
-    u = 1 / (sum w_i + max_i(w_i * step_i / own_i)),
+    u = 1 / (n + max_i(step_i / own_i)),
 
 where the maximum is reached by the member whose steps are the most frequent. The step part of a member shrinks in
-proportion to its own part, so ``step_i / own_i`` is constant, and members end in the order of ``own_i / w_i``. When one
-ends, the others continue faster. So a member never takes less time than alone. All together take at least the sum of
-own work plus the largest step part, and at most the sum of all durations. ``n`` equal tasks take ``n * own + step``.
+proportion to its own part, so ``step_i / own_i`` is constant, and members end in the order of ``own_i``. When one ends,
+the others continue faster. So a member never takes less time than alone. All together take at least the sum of own work
+plus the largest step part, and at most the sum of all durations. ``n`` equal tasks take ``n * own + step``.
 
 Memory. A mix needs the largest base model and micro-batch, plus a bank whose slots are all as large as the largest.
 """
@@ -37,12 +36,10 @@ class Member:
     Attributes:
         own_s: Seconds of work on its own tokens.
         step_s: Seconds that its steps take regardless of the tokens trained.
-        weight: Its share of the tokens, relative to other members.
     """
 
     own_s: float
     step_s: float
-    weight: float = 1.0
 
     @property
     def step_ratio(self) -> float:
@@ -50,29 +47,28 @@ class Member:
         return self.step_s / self.own_s if self.own_s else 0.0
 
 
-def member_of(duration_s: float, step_s: float, weight: float = 1.0) -> Member:
+def member_of(duration_s: float, step_s: float) -> Member:
     """Return a member that takes ``duration_s`` seconds alone, ``step_s`` of them for its steps regardless of tokens.
 
     At least a millionth of the duration counts as own work.
     """
     own_s = max(duration_s - step_s, _LEAST_OWN * duration_s)
-    return Member(own_s=own_s, step_s=duration_s - own_s, weight=weight)
+    return Member(own_s=own_s, step_s=duration_s - own_s)
 
 
 def finish_times_s(members: Sequence[Member]) -> list[float]:
     """Return when each of ``members`` ends, in seconds from now, if all share an executor from now on."""
-    order = _order_of_ends([member.own_s / member.weight for member in members])
+    order = _order_of_ends([member.own_s for member in members])
     ends_s, now_s, done = [0.0] * len(members), 0.0, 0.0
     for index, per_own_s in zip(order, _seconds_per_own(members, order), strict=True):
-        own = members[index].own_s / members[index].weight
+        own = members[index].own_s
         now_s, done = now_s + (own - done) * per_own_s, own
         ends_s[index] = now_s
     return ends_s
 
 
 def members_ending_at(ends_s: Sequence[float], step_shares: Sequence[float]) -> list[Member]:
-    """Return the members of an executor from their known ends: the inverse of :func:`finish_times_s`, for equal
-    weights.
+    """Return the members of an executor from their known ends: the inverse of :func:`finish_times_s`.
 
     Args:
         ends_s: When each member ends beside the others, in seconds from now.
@@ -92,7 +88,7 @@ def alone_rates(members: Sequence[Member]) -> list[float]:
     if not members:
         return []
     (per_own_s, *_) = _seconds_per_own(members, range(len(members)))
-    return [(member.weight + member.weight * member.step_ratio) / per_own_s for member in members]
+    return [(1.0 + member.step_ratio) / per_own_s for member in members]
 
 
 def fits(sharings: Iterable[Sharing]) -> bool:
@@ -107,14 +103,13 @@ def _order_of_ends(ends: Sequence[float]) -> list[int]:
 
 
 def _seconds_per_own(members: Sequence[Member], order: Sequence[int]) -> list[float]:
-    """Return, in the order of ends, each member's seconds per second of own work, by weight, until it ends.
+    """Return, in the order of ends, each member's seconds per second of own work until it ends.
 
     Each value holds while this member and the later ones are active.
     """
     latest_first = [members[index] for index in reversed(order)]
-    weights = itertools.accumulate(member.weight for member in latest_first)
-    overheads = itertools.accumulate((member.weight * member.step_ratio for member in latest_first), max)
-    return [weight + overhead for weight, overhead in zip(weights, overheads, strict=True)][::-1]
+    overheads = itertools.accumulate((member.step_ratio for member in latest_first), max)
+    return [count + overhead for count, overhead in enumerate(overheads, start=1)][::-1]
 
 
 Division = tuple["Bin", ...]
@@ -148,7 +143,6 @@ def divide(demands: Sequence[TaskDemand], bins: Sequence[Bin], loads_s: Sequence
 
     Args:
         demands: Tasks that may all share.
-        bins: The existing bins.
         loads_s: Seconds of own work that each bin already has, or seconds until it can begin.
     """
     found, loads_s = list(bins), list(loads_s)

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +16,7 @@ from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
 from alto.scheduler.inter_task.lists import (
     Reservation,
+    Solved,
     fewest_nodes,
     list_reservations,
     place,
@@ -49,7 +50,6 @@ def balanced_reservations(
     sooner than before, or only a little later. That tolerance shrinks to zero (annealing), and then starts over.
 
     Args:
-        problem: The scheduling problem.
         reservations: Reservations on one node each, without releases, quotas or tasks of a higher priority in the way.
         bound: The search ends once all tasks end by then.
         deadline: When to stop at the latest, by ``time.monotonic``.
@@ -167,15 +167,6 @@ def _exchange(one: _Stack, mine: TaskDemand, other: _Stack, theirs: TaskDemand |
 
 NUM_WORKERS = 1
 """A single search worker: several take ten times as long for a dozen tasks, and prove no more for a hundred."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solved:
-    """The result of CP-SAT: ``reservations`` is empty if it found none, ``bound`` is the bound of its objective."""
-
-    reservations: tuple[Reservation, ...]
-    bound: float
-    is_optimal: bool
 
 
 class CpModel:
@@ -322,20 +313,17 @@ class CpModel:
             Reservation(
                 demand=demand,
                 start=float(solver.value(self._starts[demand.task])),
-                counts=self._counts_found(solver, demand.task),
+                counts={
+                    name: int(solver.value(self._counts[demand.task][name]))
+                    for name, presence in self._presences[demand.task].items()
+                    if solver.value(presence)
+                },
             )
             for demand in self._problem.pending
         )
         return Solved(
             reservations=reservations, bound=solver.best_objective_bound, is_optimal=status == self._cp.OPTIMAL
         )
-
-    def _counts_found(self, solver: Any, task: str) -> Mapping[str, int]:
-        return {
-            name: int(solver.value(self._counts[task][name]))
-            for name, presence in self._presences[task].items()
-            if solver.value(presence)
-        }
 
 
 _MAX_WHOLE = 500
@@ -366,9 +354,6 @@ def cp_sat_schedule(
     depends on the machine.
 
     Args:
-        problem: The scheduling problem.
-        time_limit_s: Time limit of the search, in seconds.
-        hint: An earlier schedule; None if there is none.
         gap: See :func:`schedule_tasks`.
 
     Raises:

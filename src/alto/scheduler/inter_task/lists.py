@@ -32,6 +32,15 @@ class Reservation:
         return self.start + self.demand.duration_s
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The result of a solver: ``reservations`` is empty if it found none, ``bound`` is the bound of its objective."""
+
+    reservations: tuple[Reservation, ...]
+    bound: float
+    is_optimal: bool
+
+
 def fewest_nodes(nodes: Iterable[Node], num_gpus: int) -> int:
     """Return how many nodes a task spans: 1 if any node is large enough, else as few of the largest nodes as can hold
     it."""
@@ -141,9 +150,7 @@ def reservations_in_order(
     """Make reservations for ``order``, on the GPUs that running tasks and the reservations ``taken`` leave free.
 
     Args:
-        problem: The scheduling problem.
         order: Tasks in the order of their starts.
-        taken: Reservations made before.
         is_strict: Whether no task starts before one that is earlier in the order.
     """
     return _Machine(problem, taken, is_strict=is_strict).run(order)

@@ -5,14 +5,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from alto.errors import UnsupportedError
 from alto.records import Schedule
 from alto.scheduler.inter_task.bounds import makespan_bound
-from alto.scheduler.inter_task.lists import Reservation, fewest_nodes, list_reservations, place, priority_classes
+from alto.scheduler.inter_task.lists import (
+    Reservation,
+    Solved,
+    fewest_nodes,
+    list_reservations,
+    place,
+    priority_classes,
+)
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, makespan_of, schedule_from
 
 _TOLERANCE = 1e-6
@@ -92,13 +99,6 @@ class _OutOfTimeError(Exception):
     """The time ended before SCIP could begin."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Solved:
-    reservations: tuple[Reservation, ...]
-    bound: float
-    is_optimal: bool
-
-
 class _Model:
     """The program for all tasks of ``problem``; the reservations ``taken`` keep their start and nodes.
 
@@ -134,7 +134,7 @@ class _Model:
         for reservation in taken:
             self._fix(reservation)
 
-    def solve(self, deadline: float) -> _Solved | None:
+    def solve(self, deadline: float) -> Solved | None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise _OutOfTimeError
@@ -143,7 +143,7 @@ class _Model:
         status = self._solver.Solve()
         if status not in (self._lp.Solver.OPTIMAL, self._lp.Solver.FEASIBLE):
             return None
-        return _Solved(
+        return Solved(
             reservations=tuple(self._reservation(demand) for demand in self._problem.pending),
             bound=self._solver.Objective().BestBound() * self._horizon * (1 - _TOLERANCE),
             is_optimal=status == self._lp.Solver.OPTIMAL,

@@ -183,9 +183,6 @@ def schedule_from(
     differs.
 
     Args:
-        method: Method that made the schedule.
-        placements: The placements.
-        bound_s: Lower bound of the makespan, in seconds.
         status: Status if the makespan is above the bound.
     """
     makespan_s = makespan_of(placements)

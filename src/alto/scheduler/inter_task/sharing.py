@@ -28,7 +28,6 @@ class Group:
     Attributes:
         tasks: The tasks, on one GPU each.
         ends_s: When each task ends, in seconds from the common start.
-        end_s: When the executor ends, in seconds from the common start.
         executor: The running executor that they join; empty: a new one.
     """
 
@@ -51,8 +50,6 @@ class Colocation:
         problem: The problem without sharing. One waiting task represents each new group, and one running task each
             running executor, which runs longer if tasks join it. Tasks that join do not wait.
         groups: New groups of two or more tasks; in `problem`, each has the name of its first task.
-        joins: Groups that join running executors now.
-        gpus: GPUs of the running executors by name.
     """
 
     problem: SchedulingProblem
@@ -181,8 +178,6 @@ def composed(
     """Return the problem with executors in the place of tasks.
 
     Args:
-        problem: The scheduling problem.
-        executors: The running executors.
         groups: Tasks that share; every other task has its own executor.
     """
     new = {group.name: group for group in groups if not group.executor}
@@ -286,7 +281,6 @@ class _Best:
     """The best groups so far, of tasks of any kind.
 
     Attributes:
-        executors: The running executors.
         colocation: The problem with these groups.
         num_left: Number of divisions that may still be tried.
     """
@@ -335,13 +329,7 @@ class _Best:
 
 
 class _Search:
-    """The search for a division of the tasks of one kind, given the best groups of other kinds.
-
-    Args:
-        best: The best groups so far.
-        demands: The tasks.
-        running: The executors that they may join.
-    """
+    """The search for a division of the tasks of one kind, given the best groups of other kinds."""
 
     def __init__(self, best: _Best, demands: Sequence[TaskDemand], running: Sequence[RunningExecutor]) -> None:
         self._best = best

@@ -98,13 +98,8 @@ def schedule_of_now(
     tasks, not on later starts or ends. So only the free GPUs and the first tasks of each shape are considered.
 
     Args:
-        waiting: Waiting tasks.
-        method: List method.
-        nodes: Nodes of the cluster.
         free: The free GPUs of ``nodes``.
-        quotas: Most GPUs of each tenant at a time.
         in_use: GPUs that each tenant holds.
-        now_s: Time on the queue's clock.
 
     Returns:
         The schedule without later starts; None if no task can start.

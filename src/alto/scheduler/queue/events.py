@@ -12,95 +12,82 @@ from alto.scheduler.inter_task import TaskDemand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Submitted:
-    """A task was submitted; ``demand.release_s`` is on the queue's clock."""
+class _Event:
+    """An event at a time."""
 
     time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TaskEvent(_Event):
+    """An event of the task with the name ``task``."""
+
+    task: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AttemptEvent(_TaskEvent):
+    """An event of one attempt at a task."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted(_Event):
+    """A task was submitted; ``demand.release_s`` is on the queue's clock."""
+
     demand: TaskDemand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Profiled:
-    """A new estimate of a waiting task's duration."""
-
-    time_s: float
-    task: str
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prioritised:
+class Prioritised(_TaskEvent):
     """A new priority of a waiting task."""
 
-    time_s: float
-    task: str
     priority: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class Started(_AttemptEvent):
     """The executor of a task has begun to work."""
-
-    time_s: float
-    task: str
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progressed:
+class Progressed(_AttemptEvent):
     """A new estimate of a running task's remaining duration."""
 
-    time_s: float
-    task: str
-    attempt: int
     remaining_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offered:
+class Offered(_AttemptEvent):
     """An offer of a running task to continue on fewer GPUs; meanwhile it continues on all its GPUs.
 
     Attributes:
-        time_s: Time on the queue's clock.
-        task: Name of the task.
         num_gpus: The smaller number of GPUs.
         duration_s: Remaining seconds on ``num_gpus`` GPUs, including the restart.
         kept_duration_s: Remaining seconds on its present GPUs.
     """
 
-    time_s: float
-    task: str
-    attempt: int
     num_gpus: int
     duration_s: float
     kept_duration_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class Finished(_AttemptEvent):
     """A task has its result."""
-
-    time_s: float
-    task: str
-    attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Failed:
+class Failed(_AttemptEvent):
     """The executor of a task ended without a result.
 
     Attributes:
-        time_s: Time on the queue's clock.
-        task: Name of the task.
-        reason: Why it ended.
         is_retryable: Whether another attempt may end differently.
         remaining_s: Estimated seconds of the next attempt; None keeps the estimate.
         came_further: Whether the attempt saved progress; the count of consecutive failures then restarts at 0.
     """
 
-    time_s: float
-    task: str
-    attempt: int
     reason: str
     is_retryable: bool
     remaining_s: float | None = None
@@ -108,49 +95,31 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped:
+class Stopped(_TaskEvent):
     """The user cancelled a task, which may wait or run."""
 
-    time_s: float
-    task: str
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLost:
+class GpuLost(_Event):
     """A GPU is gone. A task that ran on it gets its own `Failed` event, before, with or after this event."""
 
-    time_s: float
     gpu: Gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuAdded:
+class GpuAdded(_Event):
     """A GPU joined or came back."""
 
-    time_s: float
     gpu: Gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Woken:
+class Woken(_Event):
     """The wake-up time requested by the queue has come."""
-
-    time_s: float
 
 
 QueueEvent = (
-    Submitted
-    | Profiled
-    | Prioritised
-    | Started
-    | Progressed
-    | Offered
-    | Finished
-    | Failed
-    | Stopped
-    | GpuLost
-    | GpuAdded
-    | Woken
+    Submitted | Prioritised | Started | Progressed | Offered | Finished | Failed | Stopped | GpuLost | GpuAdded | Woken
 )
 
 
@@ -159,8 +128,6 @@ class StartTask:
     """Launch the executor of a task, or resume the task if an earlier attempt left a checkpoint.
 
     Attributes:
-        task: Name of the task.
-        gpus: Its GPUs.
         attempt: Number of the attempt; 1 for the first.
         executor: Name of the executor that trains the task, unique in the queue's life. If an earlier action named it,
             it runs already and the task joins it. If empty, no other task joins.

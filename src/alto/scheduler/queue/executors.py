@@ -97,7 +97,6 @@ class _Executor:
     Attributes:
         gpus: Its GPUs, held from the start of its first task to the end of its last.
         first: The first task, even after its end; the GPUs count against its tenant's quota.
-        tasks: Its tasks by name, in the order of their starts.
         is_lost: Whether one of its tasks was lost. The executor probably was lost too, so no task may join it.
     """
 
@@ -115,7 +114,6 @@ class Executors:
     updated by the model of time (:func:`finish_times_s`).
 
     Args:
-        pool: GPUs of the cluster.
         quotas: Most GPUs of a tenant at a time; the GPUs of a shared executor count once.
     """
 
@@ -168,8 +166,6 @@ class Executors:
 
         Args:
             task: The task; :meth:`may_start` must be true.
-            placement: Where it runs.
-            now_s: Time on the queue's clock.
             is_open: Whether other tasks may join later, if the task may share; the executor then has a name.
         """
         can_share = is_open and task.wanted.sharing is not None and task.demand.num_gpus == 1
@@ -191,8 +187,6 @@ class Executors:
         """End an attempt of ``task``.
 
         Args:
-            task: The task.
-            now_s: Time on the queue's clock.
             is_lost: Whether the task failed in a way that may mean the end of its executor.
 
         Returns:

@@ -23,7 +23,6 @@ from alto.scheduler.queue.events import (
     Offered,
     Planned,
     Prioritised,
-    Profiled,
     Progressed,
     QueueEvent,
     Started,
@@ -89,8 +88,8 @@ class Queue:
     def apply(self, *events: QueueEvent) -> list[Action]:
         """Handle events and return the actions to carry out. The events of one call lead to one plan.
 
-        Late events are ignored: events of an old attempt or of a task that has ended, an estimate or priority of a task
-        that no longer waits (`Profiled`, `Prioritised`), and an estimate of a task that no longer runs (`Progressed`).
+        Late events are ignored: events of an old attempt or of a task that has ended, a priority of a task that no
+        longer waits (`Prioritised`), and an estimate of a task that no longer runs (`Progressed`).
         A task that is being stopped counts as stopped once its executor has failed; if it finishes first, it is
         finished.
 
@@ -136,11 +135,7 @@ class Queue:
                         f"task: expected the name of a submitted task, found {event.task!r}; submit the task first, or "
                         "correct its name"
                     )
-                case (
-                    Profiled(duration_s=estimate_s)
-                    | Progressed(remaining_s=estimate_s)
-                    | Offered(duration_s=estimate_s)
-                ):
+                case Progressed(remaining_s=estimate_s) | Offered(duration_s=estimate_s):
                     _check_estimate(event.task, estimate_s)
                 case Failed(remaining_s=estimate_s) if estimate_s is not None:
                     _check_estimate(event.task, estimate_s)
@@ -163,17 +158,12 @@ class Queue:
         match event:
             case Stopped():
                 return self._stop(task, actions)
-            case Profiled(duration_s=duration_s) if task.state is TaskState.WAITING:
-                self._waiting.remove(task)
-                task.demand = task.demand.lasting(max(duration_s, LEAST_S))
-                self._waiting.add(task)
-                return self._moved(task, task.demand.duration_s)
             case Prioritised(priority=priority) if task.state is TaskState.WAITING:
                 self._waiting.remove(task)
                 task.demand = replace(task.demand, priority=priority)
                 self._waiting.add(task)
                 return f"{task.name} now has priority {priority}"
-            case Profiled() | Prioritised():
+            case Prioritised():
                 return ""
         if not task.has_gpus or event.attempt != task.attempt:
             return ""
@@ -336,7 +326,7 @@ class Queue:
 
     def _replan(self, reason: str) -> list[Action]:
         left = self._rest_of_plan()
-        self._forget_plan()
+        self._plan, self._next = None, []
         schedule = self._plan_whole(left) if self._is_planned_whole() else self._plan_now()
         if schedule is None:
             return []
@@ -384,9 +374,6 @@ class Queue:
         for task in tasks:
             wanted = task.demand.num_gpus
             task.waits_for = f"{wanted} GPUs; the cluster has {num_gpus}" if wanted > num_gpus else ""
-
-    def _forget_plan(self) -> None:
-        self._plan, self._next = None, []
 
     def _rest_of_plan(self) -> Schedule | None:
         """Return the unstarted part of the plan, with times counted from now."""

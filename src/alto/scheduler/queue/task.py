@@ -38,7 +38,6 @@ class ScheduledTask:
     Attributes:
         number: Position in the order of submission.
         demand: Its demand, with the latest estimate for the next or running attempt; ``ready_s`` replaces its release.
-        submitted_s: When it was submitted.
         ready_s: Earliest start: its release, or the end of its pause after a failure.
         planned_s: The estimate that last led to a plan, in seconds from the start of the attempt to its end.
         attempt: Number of the latest attempt; 0 before the first.
@@ -120,7 +119,6 @@ class QueueSettings:
             An attempt that lost one of its GPUs does not count, even if the loss is reported during that pause. All
             attempts together are limited to `MAX_ATTEMPTS_IN_ALL` times this number.
         backoff_s: Pause after the first failure of a task; doubled after each further failure.
-        max_backoff_s: Longest pause.
         max_planned: Number of waiting and running tasks above which a plan contains only the tasks that start now,
             chosen by ``list_method``. This does not apply if waiting tasks differ in priority, because then later
             starts of higher ones must be protected. None: no limit.

@@ -20,7 +20,6 @@ class SimulatedTask:
 
     Attributes:
         name: Unique name, numbered in the order of arrival.
-        task: The task as submitted.
         exit_share: Share of its work that it does with early exit.
         estimate_factor: Its first estimate divided by its true expected duration.
     """
@@ -29,11 +28,6 @@ class SimulatedTask:
     task: ArrivingTask
     exit_share: float
     estimate_factor: float
-
-    @property
-    def step_share(self) -> float:
-        """Share of its work that its steps take regardless of the tokens trained."""
-        return self.task.step_share
 
     def demand(self, expected_share: float) -> TaskDemand:
         """Return the task as the queue sees it. Memory is not simulated, so any tasks fit together.
@@ -45,7 +39,7 @@ class SimulatedTask:
         duration_s = max(task.duration_s * expected_share * self.estimate_factor, MIN_S)
         sharing = None
         if task.base and task.gpus == 1:
-            step_s = self.step_share * duration_s
+            step_s = task.step_share * duration_s
             sharing = Sharing(base=task.base, step_s=step_s, num_slots=1, slot_bytes=0, pass_bytes=0, capacity_bytes=0)
         return TaskDemand(
             task=self.name,

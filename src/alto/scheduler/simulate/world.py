@@ -1,14 +1,15 @@
-"""The environment of a simulated queue: a clock, executors, and failures."""
+"""The environment of a simulated queue: a clock, executors whose tasks advance, and failures."""
 
 from __future__ import annotations
 
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from alto.records import Gpu, Node, Placement, Schedule
+from alto.records import Gpu, Node, Placement
+from alto.scheduler.inter_task import Member, alone_rates, finish_times_s, member_of
 from alto.scheduler.queue import (
     Failed,
     Finished,
@@ -25,9 +26,105 @@ from alto.scheduler.queue import (
     Submitted,
     Woken,
 )
-from alto.scheduler.simulate.executors import SimulatedExecutor, Work
 from alto.scheduler.simulate.workload import SimulatedTask
 from alto.spec import Simulation
+
+_TOLD_AT = 0.5
+"""Share of an attempt after which its executor reports an estimate of the remaining time."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Work:
+    """The true state of a task.
+
+    Attributes:
+        left_s: Seconds of work that remained at the start of the latest attempt, when run alone.
+        done_s: Seconds of `left_s` that the latest attempt had done when its executor last changed.
+        has_told: Whether the latest attempt has reported its remaining time.
+    """
+
+    task: SimulatedTask
+    left_s: float
+    luck: random.Random
+    attempt: int = 0
+    gpus: tuple[Gpu, ...] = ()
+    started_s: float = 0.0
+    done_s: float = 0.0
+    has_told: bool = False
+
+    @property
+    def remaining_s(self) -> float:
+        """Remaining seconds of work, when run alone."""
+        return max(self.left_s - self.done_s, 0.0)
+
+    @property
+    def member(self) -> Member:
+        """The remaining work, for the model of time."""
+        return member_of(self.remaining_s, self.task.task.step_share * self.remaining_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """A forecast for one task, valid while no task joins or leaves its executor.
+
+    Attributes:
+        end_s: When the task ends or is lost, by the virtual clock.
+        is_lost: Whether the task is then lost together with its executor.
+        told_s: When the task reports its remaining time; None if it does not.
+    """
+
+    work: Work
+    end_s: float
+    is_lost: bool = False
+    told_s: float | None = None
+    remaining_s: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SimulatedExecutor:
+    """One executor; its tasks advance by the model of time in :mod:`alto.scheduler.inter_task.colocation`.
+
+    Attributes:
+        name: Name in the queue; empty if no other task may join.
+        crash_s: When the executor is lost if it still runs, by the virtual clock.
+        version: Number of joins and leaves so far; a forecast made at an earlier version is void.
+    """
+
+    name: str
+    crash_s: float
+    works: list[Work] = field(default_factory=list)
+    version: int = 0
+    _since_s: float = 0.0
+
+    def join(self, work: Work, now_s: float) -> None:
+        self._advance(now_s)
+        work.started_s, work.done_s, work.has_told = now_s, 0.0, False
+        self.works.append(work)
+
+    def leave(self, work: Work, now_s: float) -> None:
+        self._advance(now_s)
+        self.works.remove(work)
+
+    def forecasts(self) -> Iterator[Forecast]:
+        """Yield the forecast for each of its tasks, counted from the last change."""
+        members = [work.member for work in self.works]
+        ends_s, rates = finish_times_s(members), alone_rates(members)
+        for work, last_s, rate in zip(self.works, ends_s, rates, strict=True):
+            end_s = self._since_s + work.remaining_s / rate
+            if self.crash_s < end_s:
+                yield Forecast(work=work, end_s=self.crash_s, is_lost=True)
+                continue
+            half_s = (1 - _TOLD_AT) * work.left_s
+            told_s = max(end_s - half_s / rate, self._since_s)
+            remaining_s = half_s if len(members) == 1 else max(self._since_s + last_s - told_s, 0.0)
+            yield Forecast(work=work, end_s=end_s, told_s=None if work.has_told else told_s, remaining_s=remaining_s)
+
+    def _advance(self, now_s: float) -> None:
+        for work, rate in zip(self.works, alone_rates([work.member for work in self.works]), strict=True):
+            work.done_s += (now_s - self._since_s) * rate
+        self._since_s = now_s
+        self.version += 1
+
 
 _MIN_GPU_CHANGES = 1000
 _CHANGES_PER_GPU = 20
@@ -43,17 +140,10 @@ class World:
     A task is given up when the queue gives it up, or when GPUs have come and gone many times without being enough for
     it.
 
-    Args:
-        simulation: Tasks and failures.
-        nodes: Nodes of the cluster.
-        early_exit: Whether tasks have early exit.
-
     Attributes:
         planned: Placement of every task in the first plan that includes it.
         attempts: Actual placement of every attempt.
-        num_replans: Number of plans made.
         planners: Methods that made the plans.
-        now_s: The virtual clock.
     """
 
     def __init__(self, simulation: Simulation, queue: Queue, nodes: Sequence[Node], *, early_exit: bool) -> None:
@@ -115,7 +205,8 @@ class World:
             if executor is None or executor.version == version:
                 events += self._happen(event)
         self._apply(events)
-        if not self._is_only_gpus(events) or wake_s is not None or self._num_running:
+        is_only_gpus = all(isinstance(event, GpuLost | GpuAdded) for event in events)
+        if not is_only_gpus or wake_s is not None or self._num_running:
             self._num_gpu_changes = 0
         else:
             self._num_gpu_changes += len(events)
@@ -129,26 +220,19 @@ class World:
             if isinstance(action, Planned):
                 self.num_replans += 1
                 self.planners.add(action.schedule.method)
-                self._note(action.schedule)
+                for placement in action.schedule.placements:
+                    if placement.task not in self.planned:
+                        self.planned[placement.task] = replace(placement, start_s=self.now_s + placement.start_s)
             elif isinstance(action, StartTask):
                 self._begin(action)
             elif isinstance(action, GaveUp):
                 touched.add(action.task)  # given up at its last failure, or at the end of the pause after it
         self._open -= {name for name in touched if self._queue.tasks[name].has_ended}
 
-    @staticmethod
-    def _is_only_gpus(events: Sequence[QueueEvent]) -> bool:
-        return all(isinstance(event, GpuLost | GpuAdded) for event in events)
-
     def _at(self, time_s: float, event: QueueEvent, executor: SimulatedExecutor | None = None) -> None:
         """Schedule ``event`` for ``time_s``; if ``executor`` is given, only if no task joins or leaves it before."""
         version = executor.version if executor is not None else 0
         heapq.heappush(self._to_come, (time_s, next(self._order), event, executor, version))
-
-    def _note(self, schedule: Schedule) -> None:
-        for placement in schedule.placements:
-            if placement.task not in self.planned:
-                self.planned[placement.task] = replace(placement, start_s=self.now_s + placement.start_s)
 
     def _begin(self, start: StartTask) -> None:
         work = self._works[start.task]

@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from sqlalchemy import func, select
 
 from alto.engine.estimates import UNKNOWN_DURATION_S
-from alto.records import Gpu, Placement
+from alto.records import Placement
 from alto.runs import QueueHistory
 from alto.runs.queue_history import TaskHistory
 from alto.service.context import Service, ServiceOf, newest_journal
@@ -24,10 +24,6 @@ router = APIRouter(prefix="/cluster")
 
 class ClusterView:
     """The control plane's journal, as a tenant may see it.
-
-    Args:
-        history: History of the control plane.
-        tenant: The tenant that looks at it.
 
     Attributes:
         now: Unix time up to which running tasks are counted.
@@ -102,11 +98,7 @@ def get(service: ServiceOf, caller: Reader) -> dict[str, Any]:
 def _placement(view: ClusterView, place: Placement) -> dict[str, Any]:
     return {
         "task": view.shown_name(place.task),
-        "gpus": [_gpu(gpu) for gpu in place.gpus],
+        "gpus": [{"node": gpu.node, "index": gpu.index} for gpu in place.gpus],
         "start_s": round(place.start_s, 3),
         "duration_s": round(place.duration_s, 3),
     }
-
-
-def _gpu(gpu: Gpu) -> dict[str, Any]:
-    return {"node": gpu.node, "index": gpu.index}

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request
 
 from alto.engine.runner import portable
 from alto.errors import AltoError
-from alto.records.data import PreviewExample, Segments
+from alto.records.data import PreviewExample
 from alto.service.access import Caller
 from alto.service.context import Service, ServiceOf
 from alto.service.coordinator.leadership import code_of
@@ -53,7 +53,7 @@ def draft(
             "is_open_ended": task.search.learns,
             "num_gpus": task.num_gpus,
             "jobs": [dict(job.config.to_dict()) for job in task.jobs[:20]],
-            "varying": sorted({key for job in task.jobs for key in _varying(task, job.config.to_dict())}),
+            "varying": sorted(_varying(task)),
             "estimate": _estimate(request, task),
         }
         if num_rows:
@@ -89,9 +89,9 @@ def _fetched(service: Service, row: FileRow, path: Path) -> Path:
     return path
 
 
-def _varying(task: Task, config: dict[str, Any]) -> list[str]:
-    first = task.jobs[0].config.to_dict()
-    return [key for key, value in config.items() if value != first.get(key)]
+def _varying(task: Task) -> set[str]:
+    first, *others = (job.config.to_dict() for job in task.jobs)
+    return {key for config in others for key, value in config.items() if value != first.get(key)}
 
 
 def _estimate(request: Request, task: Task) -> dict[str, Any] | None:
@@ -123,9 +123,8 @@ def _example(example: PreviewExample) -> dict[str, Any]:
     return {
         "num_tokens": example.num_tokens,
         "label": example.label,
-        **{name: _segments(getattr(example, name)) for name in ("segments", "chosen", "rejected")},
+        **{
+            name: [{"text": text, "is_trained": is_trained} for text, is_trained in getattr(example, name)]
+            for name in ("segments", "chosen", "rejected")
+        },
     }
-
-
-def _segments(segments: Segments) -> list[dict[str, Any]]:
-    return [{"text": text, "is_trained": is_trained} for text, is_trained in segments]

@@ -18,7 +18,6 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import Select, select
-from sqlalchemy.orm import Session
 
 from alto.engine import Engine
 from alto.errors import AltoError
@@ -44,8 +43,6 @@ def texts_without_paths(service: Service, model: ModelRow, folder: str, names: I
     The stored files stay unchanged, because merged weights and vLLM need these paths.
 
     Args:
-        model: The model that the files belong to.
-        folder: Artefact folder of the files.
         names: Names of the files, relative to ``folder``.
     """
     with service.artefacts.open(f"{model.adapter}/{_CONFIG}") as file:
@@ -316,12 +313,8 @@ def get(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> dic
 def _found(service: Service, caller: Caller, model: str) -> ModelRow:
     """Return the model of that name, or the model that an alias of that name points to."""
     with service.store.reading() as session:
-        return _find(session, caller.tenant, model)
-
-
-def _find(session: Session, tenant: str, model: str) -> ModelRow:
-    alias = find_alias(session, tenant, model)
-    return alias[1] if alias is not None else find_model(session, tenant, model)
+        alias = find_alias(session, caller.tenant, model)
+        return alias[1] if alias is not None else find_model(session, caller.tenant, model)
 
 
 def _object(service: Service, row: ModelRow, aliases: Iterable[tuple[str, str]]) -> dict[str, Any]:

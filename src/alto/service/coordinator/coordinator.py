@@ -21,7 +21,7 @@ from alto.engine.control_plane import ControlPlane, OrderState
 from alto.engine.runner import portable
 from alto.errors import AltoError, QueueCommandError
 from alto.records import ExitReason
-from alto.runs import RunDir, RunHistory, has_result, load_run_task
+from alto.runs import RunDir, has_result, load_run_task
 from alto.runs.progress import outlook
 from alto.service.context import Service
 from alto.service.coordinator.leadership import (
@@ -59,7 +59,8 @@ def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, f
     root = service.run_of(job)
     try:
         history = service.histories.read(root)
-        if not _was_changed(history):
+        # A user who stopped configurations made the run shorter than requested.
+        if all(job.exit_reason != ExitReason.STOPPED for job in history.jobs.values()):
             remember(_asked_task(job, RunDir.open(root)), history.duration_s)
     except (AltoError, OSError) as error:
         _LOG.warning("the duration of job %s cannot be recorded", job.id, exc_info=error)
@@ -70,11 +71,6 @@ def _asked_task(job: JobRow, run: RunDir) -> Task:
     trained = load_run_task(run, trust_remote_code=True)
     files = {"dataset": trained.dataset, "validation_dataset": trained.validation_dataset}
     return portable(Task(**job.task, **files, name=job.id, tenant=job.tenant, report_to="none"))
-
-
-def _was_changed(history: RunHistory) -> bool:
-    """Return whether the user stopped configurations, so that the run took less time than requested."""
-    return any(job.exit_reason == ExitReason.STOPPED for job in history.jobs.values())
 
 
 def keep_house(service: Service) -> None:
@@ -139,7 +135,6 @@ class Coordinator:
     """The worker that leads if no other server does, and then works on the database's jobs until it is stopped.
 
     Args:
-        leadership: This process's claim to leadership.
         open_plane: Opens the control plane; called with the epoch whenever this process becomes the leader.
     """
 

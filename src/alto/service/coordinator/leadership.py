@@ -41,7 +41,6 @@ class Leadership:
     """This server's claim to leadership.
 
     Args:
-        store: The shared database.
         lease_s: Seconds without a renewal after which another server may lead.
         clock: Monotonic clock, in seconds. It only decides how often the lease is renewed.
     """
@@ -53,11 +52,6 @@ class Leadership:
         self._server = secrets.token_hex(16)
         self._epoch: int | None = None
         self._renew_at = 0.0
-
-    @property
-    def is_held(self) -> bool:
-        """Whether this server leads, as far as it knows."""
-        return self._epoch is not None
 
     @property
     def epoch(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import hashlib
 import io
 import math
@@ -36,9 +37,6 @@ class Projection:
     """The writer that copies a run's journal entries to the database, each entry once.
 
     A run that was resumed from a checkpoint repeats steps; steps that the database already has are skipped.
-
-    Attributes:
-        path: The run's journal.
     """
 
     job: str
@@ -81,48 +79,34 @@ class Projection:
 
     def _write(self, session: Session, row: JobRow, entry: JournalEntry) -> None:
         event, at = entry.event, entry.time
+        note = functools.partial(add_event, session, row, created_at=at)
         match event:
             case journaled.TaskStarted(jobs=jobs):
-                add_event(session, row, f"Training {len(jobs)} configurations", created_at=at)
-                for note in event.notes:
-                    add_event(session, row, note, level="warn", created_at=at)
+                note(f"Training {len(jobs)} configurations")
+                for text in event.notes:
+                    note(text, level="warn")
             case journaled.TaskResumed():
-                add_event(session, row, "Training continues from its checkpoints", created_at=at)
+                note("Training continues from its checkpoints")
             case journaled.JobEvaluated():
                 self._on_evaluated(session, row, event, at)
             case journaled.WarmupEnded(kept=kept, dropped=dropped, progress=progress):
-                add_event(
-                    session,
-                    row,
+                note(
                     f"Selected {len(kept)} of {len(kept) + len(dropped)} configurations at {progress:.1%} of their "
                     "steps",
-                    created_at=at,
                     data={"kept": list(kept), "dropped": list(dropped), "progress": progress},
                 )
-            case journaled.JobExited(job=job) if job not in self._ended:
+            case journaled.JobExited(job=job, reason=reason) if job not in self._ended:
                 self._ended.add(job)
-                add_event(
-                    session,
-                    row,
-                    _ended(job, event.reason),
-                    created_at=at,
-                    data={
-                        "job": job,
-                        "exit_reason": str(event.reason),
-                        "evidence": _finite(dict(event.evidence)),
-                    },
+                is_stopped = reason == ExitReason.STOPPED
+                note(
+                    f"Configuration {job} {'was stopped by a user' if is_stopped else f'stopped early: {reason}'}",
+                    data={"job": job, "exit_reason": str(reason), "evidence": _finite(dict(event.evidence))},
                 )
             case journaled.JobReopened(job=job) | journaled.JobAdded(job=job):
                 self._ended.discard(job)
-                add_event(session, row, f"Configuration {job} joins the training", created_at=at, data={"job": job})
+                note(f"Configuration {job} joins the training", data={"job": job})
             case journaled.OutOfMemory():
-                add_event(
-                    session,
-                    row,
-                    "Memory ran out; training continues with fewer configurations at a time",
-                    level="warn",
-                    created_at=at,
-                )
+                note("Memory ran out; training continues with fewer configurations at a time", level="warn")
 
     def _on_evaluated(self, session: Session, row: JobRow, event: journaled.JobEvaluated, at: float) -> None:
         assert self._steps is not None
@@ -165,13 +149,6 @@ class Projection:
             )
 
 
-def _ended(job: str, reason: str) -> str:
-    """Return the message for a configuration that ended before its last step."""
-    if reason == ExitReason.STOPPED:
-        return f"Configuration {job} was stopped by a user"
-    return f"Configuration {job} stopped early: {reason}"
-
-
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` with None for numbers that are not finite, which JSON cannot hold."""
     return {
@@ -187,8 +164,6 @@ class Publication:
     """Stored results of a finished run, which its job does not show yet.
 
     Attributes:
-        model: The model that the job returns.
-        curves: The file of loss curves.
         result: Value of the job's ``result``.
         message: A sentence for users.
         data: The same for programs.

@@ -94,10 +94,7 @@ def page(
     """Return a page rendered from a template of this package.
 
     Args:
-        request: The request that the page answers.
-        template: File name of the template.
         caller: The viewer; None if not known, as on the login page.
-        context: Variables of the template.
     """
     text = (
         _environment()
@@ -119,7 +116,6 @@ def live_answer(seen: str, fragments: Iterable[str], *, data: dict[str, Any], **
         seen: Version that the page shows; if it is still current, the answer is empty.
         fragments: Names of the parts, which are files of ``templates/live``.
         data: Figures and other values for the script.
-        context: Variables of the templates.
     """
     rendered = {
         name: _environment().get_template(f"live/{name}.html.jinja").render(**context).strip() for name in fragments

@@ -18,7 +18,6 @@ class Checked:
     """The result of checking a file.
 
     Attributes:
-        sha256: SHA-256 of the content, as hexadecimal digits.
         num_rows: Number of lines that are not empty.
         fault: Error message with line numbers; empty if there is no error.
     """

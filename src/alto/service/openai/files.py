@@ -19,7 +19,7 @@ from alto.service.ids import new_id, now
 from alto.service.openai.objects import After, file_object, list_object
 from alto.service.store.jobs import OPEN, page_of
 from alto.service.store.store import RequestMark
-from alto.service.store.tables import FileRow, JobRow, UploadRow
+from alto.service.store.tables import FileRow, JobRow, Tenant, UploadRow
 from alto.service.web.access import Reader, Writer
 from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
@@ -48,7 +48,8 @@ def create(
     expires_after_s = _expiry_s(anchor, seconds)
     digest = sha256_of(file.file)
     name = file.filename or "upload.jsonl"
-    mark = mark_of(request, caller.tenant, _hash(digest, purpose, name, str(expires_after_s)))
+    parts = "\0".join((digest, purpose, name, str(expires_after_s)))
+    mark = mark_of(request, caller.tenant, hashlib.sha256(parts.encode()).hexdigest())
     file.file.seek(0)
     row = keep_file(
         service, caller, file.file, filename=name, purpose=purpose, expires_after_s=expires_after_s, mark=mark
@@ -262,12 +263,11 @@ def check_quota(
 
     Args:
         num_bytes: 0 checks that the tenant is not over its limit already.
-        param: Request parameter that the error names.
 
     Raises:
         ApiError: The tenant would be over its limit.
     """
-    most = service.limits_of(service.tenant(session, caller)).max_bytes
+    most = service.limits_of(session.get(Tenant, caller.tenant)).max_bytes
     if most is None:
         return
     kept = select(func.coalesce(func.sum(FileRow.num_bytes), 0)).where(
@@ -287,10 +287,6 @@ def check_quota(
             code="storage_quota_exceeded",
             headers={"Retry-After": "60", "x-should-retry": "false"},
         )
-
-
-def _hash(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
 
 def _expiry_s(anchor: str | None, seconds: int | None) -> int | None:

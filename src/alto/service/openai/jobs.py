@@ -21,7 +21,7 @@ from alto.service.openai.translation import METHODS, build, task_values
 from alto.service.settings import MOST_NAME_CHARS
 from alto.service.store.jobs import add_event, cancel_job, count_open, find_job, page_of, pause_job, resume_job
 from alto.service.store.store import RequestMark
-from alto.service.store.tables import Checkpoint, JobEvent, JobRow
+from alto.service.store.tables import Checkpoint, JobEvent, JobRow, Tenant
 from alto.service.web.access import Reader, Writer
 from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
@@ -138,8 +138,7 @@ def create_job(
         for file, param in ((body.training_file, "training_file"), (body.validation_file, "validation_file")):
             if file is not None:
                 check_usable(session, caller.tenant, file, param)
-        tenant = service.tenant(session, caller)
-        limits = service.limits_of(tenant)
+        limits = service.limits_of(session.get(Tenant, caller.tenant))
         num_gpus, most = int(values.get("num_gpus", 1)), limits.max_tasks
         if limits.max_gpus is not None and num_gpus > limits.max_gpus:
             raise refused(

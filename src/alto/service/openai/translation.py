@@ -387,7 +387,8 @@ def _searched(name: str, value: Any) -> Any:
     if value != _AUTO:
         return value
     if name == "learning_rate":
-        return _around(_USUAL_RATE)
+        least, most = float(f"{_USUAL_RATE / 10:.3g}"), float(f"{_USUAL_RATE * 10:.3g}")
+        return {"min": least, "max": most, "log": True, "num": _NUM_RATES}
     if name in _AUTO_VALUES:
         return _AUTO_VALUES[name]
     raise refused(
@@ -415,10 +416,6 @@ def _rate(multiplier: Any) -> float:
             _MULTIPLIER,
         )
     return float(f"{multiplier * _USUAL_RATE:.6g}")
-
-
-def _around(rate: float) -> dict[str, Any]:
-    return {"min": float(f"{rate / 10:.3g}"), "max": float(f"{rate * 10:.3g}"), "log": True, "num": _NUM_RATES}
 
 
 def _check_allowed(key: str, name: str, value: Any) -> None:

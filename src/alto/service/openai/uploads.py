@@ -152,7 +152,6 @@ def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete
     if num_bytes != upload.num_bytes:
         raise refused(f"part_ids: expected {upload.num_bytes} bytes as announced, found {num_bytes}", "part_ids")
     with tempfile.TemporaryFile() as whole:
-        digest = hashlib.md5(usedforsecurity=False)
         try:
             for part in chosen:
                 with service.artefacts.open(_artefact_of(caller.tenant, part)) as source:
@@ -160,10 +159,9 @@ def complete(service: ServiceOf, caller: Writer, upload_id: str, body: _Complete
         except FileNotFoundError:  # ended by another request meanwhile
             return _ended(service, caller, upload_id)
         whole.seek(0)
-        while chunk := whole.read(2**20):
-            digest.update(chunk)
-        if body.md5 is not None and digest.hexdigest() != body.md5.lower():
-            raise refused(f"md5: expected {body.md5}, found {digest.hexdigest()}; send the parts again", "md5")
+        digest = hashlib.file_digest(whole, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        if body.md5 is not None and digest != body.md5.lower():
+            raise refused(f"md5: expected {body.md5}, found {digest}; send the parts again", "md5")
         whole.seek(0)
         file = keep_file(
             service,

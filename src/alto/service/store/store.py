@@ -74,9 +74,10 @@ class Store:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
+            cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
             raise ServiceError(
-                f"database: expected a database that can be reached and written, found {_shown(self.url)}: "
-                f"{_first_line(error)}; check the address, and that its server runs"
+                "database: expected a database that can be reached and written, found "
+                f"{self.url.render_as_string(hide_password=True)}: {cause}; check the address, and that its server runs"
             ) from error
 
     @contextlib.contextmanager
@@ -153,14 +154,6 @@ def _on_begin(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
 
 
-def _shown(url: URL) -> str:
-    return url.render_as_string(hide_password=True)
-
-
-def _first_line(error: SQLAlchemyError) -> str:
-    return str(getattr(error, "orig", None) or error).partition("\n")[0]
-
-
 # Repeated requests: a repetition finds the object that the first attempt created; refused requests leave no record.
 #
 # Clients repeat a request if its answer was lost, or if it was refused for now (429, 503). They mark repetitions with
@@ -211,7 +204,6 @@ class RequestMark:
         body_hash: SHA-256 of the body, as hexadecimal digits.
         key: Its idempotency key; empty if it has none.
         is_retry: Whether the client says that it repeats a request.
-        refusals: Refused requests of the service.
         created: Id of the object that this request creates; empty before :meth:`note`.
     """
 
@@ -266,7 +258,6 @@ class RequestMark:
             has_database: Whether the database answers. If not, only this process remembers to hide the record.
 
         Raises:
-            SQLAlchemyError: The database cannot be used.
             SQLAlchemyError: The database cannot be used.
         """
         if self.key or self.is_retry:

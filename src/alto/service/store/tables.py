@@ -73,7 +73,6 @@ class FileRow(Base):
 
     Attributes:
         status: ``processed``, or ``error`` with the reason in ``status_details``.
-        sha256: SHA-256 of the content, as hexadecimal digits.
     """
 
     __tablename__ = "files"
@@ -182,7 +181,6 @@ class Checkpoint(Base):
     """A training step of a task's job with a new best validation loss; its adapter replaces the previous checkpoint's.
 
     Attributes:
-        task_job: Job of the task.
         model: Name under which the API lists it.
     """
 
@@ -246,7 +244,6 @@ class ReplayRow(Base):
 
     Attributes:
         digest: SHA-256 of tenant, path, and the idempotency key or the body.
-        body_hash: SHA-256 of the body.
         kind: Kind of the object; ``id`` is its id.
     """
 

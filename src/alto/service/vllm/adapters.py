@@ -22,17 +22,16 @@ class AdapterRefusedError(ServiceError):
 
 
 class VllmServer:
-    """A vLLM server with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``."""
+    """A vLLM server with ``--enable-lora`` and ``VLLM_ALLOW_RUNTIME_LORA_UPDATING``.
+
+    Every method raises `UpstreamError` if its request fails.
+    """
 
     def __init__(self, settings: VllmSettings) -> None:
         self._upstream = Upstream(settings)
 
     async def names(self) -> frozenset[str]:
-        """Return the names of all models that the server has: its base model and the adapters.
-
-        Raises:
-            UpstreamError: The request failed.
-        """
+        """Return the names of all models that the server has: its base model and the adapters."""
         async with self._asked("GET", "/v1/models") as reply:
             content = await reply.read()
             if reply.status != 200:
@@ -47,7 +46,6 @@ class VllmServer:
 
         Raises:
             AdapterRefusedError: The server refuses the adapter.
-            UpstreamError: The request failed.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
         async with self._asked("POST", "/v1/load_lora_adapter", body) as reply:
@@ -69,7 +67,6 @@ class VllmServer:
 
         Raises:
             AdapterRefusedError: The server keeps the adapter.
-            UpstreamError: The request failed.
         """
         async with self._asked("POST", "/v1/unload_lora_adapter", {"lora_name": name}) as reply:
             content = await reply.read()
@@ -83,7 +80,6 @@ class VllmServer:
 
         Raises:
             AdapterRefusedError: It generates none.
-            UpstreamError: The request failed.
         """
         body = {"model": name, "max_tokens": 1, "temperature": 0}
         message = {"role": "user", "content": "Hello"}

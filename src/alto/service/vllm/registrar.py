@@ -32,7 +32,7 @@ def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
     if not job.suffix:
         return None
     name = alias_name(model.base_model, model.tenant, job.suffix)
-    alias = _locked(session, name)
+    alias = session.scalar(select(AliasRow).where(AliasRow.name == name).with_for_update())
     if alias is None:
         alias = AliasRow(
             name=name, tenant=model.tenant, base_model=model.base_model, suffix=job.suffix, created_at=now()
@@ -67,10 +67,6 @@ def settle_aliases(session: Session) -> None:
             session.delete(alias)
         else:
             alias.model, alias.moved_at = newest.id, now()
-
-
-def _locked(session: Session, name: str) -> AliasRow | None:
-    return session.scalar(select(AliasRow).where(AliasRow.name == name).with_for_update())
 
 
 _LOG = logging.getLogger("alto.service.vllm")

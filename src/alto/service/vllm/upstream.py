@@ -52,7 +52,8 @@ class Upstream:
             UpstreamTimeoutError: It takes too long.
         """
         content = b"" if body is None else json.dumps(body).encode()
-        request = h11.Request(method=method, target=self._target(path), headers=self._headers(len(content)))
+        target = self._address.path.rstrip("/").removesuffix("/v1") + path
+        request = h11.Request(method=method, target=target, headers=self._headers(len(content)))
         reader, writer = await self._connect()
         reply = Reply(reader, writer, self._settings.timeout_s)
         try:
@@ -76,10 +77,6 @@ class Upstream:
                 "start it, or correct vllm.url"
             ) from error
 
-    def _target(self, path: str) -> str:
-        prefix = self._address.path.rstrip("/").removesuffix("/v1")
-        return prefix + path
-
     def _headers(self, num_bytes: int) -> list[tuple[str, str]]:
         key = self._settings.api_key
         host = self._address.netloc.rpartition("@")[2]
@@ -97,7 +94,6 @@ class Reply:
     """An answer of the vLLM server.
 
     Attributes:
-        status: HTTP status.
         content_type: Content type in lower case, without parameters.
     """
 

@@ -241,11 +241,11 @@ def _label_of(scope: Scope) -> str:
 def add_error_answers(app: FastAPI, error_page: Callable[[Request, ApiError], Response]) -> None:
     """Answer every error of ``app`` in OpenAI's form, or with ``error_page`` if a browser asks for a page."""
     app.state.error_page = error_page
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(TenantError, _on_tenant_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(AltoError, _on_alto_error)
+    app.add_exception_handler(ApiError, _answering(lambda error: error))
+    app.add_exception_handler(TenantError, _answering(api_error_of))
+    app.add_exception_handler(RequestValidationError, _answering(_of_invalid))
+    app.add_exception_handler(HTTPException, _answering(_of_http_error))
+    app.add_exception_handler(AltoError, _answering(lambda error: ApiError(400, str(error), code="invalid_value")))
     for of_database in (OperationalError, InterfaceError, PoolTimeoutError):
         app.add_exception_handler(of_database, _on_database_error)
     for of_storage in (OSError, RunWriteError):
@@ -261,14 +261,9 @@ def _answer(request: Request, error: ApiError, *, has_database: bool = True) -> 
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
 
 
-def _on_api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _answer(request, error)
-
-
-def _on_tenant_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, TenantError)
-    return _answer(request, api_error_of(error))
+def _answering(api_error: Callable[[Any], ApiError]) -> Callable[[Request, Exception], Response]:
+    """Return the handler of errors that are answered with the result of ``api_error``."""
+    return lambda request, error: _answer(request, api_error(error))
 
 
 def api_error_of(error: TenantError) -> ApiError:
@@ -286,23 +281,16 @@ def api_error_of(error: TenantError) -> ApiError:
             return refused(str(error))
 
 
-def _on_invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _of_invalid(error: RequestValidationError) -> ApiError:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path", "header"))
     where = where[:_MOST_WHERE_CHARS]
-    message = f"{where or 'body'}: {first['msg']}"
-    return _answer(request, ApiError(400, message, param=where or None, code="invalid_value"))
+    return ApiError(400, f"{where or 'body'}: {first['msg']}", param=where or None, code="invalid_value")
 
 
-def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _of_http_error(error: HTTPException) -> ApiError:
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
-    return _answer(request, ApiError(error.status_code, str(error.detail), code=code, headers=error.headers))
-
-
-def _on_alto_error(request: Request, error: Exception) -> Response:
-    return _answer(request, ApiError(400, str(error), code="invalid_value"))
+    return ApiError(error.status_code, str(error.detail), code=code, headers=error.headers)
 
 
 def _on_database_error(request: Request, error: Exception) -> Response:

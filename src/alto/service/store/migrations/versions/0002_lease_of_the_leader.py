@@ -15,9 +15,3 @@ def upgrade() -> None:
     with op.batch_alter_table("leader", schema=None) as batch_op:
         batch_op.add_column(sa.Column("renewed_at", sa.Float(), nullable=False, server_default="0"))
         batch_op.drop_column("beat")
-
-
-def downgrade() -> None:
-    with op.batch_alter_table("leader", schema=None) as batch_op:
-        batch_op.add_column(sa.Column("beat", sa.BigInteger(), nullable=False, server_default="0"))
-        batch_op.drop_column("renewed_at")

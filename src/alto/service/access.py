@@ -1,4 +1,4 @@
-"""Bearer keys and the tenants that they belong to."""
+"""Access control: bearer keys, the tenants that they belong to, and limits on requests."""
 
 from __future__ import annotations
 
