@@ -303,13 +303,13 @@ class Measurement:
 
 
 def figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """Return the figures of the pieces that were measured. Times of different commits are not compared."""
+    """Return the figures of the pieces that were measured. Times of different sources are not compared."""
     by: dict[tuple[str, str], list[Row]] = {}
-    commits: dict[tuple[str, str], str] = {}
+    sources: dict[tuple[str, str], str] = {}
     for piece in pieces.values():
         for row in piece.rows:
             by.setdefault((row["piece"], row["system"]), []).append(row)
-            commits[row["piece"], row["system"]] = "" if piece.origin is None else piece.origin.commit
+            sources[row["piece"], row["system"]] = "" if piece.origin is None else piece.origin.source
 
     def median(name: str, key: str, system: str = "alto") -> float:
         return spread(row[key] for row in by[name, system]).median
@@ -322,7 +322,7 @@ def figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
             ratio = median(name, "test_loss") / median(name, "test_loss", "all")
             found["best_loss_ratio" if name == "sweep12" else f"{name}_best_loss_ratio"] = ratio
             continue
-        if commits[name, system] != commits[name, "alto"]:
+        if sources[name, system] != sources[name, "alto"]:
             continue
         figure = f"over_{system}" if system in PEERS else f"{name}_over_{system}"
         duration_s = trl_duration_s(by[name, system]) if system == "trl" else median(name, "duration_s", system)

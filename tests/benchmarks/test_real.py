@@ -149,14 +149,16 @@ def test_figures_are_ratios_of_medians() -> None:
     )
 
 
-def test_times_of_two_commits_are_not_compared() -> None:
+def test_times_of_two_sources_are_not_compared() -> None:
     origin = Origin(commit="a" * 40, source="s", machine={}, versions={})
     alto = Piece(name="alto", rows=[row("sweep12", "alto", 20.0, test_loss=1.1)], origin=origin)
     others = [row("sweep12", "all", 400.0), row("sweep12", "trl", 10.0, prepare_s=4.0, stands_for=3)]
-    later = Piece(name="others", rows=others, origin=replace(origin, commit="b" * 40))
+    later = Piece(name="others", rows=others, origin=replace(origin, source="t"))
     found = program.figures({"alto": alto, "others": later})
     assert found["best_loss_ratio"] == pytest.approx(1.1)
     assert "sweep12_over_trl" not in found
+    same = Piece(name="others", rows=others, origin=replace(origin, commit="b" * 40))
+    assert "sweep12_over_trl" in program.figures({"alto": alto, "others": same})
 
 
 def test_trl_trains_a_part_of_the_longest_jobs(folder: Path) -> None:
