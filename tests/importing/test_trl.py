@@ -11,7 +11,7 @@ import pytest
 from tiny import load_tokenizer
 from trl_rows import trl_row
 
-from alto.data import Message
+from alto.data import Conversation, Message
 from alto.data.encode import Encoder
 from alto.errors import AltoError, SpecError, UnsupportedError
 from alto.importing import ImportedFile, ImportedTask, NoteKind, import_file, imported_task
@@ -286,8 +286,8 @@ def test_trained_tokens_of_messages_are_those_of_trl(folder: Path, assistant: bo
     tokenizer = load_tokenizer()
     _, expected = trl_row(row, tokenizer, assistant_only=assistant, completion_only=completion)
     made = task(folder, assistant_only_loss=assistant, completion_only_loss=completion)
-    turns_of_row = tuple(Message(turn["role"], turn["content"]) for turn in row["messages"])
-    (found,) = Encoder(tokenizer, made.task.train_on).rows(turns_of_row)
+    conversation = Conversation(Message(turn["role"], turn["content"]) for turn in row["messages"])
+    (found,) = Encoder(tokenizer, made.task.train_on).rows(conversation)
     if assistant or completion is False:
         assert list(found.is_trained) == expected
     else:

@@ -24,7 +24,6 @@ from alto.records import ExitReason
 from alto.runs import RunHistory
 from alto.runs.job_history import JobHistory, Stage
 from alto.service.access import create_key
-from alto.service.coordinator import projection
 from alto.service.dashboard.new_task import FormTexts, request_of
 from alto.service.dashboard.rendering import local_path
 from alto.service.errors import ApiError
@@ -514,11 +513,6 @@ def test_only_rules_save() -> None:
     found = savings_of(history, "succeeded")
     assert (found.samples, found.share) == (60, pytest.approx(0.2))
     assert savings_of(history, "failed").samples == 0
-
-
-def test_events_tell_users_from_rules() -> None:
-    assert projection._ended("job-001", "stopped") == "Configuration job-001 was stopped by a user"
-    assert projection._ended("job-001", "overfitting") == "Configuration job-001 stopped early: overfitting"
 
 
 def test_unknown_addresses_are_pages_for_browsers(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from alembic import command
 from alembic.config import Config
+from journals import Journal
 from postgres import new_database
 from sqlalchemy import inspect, select, text
 from sqlalchemy.exc import DBAPIError
@@ -209,6 +210,25 @@ def test_every_entry_of_a_journal_is_told_once_whoever_leads(
             told.append([event.message for event in events_of(session, job, since=1, limit=1000)])
     assert told[0][0] == "Training 4 configurations"
     assert told[1] == told[0]
+
+
+def test_events_tell_users_from_rules(store: Store, tmp_path: Path) -> None:
+    written, path = Journal(), tmp_path / "journal.jsonl"
+    for job, reason in (("job-001", "stopped"), ("job-002", "overfitting")):
+        written.end("job_exited", job, 10, best=(10, 2.0), reason=reason, evidence={})
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in written.events), encoding="utf-8")
+    job = add_job(store)
+    projection = Projection(job, path)
+    assert projection.has_unwritten()
+    with store.writing() as session:
+        row = lock_job(session, job)
+        assert row is not None
+        projection.write(session, row)
+    with store.reading() as session:
+        assert [event.message for event in events_of(session, job, since=1, limit=10)] == [
+            "Configuration job-001 was stopped by a user",
+            "Configuration job-002 stopped early: overfitting",
+        ]
 
 
 def test_metadata_is_searched(store: Store) -> None:
