@@ -97,9 +97,8 @@ class Projection:
                 )
             case journaled.JobExited(job=job, reason=reason) if job not in self._ended:
                 self._ended.add(job)
-                is_stopped = reason == ExitReason.STOPPED
                 note(
-                    f"Configuration {job} {'was stopped by a user' if is_stopped else f'stopped early: {reason}'}",
+                    _ended(job, reason),
                     data={"job": job, "exit_reason": str(reason), "evidence": _finite(dict(event.evidence))},
                 )
             case journaled.JobReopened(job=job) | journaled.JobAdded(job=job):
@@ -147,6 +146,13 @@ class Projection:
                     metrics=metrics,
                 )
             )
+
+
+def _ended(job: str, reason: str) -> str:
+    """Return the message for a configuration that ended before its last step."""
+    if reason == ExitReason.STOPPED:
+        return f"Configuration {job} was stopped by a user"
+    return f"Configuration {job} stopped early: {reason}"
 
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
