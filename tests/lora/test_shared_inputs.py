@@ -81,7 +81,7 @@ class Pair:
         bank.ops = self.calls
         weights, operands = tuple(map(FrozenWeight, bases)), bank.operands(0, 0)
         none = [None] * len(bases)
-        dora = Dora(weights, bank, operands, none)
+        dora = Dora(weights, operands, none)
         shared = SharedInput(weights, bank, operands, self.context, none, dora)
         self.layers = [MultiLoraLinear(base, f"{member}", shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))

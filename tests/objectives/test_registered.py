@@ -103,7 +103,11 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
     events = read_events(run_dir.journal_file)
     assert (events[0]["method"], events[-1]["event"]) == ("simpo", "task_completed")
     assert "references" not in events[0]
-    assert all(set(event["metrics"]) == set(find_objective("simpo").metrics) for event in events if "metrics" in event)
+    assert all(
+        set(event["metrics"]) == set(find_objective("simpo").method.entry.metrics)
+        for event in events
+        if "metrics" in event
+    )
     assert any("metrics" in event for event in events)
 
 

@@ -6,7 +6,7 @@ Shapes as in :mod:`alto.kernels.dora`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
@@ -18,10 +18,8 @@ from alto.kernels import (
     adapted_norms,
     dropped_inputs,
     frozen_product,
-    grouped_lora_linear,
     scaled_by_magnitude,
 )
-from alto.lora.bank import AdapterBank
 
 
 class Dora:
@@ -35,12 +33,10 @@ class Dora:
     def __init__(
         self,
         bases: Sequence[FrozenMatrix],
-        bank: AdapterBank,
         operands: LoraOperands,
         magnitudes: Sequence[tuple[SlotTensors, Tensor] | None],
     ) -> None:
         self._bases = tuple(bases)
-        self._bank = bank
         self._operands = operands
         self._magnitudes = tuple(magnitudes)
 
@@ -49,28 +45,33 @@ class Dora:
         """Whether a job may have magnitudes."""
         return any(magnitudes is not None for magnitudes in self._magnitudes)
 
-    def outputs(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
+    def outputs(
+        self,
+        x_TK: Tensor,
+        schedule: TokenSchedule,
+        plain: Callable[[Tensor, TokenSchedule], tuple[Tensor, ...]],
+    ) -> tuple[Tensor, ...]:
         """Return the output ``[T, N]`` of every layer, including its frozen bias.
 
         With dropout, the scaled weight sees the dropped input, and the frozen product of the dropped part is added
         unscaled (PEFT 0.21, ``DoraLinearVariant.forward``).
+
+        Args:
+            plain: Returns these outputs without magnitudes.
         """
         vectors = [magnitudes[0] for magnitudes in self._magnitudes if magnitudes is not None]
         slots = frozenset(slot for slot in schedule.slots if any(slot in vector for vector in vectors))
         if not slots:
-            return self._plain(x_TK, schedule)
+            return plain(x_TK, schedule)
         is_dropped = any(
             key is not None and slot in slots for slot, key in zip(schedule.slots, schedule.dropout, strict=True)
         )
         if not is_dropped:
-            return self._scaled(self._plain(x_TK, schedule), schedule)
+            return self._scaled(plain(x_TK, schedule), schedule)
         kept_TK = dropped_inputs(x_TK, schedule, slots, self._operands.number)
-        ys = self._scaled(self._plain(kept_TK, schedule.without_dropout(slots)), schedule)
+        ys = self._scaled(plain(kept_TK, schedule.without_dropout(slots)), schedule)
         left_out_TK = x_TK - kept_TK
         return tuple(y_TN + frozen_product(left_out_TK, base) for y_TN, base in zip(ys, self._bases, strict=True))
-
-    def _plain(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
-        return grouped_lora_linear(x_TK, self._bank.anchor, self._bases, self._operands, schedule, self._bank.ops)
 
     def _scaled(self, ys: Sequence[Tensor], schedule: TokenSchedule) -> tuple[Tensor, ...]:
         return tuple(self._scaled_member(member, y_TN, schedule) for member, y_TN in enumerate(ys))

@@ -62,7 +62,7 @@ def inject(
         biases = [bank.tensors(f"{module.name}.bias") for module in group]
         magnitudes = [_magnitude(bank, module.name) for module in group]
         weights = tuple(map(FrozenWeight, members))
-        dora = Dora(weights, bank, operands, magnitudes)
+        dora = Dora(weights, operands, magnitudes)
         shared = SharedInput(weights, bank, operands, context, biases, dora)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))

@@ -15,7 +15,15 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from alto.errors import UnsupportedModelError
-from alto.kernels import GroupedLinear, LoraOperands, SlotTensors, TokenSchedule, added_linear, slot_bias_change
+from alto.kernels import (
+    GroupedLinear,
+    LoraOperands,
+    SlotTensors,
+    TokenSchedule,
+    added_linear,
+    grouped_lora_linear,
+    slot_bias_change,
+)
 from alto.lora.bank import AdapterBank
 from alto.lora.dora import Dora
 
@@ -265,7 +273,7 @@ class SharedInput:
 
     Args:
         biases: The bias of every slot for each layer; None if no job trains it.
-        dora: Computes the layers' outputs, with DoRA magnitudes for slots that have them.
+        dora: Scales the layers' outputs for slots that have DoRA magnitudes.
     """
 
     def __init__(
@@ -348,9 +356,13 @@ class SharedInput:
         self._check_sees_all(len(x_TK), schedule, num_positions)
         if places is not None:
             x_TK = places.collect(x_TK)
-        ys = self._dora.outputs(x_TK, schedule)
+        ys = self._dora.outputs(x_TK, schedule, self._plain)
         ys = tuple(map(self._with_bias, range(len(ys)), ys))
         return ys if places is None else tuple(map(places.spread, ys))
+
+    def _plain(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
+        """Return the outputs without magnitudes and trained biases."""
+        return grouped_lora_linear(x_TK, self.bank.anchor, self._bases, self._operands, schedule, self.bank.ops)
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
         """Return the output of layer ``member``, with each slot's own bias in place of the frozen one."""
