@@ -1,7 +1,7 @@
-"""The fingerprint of a base model: a few digests by which a run recognises the model that it started with.
+"""The fingerprint of a base model: digests that a run uses to check that it resumes with the model it started with.
 
-Two folders with the same weights, configuration and code have equal fingerprints. Their paths, the split of the weights
-over files and the modification times do not matter.
+Two folders with the same weights, configuration and code have the same fingerprint. It does not depend on the folder's
+path, on how the weights are split into files, or on modification times.
 """
 
 from __future__ import annotations

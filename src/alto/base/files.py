@@ -98,7 +98,7 @@ class LockFile:
         os.pwrite(self._descriptor, text.encode(), 0)
 
     def release(self) -> None:
-        """Release the lock; the file stays."""
+        """Release the lock. The lock file is not deleted."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

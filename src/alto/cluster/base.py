@@ -176,9 +176,9 @@ class Cluster(Protocol):
         """
 
     def stop(self, task: str) -> None:
-        """Let a running executor save and end; it ends as ``interrupted``. Returns at once.
+        """Ask the executor of ``task`` to save and stop, without waiting. Its outcome is then ``interrupted``.
 
-        Nothing happens if it has already ended.
+        No-op if the executor has already stopped.
         """
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:

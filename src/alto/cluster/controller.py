@@ -153,19 +153,21 @@ class Controller:
         self.call(lambda: self._dispatcher.check_cancel(task))
 
     def cancel(self, task: str, *, command: str = "") -> None:
-        """Cancel a task: remove it from the queue, or let its executor save and end; return at once.
+        """Cancel a task. A waiting task is removed from the queue; a running task's executor is asked to save and stop.
+        Does not wait.
 
         Raises:
-            QueueCommandError: There is no such task, or it has ended; or the controller starts no more tasks.
+            QueueCommandError: The task does not exist or has already finished, or the controller no longer starts
+                tasks.
         """
         self.call(lambda: self._dispatcher.cancel(task, command))
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of waiting tasks, with one new plan; running and ended tasks stay the same.
+        """Change the priorities of waiting tasks, with one new plan; running and finished tasks stay the same.
 
         Raises:
-            SpecError: There is no such task.
-            QueueCommandError: The controller starts no more tasks.
+            SpecError: A task does not exist.
+            QueueCommandError: The controller no longer starts tasks.
         """
         self.call(lambda: self._dispatcher.prioritise(priorities))
 

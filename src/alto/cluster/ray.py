@@ -352,7 +352,7 @@ class RayCluster:
                 self._release(actor)
 
     def _release(self, actor: _Actor) -> None:
-        """Kill an actor and release its GPUs to Ray."""
+        """Kill an actor and return its GPUs to Ray."""
         self._actors.remove(actor)
         ray.kill(actor.actor)
         remove_placement_group(actor.group)
@@ -408,8 +408,8 @@ def _connect(address: str) -> bool:
 
 
 def _head() -> tuple[str, int] | None:
-    """Return the address of the head; None if this process connects through a client server, which reports the head's
-    end."""
+    """Return the address (host, port) of the Ray head node. None if this process is connected through Ray Client: the
+    Ray Client server then reports that the head is gone."""
     if ray.util.client.ray.is_connected():
         return None
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")

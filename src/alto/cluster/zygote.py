@@ -60,11 +60,11 @@ class ForkedProcess:
     """A process that a zygote was asked to fork, in its own session.
 
     Attributes:
-        pid: None until it is forked.
-        has_exited: Whether it has ended, could not be forked, or was lost with its zygote.
-        is_reaped: Whether nothing of it is left, not even its process id.
+        pid: None until the process is forked.
+        has_exited: Whether the process has exited, could not be forked, or was lost with its zygote.
+        is_reaped: Whether nothing is left of the process, not even its process id.
         exit_code: Negative for a signal; None if unknown.
-        reason: Why it could not be forked; empty if it was.
+        reason: Why the process could not be forked; empty if it was forked.
     """
 
     def __init__(self, number: int) -> None:
@@ -77,26 +77,28 @@ class ForkedProcess:
         self._pidfd: int | None = None
 
     def forked(self, pid: int) -> None:
-        """Record that it runs."""
+        """Record that the process runs."""
         self.pid = pid
-        with contextlib.suppress(OSError):  # it is gone, or this kernel has no pidfd
+        with contextlib.suppress(OSError):  # the process is gone, or this kernel has no pidfd
             self._pidfd = os.pidfd_open(pid)
 
     def exited(self, code: int | None, reason: str = "") -> None:
-        """Record that it has ended."""
+        """Record that the process has exited."""
         self.has_exited, self.exit_code, self.reason = True, code, reason
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
 
     def look_for_its_end(self) -> None:
-        """Check whether it still runs, when no zygote is left to report its end."""
+        """Poll the operating system for this process. Used after the zygote is gone, because nothing else reports the
+        exit then.
+        """
         if self._pidfd is None:
             if not Path(f"/proc/{self.pid}").exists():
                 self.exited(None)
             return
         with selectors.DefaultSelector() as selector:
-            selector.register(self._pidfd, selectors.EVENT_READ)  # readable once it has ended
+            selector.register(self._pidfd, selectors.EVENT_READ)  # readable once the process has exited
             if selector.select(0):
                 self.exited(None)
 
@@ -104,7 +106,8 @@ class ForkedProcess:
 class Zygote:
     """Forks processes from one that has imported everything they need.
 
-    The zygote's process starts with the first fork, and ends with this one. Use :meth:`shared`, from any thread.
+    The zygote process starts at the first fork and exits together with the current process. Use :meth:`shared`, from
+    any thread.
     """
 
     _shared: ClassVar[Zygote | None] = None

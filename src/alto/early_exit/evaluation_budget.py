@@ -22,8 +22,8 @@ MOST_MEASURED = 2
 """Maximum number of jobs whose best adapters are measured at the end."""
 
 FEW_JOBS, SHARE_OF_FEW = 8, 0.4
-"""If more jobs than this reach a rung, the worst are far behind, and few rows show it. Fewer jobs are compared on more
-rows, as far as this share of their training time pays for them."""
+"""If more jobs than ``FEW_JOBS`` reach a rung, a few rows are enough, because the worst jobs are far behind. With
+``FEW_JOBS`` or fewer, jobs are compared on more rows, up to ``SHARE_OF_FEW`` of their training time."""
 
 LEAST_ROWS_OF_MANY, LEAST_ROWS_OF_FEW, LEAST_ROWS, LEAST_PAIRS = 6, 16, 12, 32
 """Minimum numbers of validation rows: at a rung that many jobs reach, at a rung that few jobs reach (jobs are compared

@@ -15,7 +15,8 @@ from alto.records import ExitDecision, ExitReason, LossPoint, Rung, RungResult, 
 from alto.spec import RULES, EarlyExit, Rule, places_at
 
 CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
-"""Number of standard errors, and share of the first one's improvement, by which a clear loser is behind."""
+"""A configuration is clearly worse if it trails the best one by more than this many standard errors and by more than
+this fraction of the best one's improvement."""
 
 
 def select(
@@ -29,10 +30,11 @@ def select(
 ) -> RungResult:
     """Keep the best ``places`` configurations of ``standings``, independent of their order; at least one.
 
-    With ``is_finish``, a configuration whose jobs have all ended takes no place from one that trains: the best that
-    trains continues, too. With ``ends_clear_losers``, configurations clearly behind the first one do not continue: they
-    are behind by more than three standard errors of the difference on the rows that both have, and by more than a
-    twentieth of the first one's improvement over its loss before the first step. Source: replay on the recorded sweeps.
+    With ``is_finish``, a configuration whose jobs are no longer training does not use up a slot of the selection: the
+    best configuration that is still training also continues. With ``ends_clear_losers``, configurations that are
+    clearly worse than the best one do not continue: they trail it by more than three standard errors of the difference
+    on the rows that both were evaluated on, and by more than a twentieth of the improvement of the best one over its
+    loss before the first step. Source: replay on the recorded sweeps.
 
     Configurations are ordered by :func:`alto.early_exit.noise.ranked_configurations`, in which a job that repeats
     no other is a configuration of its own: by the score of the task's metric, and within noise by the validation loss.

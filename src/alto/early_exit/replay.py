@@ -1,4 +1,4 @@
-"""Applies a policy to a recording, and returns its exits, its savings and its regret."""
+"""Replays a recording under a policy and reports which jobs exit, how many samples are saved, and the regret."""
 
 from __future__ import annotations
 

@@ -58,7 +58,8 @@ class JobTrack:
             was decided without it. None for all other jobs, and once it waits at a rung with them.
         best, peak: The evaluation that the job competes with in the end, and the one with the best score.
         competes: Whether the job may still take a place at a rung.
-        judged_from: Number of evaluations that no rule judges again.
+        judged_from: Index of the first evaluation that rules look at. Earlier ones are ignored after a job is resumed
+            or cloned.
     """
 
     total_steps: int

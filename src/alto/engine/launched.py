@@ -184,7 +184,8 @@ def how_far(run_dir: RunDir) -> tuple[float, float]:
 
 
 def _entries(run_dir: RunDir) -> Sequence[JournalEntry]:
-    """Return the entries of a run that has begun; none if it has only been measured."""
+    """Return the intact journal entries of the run; an empty list if there is no journal, or if the journal has only
+    measurement events."""
     try:
         entries = read_intact_entries(run_dir.journal_file)
     except RunNotFoundError:

@@ -356,8 +356,11 @@ class _Bench:
 
 
 def _preferences(log_probs: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Return reward accuracy and margin of each model, given every model's log-probabilities of chosen and rejected
-    replies, ``[pairs, 2]``; those of the base model are the last."""
+    """Return (reward accuracy, reward margin) for each adapter.
+
+    Args:
+        log_probs: One tensor ``[pairs, 2]`` (chosen, rejected) per adapter, and last the tensor of the base model.
+    """
     *of_adapters, of_base_Q2 = log_probs
     found = [preference_metrics(log_probs_Q2 - of_base_Q2) for log_probs_Q2 in of_adapters]
     return [(float(one["reward_accuracy"].mean()), float(one["reward_margin"].mean())) for one in found]

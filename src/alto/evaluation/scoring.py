@@ -241,7 +241,7 @@ def _imported(name: str) -> Callable[..., object]:
 
 
 def _described(error: BaseException) -> str:
-    """Return the type, message and source line of an error."""
+    """Describe an error: its type, its message, and the file and line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     try:

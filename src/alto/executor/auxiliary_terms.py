@@ -287,7 +287,8 @@ class RouterBalance(AuxiliaryTerm):
         return run_sums(losses_U, num_runs)
 
     def _sums(self, routers: Sequence[Tensor], runs: Sequence[_Run], parts: Sequence[JobRows]) -> tuple[Tensor, Tensor]:
-        """Return :func:`alto.backbone.router_sums` of the micro-steps in a micro-batch."""
+        """Return, for each micro-step in a micro-batch, the expert counts and the summed probabilities (see
+        :func:`alto.backbone.router_sums`)."""
         lengths = [run.num_tokens for run in runs]
         return router_sums(self._backbone, routers, lengths, _weights(parts, routers[0].device))
 

@@ -115,7 +115,7 @@ class SlotManager:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of all ranks together."""
+        """Total number of slots over all ranks."""
         return self.bank.num_slots
 
     def is_free(self, slot: int) -> bool:

@@ -228,7 +228,7 @@ class BankLayout:
 def _with_extras(
     groups: tuple[GroupPlace, ...], extras: tuple[ExtraTensor, ...], *, a_end: int, b_end: int
 ) -> RowPlaces:
-    """Return the offsets with the extra tensors placed after the matrices, in the order of :class:`RowPlaces`."""
+    """Return the offsets of the matrices, then of the extra tensors in the order that :class:`RowPlaces` defines."""
     kinds = (
         [extra for extra in extras if extra.is_vector and extra.has_decay],
         [extra for extra in extras if not extra.has_decay],

@@ -278,7 +278,7 @@ class _OwnHead:
         return hidden_SH
 
     def shrink(self, x_SH: Tensor) -> Tensor:
-        """Return a tensor without columns."""
+        """Return an empty tensor ``[S, 0]``."""
         return x_SH[:, :0]
 
     def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MOST_DIFFERENCE = 20
-"""Largest difference of priorities that counts; with a larger one, a task would wait forever."""
+"""Cap on the priority difference. A larger difference would starve the lower-priority task."""
 
 
 def task_weights(owners: Mapping[str, tuple[str, int]]) -> dict[str, float]:

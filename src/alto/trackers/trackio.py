@@ -1,4 +1,4 @@
-"""Trackio: one run for each job, in a group for the task."""
+"""Logs to Trackio: one run per job; the runs of a task form one group."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ class LiveView:
                     self._console.print(Text(f"note: {clean(note)}", style="yellow"))
 
     def show(self, history: RunHistory) -> None:
-        """Replace the shown state by ``history``, a newer state of the same run."""
+        """Replace the displayed state with ``history``, a newer state of the same run."""
         with self._lock:
             self.history = history
             in_slots = (job.job for job in history.jobs.values() if job.slot is not None)

@@ -96,13 +96,13 @@ def _import_pywraplp() -> ModuleType:
 
 
 class _OutOfTimeError(Exception):
-    """The time ended before SCIP could begin."""
+    """Raised when the time limit passes before SCIP can start."""
 
 
 class _Model:
-    """The program for all tasks of ``problem``; the reservations ``taken`` keep their start and nodes.
+    """The mixed-integer program for all tasks of ``problem``; the reservations in ``taken`` are fixed.
 
-    Times are shares of the horizon, so the paper's ``M`` is 1.
+    Times are fractions of the horizon, so the paper's ``M`` is 1.
 
     Args:
         build_by: Deadline for building the program, by ``time.monotonic``.

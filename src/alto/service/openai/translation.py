@@ -290,7 +290,7 @@ def build(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None =
 
 
 def _name_of(key: str) -> str:
-    """Return ALTO's name of a hyperparameter."""
+    """Return the ALTO name for a hyperparameter in an OpenAI request."""
     return _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
 
 
