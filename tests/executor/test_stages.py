@@ -124,7 +124,7 @@ class TestTheBank:
     def test_begins_with_what_was_left_after_memory_ran_out(self) -> None:
         context = context_of(make_task(JOBS, max_tokens_per_pass=300))
         assert max_tokens_per_pass(context, ResumeState()) == 300
-        assert max_tokens_per_pass(context, ResumeState(refusal={"max_tokens_per_pass": 64})) == 64
+        assert max_tokens_per_pass(context, ResumeState(oom_record={"max_tokens_per_pass": 64})) == 64
 
 
 def test_a_run_of_other_data_is_refused_before_anything_is_built() -> None:

@@ -25,7 +25,7 @@ from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
 from alto.errors import AltoError, ProfileError, RunError, RunNotFoundError, TaskInterruptedError
-from alto.executor import read_refusal
+from alto.executor import read_oom_record
 from alto.records import TaskOutcome, TaskPlan
 from alto.runs import (
     Journal,
@@ -178,8 +178,8 @@ def how_far(run_dir: RunDir) -> tuple[float, float]:
     """Return the progress of a run on disk: its last checkpoint, and how short its micro-batches must be. An attempt
     that changes either has made progress."""
     checkpoints = (entry.seq for entry in _entries(run_dir) if isinstance(entry.event, CheckpointSaved))
-    refusal = read_refusal(run_dir)
-    max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")
+    oom_record = read_oom_record(run_dir)
+    max_tokens = oom_record["max_tokens_per_pass"] if oom_record is not None else float("inf")
     return max(checkpoints, default=0), -max_tokens
 
 

@@ -92,7 +92,7 @@ class RunStart:
 def begin_task(state: TaskState, start: RunStart, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
     """Record that a task begins, or restore its jobs from the last checkpoint."""
     first = [_resume_event(state, start)] if start.is_resumed else _begin_events(state, start)
-    recorder.begin(first, start.resume_state.refusal)
+    recorder.begin(first, start.resume_state.oom_record)
     _compile_kernels(state, recorder)
     if start.is_resumed:
         _restore_jobs(state, start, lifecycle)

@@ -9,7 +9,7 @@ from alto.executor.context import JobState, TaskContext
 from alto.executor.evaluator import Evaluated
 from alto.executor.micro_batches import MemoryEvent
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import note_refusal, refusal_event
+from alto.executor.recovery import oom_record_event, write_oom_record
 from alto.records import ExitDecision, LossPoint
 from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (
@@ -57,24 +57,24 @@ class JournalRecorder:
         """Record an event."""
         self._journal.append(event)
 
-    def begin(self, events: Iterable[Event], refusal: Mapping[str, Any] | None) -> None:
+    def begin(self, events: Iterable[Event], oom_record: Mapping[str, Any] | None) -> None:
         """Record that the task starts or is resumed, then the memory events until now.
 
         Args:
             events: Events to record; the first is ``TaskStarted`` or ``TaskResumed``.
-            refusal: Facts of the ``OutOfMemory`` event that ended the previous attempt, which could not record it.
+            oom_record: Fields of the ``OutOfMemory`` event that ended the previous attempt, which could not record it.
         """
         for event in events:
             self.append(event)
-        if refusal is not None:
-            self.append(refusal_event(refusal))
+        if oom_record is not None:
+            self.append(oom_record_event(oom_record))
         self._has_begun = True
         self._record_memory_events()
 
     def memory_ran_out(self, event: MemoryEvent) -> None:
         """Record a memory event. An event before the task begins is recorded after the task's first event."""
         if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
-            note_refusal(self._run_dir, _out_of_memory(event))  # for the next attempt, because this one ends
+            write_oom_record(self._run_dir, _out_of_memory(event))  # for the next attempt, because this one ends
             return
         self._unreported.append(event)
         if self._has_begun:
