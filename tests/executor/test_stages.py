@@ -58,7 +58,9 @@ class TestLoadingTheBase:
             raise torch.OutOfMemoryError("no memory, as the test wants it")
 
         monkeypatch.setattr(stages, "load_backbone", full)
-        with pytest.raises(DeviceMemoryError, match=r"\(the whole model\) on cpu, .* or load_in_4bit: true$"):
+        with pytest.raises(
+            DeviceMemoryError, match=r"not enough memory on cpu .* \(the whole model\)\. .* or set load_in_4bit: true$"
+        ):
             load_base(BaseModelSpec(id="alto-tiny"), CPU, Ranks())
 
     def test_lets_other_errors_through(self) -> None:

@@ -53,8 +53,8 @@ def export_best(
     metrics = _metrics(result) | _rows(use)
     if not best_of_job.is_dir():
         raise RunNotFoundError(
-            f"expected the best adapter of {result.best_job} in {best_of_job}, found no such folder; "
-            "the run has no result without it: put the folder back, or start a new run"
+            f"the best adapter of {result.best_job} is missing: {best_of_job} does not exist. Restore the folder, or "
+            "start a new run"
         )
     try:
         with writing(Path(result.run_dir), folder):

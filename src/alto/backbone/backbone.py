@@ -385,8 +385,8 @@ def _layers(model: PreTrainedModel, key: str) -> list[Any]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UnsupportedModelError(
-            f"{key}: expected a model built of transformers' checkpointing layers, found {type(model).__name__} "
-            "without any; remove the key"
+            f"{key}: {type(model).__name__} has no layers of transformers' class GradientCheckpointingLayer, which "
+            "this key needs; remove the key"
         )
     return layers
 

@@ -250,11 +250,11 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 
 
 def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
-    """Check that the weights can be read slice by slice: unquantised safetensors."""
+    """Check that the weights can be read slice by slice: unquantized safetensors."""
     if hasattr(config, "quantization_config"):
         raise UnsupportedError(
-            f"num_gpus: expected an unquantised model to shard, found that {spec.id!r} is quantised on disk; use "
-            f"the unquantised model with '{LOAD_IN_4BIT}', or set num_gpus to 1"
+            f"num_gpus: a model that is already quantized on disk cannot be sharded over GPUs: {spec.id!r}. Use the "
+            f"unquantized model with '{LOAD_IN_4BIT}', or set num_gpus to 1"
         )
     if not spec.use_safetensors:
         raise UnsupportedError(

@@ -36,8 +36,8 @@ class CheckedCluster:
         if missing:
             raise UnsupportedError(
                 f"cluster: expected the object that the package opens, {self._name}, to have the methods and "
-                f"properties of alto.cluster.Cluster, found it without {', '.join(missing)}; correct that package as "
-                f"{PAGE} says"
+                f"properties of alto.cluster.Cluster, found it without {', '.join(missing)}; fix the cluster plugin "
+                f"(see {PAGE})"
             )
         nodes = self.nodes
         if not any(node.gpus for node in nodes) or len({node.name for node in nodes}) < len(nodes):
@@ -101,7 +101,7 @@ class CheckedCluster:
 
     def _broken(self, member: str, expected: str, found: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self._name}.{member}: expected {expected}, found {found}; correct that package as {PAGE} says"
+            f"{self._name}.{member}: expected {expected}, found {found}; fix the cluster plugin (see {PAGE})"
         )
 
     def _naming_errors(self, member: str) -> AbstractContextManager[None]:

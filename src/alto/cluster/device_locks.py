@@ -51,8 +51,8 @@ class DeviceLocks:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not lock.acquire(TIMEOUT_S):
                 raise DeviceBusyError(
-                    f"expected GPU {name} to be free, found that process {_holder(path)} of this machine uses it for "
-                    "its own tasks; wait until it has ended, end it, or name other GPUs in CUDA_VISIBLE_DEVICES"
+                    f"GPU {name} is in use by ALTO process {_holder(path)} on this machine. Wait for that process to "
+                    "finish, stop it, or select other GPUs with CUDA_VISIBLE_DEVICES"
                 )
             self._held.append(lock)
             lock.write(f"{os.getpid()}\n")

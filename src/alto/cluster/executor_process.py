@@ -52,7 +52,7 @@ class ProcessGroup:
         if not self._first.has_exited:
             self._signal()
             return False
-        # Until it is reaped, it keeps its process id, so that no other session can have the same id.
+        # Reap the first process last: until then, the OS cannot reuse its PID as the id of another session.
         if self._first.pid is not None and not kill_session(self._first.pid):
             return False
         if not self._is_reaping:

@@ -127,7 +127,8 @@ class LiveQueue:
                 raise
             except AltoError as error:
                 if isinstance(error, RunWriteError) and self._is_noted(command):
-                    raise  # the queue's folder has an entry that its journal lacks
+                    # The effect is on disk but not in the journal: stop, so that resuming the queue repairs it.
+                    raise
                 answer = Answer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
 
@@ -189,11 +190,11 @@ class LiveQueue:
 
     def _submit(self, task: Task, estimate: TaskEstimate, *, command: str = "", trusts: bool) -> str:
         if self._has_completed:
-            raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start a new one")
+            raise QueueCommandError("this queue has completed and no longer accepts tasks; start a new queue")
         if not self._takes_tasks:
             raise QueueCommandError(
-                "expected a queue that takes tasks, found one that accepts no more and ends with its last task "
-                "(alto drain --when-done); start a new one"
+                "this queue no longer accepts tasks: it was asked to stop after its last task "
+                "(alto drain --when-done); start a new queue"
             )
         self._intake.check(task)
         entries, _ = self._queue_dir.read()

@@ -60,8 +60,8 @@ def load_base(
             raise
         share = f"its share of {ranks.size}" if ranks.size > 1 else "the whole model"
         raise DeviceMemoryError(
-            f"model: expected memory for the base model {spec.id!r} ({share}) on {device}, found less; set num_gpus "
-            f"to more than {ranks.size}, so that each GPU holds a part, or {LOAD_IN_4BIT}"
+            f"model: not enough memory on {device} for the base model {spec.id!r} ({share}). Set num_gpus above "
+            f"{ranks.size} to shard the model over more GPUs, or set {LOAD_IN_4BIT}"
         ) from error
 
 

@@ -162,13 +162,13 @@ def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
         return
     if find_spec("bitsandbytes") is None:
         raise UnsupportedError(
-            f"optim: {optim!r} needs the package bitsandbytes, found none; install it with: "
-            f'pip install "alto-lora[bnb]"; or write adamw_torch.'
+            f"optim: {optim!r} needs the package bitsandbytes, which is not installed. Install it with: "
+            f'pip install "alto-lora[bnb]", or set optim to adamw_torch.'
         )
     if optim == "paged_adamw_8bit" and device.type != "cuda":
         raise UnsupportedError(
-            f"optim: expected a CUDA device to page {optim!r} out of, found {device.type!r}; write adamw_8bit, which "
-            f"takes the same steps."
+            f"optim: {optim!r} needs a CUDA device, found {device.type!r}. Set optim to adamw_8bit, which computes the "
+            f"same updates."
         )
 
 

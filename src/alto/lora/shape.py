@@ -75,7 +75,7 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     """
     smallest = min((_smaller_side(module) for module in linear_modules(model)), default=0)
     wide = [config for config in configs if max(config.r, *(rank for _, rank in config.rank_pattern), 0) > smallest]
-    # Most jobs of a search have the same shape.
+    # Compute each distinct shape only once; most jobs of a search share one.
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in wide}
     largest: dict[TargetModule, int] = {}
     for config in distinct.values():

@@ -135,13 +135,13 @@ class Objective:
         if self.method.entry.is_labelled and dataset.labels is None:
             raise DataError(
                 f"method {self.method.name}: expected replies with labels (columns prompt, completion and label) or "
-                "preference pairs, found rows without labels; write method: sft"
+                "preference pairs, but the dataset has no labels. Add a label column, or set method: sft"
             )
         expects_pairs = self.method.entry.is_paired or (self.needs_reference and not self.method.entry.is_labelled)
         if expects_pairs and not dataset.is_paired:
             raise DataError(
                 f"method {self.method.name}: expected preference pairs (columns prompt, chosen and rejected), found "
-                "rows with one reply; write method: sft, or name a dataset of pairs"
+                "rows with one reply; set method: sft, or use a dataset of pairs"
             )
         if self.method.entry.is_paired is False and dataset.is_paired:
             raise DataError(

@@ -219,8 +219,7 @@ class _Mailbox(ABC, Generic[C]):
     def _read_answer(self, path: Path) -> Answer:
         try:
             answer = Answer(**read_json(path))
-            if not (isinstance(answer.done, bool) and isinstance(answer.message, str)):
-                raise TypeError("a field of the wrong type")
+            _check_types(done=(answer.done, bool), message=(answer.message, str))
         except (OSError, ValueError, TypeError) as error:
             raise self._error(
                 f"expected the answer of the {self._answerer} at {path}, found invalid content ({error!s:.200}); "
@@ -279,8 +278,7 @@ class Mailbox(_Mailbox[Command]):
     @staticmethod
     def _parse(facts: dict[str, Any]) -> Command:
         command = Command(**{**facts, "action": Action(facts["action"])})
-        if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
-            raise TypeError("a field of the wrong type")
+        _check_types(job=(command.job, str), changes=(command.changes, dict), warm=(command.warm, bool))
         return command
 
 
@@ -310,10 +308,24 @@ class QueueMailbox(_Mailbox[QueueCommand]):
         # The file keeps them apart from the task's own values, which they replace.
         given = {"tenant": facts.pop("tenant", ""), "priority": facts.pop("priority", 0)}
         command = QueueCommand(**{**facts, "action": QueueAction(facts["action"])})
-        is_text = isinstance(command.task, str) and isinstance(given["tenant"], str)
-        if not (is_text and isinstance(command.values, dict) and type(given["priority"]) is int):
-            raise TypeError("a field of the wrong type")
+        _check_types(
+            task=(command.task, str),
+            values=(command.values, dict),
+            tenant=(given["tenant"], str),
+            priority=(given["priority"], int),
+        )
         return replace(command, values={**command.values, **given})
+
+
+def _check_types(**fields: tuple[object, type]) -> None:
+    """Check that every field, given as its value and its type, has exactly that type.
+
+    Raises:
+        TypeError: A field has another type.
+    """
+    for name, (value, expected) in fields.items():
+        if type(value) is not expected:
+            raise TypeError(f"{name}: expected {expected.__name__}, found {type(value).__name__}")
 
 
 def _remove(path: Path) -> None:

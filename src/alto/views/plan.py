@@ -250,7 +250,7 @@ def run_list(runs: Sequence[RunSummary], now: float) -> RenderableType:
     # Commands take this name, so it is never cut.
     table.add_column("run", no_wrap=True, min_width=max((len(clean(run.root.name)) for run in runs), default=0))
     table.add_column("state", no_wrap=True)
-    table.add_column("task")  # may shrink: rich shrinks only columns that may wrap
+    table.add_column("task")  # no `no_wrap` here: rich shrinks only columns that can wrap
     for heading in ("jobs", "best val", "done", "age"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:

@@ -240,8 +240,8 @@ def _measured_in_child(
         return Measured.from_dict(found)
     except (IndexError, ValueError, KeyError, TypeError) as error:
         raise ProfileError(
-            f"profile: expected measurements from a separate process, found that it ended with code {code} and "
-            f"printed {message!r}; free memory on this machine, or {_UNMEASURED}"
+            f"profile: the process that measures memory returned no measurements (exit code {code}): {message!r}. If "
+            f"it ran out of memory, free memory on this machine; or {_UNMEASURED}"
         ) from error
 
 

@@ -489,7 +489,7 @@ class _Search:
         )
 
     def _balance(self, deadline: float) -> None:
-        # Try the nodes of the earlier schedule first, stacked without a search.
+        # First try the nodes of the previous schedule (bound=inf: no local search).
         on_hinted = [replace(reservation, counts=self._hinted_counts(reservation)) for reservation in self.best]
         self._keep(balanced_reservations(self._problem, on_hinted, bound=math.inf, deadline=deadline))
         self._keep(balanced_reservations(self._problem, self.best, bound=self.bound, deadline=deadline))

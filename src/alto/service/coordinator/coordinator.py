@@ -175,7 +175,7 @@ class Coordinator:
             except LostLeadershipError as error:
                 _LOG.warning("%s", error)
             except Exception as error:
-                # Whatever the error, nothing is lost: the next turn starts from the state in the database.
+                # No state is lost on an error: the next iteration starts from the database.
                 self.failure = error
                 if is_of_service(error):
                     _LOG.warning("no server can lead: %s", str(error).partition("\n")[0])

@@ -76,8 +76,8 @@ class Store:
         except SQLAlchemyError as error:
             cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
             raise ServiceError(
-                "database: expected a database that can be reached and written, found "
-                f"{self.url.render_as_string(hide_password=True)}: {cause}; check the address, and that its server runs"
+                f"database: cannot connect to or write to {self.url.render_as_string(hide_password=True)}: {cause}. "
+                "Check the URL and that the database server is running"
             ) from error
 
     @contextlib.contextmanager

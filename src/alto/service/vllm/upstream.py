@@ -172,14 +172,13 @@ def _translated(timeout_s: float) -> Iterator[None]:
         raise _too_slow(timeout_s) from error
     except (OSError, h11.ProtocolError) as error:
         raise UpstreamError(
-            "expected a complete answer of the vLLM server, found a connection that broke; see its log"
+            "the connection to the vLLM server failed before the answer was complete; see the vLLM log"
         ) from error
 
 
 def _too_slow(timeout_s: float) -> UpstreamTimeoutError:
     return UpstreamTimeoutError(
-        f"expected an answer of the vLLM server within {timeout_s:g} s, found none; see its log, or raise "
-        "vllm.timeout_s"
+        f"the vLLM server did not answer within {timeout_s:g} s; see the vLLM log, or increase vllm.timeout_s"
     )
 
 

@@ -78,7 +78,7 @@ def check_values(value: object) -> None:
             elif isinstance(each, float) and not math.isfinite(each):
                 raise _refused("finite numbers", str(each))
             elif isinstance(each, int) and not -_LARGEST_INTEGER <= each < _LARGEST_INTEGER:
-                raise _refused("whole numbers of 64 bits", f"one of {each.bit_length()} bits")
+                raise _refused("integers of at most 64 bits", f"an integer of {each.bit_length()} bits")
         level = following
         if not level:
             return
@@ -98,11 +98,11 @@ def _parsed(body: bytes) -> Any:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _refused("text without the character NUL", "text with it")
+        raise _refused("text without NUL characters", "text with a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _refused("text of whole characters", "half of a surrogate pair") from None
+        raise _refused("valid Unicode text", "an unpaired surrogate") from None
 
 
 def _refused(expected: str, found: str) -> ApiError:
