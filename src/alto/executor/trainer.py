@@ -78,7 +78,7 @@ class Trainer(Evaluator):
         """Give ``local_slot`` of this rank's bank to a job.
 
         Args:
-            weights: Weights that it begins with, or that it had when it was parked; None initialises new ones.
+            weights: Weights that it begins with, or that it had when it was parked; None initializes new ones.
             optimizer: Optimizer state of a parked job; None for a job that has not trained yet.
         """
         self.bank.occupy(local_slot, job.shape)
@@ -240,7 +240,7 @@ class Trainer(Evaluator):
 
     def read(self, losses: Tensor) -> list[float]:
         """Return the losses of :meth:`backward`, summed over all ranks. Called last: this is the first host-device
-        synchronisation of the step."""
+        synchronization of the step."""
         return self.passes.ranks.sum([float(loss) for loss in losses.tolist()])
 
     def added_losses(self, jobs: Sequence[JobState]) -> Sequence[float | None]:

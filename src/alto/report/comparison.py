@@ -31,7 +31,7 @@ from alto.views.wording import (
 )
 
 _ROLES = ("first", "second")
-"""The role of each run's curve, which decides its colour."""
+"""The role of each run's curve, which decides its color."""
 
 
 def comparison_table(

@@ -98,7 +98,7 @@ def _distribution(group: tuple[Axis, ...]) -> Any:
 
 
 def _is_ordered(axis: Axis) -> bool:
-    """Return whether neighbouring values of the list are similar: numbers that rise or fall."""
+    """Return whether neighboring values of the list are similar: numbers that rise or fall."""
     values = axis.draw(0)
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == len(values) and numbers in (sorted(numbers), sorted(numbers, reverse=True))

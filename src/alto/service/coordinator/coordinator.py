@@ -228,7 +228,7 @@ class Coordinator:
             self._silent_since = self.failure = None
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
-        """Synchronise the control plane with the database once."""
+        """Synchronize the control plane with the database once."""
         self._leadership.renew()
         self._forget_delays()
         self._check_new(plane, pool)
@@ -456,7 +456,7 @@ class Coordinator:
             self._fail(job, *code_of(error, code), error)
 
     def _delay(self, job: JobRow, error: Exception) -> None:
-        """Postpone ``job`` until a disk or the artefact store works; report it once, in an event and in the log."""
+        """Postpone ``job`` until a disk or the artifact store works; report it once, in an event and in the log."""
         self._num_delays[job.id] += 1
         pause_s = min(_MOST_RETRY_S, _RETRY_S * 2 ** min(16, self._num_delays[job.id] - 1))
         self._put_off[job.id] = time.monotonic() + pause_s
@@ -483,7 +483,7 @@ class Coordinator:
 
     @property
     def num_put_off(self) -> int:
-        """Number of jobs that are postponed because a disk or the artefact store failed."""
+        """Number of jobs that are postponed because a disk or the artifact store failed."""
         return len(self._put_off)
 
     # -- the database ----------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ class ModelRow(Base):
     """A model that a job has returned.
 
     Attributes:
-        adapter: Folder of the adapter among the artefacts.
+        adapter: Folder of the adapter among the artifacts.
         serving: State of its registration with a vLLM server: ``none``, ``pending``, ``ready`` or ``failed``. A deleted
             model becomes ``none`` once the server has unloaded it.
         serving_details: Why it failed, waits, or is not registered.
