@@ -38,7 +38,7 @@ def export_best(
         base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: Names from the task, for the card.
         use: How the winner is loaded and prompted, for the card; its labels are written to ``labels.json``.
-        chat_template: Text of the template that the task sets, written beside the adapter; None without one.
+        chat_template: Text of the template that the task sets, written to the adapter's folder; None without one.
 
     Raises:
         RunNotFoundError: The winner's folder is gone.
@@ -77,7 +77,7 @@ def export_best(
 
 def is_outdated(result: TaskOutcome) -> bool:
     """Return whether the run's ``best/`` belongs to an earlier result than ``result``: a finished run may have trained
-    further jobs. False if its ``metrics.json`` cannot be read."""
+    additional jobs. False if its ``metrics.json`` cannot be read."""
     try:
         facts = read_json(Path(result.adapter_dir) / METRICS_NAME)
     except (OSError, ValueError):

@@ -79,7 +79,7 @@ def load_backbone(
         spec: The base model and its precision. A model given as an object is changed: see
             :func:`alto.backbone.borrowed`.
         mesh: Ranks over which the model is sharded. Each rank keeps a part, and all must run the same number of forward
-            passes. None keeps the model whole.
+            passes. None keeps the complete model on this rank.
         gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
 
     Raises:
@@ -108,11 +108,11 @@ def load_backbone(
 
 
 def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
-    """Check that a CPU has instructions for the half precision of the base model: products are many times slower
-    without.
+    """Check that a CPU has instructions for the half precision of the base model: without them, products are many times
+    slower.
 
     Raises:
-        UnsupportedError: The CPU has no such instructions.
+        UnsupportedError: The CPU does not have these instructions.
     """
     dtype = spec.dtype if spec.objects is None else spec.objects.dtype
     place = device.type if spec.objects is None else spec.objects.model.device.type
@@ -147,7 +147,7 @@ def _read_tokenizer(spec: BaseModelSpec) -> Any:
         with reading(spec.id, path, what, remedy):
             return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
     except ModelError as error:
-        # Some tokenizers have files of other names, so only a failure shows that there is no tokenizer.
+        # Some tokenizers use other file names, so only a failed load shows that there is no tokenizer.
         if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
             raise type(error)(f"model: expected {what} in {spec.id!r}, found no such file; {remedy}") from error
         raise
@@ -290,7 +290,7 @@ def _check_is_no_adapter(model: str, folder: Path) -> None:
     """Check that a folder is neither an adapter nor a run with an adapter; the error suggests the keys to write.
 
     Raises:
-        ModelError: The folder holds an adapter.
+        ModelError: The folder contains an adapter.
     """
     found = next((path for path in (folder, folder / "best") if (path / "adapter_config.json").is_file()), None)
     if found is None:

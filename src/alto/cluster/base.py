@@ -1,4 +1,4 @@
-"""The interface of a cluster to the queue: it starts, watches and ends executors."""
+"""The interface of a cluster to the queue: it starts, watches and stops executors."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Ending:
     """How an executor ended.
 
     Attributes:
-        reason: A sentence for the user; if it finished, warnings beside the result.
+        reason: A sentence for the user; if the executor finished, warnings about the result.
         error: Class of the error that ended it; empty if there was none, or it is unknown.
     """
 

@@ -1,4 +1,4 @@
-"""Opens the cluster that the user names."""
+"""Opens the cluster at the address that the user gives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class CheckedCluster:
     """A wrapper around ``cluster`` that names its errors and checks its events.
 
     Raises:
-        UnsupportedError: The object is no cluster, or its ``nodes`` are invalid. Every method raises it if the cluster
-            raises an error that is not ALTO's, or violates the contract of `Cluster`.
+        UnsupportedError: The object is not a cluster, or its ``nodes`` are invalid. Every method raises it if the
+            cluster raises an error that is not ALTO's, or violates the contract of `Cluster`.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -65,7 +65,7 @@ class CheckedCluster:
         self._attempts[launch.task] = launch.attempt
 
     def stop(self, task: str) -> None:
-        """Ask a running executor to save and end."""
+        """Ask a running executor to save and stop."""
         with self._naming_errors("stop"):
             self._cluster.stop(task)
 

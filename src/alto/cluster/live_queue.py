@@ -49,7 +49,7 @@ class QueueIntake:
 
 
 class LiveQueue:
-    """Runs the tasks of ``queue_dir`` with a controller, and waits for further tasks until :meth:`finish`.
+    """Runs the tasks of ``queue_dir`` with a controller, and waits for additional tasks until :meth:`finish`.
 
     Args:
         queue_dir: Locked by this process.
@@ -84,18 +84,18 @@ class LiveQueue:
         return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
 
     def cancel(self, task: str) -> None:
-        """Cancel a task: remove it from the queue, or let its executor save and end; see `Controller.cancel`."""
+        """Cancel a task; see `Controller.cancel`."""
         self._controller.call(lambda: self._cancel(task))
 
     def finish(self) -> None:
-        """Accept no further tasks: once all tasks have ended, the queue ends."""
+        """Accept no more tasks, and stop the queue once all tasks have ended."""
         self._keeps_open = False
 
     def wait(self) -> None:
         """Wait until the queue has completed: every task has ended, and it accepts no others.
 
         Raises:
-            TaskInterruptedError: The queue was drained; all running tasks have saved and ended.
+            TaskInterruptedError: The queue was drained; all running tasks have saved and stopped.
             RunWriteError, RunBusyError, ClusterLostError: The controller ended with this error.
         """
         while True:

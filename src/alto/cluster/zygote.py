@@ -1,8 +1,9 @@
 """A process that has imported the modules that executors need, and forks executors so that they need not import them.
 
 The cluster uses :class:`Zygote`. ``python -m alto.cluster.zygote`` is the process: it answers requests on a socket
-until the socket is closed, and ends. It imports the modules that requests name, which are the same for all executors of
-a queue. It never touches a GPU, because a process forked from one that has cannot use it.
+until the socket is closed, and then exits. It imports the modules that requests name, which are the same for all
+executors of a queue. It never uses a GPU, because a process that is forked after CUDA has been initialized cannot use
+CUDA.
 
 Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "uses": [...], "args": [...], "env": {...},
 "cwd": ..., "limits": {...}}`` and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id,
@@ -52,8 +53,8 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 numbers of threads."""
 
 PARENT_INTERVAL_S = 0.2
-"""Interval at which the zygote checks that its parent lives: the socket stays open if another process also holds the
-parent's end."""
+"""Interval at which the zygote checks that its parent lives: the socket stays open if another process holds the
+parent's end as well."""
 
 
 class ForkedProcess:
@@ -143,8 +144,8 @@ class Zygote:
         Args:
             args: ``sys.argv`` after the program's name; the zygote appends ``--parent`` and its process id.
             env: The complete environment of the process.
-            uses: Modules that the zygote imports first if it has not yet; they must start no threads. Import errors are
-                left to the new process.
+            uses: Modules that the zygote imports first if it has not imported them yet; they must not start threads.
+                Import errors are left to the new process.
 
         Raises:
             OSError: The zygote itself cannot be started.
@@ -187,7 +188,7 @@ class Zygote:
                 forked.is_reaped = True  # it was never forked, or its zygote has died
 
     def close(self) -> None:
-        """End the zygote's process; its children notice that their parent is gone."""
+        """Stop the zygote process; its children notice that their parent is gone."""
         with self._lock:
             if self._server is not None:
                 self._server.close()
@@ -258,7 +259,7 @@ class _Started:
                 raise
 
     def last_words(self) -> str:
-        """Return the end of a sentence on why it has died; empty if it printed nothing."""
+        """Return the end of a sentence that says why the process died; empty if it printed nothing."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         return f"; it printed: {lines[-1].strip()}" if lines else ""
@@ -289,7 +290,7 @@ class _Channel:
         self._unread = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send the whole message; if the other end is closed, close this one too."""
+        """Send the complete message; if the other end is closed, close this end too."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -315,7 +316,7 @@ class _Channel:
 
 
 def main() -> None:
-    """Carry out requests until the cluster's process has closed the socket or ended."""
+    """Carry out requests until the cluster's process has closed the socket or exited."""
     parent = os.getppid()
     requests = _Channel(socket.socket(fileno=int(sys.argv[1])))
     Path("/proc/self/comm").write_text("alto-zygote")  # for ps and top
@@ -325,7 +326,7 @@ def main() -> None:
 
 
 class _ForkLoop:
-    """The zygote itself: one thread, which waits for requests and for the ends of its children."""
+    """The zygote itself: one thread, which waits for requests and for its children to exit."""
 
     def __init__(self, requests: _Channel, parent: int) -> None:
         self._requests = requests
