@@ -36,10 +36,10 @@ def select(
     on the rows that both were evaluated on, and by more than a twentieth of the improvement of the best one over its
     loss before the first step. Source: replay on the recorded sweeps.
 
-    Configurations are ordered by :func:`alto.early_exit.noise.ranked_configurations`, in which a job that repeats
-    no other is a configuration of its own: by the score of the task's metric, and within noise by the validation loss.
-    Ties rank by id. A loss that is not finite ranks last and is never kept, even if places stay empty. All jobs of a
-    configuration are kept or none. A job that has ended may take a place but gets no verdict.
+    Configurations are ordered by :func:`alto.early_exit.noise.ranked_configurations`: by the score of the task's
+    metric, and within noise by the validation loss. A job that repeats no other job is a separate configuration. Ties
+    are ordered by id. A loss that is not finite ranks last and is never kept, even if places stay empty. Either all
+    jobs of a configuration are kept, or none. A job that is no longer training may use up a place but gets no verdict.
 
     The evidence of a verdict is the ``rank`` of its job's configuration (1 is best), ``num_competing``, ``num_kept``,
     its ``validation_loss`` and, unless nothing was kept, ``cutoff_loss``: the loss of the last configuration kept. If
@@ -83,7 +83,8 @@ def select(
 
 
 def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bool:
-    """Return whether a configuration is clearly behind the first; False if unknown, or if one of both is repeated."""
+    """Return whether a configuration is clearly worse than the best one; False if unknown, or if one of the two is
+    repeated."""
     if len(one.members) > 1 or len(first.members) > 1 or first.mean.start_loss is None:
         return False
     differences = [a - b for a, b in zip(one.mean.loss_rows, first.mean.loss_rows, strict=False)]
@@ -97,15 +98,15 @@ def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """An early-exit policy, which decides only from records: same records, same decisions, on every rank and in every
-    replay.
+    """An early-exit policy. It decides only from records, so the same records lead to the same decisions on every rank
+    and in every replay.
 
-    Without rules and rungs it still ends a job whose loss is not finite.
+    Even without rules and rungs, it stops a job whose loss is not finite.
 
     Attributes:
         rules: Online rules in the order of their calls; the first verdict counts.
-        rungs: Points of selection, progress rising.
-        equal_shares: Whether jobs are ranked by values interpolated to exactly the rung's share of their steps, and
+        rungs: Points of selection, in the order of progress.
+        equal_shares: Whether jobs are ranked by values interpolated to exactly the rung's fraction of their steps, and
             places are counted over all rungs. Otherwise jobs are ranked by the first evaluation at or after the rung,
             and places are counted among those ranked there.
     """
@@ -156,7 +157,7 @@ class Policy:
         )
 
     def ending_rungs(self, num_configurations: int) -> tuple[Rung, ...]:
-        """Return the rungs that end a job if ``num_configurations`` jobs enter and nothing else ends one."""
+        """Return the rungs that stop a job if ``num_configurations`` jobs enter and nothing else stops one."""
         found, num_left = [], num_configurations
         for index, rung in enumerate(self.rungs):
             places = self._places(index, num_configurations, num_left)
@@ -207,7 +208,7 @@ def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
 
 
 def _no_number_in(evidence: object) -> str:
-    """Describe the part of ``evidence`` that a journal cannot hold; empty if there is none."""
+    """Describe the part of ``evidence`` that a journal cannot store; empty if there is none."""
     if not isinstance(evidence, Mapping):
         return type(evidence).__name__
     wrong = (

@@ -100,7 +100,7 @@ def measure(
         scoring: The preferred scorer if the metric is ``auto``; it is used if it can score all rows.
 
     Raises:
-        DataError: There are no rows, or they do not have the data that the metric needs.
+        DataError: There are no rows, or the rows do not contain the data that the metric needs.
         SpecError: The settings do not apply to such rows, or to adapters with a classification head.
         ModelError: The base model cannot be used, or an adapter does not fit it.
         NoResultError: A loss is not finite, or the scorer returns no scores.
@@ -367,10 +367,10 @@ def _preferences(log_probs: Sequence[Tensor]) -> list[tuple[float, float]]:
 
 
 def _check_of_heads(settings: EvaluationSettings) -> None:
-    """Check that no setting is set that does not apply to adapters with a classification head.
+    """Check that every setting that is set applies to adapters with a classification head.
 
     Raises:
-        SpecError: Such a setting is set.
+        SpecError: A setting does not apply.
     """
     defaults = EvaluationSettings()
     for name, why in _NOT_OF_HEADS.items():

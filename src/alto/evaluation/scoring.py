@@ -1,4 +1,4 @@
-"""The scorer that a task or an evaluation names, and the rows that it can score."""
+"""The scorer that a task or an evaluation selects, and the rows that it can score."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HttpScorer:
     followed, because they would send the headers to another address.
 
     Raises:
-        SpecError: The environment variable for the headers is not set, or does not hold headers.
+        SpecError: The environment variable for the headers is not set, or does not contain headers.
     """
 
     def __init__(self, scoring: Scoring) -> None:
@@ -182,7 +182,7 @@ class PythonScorer:
         timeout_s: Maximum seconds per call.
 
     Raises:
-        SpecError: There is no such function.
+        SpecError: The function does not exist.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -252,7 +252,7 @@ def _described(error: BaseException) -> str:
 
 
 def scorer_of(scoring: Scoring) -> Scorer:
-    """Return the scorer of generated texts that ``scoring`` names.
+    """Return the scorer of generated texts that ``scoring`` selects.
 
     Raises:
         SpecError: The Python function does not exist, or the request headers are not set.

@@ -196,7 +196,8 @@ def _resume_event(state: TaskState, start: RunStart) -> TaskResumed:
 
 
 def _packing(state: TaskState) -> dict[str, Any]:
-    """Return the settings that decide which jobs share a forward pass; runs with equal settings are bit-identical."""
+    """Return the settings that determine which jobs share a forward pass; runs with the same settings are
+    bit-identical."""
     task = state.context.task
     return {
         "max_slots": task.max_slots,
@@ -271,7 +272,7 @@ def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
 def _rung_notes(state: TaskState) -> tuple[str, ...]:
     jobs, policy, task = state.jobs.values(), state.context.policy, state.context.task
     rungs = policy.rungs
-    if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may end jobs
+    if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may stop jobs
         rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
     rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
     return rung_notes(rungs, rises)

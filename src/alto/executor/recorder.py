@@ -35,15 +35,16 @@ from alto.spec import LOSS
 
 
 class JournalRecorder:
-    """Writes events into the journal: any event with :meth:`append`, and those that take more than their facts with a
-    method of their own.
+    """Writes events into the journal. :meth:`append` writes any event; events that are built from other objects have a
+    separate method.
 
     It changes the state of jobs in one way: recorded losses are removed from ``unsaved_losses`` and
     ``unsaved_router_losses``.
 
     Args:
         journal: Journal of the run; it writes nothing on ranks other than the first.
-        run_dir: The run directory; with several ranks it holds a note of the micro-batch that did not fit into memory.
+        run_dir: The run directory; with several ranks it contains ``oom.json``, the record of the micro-batch that did
+            not fit into memory.
     """
 
     def __init__(self, journal: Journal, run_dir: RunDir, ranks: Ranks) -> None:
@@ -74,7 +75,7 @@ class JournalRecorder:
     def memory_ran_out(self, event: MemoryEvent) -> None:
         """Record a memory event. An event before the task begins is recorded after the task's first event."""
         if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
-            write_oom_record(self._run_dir, _out_of_memory(event))  # for the next attempt, because this one ends
+            write_oom_record(self._run_dir, _out_of_memory(event))  # for the next attempt, because this attempt ends
             return
         self._unreported.append(event)
         if self._has_begun:
@@ -121,7 +122,7 @@ class JournalRecorder:
         """Record that a job has done all its steps.
 
         Args:
-            slot: The slot that it has left; None if it was in none.
+            slot: The slot that the job has left; None if it was not in a slot.
             best: Its best evaluation; None if no evaluation was finite.
         """
         self.append(JobCompleted(**_ending(job, slot, best)))
@@ -130,7 +131,7 @@ class JournalRecorder:
         """Record that a job without validation has done all its steps; its last adapter is its result.
 
         Args:
-            slot: The slot that it has left.
+            slot: The slot that the job has left.
             test: Loss and metrics on the test rows; None if they were not measured.
         """
         tested = {} if test is None else {"test_loss": test.loss, "test_metrics": test.metrics}

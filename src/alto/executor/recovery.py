@@ -1,4 +1,4 @@
-"""Restores the last committed checkpoint of a run whose process has ended."""
+"""Restores the last committed checkpoint of a run whose process has exited."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ResumeState:
 
     Attributes:
         lines: The journal up to the checkpoint, as JSON values; empty for a run that begins.
-        notes: Sentences that say what was lost.
+        notes: Sentences that describe what was lost.
         oom_record: Fields of the ``OutOfMemory`` event that ended the last attempt on several ranks; None if there is
             none.
         extends_run: Whether the run already has a result and a user's command adds more training to it.
@@ -62,13 +62,13 @@ class ResumeState:
         """The journal up to the checkpoint.
 
         Raises:
-            RunError: A known field of a known event is missing or holds another type.
+            RunError: A known field of a known event is missing or has another type.
         """
         return tuple(decode(line) for line in self.lines)
 
     @property
     def duration_s(self) -> float:
-        """Seconds that the run has taken, without interruptions."""
+        """Duration of the run in seconds, without interruptions."""
         return RunHistory.of(self.entries).duration_s
 
     @property
@@ -122,8 +122,8 @@ def recover(run: RunDir) -> ResumeState:
     its result, if its last checkpoint is intact. The function is idempotent, even if it is interrupted.
 
     Raises:
-        JobCommandError: A finished run is to train further jobs, and has not kept all states.
-        RunError: A finished run is to train further jobs, and a state of its last checkpoint is missing or damaged.
+        JobCommandError: A finished run should train additional jobs, but has not kept all states.
+        RunError: A finished run should train additional jobs, but a state of its last checkpoint is missing or damaged.
         RunWriteError: The run directory cannot be written.
     """
     entries, is_cut = _readable_entries(run)
@@ -209,8 +209,9 @@ def data_fingerprint(data: TaskData, chat_template: str | None = None) -> str:
 def data_fingerprints(data: TaskData, chat_template: str | None = None) -> dict[str, str]:
     """Return the digests of a task's data by name.
 
-    ``fingerprint`` is :func:`data_fingerprint`, which a resumed run checks. The other digests serve to compare runs,
-    and leave out test rows and chat template: one of training and validation rows, and one of validation rows alone.
+    ``fingerprint`` is :func:`data_fingerprint`, which a resumed run checks. The other digests are used to compare
+    runs and do not include test rows and chat template: one covers training and validation rows, the other only
+    validation rows.
     """
     digests = dict(zip(data.named_splits, running_digests(*data.splits), strict=True))
     *_, last = digests.values()
@@ -233,7 +234,7 @@ def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: st
         remedy: Advice for a different base model, for the message.
 
     Raises:
-        RunChangedError: The base model is a different one.
+        RunChangedError: The base model is different.
     """
     differences = base_differences(asdict(resume_state.base), found) if resume_state.base is not None else ()
     if differences:
@@ -290,7 +291,7 @@ def check_start(started: TaskStarted, found: StartFact | None) -> None:
         found: The adapter as it is now; None if jobs begin with new adapters.
 
     Raises:
-        RunChangedError: The adapter is a different one.
+        RunChangedError: The adapter is different.
     """
     before = started.init_adapter
     if (None if before is None else before.fingerprint) == (None if found is None else found.fingerprint):

@@ -41,7 +41,7 @@ from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Job, Task, loss_scale, plain
 def load_base(
     spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool = False
 ) -> Backbone:
-    """Load the base model, or this rank's share of it.
+    """Load the base model, or this rank's part of it.
 
     Args:
         spec: Specification of the base model and of how it is loaded.
@@ -132,12 +132,12 @@ def build_state(
     Args:
         context: The task's context, with reference log-probs if its objective needs them.
         resume_state: State of an interrupted run; an empty one starts the task from its first step.
-        run_dir: Holds the states of jobs.
+        run_dir: Run directory that contains the states of jobs.
         bank: The executor's bank; None makes one for this task alone.
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
 
     Raises:
-        DeviceMemoryError: Not even one slot fits beside the base model.
+        DeviceMemoryError: Not even one slot fits into memory together with the base model.
     """
     jobs = initial_states(context)
     for planned, event in _added(context, resume_state):
@@ -219,14 +219,14 @@ def with_references(
     log-probabilities under the starting point of its jobs, which is the base model, or the adapter on it that
     ``init_adapter`` names, as in TRL.
 
-    They are computed once for all jobs. The adapters of a bank are never active meanwhile. Each rank computes its share
+    They are computed once for all jobs. The adapters of a bank are never active meanwhile. Each rank computes a part
     of the rows. The results are cached, except for a base model that was given as an object and that no name loads,
     because its fingerprint only samples its weights.
 
     Args:
-        context: The task's context, equal on all ranks.
+        context: The task's context, identical on all ranks.
         micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
-        on_turn: Called before every micro-batch, on all ranks; an error that it raises ends the stage.
+        on_turn: Called before every micro-batch, on all ranks; an error that it raises stops the stage.
         restore: Puts the adapters of a bank back after the jobs' starting adapter has replaced them.
 
     Raises:
