@@ -18,7 +18,7 @@ class ReplayResult:
     """The outcome of a policy on a recording.
 
     Attributes:
-        winner: Job with the best evaluation of all evaluations before the jobs ended; None if no evaluation was finite.
+        winner: Job with the best evaluation that the policy lets the jobs reach; None if no evaluation was finite.
         winner_step: Step of that evaluation; 0 if there is none.
         best_kept: Validation loss of that evaluation; infinity if there is none.
         best_of_all: Validation loss of the best evaluation of the whole recording.

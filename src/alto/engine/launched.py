@@ -176,8 +176,7 @@ class EventRelay:
 
 def how_far(run_dir: RunDir) -> tuple[float, float]:
     """Return the progress of a run on disk: its last checkpoint, and the negative limit of its micro-batches. An
-    attempt
-    that changes one of the two has made progress."""
+    attempt that changes one of the two has made progress."""
     checkpoints = (entry.seq for entry in _entries(run_dir) if isinstance(entry.event, CheckpointSaved))
     oom_record = read_oom_record(run_dir)
     max_tokens = oom_record["max_tokens_per_pass"] if oom_record is not None else float("inf")

@@ -1,4 +1,4 @@
-"""Optimizers that own one slot each, and the bytes of their states."""
+"""Optimizers that belong to one slot each, and the bytes of their states."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TORCH_OPTIMIZERS: Mapping[OptimizerName, Callable[..., Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adafactor": _adafactor,
 }
-"""Constructor of each optimizer, called with parameter groups, which hold learning rate and weight decay, and
+"""Constructor of each optimizer, called with parameter groups, which contain learning rate and weight decay, and
 ``optim_args``."""
 
 _NUM_MOMENTS: Mapping[OptimizerName, int] = {"sgd": 1, "rmsprop": 3, "adagrad": 1}
@@ -86,7 +86,7 @@ class TorchOptimizer:
     contiguous, like PEFT's parameters.
 
     Matrices are named ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
-    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their own names.
+    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their names.
     """
 
     def __init__(self, optim: OptimizerName, *, undecayed: Collection[str] = ()) -> None:
@@ -291,11 +291,11 @@ def bank_bytes(
     """Return the memory of an :class:`AdapterBank` and its :class:`SlotAdamW`, in bytes, with the largest adapter in
     every slot and the costliest of ``optims``.
 
-    Paged state counts in full, because it leaves the device only when the device's memory is full.
+    Paged state counts completely, because it leaves the device only when the device's memory is full.
 
     Args:
         working_dtype: Precision of the bank's copies of its weights; None for no copies.
-        state_dtype: Precision of the moments of ``adamw_torch``; None means that of the adapters.
+        state_dtype: Precision of the moments of ``adamw_torch``; None means the precision of the adapters.
     """
     bytes_of_rows = 2 * adapter_dtype.itemsize  # weights and gradients
     if working_dtype is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ExitReason(StrEnum):
-    """The reasons why a job ended before its last step. A user's rule has a reason of its own."""
+    """The reasons why a job ended before its last step. A user's rule has a separate reason."""
 
     DIVERGING = "diverging"
     OVERFITTING = "overfitting"

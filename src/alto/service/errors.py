@@ -26,7 +26,7 @@ class TenantError(Exception):
 
 
 class UnknownJobError(TenantError):
-    """The tenant has no such job.
+    """Raised when the tenant has no job of this id.
 
     Args:
         param: Parameter of the request that names the job.
@@ -59,7 +59,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status; never 409, because clients retry it on their own.
-        message: Says what was expected, what was found, and what to do.
+        message: Sentence that says what was expected, what was found, and what to do.
         param: Key of the request that is wrong.
     """
 

@@ -80,7 +80,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
-    """Return a table with a label and a text per line; a long text continues below its own start."""
+    """Return a table with a label and a text per line; a long text is wrapped and indented to the start of the text."""
     table = Table.grid()
     table.add_column(width=12, no_wrap=True)
     table.add_column(overflow="fold")

@@ -61,7 +61,7 @@ from alto.views.wording import (
 )
 
 GRID_LINES = 3
-"""Lines besides the rows: the headings, the rule, and the line for what does not fit."""
+"""Lines in addition to the rows: the headings, the rule, and the line for what does not fit."""
 
 GAP = 2  # the padding of a cell and the separator that the box draws
 BAR_WIDTH = 10

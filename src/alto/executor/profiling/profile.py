@@ -300,7 +300,7 @@ _EVERY = 8
 """One step out of this many is recorded; counting the tokens of every step would take too much time."""
 
 _LEAST, _MOST = 8, 512
-"""Smallest number of noted steps for a correction, and number of latest steps that it uses."""
+"""Smallest number of recorded steps for a correction, and number of latest steps that the correction uses."""
 
 _CLOSE = 0.1
 """Relative difference below which durations are not corrected, because the throughput model is no more exact."""

@@ -79,7 +79,7 @@ class VllmServer:
         """Let model ``name`` generate one token, as a chat reply or, if it has no chat template, as a completion.
 
         Raises:
-            AdapterRefusedError: It generates none.
+            AdapterRefusedError: The model generates no token.
         """
         body = {"model": name, "max_tokens": 1, "temperature": 0}
         message = {"role": "user", "content": "Hello"}

@@ -1,4 +1,5 @@
-"""Request bodies: read only from callers with access, and limited in size, time, and the values that they may hold."""
+"""Request bodies: read only from callers with access, and limited in size, time, and the values that they may
+contain."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def check_values(value: object) -> None:
     """Check that JSON values can be stored and returned: limited depth, finite numbers, 64-bit integers, valid text.
 
     Raises:
-        ApiError: A value cannot.
+        ApiError: A value cannot be stored.
     """
     level: list[object] = [value]
     for _ in range(_MOST_DEPTH):
@@ -115,11 +116,11 @@ _LEAST_BYTES_PER_S = 1024.0
 """Minimum average rate of a body after the first `_IDLE_S` seconds; slower clients hold connections."""
 _UPLOADS = ("/v1/files", "/v1/uploads/")
 _OVERHEAD_BYTES = 64 * 1024
-"""Allowance for a multipart body besides the file itself."""
+"""Additional bytes that a multipart body may have, next to the file itself."""
 
 
 class BodyLimits:
-    """Middleware that ends requests whose bodies are too long or too slow."""
+    """Middleware that aborts requests whose bodies are too long or too slow."""
 
     def __init__(self, app: ASGIApp, *, max_upload_bytes: int, max_request_bytes: int) -> None:
         self._app = app
