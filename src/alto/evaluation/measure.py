@@ -375,10 +375,7 @@ def _check_of_heads(settings: EvaluationSettings) -> None:
     defaults = EvaluationSettings()
     for name, why in _NOT_OF_HEADS.items():
         if getattr(settings, name) != getattr(defaults, name):
-            raise SpecError(
-                f"{name}: expected no value for adapters with a classification head ({why}), found that it is set; "
-                "leave it out"
-            )
+            raise SpecError(f"{name}: does not apply to adapters with a classification head ({why}); leave it out")
 
 
 def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:
@@ -440,8 +437,8 @@ def _wanted(
             )
         if settings.baseline:
             raise SpecError(
-                "baseline: expected no baseline with the metric preference, which already compares with the base "
-                "model, found that it is set; leave it out"
+                "baseline: does not apply to the metric preference, which already compares with the base model; leave it "
+                "out"
             )
         return ("preference",), None
     if wanted == "preference":

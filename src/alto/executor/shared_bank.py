@@ -365,7 +365,7 @@ class SharedBank:
 
     def _no_bank(self, size: BankSize) -> str:
         return (
-            f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
-            f"and optimizer state, {size.bytes_per_slot / 2**20:,.1f} MiB, found less free on {self._backbone.device} "
-            "beside the base model; lower r, target fewer modules, or free memory on the device"
+            f"not enough memory on {self._backbone.device} for the base model and one adapter of rank {size.max_rank} "
+            f"on {len(size.modules)} modules with its gradient and optimizer state "
+            f"({size.bytes_per_slot / 2**20:,.1f} MiB); lower r, target fewer modules, or free memory on the device"
         )

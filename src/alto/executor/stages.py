@@ -302,8 +302,8 @@ def _computed_references(
             )
     except RowTooLargeError as error:
         raise DeviceMemoryError(
-            f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
-            f"{backbone.device}; lower max_length, or {LOAD_IN_4BIT}"
+            f"not enough memory on {backbone.device} for the base model alone on a pair of {error.num_tokens:,} tokens"
+            f"; lower max_length, or set {LOAD_IN_4BIT}"
         ) from error
     numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0,) * COLUMNS)]
     references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, COLUMNS)

@@ -207,8 +207,8 @@ class Trainer(Evaluator):
             left = {local_slot: job for local_slot, job in left.items() if not self.has_stepped(job)}
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
-                    f"expected memory for the optimizer's step of {len(left)} jobs, found none left on "
-                    f"{self.passes.backbone.device}; free memory, or lower max_slots"
+                    f"not enough memory on {self.passes.backbone.device} for the optimizer step of {len(left)} jobs; "
+                    "free memory, or lower max_slots"
                 )
             is_last_try = len(left) == num_before
         assert norms is not None
