@@ -437,8 +437,8 @@ def _wanted(
             )
         if settings.baseline:
             raise SpecError(
-                "baseline: does not apply to the metric preference, which already compares with the base model; leave it "
-                "out"
+                "baseline: does not apply to the metric preference, which already compares with the base model; leave "
+                "it out"
             )
         return ("preference",), None
     if wanted == "preference":
