@@ -155,7 +155,7 @@ def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> l
     # For the same commit, the hub's cache may contain more files than before, but no changed file.
     is_one_commit = expected["commit"] is not None and expected["commit"] == found["commit"]
     if expected["code"] != found["code"] and not is_one_commit:
-        differences.append("different Python code beside its config.json")
+        differences.append("different Python code next to its config.json")
     if differences and expected["commit"] != found["commit"]:
         differences.append(f"revision {found['commit']} instead of {expected['commit']}")
     return differences

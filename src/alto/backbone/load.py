@@ -141,7 +141,7 @@ def load_tokenizer(spec: BaseModelSpec) -> Any:
 
 def _read_tokenizer(spec: BaseModelSpec) -> Any:
     config, path = load_config(spec), resolve_model(spec.id)
-    remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
+    remedy = "save the tokenizer of the model into the model's folder (tokenizer.save_pretrained)"
     what = "a tokenizer (tokenizer.json, tokenizer_config.json)"
     try:
         with reading(spec.id, path, what, remedy):
@@ -170,7 +170,8 @@ def _check_offsets(model: str, tokenizer: Any) -> None:
         raise ModelError(
             f"model: expected a tokenizer of {model!r} that reports where tokens begin in a text (tokenizer.json), "
             f"as its chat template needs, found {type(tokenizer).__name__}, which is written in Python and does not; "
-            "save a fast tokenizer beside the model, or remove the chat template: turns are then encoded one by one"
+            "save a fast tokenizer into the model's folder, or remove the chat template: turns are then encoded one "
+            "by one"
         )
 
 

@@ -284,7 +284,7 @@ class SharedBank:
         return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
 
     def _note_what_fits(self) -> None:
-        """Remember the present size of micro-batches if out-of-memory events have made it smaller than the members
+        """Remember the current size of micro-batches if out-of-memory events have made it smaller than the members
         allow."""
         if self._size is not None and (tokens := self.trainer.micro_batches.max_tokens) < self._max_tokens:
             self._fitting_tokens = tokens

@@ -215,11 +215,11 @@ class Trainer(Evaluator):
         return norms
 
     def prepare(self, jobs: Sequence[JobState]) -> None:
-        """Make the batches of the step after the present one, which ``jobs`` have not counted yet, and send them to the
+        """Make the batches of the step after the current one, which ``jobs`` have not counted yet, and send them to the
         device. Called after :meth:`update` and before :meth:`read`, while the device computes.
 
         If the next step has other jobs or smaller micro-batches, it makes its own batches. The same holds if these
-        batches do not fit into memory beside the batches of the present step.
+        batches do not fit into memory together with the batches of the current step.
 
         Raises:
             Exception: A batch cannot be made, for example because rows cannot be read.

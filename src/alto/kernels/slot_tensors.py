@@ -109,7 +109,7 @@ class SlotTensors:
 # A bias per slot, added to the slot's own tokens.
 #
 # One PyTorch implementation serves all backends, because it moves each element once, in a number of launches that does
-# not depend on the jobs. A slot's results are bit-identical whatever other slots are present.
+# not depend on the jobs. A slot's results are bit-identical for any set of other slots.
 #
 # Shapes: ``T`` tokens, ``S`` segments, ``Z`` slots, ``N`` features.
 

@@ -64,7 +64,7 @@ class KernelConfig:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Compiler options besides the constants.
+        """Compiler options other than the constants.
 
         Fused multiply-add is set explicitly, because Triton's default changes between versions, and with it the bits.
         """

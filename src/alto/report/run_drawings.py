@@ -169,7 +169,7 @@ class Axis:
 
     Attributes:
         positions: Position at which every job crosses the axis; in [0, 1], or above if a value is not finite.
-        ticks: Positions and labels beside the axis.
+        ticks: Positions and labels next to the axis.
     """
 
     name: str

@@ -47,7 +47,7 @@ class RankDemand:
 
     Attributes:
         num_tokens: Expected tokens of one of its steps, 1 or more.
-        rank: Its present rank; None if moving it costs nothing.
+        rank: Its current rank; None if moving it costs nothing.
     """
 
     job: str
@@ -79,7 +79,7 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
 
 
 def _better(ordered: Sequence[RankDemand], slots: RankSlots) -> dict[str, int]:
-    """Return the rank of every job after one round; a job keeps its present rank unless moving improves the balance."""
+    """Return the rank of every job after one round; a job keeps its current rank unless moving improves the balance."""
     ranks = _Ranks(ordered, slots)
     ranks.fill()
     filled, before = ranks.rank_of, ranks.imbalance

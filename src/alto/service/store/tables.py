@@ -260,7 +260,7 @@ class LeaderRow(Base):
     """The lease of the server that drives the control plane.
 
     Attributes:
-        epoch: Number of the present leader, larger than the numbers of earlier leaders, whose writes are refused.
+        epoch: Number of the current leader, larger than the numbers of earlier leaders, whose writes are refused.
         holder: A random id of the leader, new at each of its starts; empty if no server leads.
         renewed_at: Time of the lease's last renewal, by the clock of the database.
     """
