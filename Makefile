@@ -1,4 +1,4 @@
-# Every target sets up what it needs, once, and again when pyproject.toml changes.
+# Every target first installs what it needs, once, and again when pyproject.toml changes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +14,7 @@ PYTEST = $(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist worksteal
 WORD_PROBLEMS := examples/data/word_problems/train.jsonl
 PREFERENCES := examples/data/preferences/train.jsonl
 
-# Compiled files are kept even where the environment says otherwise: hundreds of processes import the same source.
+# Compiled files are kept even if the environment disables them, because hundreds of processes import the same source.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help
@@ -32,9 +32,9 @@ preferences: $(VENV)/.base $(PREFERENCES) ## Set up, then tune 12 configurations
 	$(BIN)/alto tune examples/preferences.yaml
 
 .PHONY: test test-all test-nightly durations
-# One thread a worker: torch would otherwise give every worker all cores. Tests that start processes wait for them: four
-# workers keep two cores busy. A worker keeps to files as long as it can, so that what the tests of a file share is made
-# once.
+# One thread per worker, because torch would otherwise give every worker all cores. Tests that start processes wait for
+# them, so four workers keep two cores busy. A worker keeps to files as long as it can, so that the fixtures of a file are
+# made only once.
 test test-all test-nightly durations: export OMP_NUM_THREADS = 1
 test test-all test-nightly durations: export TOKENIZERS_PARALLELISM = false
 test: $(VENV)/.dev ## Set up, then run the tests
@@ -58,7 +58,7 @@ lint: $(VENV)/.dev ## Set up, then check style, docstrings, types and allowed im
 	$(BIN)/lint-imports
 
 .PHONY: format
-format: $(VENV)/.dev ## Put the code into the house style
+format: $(VENV)/.dev ## Format the code
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
@@ -77,21 +77,21 @@ bench-smoke: $(VENV)/.bench ## Set up, then run every benchmark at its smallest 
 	$(BIN)/python -m benchmarks.paper all others --scale smoke --out $(BENCH_OUT)
 
 .PHONY: bench-paper
-bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figures (resumes where it was killed)
+bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figures (after a kill it continues)
 	$(BIN)/python -m benchmarks.paper all --scale cpu
 	$(BIN)/python -m tools.make_benchmark_docs
 
 .PHONY: bench-real
-bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for hours (resumes where it was killed)
+bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for hours (after a kill it continues)
 	$(BIN)/python -m tools.make_real_model
 	$(BIN)/python -m benchmarks.paper real --scale cpu
 	$(BIN)/python -m tools.make_benchmark_docs
 
 .PHONY: bench-gpu
-# With the Python that is at hand, and nothing installed: machines with a GPU bring their own torch. In commands of a few
-# minutes, the slowest last; one that fails does not stop the others, and all of them write to one result a benchmark.
+# Uses the given Python and installs nothing, because machines with a GPU have their own torch. The commands take a few
+# minutes each, the slowest last. If one fails, the others still run, and all write to one result per benchmark.
 bench-gpu: export PYTHONPATH := src$(if $(PYTHONPATH),:$(PYTHONPATH))
-bench-gpu: ## Measure what needs an NVIDIA GPU, with what PYTHON has: torch, triton, transformers, peft, pydantic
+bench-gpu: ## Run the benchmarks that need an NVIDIA GPU; PYTHON must have torch, triton, transformers, peft, pydantic
 	@failed=0; \
 	measure() { \
 		set -- $(PYTHON) -m benchmarks.paper "$$@" --scale gpu --out $(BENCH_OUT); \
@@ -122,7 +122,7 @@ $(VENV)/.created:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# torch comes first and by exact version: left to the resolver, it would follow whatever another package asks for.
+# torch is installed first, with an exact version, because otherwise the resolver would choose the version by other packages.
 $(VENV)/.torch: | $(VENV)/.created
 	$(BIN)/python -m pip install torch==$(TORCH_VERSION)
 	@touch $@

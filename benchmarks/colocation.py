@@ -23,7 +23,8 @@ import torch
 
 from alto import Engine, Task, TaskResult
 from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, TaskTicket, open_cluster
-from alto.data import read_task_rows, sample_rows
+from alto.data import read_task_rows
+from alto.data.source import sample_rows
 from alto.engine.estimates import base_key
 from alto.engine.work import TRAIN
 from alto.executor import Executor, Ranks, RunStart, SharedBank, TaskContext, TaskSession, load_base

@@ -202,7 +202,7 @@ def option_parser(
         prog="python -m benchmarks.paper NAME" if out == RESULTS_DIR else None,
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what an option replaces is told by its name
+        allow_abbrev=False,  # options are recognised by their full names
     )
     choices = tuple(scales)
     parser.add_argument("--scale", choices=choices, default=choices[0])
@@ -368,7 +368,7 @@ def commit_id(root: Path = ROOT) -> str:
     git."""
     try:
         head = _git(root, "rev-parse", "HEAD").strip()
-        # What benchmarks write, and what is written about it, must not make the measured code look changed.
+        # Results, and pages about them, must not make the measured code look changed.
         folders = (*(f"benchmarks/{folder}" for folder in ("results", "recordings", "notes")), "tools/results")
         written = [f":(exclude){folder}" for folder in folders]
         changed = _git(root, "status", "--porcelain", "--", ".", *written).strip()

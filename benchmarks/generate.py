@@ -222,7 +222,7 @@ def questions(tokenizer: Any, count: int) -> list[list[int]]:
     assert spec is not None
     assert spec.loader is not None
     script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script  # where its dataclasses look for themselves
+    sys.modules[spec.name] = script  # dataclasses look for their own module there
     spec.loader.exec_module(script)
     return [
         encode_prompt(Conversation([Message("user", row["question"])]), tokenizer) for row in script.make_rows(count, 0)

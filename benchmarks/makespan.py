@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 from alto import EarlyExit, Engine, Task, TaskResult
-from alto.data import sample_rows, split_rows
+from alto.data.source import sample_rows, split_rows
 from alto.errors import DataError
 from alto.runs import Attempt, QueueHistory, read_queue_history
 from benchmarks.common import GSM8K, option_parser, publish_figures

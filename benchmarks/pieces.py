@@ -241,7 +241,7 @@ def run_pieces(study: Study, actions: Mapping[str, Action], folder: Path) -> int
     for name, action in actions.items():
         piece = Piece(name=name, command=command_line(), origin=origin)
         flush = _writer(study, piece, folder)
-        flush()  # what an earlier command found of this piece is void
+        flush()  # earlier findings of this piece are void
         print(f"--- {study.stem}: {name}", flush=True)
         try:
             action(piece, flush)
@@ -289,7 +289,7 @@ def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
         first = max(reversed(measured), key=lambda piece: piece.date).origin or first
         for piece in ordered.values():
             piece.rows = [{**row, "commit": origin_of(piece).commit} for row in piece.rows]
-    # Layers and steps of a model stand behind one gate: what it says is said once.
+    # Layers and steps of a model share one gate, whose faults are listed once.
     failures = list(dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.failures))
     errors = dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.errors)
     figures = study.figures(ordered)

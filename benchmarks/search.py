@@ -183,7 +183,7 @@ def leaders_of(entries: Sequence[JournalEntry]) -> list[tuple[float, LossPoint]]
     measured = [number for number, entry in enumerate(entries, start=1) if isinstance(entry.event, BestMeasured)]
     found: list[tuple[float, LossPoint]] = []
     for number, entry in enumerate(entries, start=1):
-        # Of the adapters that are measured in the end, the best is known after the last of them.
+        # The best of the adapters that are measured at the end is known after the last of them.
         if not isinstance(entry.event, JobEvaluated) and number not in measured[-1:]:
             continue
         leader = selection_of(entries[:number]).winner()
@@ -242,10 +242,10 @@ def judge_alone(task: Task, points: Sequence[LossPoint], num_rows: int, folder: 
 def with_optuna(size: Size, seed: int, model: str, splits: Sequence[Sequence[Mapping[str, str]]]) -> list[Best]:
     train, validation, test = splits
     prepared = prepare(resolve_model(model), train, validation, max_length=512)
-    # Rows to test on are tokenised as validation rows are.
+    # Test rows are tokenised like validation rows.
     tested = prepare(resolve_model(model), train[:1], test, max_length=512).validation
     began = time.perf_counter() - prepared.duration_s
-    unpaid_s = 0.0  # of judging adapters on the test rows
+    unpaid_s = 0.0  # time for judging adapters on the test rows, which does not count
     bests: list[Best] = []
 
     def elapsed_s() -> float:

@@ -2,11 +2,12 @@
 
     python examples/make_preferences.py --output examples/data/preferences
 
-Writes ``train.jsonl`` and ``validation.jsonl``, one ``{"prompt": ..., "chosen": ..., "rejected": ...}`` a line. The
-chosen answer shows its arithmetic and ends with ``#### 36``, as in ``make_word_problems.py``, which makes the problems.
-The rejected one has, in turn, a wrong last step, no arithmetic, or no last line. Same seed and counts, same files.
+This writes ``train.jsonl`` and ``validation.jsonl``, with one ``{"prompt": ..., "chosen": ..., "rejected": ...}`` per
+line. The chosen answer shows its arithmetic and ends with ``#### 36``, as in ``make_word_problems.py``, which makes the
+problems. The rejected one has, in turn, a wrong last step, no arithmetic, or no last line. The same seed and counts
+give the same files.
 
-Needs nothing but Python.
+The script needs only Python.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SLIPS = (-10, -2, -1, 1, 2, 10)
 
 
 def with_a_slip(answer: str, rng: random.Random) -> str:
-    """The same steps with a last result that is wrong."""
+    """Return the same steps with a wrong last result."""
     right = int(answer.rpartition("#### ")[2])
     wrong = right + rng.choice([slip for slip in SLIPS if right + slip > 0])
     *steps, last, _ = answer.split("\n")
@@ -33,12 +34,12 @@ def with_a_slip(answer: str, rng: random.Random) -> str:
 
 
 def without_steps(answer: str, rng: random.Random) -> str:
-    """The result alone."""
+    """Return only the result."""
     return answer.rpartition("\n")[2]
 
 
 def without_result(answer: str, rng: random.Random) -> str:
-    """The steps alone."""
+    """Return only the steps."""
     return answer.rpartition("\n")[0]
 
 
@@ -46,10 +47,10 @@ FAULTS: Sequence[Callable[[str, random.Random], str]] = (with_a_slip, without_st
 
 
 def make_pairs(count: int, seed: int) -> list[dict[str, str]]:
-    """``count`` pairs, the faults in turn.
+    """Return ``count`` pairs, with the faults in turn.
 
     Raises:
-        ValueError: There are not so many different problems.
+        ValueError: There are not that many different problems.
     """
     rng = random.Random(seed)
     return [
@@ -63,9 +64,9 @@ def make_pairs(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def write_splits(output: Path, sizes: Mapping[str, int], seed: int) -> None:
-    """Cut one list of pairs into the splits and write a file for each.
+    """Cut one list of pairs into the splits, and write a file for each.
 
-    The first split is written last, so that its presence says that all are there.
+    The first split is written last, so that its presence shows that all are there.
     """
     pairs = make_pairs(sum(sizes.values()), seed)
     output.mkdir(parents=True, exist_ok=True)

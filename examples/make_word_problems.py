@@ -2,11 +2,12 @@
 
     python examples/make_word_problems.py --output examples/data/word_problems
 
-Writes ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``, one ``{"question": ..., "answer": ...}`` a line. An
-answer has a line per step, ``3 * 12 = 36 eggs``, and ends with ``#### 36``. All splits hold the same kinds of problem;
-no two rows, in any split, are one kind of problem with the same numbers. Same seed and counts, same files.
+This writes ``train.jsonl``, ``validation.jsonl`` and ``test.jsonl``, with one ``{"question": ..., "answer": ...}`` per
+line. An answer has one line per step, ``3 * 12 = 36 eggs``, and ends with ``#### 36``. All splits have the same kinds
+of problem; no two rows, in any split, are one kind of problem with the same numbers. The same seed and counts give the
+same files.
 
-Needs nothing but Python.
+The script needs only Python.
 """
 
 from __future__ import annotations
@@ -52,12 +53,13 @@ class Template:
     """One kind of problem.
 
     Attributes:
-        question: Text with fields: a number's letter, or ``name``, ``friend``, ``he``, ``things``, ``holders``;
-            a field in capitals begins with a capital letter.
+        question: Text with fields: a number's letter, or ``name``, ``friend``, ``he``, ``things``, ``holders``; a field
+            in capitals begins with a capital letter.
         numbers: Smallest and largest value of every number in the question.
-        steps: Arithmetic a solution shows, a line each; ``x``, ``y``, ``z`` are the results of the first steps.
-        units: What every step counts; may use the question's fields.
-        formula: The answer from the question's numbers alone, written apart from ``steps``: each checks the other.
+        steps: Arithmetic of a solution, one line per step; ``x``, ``y``, ``z`` are the results of the first steps.
+        units: Unit of each step's result; may use the question's fields.
+        formula: The answer computed directly from the question's numbers, independently of ``steps``, so that each
+            checks the other.
     """
 
     question: str
@@ -200,10 +202,10 @@ TEMPLATES = (
 
 
 def evaluate(expression: str, values: Mapping[str, int]) -> Fraction:
-    """The exact value of an expression of whole numbers, letters from ``values`` and ``+ - * /``.
+    """Return the exact value of an expression of whole numbers, letters from ``values`` and ``+ - * /``.
 
     Raises:
-        ValueError: The expression holds anything else.
+        ValueError: The expression contains anything else.
         ZeroDivisionError: It divides by zero.
     """
 
@@ -221,7 +223,7 @@ def evaluate(expression: str, values: Mapping[str, int]) -> Fraction:
 
 
 def solve(template: Template, numbers: Mapping[str, int]) -> list[tuple[str, int]] | None:
-    """Every step as shown and its value, or None where a value is not a whole number in 1..LARGEST_VALUE."""
+    """Return every step as shown and its value, or None if a value is not a whole number in 1..LARGEST_VALUE."""
     values = dict(numbers)
     shown = []
     for letter, step in zip("xyz", template.steps, strict=False):
@@ -235,7 +237,7 @@ def solve(template: Template, numbers: Mapping[str, int]) -> list[tuple[str, int
 
 
 def write_row(template: Template, numbers: Mapping[str, int], rng: random.Random) -> dict[str, str] | None:
-    """The problem with these numbers, or None where they do not come out clean."""
+    """Return the problem with these numbers, or None if :func:`solve` returns None."""
     steps = solve(template, numbers)
     if steps is None:
         return None
@@ -252,10 +254,10 @@ def write_row(template: Template, numbers: Mapping[str, int], rng: random.Random
 
 
 def make_rows(count: int, seed: int) -> list[dict[str, str]]:
-    """``count`` problems, the templates in equal parts and in random order.
+    """Return ``count`` problems, with the templates in equal parts and in random order.
 
     Raises:
-        ValueError: There are not so many different problems.
+        ValueError: There are not that many different problems.
     """
     rng = random.Random(seed)
     open_templates = list(range(len(TEMPLATES)))
@@ -276,7 +278,8 @@ def make_rows(count: int, seed: int) -> list[dict[str, str]]:
 
 
 def draw_row(index: int, used: set[tuple[int, ...]], rng: random.Random) -> dict[str, str] | None:
-    """A problem of template ``index`` with numbers not in ``used`` (and now added), or None if none is found."""
+    """Return a problem of template ``index`` with numbers that are not in ``used``, and add them; None if none is
+    found."""
     template = TEMPLATES[index]
     for _ in range(GIVE_UP_AFTER):
         numbers = {letter: rng.randint(low, high) for letter, (low, high) in template.numbers.items()}
@@ -291,9 +294,9 @@ def draw_row(index: int, used: set[tuple[int, ...]], rng: random.Random) -> dict
 
 
 def write_splits(output: Path, sizes: Mapping[str, int], seed: int) -> None:
-    """Cut one list of rows into the splits and write a file for each.
+    """Cut one list of rows into the splits, and write a file for each.
 
-    The first split is written last, so that its presence says that all are there.
+    The first split is written last, so that its presence shows that all are there.
     """
     rows = make_rows(sum(sizes.values()), seed)
     output.mkdir(parents=True, exist_ok=True)
@@ -304,7 +307,7 @@ def write_splits(output: Path, sizes: Mapping[str, int], seed: int) -> None:
 
 
 def row_count(text: str) -> int:
-    """A number of rows from the command line."""
+    """Parse a number of rows from the command line."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number of rows, at least 1, found {text!r}")
     return int(text)

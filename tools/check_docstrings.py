@@ -18,7 +18,8 @@ from pathlib import Path
 
 __all__ = ["complaints", "main"]
 
-SOURCE = Path(__file__).parents[1] / "src" / "alto"
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("src/alto", "benchmarks", "tools")
 
 NOWHERE = frozenset({"As", "Of", "That", "Those", "What", "Which", "Whose"})
 """Words that must not begin a docstring or an entry of one."""
@@ -39,8 +40,9 @@ SECTION = re.compile(r"^\s*(Args|Attributes|Returns|Raises|Yields):$")
 
 def main() -> int:
     found = [
-        f"{path.relative_to(SOURCE.parents[1])}:{complaint}"
-        for path in sorted(SOURCE.rglob("*.py"))
+        f"{path.relative_to(ROOT)}:{complaint}"
+        for folder in FOLDERS
+        for path in sorted((ROOT / folder).rglob("*.py"))
         for complaint in complaints(path.read_text(encoding="utf-8"))
     ]
     print(*found, sep="\n")

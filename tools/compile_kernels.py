@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Read when the kernels are imported: an interpreted kernel cannot be compiled.
+# This is read when the kernels are imported; an interpreted kernel cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
@@ -140,7 +140,7 @@ class Build:
         }
         signature, constants, attributes = {}, {}, {}
         for index, name in enumerate(self.kernel.arg_names):
-            # Tokens have their features next to each other, which Triton compiles in.
+            # The features of a token are adjacent, which Triton compiles in.
             if name in known or (name.startswith("stride_") and name.endswith(("_k", "_n"))):
                 signature[name] = "constexpr"
                 constants[(index,)] = known.get(name, 1)
@@ -160,7 +160,7 @@ class Build:
             assert self.wide is not None
             return POINTERS[narrow_dtype(self.wide, self.bank)]
         if name.startswith("planes_"):
-            # Where there is one part, the narrow tensor itself.
+            # If there is one part, this is the narrow tensor itself.
             assert self.wide is not None
             return "*fp32" if self.split else POINTERS[narrow_dtype(self.wide, self.bank)]
         if name.startswith(("blocks_", "chunks_", "segments_", "items_", "adds_", "counters")):
@@ -174,7 +174,7 @@ class Build:
         if name.startswith("exp_avg_") and self.rounds:
             return "*bf16"
         if name == "working_ZP" or (name == "params_ZP" and self.wide is not None):
-            # What products are computed with; the optimizer of a bank on a bfloat16 base writes it.
+            # Copies for products, which the optimizer writes if the base is bfloat16.
             return POINTERS[working_dtype(self.wide or torch.bfloat16, self.bank) or self.bank]
         return POINTERS[self.bank]
 
@@ -223,9 +223,9 @@ def compile_build(build: Build | LayerBuild) -> Usage:
         file.flush()
         told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
-    assert found, f"cuobjdump says it in other words now: {told}"
+    assert found, f"cuobjdump has another output format now: {told}"
     registers, stack, local = map(int, found.groups())
-    # These kernels have no arrays of their own: whatever lies on the stack was spilled.
+    # These kernels have no arrays of their own, so everything on the stack was spilled.
     return Usage(registers=registers, spilled=max(stack, local), shared=compiled.metadata.shared)
 
 

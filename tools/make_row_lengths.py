@@ -27,14 +27,15 @@ def derive(data: Path, gpt2: Path) -> dict[str, list[RowLength]]:
 
 def _alto_tiny(rows: Sequence[tuple[str, str]]) -> list[RowLength]:
     from alto.backbone import load_tokenizer
-    from alto.data import Conversation, Message, encode_conversation
+    from alto.data import Conversation, Message
+    from alto.data.encode import Encoder
     from alto.spec import BaseModelSpec
 
     tokenizer = load_tokenizer(BaseModelSpec(id="alto-tiny"))
     lengths = []
     for question, answer in rows:
         conversation = Conversation([Message("user", question), Message("assistant", answer)])
-        (row,) = encode_conversation(conversation, tokenizer)
+        (row,) = Encoder(tokenizer).rows(conversation)
         lengths.append(RowLength(row.is_trained.index(True), len(row.input_ids)))
     return lengths
 

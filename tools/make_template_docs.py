@@ -27,7 +27,7 @@ from trl.data_utils import _tokenize, common_prefix_length
 
 from alto.backbone import resolve_model
 from alto.data.convert import to_conversation
-from alto.data.encode import EncodedRow, encode_conversation
+from alto.data.encode import EncodedRow, Encoder
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import DataError
@@ -167,7 +167,7 @@ def of_alto(case: dict[str, Any], tokenizer: Any) -> list[Masked] | str:
     """Return ALTO's rows, or why it refuses them."""
     row = RawRow("row 1", case)
     try:
-        rows: list[EncodedRow] = encode_conversation(to_conversation(row, find_layout([row], "auto", {})), tokenizer)
+        rows: list[EncodedRow] = Encoder(tokenizer).rows(to_conversation(row, find_layout([row], "auto", {})))
     except DataError as error:
         return str(error)
     return [Masked(ids=one.input_ids, mask=one.is_trained) for one in rows]

@@ -26,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from alto import EarlyExit, Engine, Task
-from alto.data import sample_rows
-from alto.data.source import carve_rows
+from alto.data.source import carve_rows, sample_rows
 from alto.early_exit import Recording
 from alto.runs import read_entries
 

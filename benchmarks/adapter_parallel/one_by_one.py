@@ -49,7 +49,7 @@ class OneByOne:
         self._workload = workload
         self._parameters = dict(parameters)
         self._whole = frozenset(whole)
-        # The fused optimizer takes no mixture of the two kinds.
+        # The fused optimizer does not accept a mixture of the two kinds.
         sharded = [one for one in self._parameters.values() if isinstance(one, DTensor)]
         plain = [one for one in self._parameters.values() if not isinstance(one, DTensor)]
         groups = [{"params": group} for group in (sharded, plain) if group]
@@ -110,7 +110,7 @@ class OneByOne:
 
     def _gradients(self) -> AdapterWeights:
         found: dict[str, list[Tensor]] = {}
-        for name in sorted(self._parameters):  # of a module, A comes before B
+        for name in sorted(self._parameters):  # A comes before B of the same module
             gradient: Any = self._parameters[name].grad
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
             found.setdefault(_place(name)[0], []).append(whole.T)

@@ -1,7 +1,7 @@
 """Computes the time of a step for every way on clusters that are not available, from bytes and operations. Pure.
 
 The model has a base of 70 billion parameters in bfloat16 on H100s, eight per node. The bytes are those of
-``volume.py``, which the gate compares with counted bytes. ``benchmarks/notes/adapter_parallel.md`` has all further
+``volume.py``, which the gate compares with counted bytes. ``benchmarks/notes/adapter-parallel.md`` has all further
 assumptions.
 """
 

@@ -36,7 +36,7 @@ class WireCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if DTensor in types:
-            return NotImplemented  # it comes again as what it does with its local tensors
+            return NotImplemented  # the op is called again on the local tensors
         namespace, _, name = func._schema.name.partition("::")
         if namespace in _NAMESPACES and name not in _SILENT:
             kind, count = _COUNTS[name]

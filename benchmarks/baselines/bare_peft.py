@@ -100,7 +100,7 @@ def bare_peft_one(
 
 def _adapted_model(prepared: Prepared, settings: JobSettings) -> PeftModel:
     base = share(prepared.model)
-    # TRL seeds right before it adds the adapter; the same here gives the same initial weights.
+    # TRL seeds right before it adds the adapter. Doing the same gives the same initial weights.
     set_seed(settings.seed)
     return get_peft_model(base, settings.lora())
 

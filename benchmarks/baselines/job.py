@@ -258,7 +258,7 @@ def _tokenize(
         ids: Any = tokenizer.apply_chat_template(whole, return_dict=False)
         num_prompt = common_prefix(prompt_ids, ids)
         labels = [IGNORED] * num_prompt + ids[num_prompt:]
-        # The first token is nobody's target, so a row needs a trained token after it.
+        # The first token is never a target, so a row needs a trained token after it.
         if any(label != IGNORED for label in labels[1:max_length]):
             examples.append({"input_ids": ids[:max_length], "labels": labels[:max_length]})
     return examples

@@ -147,7 +147,7 @@ def linear_kernel(
     n = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     is_token, is_column, is_rank = t < num_tokens, n < num_out, r < tl.load(entry + 3)
 
-    # Not masked by ranks, which would cut reads of 16 bytes into pieces: what is there is finite, and lora is zero.
+    # No mask by ranks, which would split reads of 16 bytes: these values are finite, and lora is zero there.
     narrow_TR += first * stride_narrow_t + (t * stride_narrow_t + r[None, :])
     narrow = tl.load(narrow_TR, mask=is_token, other=0.0)
     lora = tl.load(
@@ -218,7 +218,7 @@ def narrow_kernel(
         tl.atomic_add(
             db_PN + r[None, :] * num_out + n[:, None], db, mask=is_rank[None, :] & is_column[:, None], sem="relaxed"
         )
-    # Zeros past the rank: four at a time, which a mask by ranks would prevent.
+    # Write zeros past the rank, four at a time; a mask by ranks would prevent this.
     tl.atomic_add(ds_TR + first * RANKS + (t * RANKS + r[None, :]), ds * scale, mask=is_token, sem="relaxed")
 
 

@@ -74,7 +74,7 @@ def optuna_search(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        # Hyperband deals trials to brackets by the study's name, which is another one each time where none is given.
+        # Hyperband assigns trials to brackets by the study's name, which would be random if none were given.
         study = optuna.create_study(study_name="sweep", sampler=sampler, pruner=PRUNERS[pruner]())
         study.optimize(objective, callbacks=[stop])
     return samples

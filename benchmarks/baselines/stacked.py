@@ -226,7 +226,7 @@ class _StackedLora(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         (x_TK,) = ctx.saved_tensors
-        # Views with a stride of zero reach here where a sum was the last step; not every GEMM takes them.
+        # After a sum, gradients are views with a stride of zero, which not every GEMM accepts.
         dx_TK = ctx.products.backward(
             dy_TN.contiguous(), x_TK, ctx.saved, ctx.base, ctx.stack, ctx.prepared, needs_dx=ctx.needs_input_grad[0]
         )

@@ -21,7 +21,7 @@ def training_arguments(
 ) -> dict[str, Any]:
     """Return arguments of ``config_class``: the job's own settings; float32 on a CPU; no recomputation, saving or
     printing."""
-    # Transformers renamed the option within its versions 5; the old name warns where the new one exists.
+    # Transformers 5 has renamed the option; versions with the new name warn about the old one.
     names = {item.name for item in fields(config_class)}
     checkpointing = "activation_checkpointing" if "activation_checkpointing" in names else "gradient_checkpointing"
     return {

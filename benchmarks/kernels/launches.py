@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# Read when the kernels are imported: an interpreted kernel cannot be compiled.
+# This is read when the kernels are imported; an interpreted kernel cannot be compiled.
 os.environ.pop("TRITON_INTERPRET", None)
 
 import torch
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def group_pass(number: int, in_features: int, out_features: tuple[int, ...], num_slots: int) -> Group:
     """Return a function that runs one group's ops, forward and backward."""
     num_members = len(out_features)
-    # Adapters are neither read nor written, so that all may lie in the same numbers.
+    # Adapters are neither read nor written, so all of them may use the same memory.
     params_ZP = torch.zeros(1, (in_features * num_members + sum(out_features)) * MAX_RANK).expand(num_slots, -1)
     operands = LoraOperands(
         number=number,
@@ -131,7 +131,7 @@ def gate(groups: dict[str, Group], ways: dict[str, Any], driver: StubDriver) -> 
             driver.seen = []
             group()
             seen[way] = driver.seen
-        # The narrow tensors are new in every pass, at addresses of their own.
+        # The narrow tensors are new in every pass, so their addresses differ.
         alto, by_triton = ([_without_addresses(launch) for launch in seen[way]] for way in ("alto", "triton"))
         if not alto or alto != by_triton:
             failures.append(f"{name}: launches {alto}, and by Triton's own way {by_triton}")

@@ -185,7 +185,7 @@ def _event_seconds(action: Callable[[], object]) -> list[float]:
 
 def _graph_seconds(action: Callable[[], object], device: torch.device) -> list[float]:
     flushed = torch.empty(_FLUSHED_BYTES, dtype=torch.uint8, device=device)
-    # Compiles kernels and sends tables, which a capture must not do, on a stream that is not the default one.
+    # Compile kernels and upload tables on a stream that is not the default one; a capture must do neither.
     side = torch.cuda.Stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):

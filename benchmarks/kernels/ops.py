@@ -149,7 +149,7 @@ def op_work(case: OpCase, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
     """
     tokens, out_features = sum(case.lengths), sum(case.out_features)
     x, ys = (tokens * width * dtype.itemsize for width in (case.in_features, out_features))
-    # Each of the modules has the job's rank: together they make its S that many times as wide, and read X once.
+    # Each module has the job's rank: the modules together make S as many times as wide, and read X once.
     members = len(case.out_features)
     token_ranks = sum(length * rank for length, rank in zip(case.lengths, case.ranks, strict=True))
     ranks = sum(rank for length, rank in zip(case.lengths, case.ranks, strict=True) if length)

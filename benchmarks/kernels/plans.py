@@ -73,7 +73,7 @@ PLANS = {
         models=(
             ModelPlan(shape="smoke", tokenizer="gpt2", ranks=(4, 16, 8), batch_sizes=(1, 2), max_tokens_per_pass=600),
         ),
-        variants=tuple(name for name in VARIANTS if name != "compiled"),  # which waits for a compiler
+        variants=tuple(name for name in VARIANTS if name != "compiled"),  # it waits for a compiler
         throughput=ThroughputPlan(shape="smoke", ranks=(4, 16, 8), num_rows=2, longest=200),
     ),
     "cpu": Plan(
@@ -84,7 +84,7 @@ PLANS = {
             ModelPlan(shape="tiny", tokenizer="alto-tiny", ranks=_MIXED_16, batch_sizes=(1,), max_tokens_per_pass=4096),
             ModelPlan(shape="25m", tokenizer="gpt2", ranks=_MIXED_16, batch_sizes=(1,), max_tokens_per_pass=4096),
         ),
-        variants=tuple(name for name in VARIANTS if name != "lorafusion"),  # whose kernels a CPU does not have
+        variants=tuple(name for name in VARIANTS if name != "lorafusion"),  # its kernels do not exist for a CPU
         # Under alto-tiny's tokenizer, rows of at most 236 tokens have 177 on average.
         throughput=ThroughputPlan(shape="tiny", ranks=_MIXED_16, num_rows=16, longest=236),
         goals={
@@ -101,7 +101,7 @@ PLANS = {
             ModelPlan(
                 shape="1b", tokenizer="gpt2", ranks=_MIXED_32, batch_sizes=(1, 2, 4, 8), max_tokens_per_pass=16384
             ),
-            # 32 float32 slots of 8B and their optimizer take 86 GB: beside them there is room for the floor alone.
+            # 32 float32 slots of 8B with their optimizer take 86 GB, so only the floor fits as well.
             ModelPlan(
                 shape="8b",
                 tokenizer="gpt2",

@@ -76,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.paper",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # an option of a program is not a short form of one here
+        allow_abbrev=False,  # an option of a program must not be taken for a short form of an option here
     )
     parser.add_argument(
         "names", nargs="+", choices=(*EXPERIMENTS, *GROUPS), metavar="NAME|all|others", help=", ".join(EXPERIMENTS)

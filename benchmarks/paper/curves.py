@@ -150,7 +150,7 @@ def draw_sensitivity(found: Found, axes: Sequence[Axes]) -> None:
     axis, of_accuracy = axes
     for number, row in enumerate(found.rows):
         shares = [(row["base"] - loss) / (row["base"] - row["best"]) for loss in row["losses"]]
-        # How far a configuration lies below -50 % does not matter.
+        # The exact value below -50 % does not matter.
         axis.plot([100 * max(-0.5, share) for share in shares], [number] * len(shares), "|", markersize=11)
     axis.set_yticks(range(len(found.rows)), [row["recording"] for row in found.rows])
     axis.set_xlabel("improvement, % of the best configuration's")
@@ -258,7 +258,7 @@ def _example(
                 continue
             before = min((loss for at, loss in jobs[job].evaluations if at <= step and loss > 0), default=math.inf)
             lost = jobs[job].evaluations[-1][1] / before
-            # One that only learns slowly loses nothing: the one that stays highest above the best of its sweep.
+            # A slow job loses nothing, so take the one that stays highest above the best of its sweep.
             if pattern == "underperforming":
                 lost = best_loss(jobs[job]) / min(map(best_loss, recording.jobs))
             if math.isfinite(lost) and (found is None or lost > found[0]):

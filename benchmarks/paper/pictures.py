@@ -34,5 +34,5 @@ def write_picture(path: Path, draw: Callable[[list[Axes]], None], *, panels: int
         axes = figure.subplots(1, panels, squeeze=False)[0]
         draw(list(axes))
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without a date and the version of matplotlib, equal figures give equal files. White, for dark pages too.
+        # Without a date and the version of matplotlib, equal figures give equal files. White also suits dark pages.
         figure.savefig(path, metadata={"Date": None, "Creator": None}, facecolor="white")

@@ -110,7 +110,7 @@ class Plan:
 
 _ALL = (1, 2, 4, 8, 16, 32)
 _GPU_CASES = (Case(batch_size=1, numbers=_ALL), Case(batch_size=8, numbers=_ALL))
-# The trainers of all numbers take turns: of 8B, 63 slots of rank 16 beside the base take more than 80 GB.
+# The trainers for all numbers of adapters take turns; for 8B, 63 slots of rank 16 and the base take over 80 GB.
 _8B_CASES = tuple(Case(batch_size=size, numbers=(1, 2, 8, 32)) for size in (1, 8))
 
 PLANS: Mapping[str, Plan] = {
@@ -136,7 +136,7 @@ PLANS: Mapping[str, Plan] = {
         dtype=torch.float32,
         repeats=5,
         models=(
-            # Memory is measured on a base that is not lost beside one row's activations, steps on one that is quick.
+            # Memory is measured on a base that is large compared with one row's activations, steps on a fast one.
             ModelPlan(
                 shape="25m",
                 tokenizer="gpt2",
@@ -391,7 +391,7 @@ def _measure_memory(scale: str, model: ModelPlan, case: Case, threads: int, piec
             "base_share": base / peak,
         }
         rows.append(row)
-        if rows[0]["system"] == PEFT:  # which is the first, unless it failed
+        if rows[0]["system"] == PEFT:  # it is the first row, unless it failed
             row["over_processes"] = peak / (number * rows[0]["peak_bytes"])
         piece.rows.append(row)
         flush()

@@ -29,7 +29,7 @@ def answer(request: dict[str, Any]) -> dict[str, int]:
     (model,) = [model for model in plan.models if model.shape == request["shape"]]
     build, batch_size = SYSTEMS[request["system"]], request["batch_size"]
 
-    # What libraries load and set aside in their first step is there before the base model.
+    # Libraries load and allocate memory in their first step, so this happens before the base model is loaded.
     small = random_model(SHAPES["smoke"], device=plan.device, dtype=plan.dtype)
     build(small, make_workload(model, 1, SHAPES["smoke"]["vocab_size"])).epoch(model.num_rows)
     del small

@@ -90,7 +90,7 @@ SCALES: Mapping[str, Scale] = {
                 learning_rate_factor=1,
                 ranks=(8, 32),
                 batch_sizes=(2, 8),
-                concurrent_trials=1,  # two of Ray's need 16 GB, more than a machine of 24 GB has beside Ray
+                concurrent_trials=1,  # two trials need 16 GB, and a machine of 24 GB has less beside Ray
             ),
             "sweep24": Size(
                 train=256,

@@ -144,7 +144,7 @@ class Pairs:
         return validation, test
 
     def told(self, run_dir: str) -> float | None:
-        return None  # of pairs, alto evaluate has preferences but no loss
+        return None  # alto eval measures preferences of pairs, but no loss
 
 
 def trl_config(job: Job, num_train: int, share: float) -> tuple[dict[str, Any], list[int]]:

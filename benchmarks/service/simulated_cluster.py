@@ -85,7 +85,7 @@ class SimulatedCluster:
                 self._write(executor, TaskResumed(notes=(), versions={}, max_slots=None, num_ranks=None))
                 done = [entry.event for entry in journal.past if isinstance(entry.event, JobEvaluated)]
                 executor.evaluated = len(done)
-                # What is done counts.
+                # Finished work counts.
                 executor.began_at -= self.duration_s * len(done) / (len(JOBS) * self.num_evaluations)
             else:
                 self._write(executor, _started())

@@ -141,7 +141,7 @@ def test_a_revision_of_the_hub_with_the_same_files_is_the_same_model(
         if commit == "ccc":
             edit_config(snapshots / commit, rope_theta=5.0)
         config = str(snapshots / commit / "config.json")
-        monkeypatch.setattr(fingerprint, "cached_file", lambda model, name, config=config: config)
+        monkeypatch.setattr(fingerprint, "cached_file", lambda model, name, config=config, **_: config)
         found[commit] = base_fingerprint(BaseModelSpec(id="org/name"))
     assert found["aaa"]["commit"] == "aaa"
     assert base_differences(found["aaa"], found["bbb"]) == []
@@ -153,7 +153,7 @@ def test_a_revision_that_is_downloaded_further_is_the_same_model(
 ) -> None:
     snapshot = shutil.copytree(folder, tmp_path / "models--org--name" / "snapshots" / "aaa")
     edit_config(snapshot, auto_map={"AutoModelForCausalLM": "modeling.Own"})
-    monkeypatch.setattr(fingerprint, "cached_file", lambda model, name: str(snapshot / "config.json"))
+    monkeypatch.setattr(fingerprint, "cached_file", lambda model, name, **_: str(snapshot / "config.json"))
     before = base_fingerprint(BaseModelSpec(id="org/name", trust_remote_code=True))
     (snapshot / "modeling.py").write_text("pass")
     assert base_differences(before, base_fingerprint(BaseModelSpec(id="org/name", trust_remote_code=True))) == []

@@ -31,7 +31,7 @@ def ray_nodes() -> Iterator[RayMachine]:
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow("ray"))])
 def start_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    """``start_cluster(entry, num_gpus=1, **timeouts)``: executors call that function of ``cluster_entries``."""
+    """``start_cluster(entry, num_gpus=1, **timeouts)``: executors run that host of ``cluster_entries``."""
     if request.param == "ray":
         request.getfixturevalue("ray_nodes")
     clusters: list[Cluster] = []

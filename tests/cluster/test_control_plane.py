@@ -38,8 +38,8 @@ from alto.engine.queue_setup import journal_begin
 from alto.errors import QueueCommandError
 from alto.records import Gpu, Node, TaskEstimate
 from alto.runs import (
-    Action,
     Answer,
+    JobAction,
     Journal,
     JournalEntry,
     Mailbox,
@@ -293,7 +293,7 @@ class ControlPlane(RuleBasedStateMachine):
     def job_command(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.cluster.running)))
         with self.world.unharmed():
-            answer = self.controller.job_command(task, Action.STOP, "job-000", timeout_s=0)
+            answer = self.controller.job_command(task, JobAction.STOP, "job-000", timeout_s=0)
             assert answer is None, "nobody has had time to answer"
             for command in Mailbox(self.queue_dir.run_of(task)).pending():
                 self.job_commands[command.id] = task

@@ -16,7 +16,7 @@ from journals import event
 from alto.cluster import ClusterEvent, Controller, EntryWritten, GpuCame, GpuGone, Launch, Outcome, Retrying, TaskTicket
 from alto.errors import QueueCommandError, SpecError, TaskInterruptedError
 from alto.records import Gpu
-from alto.runs import Action, Answer, Journal, JournalEntry, Mailbox, TaskStage, read_events, read_queue_history
+from alto.runs import Answer, JobAction, Journal, JournalEntry, Mailbox, TaskStage, read_events, read_queue_history
 from alto.runs.events import TaskRelayed, decode
 
 
@@ -401,11 +401,11 @@ def test_a_job_command_reaches_the_executor_and_its_answer_comes_back(live: tupl
         return ()
 
     bench.cluster.script = answer
-    found = controller.job_command("a", Action.CLONE, "job-000", changes={"r": 4})
+    found = controller.job_command("a", JobAction.CLONE, "job-000", changes={"r": 4})
     assert found == Answer(done=True, message="cloned")
-    assert seen == [(Action.CLONE, "job-000", {"r": 4})]
+    assert seen == [(JobAction.CLONE, "job-000", {"r": 4})]
     with pytest.raises(QueueCommandError, match="not in the queue"):
-        controller.job_command("x", Action.STOP, "job-000")
+        controller.job_command("x", JobAction.STOP, "job-000")
 
 
 def test_events_are_followed_from_any_number_on_and_end_with_the_controller(live: tuple[Bench, Controller]) -> None:

@@ -31,7 +31,7 @@ StartLocal = Callable[..., Started]
 
 @pytest.fixture
 def start_local(tmp_path: Path) -> Iterator[StartLocal]:
-    """``start_local(entry, num_gpus=None, **timeouts)``: executors call that function of ``cluster_entries``."""
+    """``start_local(entry, num_gpus=None, **timeouts)``: executors run that host of ``cluster_entries``."""
     clusters: list[LocalCluster] = []
 
     def start(entry: str, num_gpus: int | None = None, **timeouts: float) -> Started:
@@ -89,15 +89,19 @@ def test_an_executor_sees_its_own_gpus(
     assert started.until_told("environment")["CUDA_VISIBLE_DEVICES"] == seen
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("is_trusted", [False, True])
 @pytest.mark.usefixtures("no_gpus")
-def test_an_executor_is_told_whether_code_of_a_model_is_allowed(
-    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
+def test_every_rank_is_told_who_asks_and_whether_code_of_a_model_is_allowed(
+    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, is_trusted: bool, num_ranks: int
 ) -> None:
     monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")  # of another executor, which this process may belong to
-    started = start_local("tells_variables")
-    started.start(trust_remote_code=is_trusted)
-    assert started.until_told("environment")["ALTO_TRUST_REMOTE_CODE"] == str(int(is_trusted))
+    started, ranks = start_local("TellsTicket", 2), range(num_ranks)
+    asked = {"trust_remote_code": is_trusted, "tenant": "research", "priority": 3}
+    run_dir = started.start(gpus=tuple(ranks), num_ranks=num_ranks, **asked)
+    assert started.until_ended().outcome is Outcome.FINISHED
+    for rank in ranks:
+        assert json.loads((run_dir / f"ticket-{rank}").read_text(encoding="utf-8")) == [is_trusted, "research", 3]
 
 
 @pytest.mark.parametrize(("gpus", "threads"), [((0,), 3), ((1, 3), 6), ((0, 1, 2, 3), 13)])

@@ -23,7 +23,7 @@ Start = Callable[[str], Started]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """``start(entry)``: two slots of it, whose executors call that function of ``cluster_entries``."""
+    """``start(entry)``: two slots of it, whose executors run that host of ``cluster_entries``."""
     packages.install(tmp_path / "package", FILES, monkeypatch)
     opened = []
 

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.backbone.sequences import Sequences
-from alto.data import BatchTotals, EncodedDataset, JobRows, collate, dummy_batch, share_rows, split_into_micro_batches
+from alto.data import EncodedDataset, JobRows, collate, dummy_batch, share_rows, split_into_micro_batches
+from alto.data.batch import BatchTotals
 
 
 def dataset_of(*lengths: int) -> EncodedDataset:

@@ -13,8 +13,8 @@ from merging import BLANK, MARKED, merging_tokenizer
 from tiny import load_tokenizer
 from tokenizers import AddedToken
 
-from alto.data import Conversation, EncodedRow, Message
-from alto.data.encode import Encoder, TextTokenizer
+from alto.data import Conversation, Message
+from alto.data.encode import EncodedRow, Encoder, TextTokenizer
 from alto.data.template import ChatTemplate
 from alto.errors import DataError
 from alto.spec import TrainOn

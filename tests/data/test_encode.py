@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tiny import load_tokenizer
 
-from alto.data import Conversation, EncodedDataset, EncodedRow, Encoding, Message, encode_conversation, tokenize
+from alto.data import Conversation, EncodedDataset, Encoding, Message, tokenize
+from alto.data.encode import EncodedRow, Encoder
 from alto.errors import DataError
 
 EOS = 1
@@ -47,7 +48,7 @@ def encode(rows: list[Conversation], tokenizer: Any, max_length: int, what: str 
 
 
 def encode_one(conversation: Conversation, tokenizer: Any) -> EncodedRow:
-    [row] = encode_conversation(conversation, tokenizer)
+    [row] = Encoder(tokenizer).rows(conversation)
     return row
 
 
@@ -131,7 +132,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_every_reply(toke
     turns = conversation(
         "u:one", "a:<think>hm</think>first", "u:two", "a:second", "u:three", "a:<think>so</think>third"
     )
-    rows = encode_conversation(turns, tokenizer)
+    rows = Encoder(tokenizer).rows(turns)
     assert [tokenizer.decode(row.input_ids) for row in rows] == [
         "<|user|>one<|end|>\n<|assistant|><think>hm</think>first<|end|>\n",
         "<|user|>one<|end|>\n<|assistant|>first<|end|>\n<|user|>two<|end|>\n"
@@ -149,7 +150,7 @@ def test_a_template_that_rewrites_earlier_turns_gives_a_row_for_every_reply(toke
 def test_every_row_starts_with_what_the_model_is_shown_when_it_writes_the_reply(tokenizer: Any) -> None:
     tokenizer.chat_template = QWEN3_LIKE
     turns = conversation("u:one", "a:<think>hm</think>first", "u:two", "a:second")
-    for row, position in zip(encode_conversation(turns, tokenizer), (1, 3), strict=True):
+    for row, position in zip(Encoder(tokenizer).rows(turns), (1, 3), strict=True):
         messages = [{"role": turn.role, "content": turn.content} for turn in turns[:position]]
         shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         start = row.is_trained.index(True)
@@ -168,7 +169,7 @@ def test_a_template_that_rewrites_what_stands_before_the_reply_is_refused(tokeni
         "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     )
     with pytest.raises(DataError, match=r"found that it rewrites it; set another chat_template"):
-        encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
+        Encoder(tokenizer).rows(conversation("u:one", "a:first", "u:two", "a:second"))
 
 
 def test_a_reply_that_is_context_is_shown_and_not_trained(tokenizer: Any) -> None:
@@ -176,7 +177,7 @@ def test_a_reply_that_is_context_is_shown_and_not_trained(tokenizer: Any) -> Non
     turns = Conversation((*conversation("u:one"), shown, *conversation("u:two", "a:second")))
     assert trained_runs(turns, tokenizer) == ["second<|end|>"]
     assert "first<|end|>" in tokenizer.decode(encode_one(turns, tokenizer).input_ids)
-    assert encode_conversation(turns[:3], tokenizer) == []
+    assert Encoder(tokenizer).rows(turns[:3]) == []
 
 
 def test_plain_text_is_trained_whole_and_ends(tokenizer: Any) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from tiny import load_tokenizer
 
-from alto.data import Conversation, Message, encode_conversation, encode_prompt
+from alto.data import Conversation, Message, encode_prompt
+from alto.data.encode import Encoder
 from alto.errors import DataError
 
 SINGLE = Conversation([Message("user", "What is 2 plus 3?"), Message("assistant", "It is\n#### 5")])
@@ -26,7 +27,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 @pytest.mark.parametrize("conversation", [SINGLE, SEVERAL])
 def test_a_prompt_is_what_training_puts_before_the_reply(tokenizer: Any, conversation: Conversation) -> None:
-    (row,) = encode_conversation(conversation, tokenizer)
+    (row,) = Encoder(tokenizer).rows(conversation)
     prompt = encode_prompt(conversation[:-1], tokenizer)
     reply_starts = len(row.is_trained) - row.is_trained[::-1].index(False)
     assert prompt == list(row.input_ids[:reply_starts])

@@ -26,7 +26,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
-from alto.data import Conversation, EncodedRow, Encoding, Message, encode_conversation, tokenize
+from alto.data import Conversation, Encoding, Message, tokenize
+from alto.data.encode import EncodedRow, Encoder
 from alto.errors import DataError
 
 with warnings.catch_warnings():
@@ -107,7 +108,7 @@ def completion_of_trl(conversation: Conversation, tokenizer: Any) -> tuple[list[
 def test_a_reply_of_one_word_that_merges_with_the_blank_before_it_is_trained() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
-    [row] = encode_conversation(conversation("u:Is it?", "a:Yes"), tokenizer)
+    [row] = Encoder(tokenizer).rows(conversation("u:Is it?", "a:Yes"))
     assert trained_runs(row, tokenizer) == [" Yes<|end|>"]
     assert (list(row.input_ids), list(row.is_trained)) == completion_of_trl(
         conversation("u:Is it?", "a:Yes"), tokenizer
@@ -117,7 +118,7 @@ def test_a_reply_of_one_word_that_merges_with_the_blank_before_it_is_trained() -
 def test_so_is_each_one_of_several() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
-    [row] = encode_conversation(conversation("u:Is it?", "a:Yes", "u:And now?", "a:Yes"), tokenizer)
+    [row] = Encoder(tokenizer).rows(conversation("u:Is it?", "a:Yes", "u:And now?", "a:Yes"))
     assert trained_runs(row, tokenizer) == [" Yes<|end|>", " Yes<|end|>"]
 
 
@@ -139,7 +140,7 @@ def test_a_prompt_and_its_completion_are_masked_as_trl_does(make: Any, template:
             conversation(f"u:{question}", f"a:{reply}"),
             conversation(f"u:{question}", f"c:{earlier}", f"u:{again}", f"a:{reply}"),
         ):
-            [row] = encode_conversation(turns, tokenizer)
+            [row] = Encoder(tokenizer).rows(turns)
             ids, mask = completion_of_trl(turns, tokenizer)
             if row.input_ids[-1] == tokenizer.eos_token_id and ids[-1] != tokenizer.eos_token_id:
                 ids, mask = [*ids, tokenizer.eos_token_id], [*mask, True]  # ALTO ends every row
@@ -151,8 +152,8 @@ def test_a_prompt_and_its_completion_are_masked_as_trl_does(make: Any, template:
 def test_an_end_that_the_next_turn_writes_is_trained_in_every_turn() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = ENDLESS
-    [row] = encode_conversation(
-        conversation("u:one", "a:first", "u:two", "a:second", "u:x", "c:shown", "u:y", "a:z"), tokenizer
+    [row] = Encoder(tokenizer).rows(
+        conversation("u:one", "a:first", "u:two", "a:second", "u:x", "c:shown", "u:y", "a:z")
     )
     assert trained_runs(row, tokenizer) == ["first<|user|>", "second<|user|>", "z<|end|>"]
 
@@ -162,14 +163,14 @@ def test_an_end_that_is_no_token_of_its_own_is_not_trained() -> None:
     tokenizer.chat_template = ENDLESS.replace("<|{{ m.role }}|>", "{{ m.role }}:").replace(
         "<|assistant|>", "assistant:"
     )
-    [row] = encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
+    [row] = Encoder(tokenizer).rows(conversation("u:one", "a:first", "u:two", "a:second"))
     assert trained_runs(row, tokenizer) == ["first", "second<|end|>"]
 
 
 def test_an_opening_that_a_finished_reply_does_not_have_is_left_out() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = PREFILLED
-    [row] = encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
+    [row] = Encoder(tokenizer).rows(conversation("u:one", "a:first", "u:two", "a:second"))
     assert trained_runs(row, tokenizer) == ["first<|end|>", "second<|end|>"]
     assert "<think>" not in tokenizer.decode(row.input_ids)
 
@@ -180,7 +181,7 @@ def test_an_eos_behind_the_last_turn_makes_no_row_for_every_reply() -> None:
     encoding = Encoding(tokenizer=tokenizer, max_length=100)
     dataset = tokenize([conversation("u:one", "a:first", "u:two", "a:second")], encoding, "training")
     assert (len(dataset), dataset.num_unrolled) == (1, 0)
-    [row] = encode_conversation(conversation("u:one", "a:first", "u:two", "a:second"), tokenizer)
+    [row] = Encoder(tokenizer).rows(conversation("u:one", "a:first", "u:two", "a:second"))
     assert trained_runs(row, tokenizer) == ["first<|user|>\n", "second<|user|>\n<|end|>"]
 
 
@@ -194,7 +195,7 @@ def marked(*turns: str) -> Conversation:
 def test_marks_of_the_template_say_what_is_trained_as_in_trl(tokenizer: Any) -> None:
     tokenizer.chat_template = MARKED
     turns = marked("u:one", "a:first", "u:two", "a:second")
-    [row] = encode_conversation(turns, tokenizer)
+    [row] = Encoder(tokenizer).rows(turns)
     assert trained_runs(row, tokenizer)[:2] == ["(glad)first<|end|>", "(glad)second<|end|>"]
     found = _tokenize(tokenizer, plain(turns), return_assistant_tokens_mask=True)
     ids, mask = found["input_ids"], list(map(bool, found["assistant_masks"]))
@@ -203,14 +204,14 @@ def test_marks_of_the_template_say_what_is_trained_as_in_trl(tokenizer: Any) -> 
 
 def test_replies_that_are_context_are_not_trained_whatever_the_marks_say(tokenizer: Any) -> None:
     tokenizer.chat_template = MARKED.replace("noted", "")
-    [row] = encode_conversation(marked("u:one", "c:first", "u:two", "a:second"), tokenizer)
+    [row] = Encoder(tokenizer).rows(marked("u:one", "c:first", "u:two", "a:second"))
     assert trained_runs(row, tokenizer) == ["(glad)second<|end|>"]
 
 
 def test_marks_hold_where_the_text_before_a_reply_is_rewritten(tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages | length }}" + MARKED.replace("noted", "")
-    [row] = encode_conversation(marked("u:one", "a:first", "u:two", "a:second"), tokenizer)
+    [row] = Encoder(tokenizer).rows(marked("u:one", "a:first", "u:two", "a:second"))
     assert trained_runs(row, tokenizer) == ["(glad)first<|end|>", "(glad)second<|end|>"]
     tokenizer.chat_template = tokenizer.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     with pytest.raises(DataError, match="leave the text before a reply unchanged"):
-        encode_conversation(marked("u:one", "a:first", "u:two", "a:second"), tokenizer)
+        Encoder(tokenizer).rows(marked("u:one", "a:first", "u:two", "a:second"))

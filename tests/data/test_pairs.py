@@ -12,19 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer
 
-from alto.data import (
-    Conversation,
-    EncodedDataset,
-    Encoding,
-    JobRows,
-    Message,
-    Pair,
-    Span,
-    collate,
-    digest_of,
-    encode_conversation,
-    tokenize,
-)
+from alto.data import Conversation, EncodedDataset, Encoding, JobRows, Message, Pair, Span, collate, digest_of, tokenize
+from alto.data.encode import Encoder
 from alto.errors import DataError
 
 EOS = 1
@@ -105,7 +94,7 @@ def test_both_talks_are_those_of_a_conversation_cut_as_one(
         return
     assert whole(shared) == whole(apart)
     for (ids, targets), conversation in zip(whole(shared), one.conversations, strict=True):
-        [row] = encode_conversation(conversation, tokenizer)
+        [row] = Encoder(tokenizer).rows(conversation)
         assert ids == list(row.input_ids[:max_length])
         trained = [token if on else IGNORED for token, on in zip(row.input_ids, row.is_trained, strict=True)]
         assert targets == [*trained[1:max_length], IGNORED]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from alto.data import DataOrder, sample_rows, split_rows
-from alto.data.source import carve_rows
+from alto.data import DataOrder
+from alto.data.source import carve_rows, sample_rows, split_rows
 from alto.errors import DataError
 
 seeds = st.integers(0, 2**32 - 1)

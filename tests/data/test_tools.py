@@ -20,8 +20,9 @@ import pyarrow.parquet as pq
 from tiny import load_tokenizer
 from transformers import AutoTokenizer
 
-from alto.data import Conversation, EncodedRow, Message, TaskRows, encode_conversation, encode_prompt, read_task_rows
+from alto.data import Conversation, Message, TaskRows, encode_prompt, read_task_rows
 from alto.data.convert import to_conversation, to_pair
+from alto.data.encode import EncodedRow, Encoder
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import BadRowsError, DataError, DataFormatError
@@ -101,7 +102,7 @@ def test_every_way_to_write_a_call_comes_to_the_same(call: Any, qwen: Any) -> No
     conversation = convert({"messages": [ASKED, calling(call)], "tools": [WEATHER]})
     assert conversation == convert({"messages": [ASKED, calling(OSLO)], "tools": [WEATHER]})
     assert conversation == convert({"messages": [ASKED, calling(call, content=None)], "tools": json.dumps([WEATHER])})
-    [row] = encode_conversation(conversation, qwen)
+    [row] = Encoder(qwen).rows(conversation)
     called = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     assert called in trained(row, qwen)
 
@@ -123,7 +124,7 @@ def test_an_id_and_other_keys_of_a_call_are_kept() -> None:
 
 def test_tools_calls_and_results_are_shown_and_calls_alone_are_trained(qwen: Any) -> None:
     turns = [ASKED, calling(OSLO, ROME), RESULT, {**RESULT, "content": "sun"}, REPLY]
-    [row] = encode_conversation(convert({"messages": turns, "tools": [WEATHER]}), qwen)
+    [row] = Encoder(qwen).rows(convert({"messages": turns, "tools": [WEATHER]}))
     whole = qwen.apply_chat_template(turns, tools=[WEATHER], tokenize=False)
     assert shown(row, qwen).startswith(whole.rstrip("\n"))
     assert trained(row, qwen).count("<tool_call>") == 2
@@ -139,7 +140,7 @@ def test_reasoning_and_any_other_key_reach_the_template(tokenizer: Any) -> None:
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     turns = [ASKED, {**REPLY, "reasoning_content": "hm", "mood": "glad", "weight": 1}]
-    [row] = encode_conversation(convert({"messages": turns}), tokenizer)
+    [row] = Encoder(tokenizer).rows(convert({"messages": turns}))
     assert trained(row, tokenizer) == "(hm)[glad]It rains.<|end|>"
 
 
@@ -150,7 +151,7 @@ def test_arguments_of_the_template_and_a_prompt_with_tools(tokenizer: Any) -> No
     )
     row = {"messages": [ASKED, REPLY], "tools": [WEATHER], "chat_template_kwargs": {"style": "short"}}
     conversation = convert(row)
-    [encoded] = encode_conversation(conversation, tokenizer)
+    [encoded] = Encoder(tokenizer).rows(conversation)
     assert shown(encoded, tokenizer) == "short1<|user|>Rain?<|end|><|assistant|>It rains.<|end|>"
     prompt = encode_prompt(conversation[:1], tokenizer)
     assert tokenizer.decode(prompt) == "short1<|user|>Rain?<|end|><|assistant|>"
@@ -181,14 +182,14 @@ def test_a_developer_is_the_system_where_the_template_does_not_know_one(
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
     turns = [{"role": "developer", "content": "Be brief."}, ASKED, REPLY]
-    [row] = encode_conversation(convert({"messages": turns}), tokenizer)
+    [row] = Encoder(tokenizer).rows(convert({"messages": turns}))
     assert shown(row, tokenizer).startswith(f"<|{role}")
 
 
 def test_a_template_that_takes_arguments_as_text_and_content_alone_is_given_these(tokenizer: Any) -> None:
     with_template(tokenizer, "deepseekv3")
     conversation = convert({"messages": [ASKED, calling(OSLO), RESULT, REPLY], "tools": [WEATHER]})
-    [row] = encode_conversation(conversation, tokenizer)
+    [row] = Encoder(tokenizer).rows(conversation)
     assert '```json\n{"city": "Oslo"}\n```' in trained(row, tokenizer)
 
 
@@ -196,10 +197,10 @@ def test_calls_that_the_template_does_not_show_are_never_trained_as_an_end_alone
     conversation = convert({"messages": [ASKED, calling(OSLO), RESULT, REPLY], "tools": [WEATHER]})
     says = r"shows calls of tools, found one that does not show .*'weather'.*, so that only the end of this.*leave such"
     with pytest.raises(DataError, match=says):
-        encode_conversation(conversation, tokenizer)
+        Encoder(tokenizer).rows(conversation)
     tokenizer.chat_template = None
     with pytest.raises(DataError, match=r"shows calls of tools, found no template to show .*'weather'"):
-        encode_conversation(conversation, tokenizer)
+        Encoder(tokenizer).rows(conversation)
 
 
 def test_sharegpt_calls_and_observations() -> None:
@@ -253,7 +254,7 @@ def test_pairs_take_tools_and_calls(qwen: Any) -> None:
     )
     pair = to_pair(raw, find_layout([raw], "auto", {}, is_paired=True))
     for conversation, city in zip(pair.conversations, ("Oslo", "Rome"), strict=True):
-        [row] = encode_conversation(conversation, qwen)
+        [row] = Encoder(qwen).rows(conversation)
         assert city in trained(row, qwen)
         assert "# Tools" in shown(row, qwen)
     openai = RawRow(
@@ -399,7 +400,7 @@ def test_calls_under_a_template_without_tools_are_refused_with_one_that_trains_t
     encoded = read(tmp_path, rows).encode(chatml)
     assert (len(encoded.train), encoded.train.num_shortened) == (12, 0)
     assert not any("does not show" in note for note in encoded.notes)
-    [row] = encode_conversation(convert(rows[0]), chatml)
+    [row] = Encoder(chatml).rows(convert(rows[0]))
     text = shown(row, chatml)
     assert text.startswith("<|im_start|>system\n# Tools\n")
     assert json.dumps(WEATHER) in text
@@ -418,7 +419,7 @@ def test_a_call_beside_text_under_the_shipped_template(chatml: Any) -> None:
     chatml.chat_template = chat_template_text("chatml-tools")
     system = {"role": "system", "content": "Be brief."}
     given = {"name": "f", "arguments": {"text": 'say "å"\n'}}
-    [row] = encode_conversation(convert({"messages": [system, ASKED, calling(given, content="Wait.")]}), chatml)
+    [row] = Encoder(chatml).rows(convert({"messages": [system, ASKED, calling(given, content="Wait.")]}))
     written = json.dumps(given, ensure_ascii=False)
     assert trained(row, chatml).strip() == f"Wait.\n<tool_call>\n{written}\n</tool_call><|im_end|>"
     assert shown(row, chatml).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n")

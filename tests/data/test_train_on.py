@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tiny import load_tokenizer, make_task
 from trl_rows import trl_row
 
-from alto.data import encode_conversation, encode_prompt, read_task_rows
+from alto.data import encode_prompt, read_task_rows
 from alto.data.convert import to_conversation
+from alto.data.encode import Encoder
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import DataFormatError, SpecError
@@ -34,9 +35,7 @@ TURNS = [
 
 def encoded(row: dict[str, Any], train_on: Any = "completion", form: str = "auto", tokenizer: Any = None) -> Any:
     raw = RawRow("rows.jsonl:1", row)
-    [found] = encode_conversation(
-        to_conversation(raw, find_layout([raw], form, {})), tokenizer or load_tokenizer(), train_on
-    )
+    [found] = Encoder(tokenizer or load_tokenizer(), train_on).rows(to_conversation(raw, find_layout([raw], form, {})))
     return list(found.input_ids), list(found.is_trained)
 
 

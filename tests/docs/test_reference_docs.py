@@ -18,7 +18,7 @@ from alto.engine.runner import TaskRunner
 from alto.errors import TaskInterruptedError
 from alto.executor import shared_bank
 from alto.lora import AdapterBank, BankLayout
-from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_entries
+from alto.runs import JobAction, JournalEntry, Mailbox, RunDir, read_entries
 from alto.runs.events import (
     WIRE_NAMES,
     GpusOffered,
@@ -61,9 +61,9 @@ class Meddler:
             (run,) = self._runs.iterdir()
             mailbox = Mailbox(RunDir.open(run))
             job = evaluations[0].job
-            for action in (Action.STOP, Action.RESUME, Action.RESUME):
+            for action in (JobAction.STOP, JobAction.RESUME, JobAction.RESUME):
                 mailbox.send(action, job)
-            mailbox.send(Action.CLONE, job, changes={"seed": 1})
+            mailbox.send(JobAction.CLONE, job, changes={"seed": 1})
         self.wants_to_stop |= isinstance(entry.event, JobAdded)
 
 

@@ -18,7 +18,7 @@ from alto.cli import app
 from alto.early_exit import audit, selection_of
 from alto.errors import JobCommandError, RunError, TaskInterruptedError
 from alto.lora import read_adapter
-from alto.runs import Action, Mailbox, RunDir, read_history
+from alto.runs import JobAction, Mailbox, RunDir, read_history
 
 SPACE: dict[str, Any] = {"lr": [1e-4, 1e-3], "batch_size": [8]}
 CHANGES: dict[str, Any] = {"learning_rate": 1e-2}
@@ -63,7 +63,7 @@ def test_a_clone_is_trained_as_it_would_have_been_before_the_end(
     warm: bool, finished: RunDir, folder: Path, tmp_path: Path
 ) -> None:
     before = alto.load_run(finished.root)
-    command = Mailbox(finished).send(Action.CLONE, before.best_job, changes=CHANGES, warm=warm)
+    command = Mailbox(finished).send(JobAction.CLONE, before.best_job, changes=CHANGES, warm=warm)
     result = alto.Engine().resume(finished.root)
     answer = Mailbox(finished).wait_for_answer(command, 0)
     assert answer is not None
@@ -77,7 +77,7 @@ def test_a_clone_is_trained_as_it_would_have_been_before_the_end(
         jobs, mailbox = read_history(run).jobs, Mailbox(RunDir(run))
         is_late = jobs["job-001"].step >= jobs["job-001"].total_steps - 1
         if is_late and "job-002" not in jobs and not mailbox.num_pending:
-            mailbox.send(Action.CLONE, before.best_job, changes=CHANGES)
+            mailbox.send(JobAction.CLONE, before.best_job, changes=CHANGES)
         return False
 
     if not warm:
@@ -100,7 +100,7 @@ def test_a_clone_is_trained_as_it_would_have_been_before_the_end(
 
 def test_the_journal_of_both_parts_is_one_run(finished: RunDir) -> None:
     before = read_journal(finished.root)
-    Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
+    Mailbox(finished).send(JobAction.CLONE, "job-001", changes=CHANGES)
     seen: list[Any] = []
     alto.Engine(observers=[seen.append]).resume(finished.root)
     events = read_journal(finished.root)
@@ -121,7 +121,7 @@ def test_the_journal_of_both_parts_is_one_run(finished: RunDir) -> None:
 
 def test_a_clone_that_is_worse_changes_no_winner(finished: RunDir) -> None:
     before = alto.load_run(finished.root)
-    Mailbox(finished).send(Action.CLONE, "job-001", changes={"learning_rate": 1e-30})
+    Mailbox(finished).send(JobAction.CLONE, "job-001", changes={"learning_rate": 1e-30})
     result = alto.Engine().resume(finished.root)
     assert (result.best_job, result.best_validation_loss) == (before.best_job, before.best_validation_loss)
     assert len(result.job_results) == 3
@@ -130,14 +130,14 @@ def test_a_clone_that_is_worse_changes_no_winner(finished: RunDir) -> None:
 
 def test_without_a_command_a_finished_run_stays_as_it_is(finished: RunDir) -> None:
     before = finished.journal_file.read_bytes()
-    Mailbox(finished).send(Action.STOP, "job-001")
+    Mailbox(finished).send(JobAction.STOP, "job-001")
     alto.Engine().resume(finished.root)
     assert finished.journal_file.read_bytes() == before
 
 
 def test_a_refused_command_renews_the_same_result(finished: RunDir) -> None:
     before = alto.load_run(finished.root)
-    command = Mailbox(finished).send(Action.CLONE, "job-001")
+    command = Mailbox(finished).send(JobAction.CLONE, "job-001")
     result = alto.Engine().resume(finished.root)
     answer = Mailbox(finished).wait_for_answer(command, 0)
     assert answer is not None
@@ -146,7 +146,7 @@ def test_a_refused_command_renews_the_same_result(finished: RunDir) -> None:
 
 
 def test_it_can_be_interrupted_and_continues(finished: RunDir) -> None:
-    Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
+    Mailbox(finished).send(JobAction.CLONE, "job-001", changes=CHANGES)
     whole = shutil.copytree(finished.root, finished.root.with_name("whole"))
     calls = iter(range(3))
     with pytest.raises(TaskInterruptedError):
@@ -161,7 +161,7 @@ def test_it_can_be_interrupted_and_continues(finished: RunDir) -> None:
 def test_a_best_adapter_of_the_result_before_is_replaced(finished: RunDir) -> None:
     """As after a kill between the new result and its export."""
     old = shutil.copytree(finished.best, finished.root / "old")
-    Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
+    Mailbox(finished).send(JobAction.CLONE, "job-001", changes=CHANGES)
     alto.Engine().resume(finished.root)
     shutil.rmtree(finished.best)
     old.rename(finished.best)
@@ -170,7 +170,7 @@ def test_a_best_adapter_of_the_result_before_is_replaced(finished: RunDir) -> No
 
 
 def test_a_run_whose_states_are_gone_keeps_its_result(finished: RunDir) -> None:
-    Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
+    Mailbox(finished).send(JobAction.CLONE, "job-001", changes=CHANGES)
     shutil.rmtree(finished.job("job-000", "last"))
     before = finished.journal_file.read_bytes()
     with pytest.raises(JobCommandError, match=r"all 2 jobs, found the states of 1 missing .* only .* keep: all takes"):
@@ -180,7 +180,7 @@ def test_a_run_whose_states_are_gone_keeps_its_result(finished: RunDir) -> None:
 
 
 def test_a_run_whose_states_are_damaged_keeps_its_result(finished: RunDir) -> None:
-    Mailbox(finished).send(Action.CLONE, "job-001", changes=CHANGES)
+    Mailbox(finished).send(JobAction.CLONE, "job-001", changes=CHANGES)
     (finished.job("job-000", "last") / "optimizer.safetensors").write_bytes(b"")
     before = finished.journal_file.read_bytes()
     with pytest.raises(RunError, match="found missing or changed states, so it cannot train further jobs"):
@@ -207,13 +207,13 @@ def test_a_job_that_was_stopped_can_be_resumed_after_the_end(folder: Path, tmp_p
         history = read_history(run) if (run / "journal.jsonl").stat().st_size else None
         job = history.jobs.get("job-000") if history is not None else None
         if job is not None and job.best_step and not job.has_ended and not Mailbox(RunDir(run)).num_pending:
-            Mailbox(RunDir(run)).send(Action.STOP, "job-000")
+            Mailbox(RunDir(run)).send(JobAction.STOP, "job-000")
         return False
 
     alto.Engine(output_dir=tmp_path / "runs", is_interrupted=stop_early).tune(task_in(folder))
     [root] = (tmp_path / "runs").iterdir()
     assert read_history(root).jobs["job-000"].exit_reason == "stopped"
-    Mailbox(RunDir(root)).send(Action.RESUME, "job-000")
+    Mailbox(RunDir(root)).send(JobAction.RESUME, "job-000")
     alto.Engine().resume(root)
     assert read_history(root).jobs["job-000"].exit_reason is None
     assert same_bits(root / "jobs/job-000/last", folder / "finished/jobs/job-000/last")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import alto
 from alto.cli import app
 from alto.errors import QueueCommandError, SpecError
-from alto.runs import Action, QueueDir, TaskStage, events, read_events, read_queue_history
+from alto.runs import JobAction, QueueDir, TaskStage, events, read_events, read_queue_history
 from alto.scheduler.queue import TaskState
 
 LIMIT_S = 240.0
@@ -51,7 +51,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
         wait_for(trains, "the long task to train")
         status = queue.status().tasks["long"]
         assert (status.tenant, status.priority, len(status.gpus)) == ("guest", 3, 1)
-        answer = queue.job_command("long", Action.STOP, "job-000")
+        answer = queue.job_command("long", JobAction.STOP, "job-000")
         assert answer is not None
         assert answer.done, answer.message
         assert queue.submit(short) == "short"

@@ -29,7 +29,7 @@ from alto.errors import DataError, NoResultError, RunChangedError, SpecError, Ta
 from alto.executor import TaskContext, initial_states
 from alto.lora import AdapterWeights, read_adapter
 from alto.records import JobResult
-from alto.runs import Action, Mailbox, RunDir, read_history
+from alto.runs import JobAction, Mailbox, RunDir, read_history
 from alto.spec import JobConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
@@ -284,7 +284,7 @@ def test_an_unfinished_run_and_a_refit_are_refused(
 def test_a_winner_that_began_with_weights_of_another_is_refused(model: Path, tmp_path: Path) -> None:
     task = make_task(tmp_path, model=str(model), num_train_epochs=2, lr=1e-3, keep="all", **QUIET)
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
-    Mailbox(RunDir(Path(result.run_dir))).send(Action.CLONE, "job-000", changes={"learning_rate": 1e-2}, warm=True)
+    Mailbox(RunDir(Path(result.run_dir))).send(JobAction.CLONE, "job-000", changes={"learning_rate": 1e-2}, warm=True)
     again = alto.Engine().resume(result.run_dir)
     assert again.best_job == "job-001"
     with pytest.raises(UnsupportedError, match="which began with the best weights of job-000"):
@@ -304,7 +304,7 @@ def test_a_winner_of_a_population_that_changed_its_settings_is_refused(tuned: al
 def test_a_clone_of_a_refit_is_refused(refit: alto.TaskResult, tmp_path: Path) -> None:
     run_dir = RunDir.open(shutil.copytree(refit.run_dir, tmp_path / "run"))
     mailbox = Mailbox(run_dir)
-    command = mailbox.send(Action.CLONE, "job-000", changes={"learning_rate": 1e-2})
+    command = mailbox.send(JobAction.CLONE, "job-000", changes={"learning_rate": 1e-2})
     alto.Engine().resume(run_dir.root)
     answer = mailbox.wait_for_answer(command, 0)
     assert answer is not None

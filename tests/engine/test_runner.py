@@ -30,7 +30,7 @@ from alto.errors import (
 from alto.executor import stages
 from alto.executor.recovery import check_data, data_fingerprint, data_fingerprints
 from alto.lora import read_adapter
-from alto.runs import Action, JournalEntry, Mailbox, RunDir, read_events, read_history
+from alto.runs import JobAction, JournalEntry, Mailbox, RunDir, read_events, read_history
 from alto.runs.events import JobEvaluated, TaskStarted, decode
 from alto.spec import Task, read_run_task
 
@@ -256,11 +256,13 @@ def test_a_finished_run_from_before_there_was_such_a_key_keeps_what_it_has(base:
     assert states(run) == before
 
 
-@pytest.mark.parametrize("action", [Action.RESUME, Action.CLONE])
-def test_a_finished_run_that_has_not_kept_all_takes_no_further_jobs(action: Action, base: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", [JobAction.RESUME, JobAction.CLONE])
+def test_a_finished_run_that_has_not_kept_all_takes_no_further_jobs(
+    action: JobAction, base: Path, tmp_path: Path
+) -> None:
     run = tuned(base, tmp_path)
     with pytest.raises(JobCommandError, match="only a run whose task has keep: all takes further jobs"):
-        Mailbox(run).send(action, "job-000", warm=action is Action.CLONE)
+        Mailbox(run).send(action, "job-000", warm=action is JobAction.CLONE)
     told = CliRunner().invoke(app, ["job", action.value, str(run.root), "job-000"])
     assert isinstance(told.exception, JobCommandError)
     assert "keep: all" in str(told.exception)

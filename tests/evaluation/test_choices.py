@@ -10,7 +10,8 @@ import torch
 from tiny import load_tokenizer, random_llama
 
 from alto.backbone import Backbone
-from alto.data import Conversation, Message, encode_conversation
+from alto.data import Conversation, Message
+from alto.data.encode import Encoder
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.finalists import FinalistJudge
 from alto.evaluation.loss import Choices, HeldoutPass, options_of
@@ -37,9 +38,7 @@ def by_transformers(backbone: Backbone, rows: Sequence[Conversation], options: S
     for row in rows:
         found = []
         for option in options:
-            (encoded,) = encode_conversation(
-                Conversation((*row[:-1], Message("assistant", option))), backbone.tokenizer
-            )
+            (encoded,) = Encoder(backbone.tokenizer).rows(Conversation((*row[:-1], Message("assistant", option))))
             ids = torch.tensor([encoded.input_ids])
             with torch.no_grad(), backbone.own_attention():
                 log_probs = backbone.model(ids).logits[0].double().log_softmax(-1)

@@ -16,7 +16,8 @@ from tiny import load_tokenizer, make_task
 
 import alto
 from alto.backbone import load_network, resolve_model
-from alto.data import Conversation, HeldoutRows, Message, Pair, encode_conversation, encode_prompt, read_heldout_rows
+from alto.data import Conversation, HeldoutRows, Message, Pair, encode_prompt, read_heldout_rows
+from alto.data.encode import Encoder
 from alto.errors import DataError, NoResultError, SpecError, TargetModuleError
 from alto.evaluation import EvaluationSettings, measure
 from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
@@ -333,7 +334,7 @@ def test_the_preference_is_what_replies_have_gained_on_the_base(
 def log_prob(model: Any, tokenizer: Any, conversation: Any) -> float:
     """Of the last reply and its end, by the model's own forward pass."""
     prompt = encode_prompt(conversation[:-1], tokenizer)
-    (row,) = encode_conversation(conversation, tokenizer)
+    (row,) = Encoder(tokenizer).rows(conversation)
     ids = torch.tensor([row.input_ids])
     losses = torch.nn.functional.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:], reduction="none")
     return -float(losses[len(prompt) - 1 :].double().sum())

@@ -17,7 +17,7 @@ from alto.early_exit import audit, selection_of
 from alto.errors import NoResultError
 from alto.lora import read_adapter
 from alto.records import ExitReason, TaskOutcome
-from alto.runs import Action, Answer, Mailbox, RunDir, read_history
+from alto.runs import Answer, JobAction, Mailbox, RunDir, read_history
 from alto.spec import EarlyExit
 
 SPACE = {"lr": [1e-3, 1e-2, 1e30], "batch_size": [8]}
@@ -51,7 +51,9 @@ class Commanded:
         self.answers: list[Answer | None] = []
         self.result: TaskOutcome | None = None
 
-    def at(self, action: Action, job: str, *, event: str, of: str | None = None, step: int = 0, **options: Any) -> None:
+    def at(
+        self, action: JobAction, job: str, *, event: str, of: str | None = None, step: int = 0, **options: Any
+    ) -> None:
         """Send a command when ``event`` of job ``of`` (by default the job itself) has been journalled."""
         subject = of or job
 
@@ -83,7 +85,7 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path / "a")
-    commanded.at(Action.STOP, "job-000", event="eval", step=3)
+    commanded.at(JobAction.STOP, "job-000", event="eval", step=3)
     events = commanded.run()
     assert commanded.outcome("job-000") == (ExitReason.STOPPED, 3)
     assert commanded.answers == [Answer(done=True, message="job-000 is stopped after 3 of 15 steps; it can be resumed")]
@@ -97,15 +99,15 @@ def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None
 def test_jobs_that_are_all_stopped_before_an_evaluation_did_not_diverge(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path, search_space={"lr": [1e-3, 1e-2]}, eval_steps=1.0)
     for job in ("job-000", "job-001"):
-        commanded.mailbox.send(Action.STOP, job)
+        commanded.mailbox.send(JobAction.STOP, job)
     with pytest.raises(NoResultError, match=r"2 of 2 jobs were stopped before their first evaluation; start"):
         commanded.run()
 
 
 def test_a_stopped_job_that_is_resumed_ends_where_it_would_have(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path / "a")
-    commanded.at(Action.STOP, "job-000", event="eval", step=3)
-    commanded.at(Action.RESUME, "job-000", event="eval", of="job-001", step=9)
+    commanded.at(JobAction.STOP, "job-000", event="eval", step=3)
+    commanded.at(JobAction.RESUME, "job-000", event="eval", of="job-001", step=9)
     events = commanded.run()
     assert commanded.outcome("job-000") == (None, 15)
     assert [answer.done for answer in commanded.answers if answer] == [True, True]
@@ -120,7 +122,7 @@ def test_a_job_dropped_at_a_rung_can_be_resumed_and_win_its_place_back(tmp_path:
     commanded = Commanded(
         tmp_path, search_space={"lr": [1e-3, 1e-2], "batch_size": [8]}, early_exit=EarlyExit(rungs=((0.2, 0.5),))
     )
-    commanded.at(Action.RESUME, "job-000", event="job_exited")
+    commanded.at(JobAction.RESUME, "job-000", event="job_exited")
     events = commanded.run()
     assert [(event["job"], event["reason"]) for event in of(events, "job_exited")] == [("job-000", "underperforming")]
     assert commanded.outcome("job-000") == (None, 15)
@@ -135,8 +137,8 @@ def test_a_job_that_lost_keeps_its_best_adapter_and_no_state_to_be_resumed_from(
         early_exit=EarlyExit(rungs=((0.2, 0.5),)),
         keep=keep,
     )
-    commanded.at(Action.RESUME, "job-000", event="job_exited")
-    commanded.at(Action.CLONE, "job-000", event="command_refused", changes={"lr": 2e-3}, warm=True)
+    commanded.at(JobAction.RESUME, "job-000", event="job_exited")
+    commanded.at(JobAction.CLONE, "job-000", event="command_refused", changes={"lr": 2e-3}, warm=True)
     events = commanded.run()
     refused, cloned = commanded.answers
     assert refused is not None
@@ -154,15 +156,15 @@ def test_a_job_that_lost_keeps_its_best_adapter_and_no_state_to_be_resumed_from(
 @pytest.mark.parametrize("keep", ["finalists", "all"])
 def test_a_job_that_its_user_stopped_can_be_resumed_whatever_is_kept_at_the_end(keep: str, tmp_path: Path) -> None:
     commanded = Commanded(tmp_path, keep=keep)
-    commanded.at(Action.STOP, "job-000", event="eval", step=3)
-    commanded.at(Action.RESUME, "job-000", event="eval", of="job-001", step=9)
+    commanded.at(JobAction.STOP, "job-000", event="eval", step=3)
+    commanded.at(JobAction.RESUME, "job-000", event="eval", of="job-001", step=9)
     commanded.run()
     assert commanded.outcome("job-000") == (None, 15)
 
 
 def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path / "a")
-    commanded.at(Action.CLONE, "job-000", event="eval", step=3, changes={"lr": 5e-3, "r": 4})
+    commanded.at(JobAction.CLONE, "job-000", event="eval", step=3, changes={"lr": 5e-3, "r": 4})
     events = commanded.run()
     (added,) = of(events, "job_added")
     assert (added["job"], added["origin"], added["warm"]) == ("job-003", "job-000", False)
@@ -182,7 +184,7 @@ def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Pat
 def test_a_clone_larger_than_the_bank_gets_a_larger_bank_and_nobody_notices(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path / "a", r=4, target_modules=["q_proj"])
     changes = {"r": 12, "target_modules": ["up_proj", "q_proj"]}
-    commanded.at(Action.CLONE, "job-000", event="eval", step=3, changes=changes)
+    commanded.at(JobAction.CLONE, "job-000", event="eval", step=3, changes=changes)
     events = commanded.run()
     twin = Commanded(tmp_path / "b", search_space={"lr": [1e-3], "batch_size": [8]}, **changes)
     expected, found = curves_of(twin.run())["job-000"], curves_of(events)["job-003"]
@@ -204,7 +206,7 @@ def test_a_clone_that_trains_more_than_others_trains_as_the_same_configuration_w
     changes: dict[str, Any], tmp_path: Path
 ) -> None:
     commanded = Commanded(tmp_path / "a", r=4)
-    commanded.at(Action.CLONE, "job-000", event="eval", step=3, changes=changes)
+    commanded.at(JobAction.CLONE, "job-000", event="eval", step=3, changes=changes)
     events = commanded.run()
     twin = Commanded(tmp_path / "b", search_space={"lr": [1e-3], "batch_size": [8]}, r=4, **changes)
     expected, found = curves_of(twin.run())["job-000"], curves_of(events)["job-003"]
@@ -214,7 +216,7 @@ def test_a_clone_that_trains_more_than_others_trains_as_the_same_configuration_w
 
 def test_a_warm_clone_starts_with_the_magnitudes_too(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path, use_dora=True)
-    commanded.at(Action.CLONE, "job-001", event="eval", step=6, changes={"lr": 1e-30, "optim": "sgd"}, warm=True)
+    commanded.at(JobAction.CLONE, "job-001", event="eval", step=6, changes={"lr": 1e-30, "optim": "sgd"}, warm=True)
     events = commanded.run()
     start = read_adapter(commanded.run_dir.job("job-003", "start"))
     curve = list(curves_of(events)["job-003"].validation.values())
@@ -228,7 +230,7 @@ def test_a_warm_clone_starts_with_the_magnitudes_too(tmp_path: Path) -> None:
 
 def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
-    commanded.at(Action.CLONE, "job-001", event="eval", step=6, changes={"lr": 1e-4}, warm=True)
+    commanded.at(JobAction.CLONE, "job-001", event="eval", step=6, changes={"lr": 1e-4}, warm=True)
     events = commanded.run()
     first_losses = curves_of(events)
     assert next(iter(first_losses["job-003"].train.values())) < next(iter(first_losses["job-001"].train.values()))
@@ -241,29 +243,34 @@ def test_a_warm_clone_starts_from_the_best_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("action", "job", "options", "message"),
     [
-        (Action.STOP, "job-009", {}, "expected a job of this run, found 'job-009'"),
-        (Action.STOP, "job-002", {}, "job-002 has ended; nothing to stop"),
-        (Action.RESUME, "job-001", {}, "job-001 trains; nothing to do"),
-        (Action.RESUME, "job-002", {}, "finite losses"),
-        (Action.CLONE, "job-001", {}, "job-001 has it"),
-        (Action.CLONE, "job-001", {"changes": {"lr": -1}}, "learning_rate .*-1"),
-        (Action.CLONE, "job-001", {"changes": {"learning_rat": 1}}, "Did you mean 'learning_rate'"),
-        (Action.CLONE, "job-001", {"changes": {"r": 2000}}, "r .*should be"),
+        (JobAction.STOP, "job-009", {}, "expected a job of this run, found 'job-009'"),
+        (JobAction.STOP, "job-002", {}, "job-002 has ended; nothing to stop"),
+        (JobAction.RESUME, "job-001", {}, "job-001 trains; nothing to do"),
+        (JobAction.RESUME, "job-002", {}, "finite losses"),
+        (JobAction.CLONE, "job-001", {}, "job-001 has it"),
+        (JobAction.CLONE, "job-001", {"changes": {"lr": -1}}, "learning_rate .*-1"),
+        (JobAction.CLONE, "job-001", {"changes": {"learning_rat": 1}}, "Did you mean 'learning_rate'"),
+        (JobAction.CLONE, "job-001", {"changes": {"r": 2000}}, "r .*should be"),
         *(
-            (Action.CLONE, "job-001", {"changes": changes, "warm": True}, "change r, target_modules, use_dora and bias")
+            (
+                JobAction.CLONE,
+                "job-001",
+                {"changes": changes, "warm": True},
+                "change r, target_modules, use_dora and bias",
+            )
             for changes in ({"r": 2}, {"use_dora": True})
         ),
         (
-            Action.CLONE,
+            JobAction.CLONE,
             "job-001",
             {"changes": {"optim_args": {"momentum": 0.9}}},
             "settings of optim .adamw_torch. .none., found .momentum.",
         ),
-        (Action.CLONE, "job-002", {"warm": True}, "a finite validation loss to start from"),
+        (JobAction.CLONE, "job-002", {"warm": True}, "a finite validation loss to start from"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_reason(
-    action: Action, job: str, options: dict[str, Any], message: str, tmp_path: Path
+    action: JobAction, job: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     commanded = Commanded(tmp_path)
     commanded.at(action, job, event="eval", of="job-001", step=3, **options)
@@ -280,8 +287,8 @@ def test_what_cannot_be_done_is_refused_with_the_reason(
 def test_a_job_that_is_done_can_only_be_cloned(tmp_path: Path) -> None:
     space = {"paired": [{"max_steps": [2, 15], "lr": [1e-3, 1e-2]}], "batch_size": [8]}
     commanded = Commanded(tmp_path, search_space=space)
-    commanded.at(Action.RESUME, "job-000", event="job_completed")
-    commanded.at(Action.CLONE, "job-000", event="eval", of="job-001", step=6, changes={"epochs": 2})
+    commanded.at(JobAction.RESUME, "job-000", event="job_completed")
+    commanded.at(JobAction.CLONE, "job-000", event="eval", of="job-001", step=6, changes={"epochs": 2})
     events = commanded.run()
     assert [answer.done for answer in commanded.answers if answer] == [False, True]
     assert of(events, "job_added")[0]["total_steps"] == 6
@@ -304,7 +311,7 @@ def test_a_file_that_is_no_command_is_answered_and_harms_nobody(tmp_path: Path) 
 
 def test_a_command_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
-    commanded.at(Action.STOP, "job-001", event="task_completed", of=None)
+    commanded.at(JobAction.STOP, "job-001", event="task_completed", of=None)
     commanded._plan[0] = (lambda line: line["event"] == "task_completed", commanded._plan[0][1])
     commanded.run()
     assert commanded.answers == [Answer(done=False, message="the task has just ended; give the command again")]

@@ -22,7 +22,7 @@ from alto.errors import RunError, TaskInterruptedError
 from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone
 from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskOutcome
-from alto.runs import Action, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_outcome
+from alto.runs import JobAction, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_outcome
 from alto.runs.events import JobEvaluated, TaskStarted, decode
 from alto.spec import EarlyExit, Task, load_task
 from alto.spec.scoring import score_of
@@ -232,8 +232,8 @@ def test_jobs_are_cloned_and_stopped_while_they_learn_preferences(tmp_path: Path
     def ask(entry: JournalEntry) -> None:
         if isinstance(entry.event, JobEvaluated) and not sent:
             changes = {"beta": 0.3, "loss_type": "ipo"}
-            sent.append(mailbox.send(Action.CLONE, "job-000", changes=changes, warm=True))
-            sent.append(mailbox.send(Action.STOP, "job-001"))
+            sent.append(mailbox.send(JobAction.CLONE, "job-000", changes=changes, warm=True))
+            sent.append(mailbox.send(JobAction.STOP, "job-001"))
 
     result = train(run_dir, [ask])
     assert [mailbox.wait_for_answer(command, 0).done for command in sent] == [True, True]
@@ -256,7 +256,7 @@ def test_a_clone_may_not_ask_for_what_its_method_has_not(tmp_path: Path) -> None
 
     def ask(entry: JournalEntry) -> None:
         if isinstance(entry.event, JobEvaluated) and not sent:
-            sent.append(mailbox.send(Action.CLONE, "job-000", changes={"loss_type": "ipo"}))
+            sent.append(mailbox.send(JobAction.CLONE, "job-000", changes={"loss_type": "ipo"}))
 
     result = train(run_dir, [ask])
     answer = mailbox.wait_for_answer(sent[0], 0)

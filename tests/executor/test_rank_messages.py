@@ -23,7 +23,7 @@ from alto.executor import Ranks, ResumeState, TaskContext, initial_states, train
 from alto.executor.ranks import _codec, _decoded, _encoded, prove_connections
 from alto.executor.session import ControlInputs
 from alto.records import ExitReason, JobResult, TaskOutcome
-from alto.runs import Action, Command
+from alto.runs import Command, JobAction
 
 JOB = JobResult(
     job="job-000",
@@ -47,7 +47,7 @@ RESULT = TaskOutcome(
     duration_s=1 / 3,
     best_metrics={"reward_accuracy": 0.7},
 )
-COMMAND = Command(id="17-ab", action=Action.CLONE, job="job-000", changes={"lr": 1e-3, "targets": ["a"]}, warm=True)
+COMMAND = Command(id="17-ab", action=JobAction.CLONE, job="job-000", changes={"lr": 1e-3, "targets": ["a"]}, warm=True)
 PAST = ResumeState(
     lines=[{"seq": 0, "event": "train", "loss": 1 / 3, "nested": [{"x": math.inf}, None, "ü"]}],
     oom_record={"max_tokens_per_pass": 7},

@@ -15,7 +15,7 @@ from alto.executor import Hooks, JobState, shared_bank
 from alto.executor.micro_batches import NoMemoryError, RowTooLargeError
 from alto.executor.shared_bank import build_trainer
 from alto.executor.trainer import Trainer
-from alto.runs import Action, Mailbox
+from alto.runs import JobAction, Mailbox
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ def test_a_task_that_cannot_leave_a_bank_takes_no_step_before_it_ends(
         ash._next_save_at = 0.0
         slot_manager, save = ash.state.slot_manager, ash.state.slot_manager.save
         monkeypatch.setattr(slot_manager, "save", full)
-        Mailbox(cedar._start.run_dir).send(Action.CLONE, "job-000", changes={"r": 32})
+        Mailbox(cedar._start.run_dir).send(JobAction.CLONE, "job-000", changes={"r": 32})
         company.turn()
         assert isinstance(company.ended["ash"], RunWriteError)
         company.attach("ash", *tasks()["ash"])

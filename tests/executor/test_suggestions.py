@@ -17,7 +17,7 @@ from alto.backbone import Backbone
 from alto.errors import TargetModuleError
 from alto.executor import Ranks, TaskSession, shared_bank
 from alto.lora import AdapterBank
-from alto.runs import Action, Mailbox, RunDir, read_history, task_outcome
+from alto.runs import JobAction, Mailbox, RunDir, read_history, task_outcome
 from alto.runs.progress import rung_costs
 from alto.search import TimeSpent, Trial
 from alto.views.tables import job_table
@@ -154,11 +154,11 @@ class TestASuggestionThatDoesNotFit:
             misfits = [event["job"] for event in run.train(2).added() if event["config"]["r"] == 64]
         misfit = misfits[0]
         mailbox = Mailbox(RunDir(run.root))
-        refused = mailbox.send(Action.RESUME, misfit)
+        refused = mailbox.send(JobAction.RESUME, misfit)
         run.train(1)
         assert "for the base model and one adapter of rank 64" in mailbox.wait_for_answer(refused, 0).message
         monkeypatch.setattr(shared_bank, "AdapterBank", AdapterBank)
-        mailbox.send(Action.RESUME, misfit)
+        mailbox.send(JobAction.RESUME, misfit)
         run.train()
         assert misfit in {event["job"] for event in run.events("eval")}
         run.assert_decided_as_journalled()
@@ -245,7 +245,7 @@ def test_clones_of_a_user_are_none_of_the_search_s_configurations(tmp_path: Path
     """They neither count as tried nor are they told to the estimator: they have no place in the search space."""
     search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"jobs": 4}}
     run = Run(tmp_path / "run", make(search, num_train_epochs=1, early_exit=False)).train(turns=2)
-    Mailbox(RunDir(run.root)).send(Action.CLONE, "job-000", changes={"weight_decay": 0.5})
+    Mailbox(RunDir(run.root)).send(JobAction.CLONE, "job-000", changes={"weight_decay": 0.5})
     run.train()
     origins = [event.get("origin") for event in run.added()]
     assert sorted(map(str, origins)) == ["None", "None", "job-000"]

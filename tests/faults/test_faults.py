@@ -26,7 +26,7 @@ from alto.errors import RunBusyError, RunError, RunNotFoundError, RunWriteError,
 from alto.executor import session
 from alto.executor.checkpoint import StateStore
 from alto.executor.recorder import JournalRecorder
-from alto.runs import Action, Journal, JournalEntry, Mailbox, RunDir, read_entries, read_events, read_history
+from alto.runs import JobAction, Journal, JournalEntry, Mailbox, RunDir, read_entries, read_events, read_history
 from alto.runs.events import CheckpointSaved, JobEvaluated
 
 SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
@@ -217,7 +217,7 @@ def test_a_command_whose_answer_was_lost_is_not_carried_out_twice(model: Path, t
     def send(entry: JournalEntry) -> None:
         if isinstance(entry.event, JobEvaluated) and not sent:
             (root,) = (tmp_path / "runs").iterdir()
-            Mailbox(RunDir(root)).send(Action.CLONE, "job-000", changes={"learning_rate": 2e-3})
+            Mailbox(RunDir(root)).send(JobAction.CLONE, "job-000", changes={"learning_rate": 2e-3})
             sent.update({path: path.read_bytes() for path in (root / "control").iterdir()})
 
     calls = iter(range(4))

@@ -11,7 +11,8 @@ import pytest
 from tiny import load_tokenizer
 from trl_rows import trl_row
 
-from alto.data import Message, encode_conversation
+from alto.data import Message
+from alto.data.encode import Encoder
 from alto.errors import AltoError, SpecError, UnsupportedError
 from alto.importing import ImportedFile, ImportedTask, NoteKind, import_file, imported_task
 
@@ -286,7 +287,7 @@ def test_trained_tokens_of_messages_are_those_of_trl(folder: Path, assistant: bo
     _, expected = trl_row(row, tokenizer, assistant_only=assistant, completion_only=completion)
     made = task(folder, assistant_only_loss=assistant, completion_only_loss=completion)
     turns_of_row = tuple(Message(turn["role"], turn["content"]) for turn in row["messages"])
-    (found,) = encode_conversation(turns_of_row, tokenizer, made.task.train_on)
+    (found,) = Encoder(tokenizer, made.task.train_on).rows(turns_of_row)
     if assistant or completion is False:
         assert list(found.is_trained) == expected
     else:

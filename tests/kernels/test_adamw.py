@@ -10,7 +10,7 @@ import torch
 from kernel_backends import BACKENDS
 from torch import Tensor
 
-from alto.kernels import RowParts, torch_backend
+from alto.kernels import RowParts, RowStep, torch_backend
 
 SETTINGS = {
     0: {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
@@ -53,23 +53,21 @@ class Bank:
     def step(
         self, ops: ModuleType, slots: list[int], steps: list[int], scales: list[float], working: Tensor | None = None
     ) -> None:
-        settings = [SETTINGS[slot] for slot in slots]
-        ops.bank_adamw(
-            self.params,
-            self.grads,
-            self.exp_avg,
-            self.exp_avg_sq,
-            working,
-            slots,
-            parts=[PARTS[slot] for slot in slots],
-            steps=steps,
-            learning_rates=[(SETTINGS[slot]["lr"], RATES_OF_B[slot]) for slot in slots],
-            betas=[setting["betas"] for setting in settings],
-            epsilons=[setting["eps"] for setting in settings],
-            weight_decays=[setting["weight_decay"] for setting in settings],
-            grad_scales=torch.tensor(scales, dtype=self.dtype),
-            clears=[True] * len(slots),
-        )
+        rows = [
+            RowStep(
+                slot=slot,
+                parts=PARTS[slot],
+                step=step,
+                rates=(SETTINGS[slot]["lr"], RATES_OF_B[slot]),
+                betas=SETTINGS[slot]["betas"],
+                epsilon=SETTINGS[slot]["eps"],
+                weight_decay=SETTINGS[slot]["weight_decay"],
+                clears=True,
+            )
+            for slot, step in zip(slots, steps, strict=True)
+        ]
+        banks = (self.params, self.grads, self.exp_avg, self.exp_avg_sq)
+        ops.bank_adamw(*banks, working, rows, torch.tensor(scales, dtype=self.dtype))
 
 
 class Alone:

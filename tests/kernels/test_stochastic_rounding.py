@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kernel_backends import BACKENDS, lowbias32
 from torch import Tensor
 
-from alto.kernels import RowParts, choose_backend, rounding_key
+from alto.kernels import RowParts, RowStep, choose_backend, rounding_key
 from alto.kernels.stochastic_rounding import _CHUNK, MomentRounding, random_bits, rounded
 
 NAN, INF = float("nan"), float("inf")
@@ -89,19 +89,22 @@ class Bank:
         rate: float = 0.1,
         betas: tuple[float, float] = (0.9, 0.999),
     ) -> None:
-        ops.bank_adamw(
-            *(self.params, self.grads, self.exp_avg, self.exp_avg_sq, None),
-            slots,
-            parts=[RowParts(1000, 2000, 2000, self.END)] * len(slots),
-            steps=[step] * len(slots),
-            learning_rates=[(rate, rate)] * len(slots),
-            betas=[betas] * len(slots),
-            epsilons=[1e-8] * len(slots),
-            weight_decays=[0.0] * len(slots),
-            grad_scales=torch.ones(len(slots)),
-            clears=[False] * len(slots),
-            rounding_keys=keys,
-        )
+        rows = [
+            RowStep(
+                slot=slot,
+                parts=RowParts(1000, 2000, 2000, self.END),
+                step=step,
+                rates=(rate, rate),
+                betas=betas,
+                epsilon=1e-8,
+                weight_decay=0.0,
+                clears=False,
+                rounding_key=None if keys is None else keys[index],
+            )
+            for index, slot in enumerate(slots)
+        ]
+        banks = (self.params, self.grads, self.exp_avg, self.exp_avg_sq)
+        ops.bank_adamw(*banks, None, rows, torch.ones(len(slots)))
 
     def moments(self, slot: int) -> Tensor:
         return torch.stack([self.exp_avg[slot, : self.END], self.exp_avg_sq[slot, : self.END]]).float()

@@ -166,7 +166,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> dict[str, Launches]:
 class Slots:
     """A bank whose groups are computed by the Triton backend."""
 
-    def __init__(self, ranks: Sequence[int], monkeypatch: pytest.MonkeyPatch, *, rank_step: int) -> None:
+    def __init__(self, ranks: Sequence[int], *, rank_step: int) -> None:
         from alto.kernels import triton_backend
 
         layout = BankLayout(modules=MODULES, max_rank=max(ranks), rank_step=rank_step, shared_inputs=SHARED)
@@ -174,7 +174,7 @@ class Slots:
         self.bank = AdapterBank(layout, 3)
         self.bank.keep_square_sums(triton_backend.gradient_tiles(torch.float32, torch.float32))
         self.groups = [self.bank.operands(index, index) for index in range(len(layout.groups))]
-        monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: triton_backend)
+        self.bank.ops = triton_backend
         self.optimizer = SlotAdamW(self.bank, ["adamw_torch"])
 
     def admit(self, residents: Sequence[tuple[int, tuple[TargetModule, ...]]]) -> None:
@@ -206,10 +206,8 @@ def companies() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
             yield [(rank, next(targets)) for rank in ranks]
 
 
-def test_whoever_comes_and_goes_nothing_is_compiled_again(
-    launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots = Slots(RANKS, monkeypatch, rank_step=1)
+def test_whoever_comes_and_goes_nothing_is_compiled_again(launches: dict[str, Launches]) -> None:
+    slots = Slots(RANKS, rank_step=1)
     numbers = itertools.cycle((1, 2, 15, 16, 17, 64, 100, 128, 1000))
     compiled: dict[str, list[int]] = defaultdict(list)
     slots.admit([(8, MODULES)] * 3)
@@ -224,10 +222,8 @@ def test_whoever_comes_and_goes_nothing_is_compiled_again(
     assert all(first == last > 0 for first, last in compiled.values()), dict(compiled)
 
 
-def test_ranks_divisible_by_eight_move_whole_vectors(
-    launches: dict[str, Launches], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slots = Slots([8, 16], monkeypatch, rank_step=8)
+def test_ranks_divisible_by_eight_move_whole_vectors(launches: dict[str, Launches]) -> None:
+    slots = Slots([8, 16], rank_step=8)
     slots.admit([(8, MODULES), (16, MODULES[:2])])
     assert [operands.alignment for operands in slots.groups] == [8, 8]
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from kernel_backends import TRITON
 from torch import Tensor
 
-from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend
+from alto.kernels import DropoutKey, LoraOperands, RowParts, RowStep, TokenSchedule, choose_backend
 from alto.kernels.dropout import dropout_factor, kept_factor
 from alto.kernels.triton_config import dy_config, shrink_config, square_sums_config, total_norms_config
 
@@ -437,19 +437,20 @@ class TestRows:
         return [torch.rand(5, 40_010, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
 
     def step(self, ops: ModuleType, banks: list[Tensor], rows: Sequence[int]) -> None:
-        ops.bank_adamw(
-            *banks,
-            None,
-            rows,
-            parts=[self.PARTS[row] for row in rows],
-            steps=[2 + row for row in rows],
-            learning_rates=[(0.1 * (1 + row), 0.3) for row in rows],
-            betas=[(0.9, 0.99)] * len(rows),
-            epsilons=[1e-8] * len(rows),
-            weight_decays=[0.1] * len(rows),
-            grad_scales=torch.tensor([0.5 + row for row in rows], dtype=torch.float64),
-            clears=[row != 2 for row in rows],
-        )
+        steps = [
+            RowStep(
+                slot=row,
+                parts=self.PARTS[row],
+                step=2 + row,
+                rates=(0.1 * (1 + row), 0.3),
+                betas=(0.9, 0.99),
+                epsilon=1e-8,
+                weight_decay=0.1,
+                clears=row != 2,
+            )
+            for row in rows
+        ]
+        ops.bank_adamw(*banks, None, steps, torch.tensor([0.5 + row for row in rows], dtype=torch.float64))
 
     @TRITON
     def test_adamw(self, ops: ModuleType) -> None:

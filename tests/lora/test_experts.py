@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-import alto.lora.injection as injection
 from alto.backbone import Backbone
 from alto.errors import SpecError, TargetModuleError, UnsupportedModelError
 from alto.evaluation.target import loaded_adapters
@@ -131,11 +130,11 @@ def test_every_job_trains_as_peft_trains_it_alone(name: str, tmp_path: Path) -> 
 
 
 @BACKENDS
-def test_every_backend_gives_the_same(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_backend_gives_the_same(ops: Any) -> None:
     backbone = Backbone(build_mixture("mixtral"), None, "tiny")
     expected_bank, bank = occupied(backbone.model), occupied(backbone.model)
     expected = train(backbone, expected_bank)
-    monkeypatch.setattr(injection, "choose_backend", lambda **_: ops)
+    bank.ops = ops
     found = train(backbone, bank)
     torch.testing.assert_close(found, expected)
     for slot in SLOTS:

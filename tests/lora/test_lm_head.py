@@ -34,7 +34,6 @@ from alto.lora import (
     eject,
     find_targets,
     inject,
-    injection,
     read_saved_adapter,
 )
 from alto.records import LabelSet
@@ -127,7 +126,7 @@ def test_losses_and_gradients_of_many_slots(architecture: str, chunk: int) -> No
 
 @BACKENDS
 def test_every_backend_computes_them(ops: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(injection, "choose_backend", lambda **_: ops)
+    monkeypatch.setattr("alto.lora.bank.choose_backend", lambda **_: ops)
     assert_equal_by_hand("llama", 3)
 
 

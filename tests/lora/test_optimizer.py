@@ -217,10 +217,11 @@ def test_every_step_of_a_job_rounds_by_a_key_of_its_own(monkeypatch: pytest.Monk
         def __getattr__(self, name: str) -> Any:
             return getattr(torch_backend, name)
 
-        def bank_adamw(self, *args: Any, rounding_keys: list[int], **settings: Any) -> None:
-            seen.append(rounding_keys)
+        def bank_adamw(self, *banks: Any) -> None:
+            *_, rows, _ = banks
+            seen.append([row.rounding_key for row in rows])
 
-    monkeypatch.setattr("alto.lora.optimizer.choose_backend", lambda **_: Recording())
+    monkeypatch.setattr("alto.lora.bank.choose_backend", lambda **_: Recording())
     adapters = Rounded({2: 7})
     adapters.train(2)
     adapters.admit(0, 9)

@@ -78,9 +78,10 @@ class Pair:
         modules = tuple(TargetModule(name=name, in_features=6, out_features=n) for name, n in (("q", 5), ("k", 4)))
         bank = AdapterBank(BankLayout(modules=modules, max_rank=3, shared_inputs=(("q", "k"),)), 1)
         self.context, self.calls, self.bank = ForwardContext(), Calls(), bank
+        bank.ops = self.calls
         weights, operands = tuple(map(FrozenWeight, bases)), bank.operands(0, 0)
         none = [None] * len(bases)
-        dora = Dora(weights, bank.anchor, operands, self.calls, none)
+        dora = Dora(weights, bank, operands, none)
         shared = SharedInput(weights, bank, operands, self.context, none, dora)
         self.layers = [MultiLoraLinear(base, f"{member}", shared, member) for member, base in enumerate(bases)]
         bank.occupy(0, AdapterShape(rank=3, targets=modules))

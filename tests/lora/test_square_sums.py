@@ -41,7 +41,6 @@ class World:
         layout: BankLayout | None = None,
     ) -> None:
         layout = layout or BankLayout(modules=MODULES, max_rank=65, shared_inputs=(("q", "k", "v"),), extras=(BIAS,))
-        self.ops = ops
         self.base = torch.float64 if dtype == torch.float64 else torch.float32
         self.bank = AdapterBank(
             layout,
@@ -49,6 +48,7 @@ class World:
             dtype=dtype,
             initial=dict.fromkeys([extra.name for extra in layout.extras], torch.zeros(64)),
         )
+        self.bank.ops = ops
         self.bank.keep_square_sums(ops.gradient_tiles(self.base, dtype))
         assert self.bank.square_sums is not None
         # What nobody writes is not read.
@@ -77,14 +77,12 @@ class World:
                 return torch.cat(drawn).to(self.base)
 
             x_TK, dys = draw(operands.in_features), [draw(width) for width in operands.out_features]
-            s_TQ = self.ops.grouped_shrink(x_TK, operands, schedule)
-            ds_TQ = self.ops.grouped_backward_input(dys, operands, None, schedule)
-            self.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
+            s_TQ = self.bank.ops.grouped_shrink(x_TK, operands, schedule)
+            ds_TQ = self.bank.ops.grouped_backward_input(dys, operands, None, schedule)
+            self.bank.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
 
     def norms(self, slots: Sequence[int]) -> Tensor:
-        optimizer = SlotAdamW(self.bank, ())
-        optimizer._ops = self.ops
-        return optimizer.gradient_norms(slots)
+        return SlotAdamW(self.bank, ()).gradient_norms(slots)
 
     def expected(self, slots: Sequence[int]) -> Tensor:
         return REFERENCE.row_norms(self.bank.grads_ZP, slots, [self.bank.places(slot).end for slot in slots])

@@ -23,11 +23,12 @@ from alto.backbone import Backbone
 from alto.cli import app
 from alto.data import EncodedDataset, JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, UnsupportedError
-from alto.executor import RunStart, TaskContext, TaskSession, run_alone
+from alto.executor import RunStart, TaskContext, TaskSession, resolve_early_exit, run_alone
 from alto.objectives import Learners, find_objective, job_losses, micro_batch_terms
 from alto.report.importance import importance_of_settings
-from alto.runs import Action, Journal, Mailbox, RunDir, read_events, read_history
+from alto.runs import JobAction, Journal, Mailbox, RunDir, read_events, read_history
 from alto.spec import Task, load_task
+from alto.views import loss_unit
 
 FILES = packages.files_of("objectives.md", until="## One on conversations")
 FOCAL = packages.files_of("objectives.md", after="## One on conversations")
@@ -104,6 +105,46 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
     assert "references" not in events[0]
     assert all(set(event["metrics"]) == set(find_objective("simpo").metrics) for event in events if "metrics" in event)
     assert any("metrics" in event for event in events)
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_its_evaluations_get_a_share_of_the_time_if_its_entry_says_so(install: Install, says_so: bool) -> None:
+    install(entry=("", "") if says_so else ("has_row_losses=True", "has_row_losses=False"))
+    asked = make_task(CONFIGS, method="simpo")
+    data = TaskData(train=PAIRS.train, validation=make_pairs(200, seed=2))
+    task = resolve_early_exit(asked, data, begins=True)
+    assert (task.early_exit.evaluations is not None) == says_so
+    assert not says_so or min(rows for _, rows in task.early_exit.evaluations or ()) < 200
+
+
+def test_an_evaluation_on_some_pairs_keeps_the_loss_of_each(task: Task, tmp_path: Path) -> None:
+    data = TaskData(train=PAIRS.train, validation=make_pairs(60, seed=2))
+    resolved = resolve_early_exit(task, data, begins=True)
+    run_dir = RunDir.create(tmp_path / "runs", resolved)
+    backbone = Backbone(make_model("llama"), None, "unused")
+    with Journal(run_dir.journal_file) as journal:
+        run_alone(TaskSession(TaskContext.of(resolved, backbone, data), journal, RunStart(run_dir=run_dir)))
+    evaluations = [event for event in read_events(run_dir.journal_file) if event["event"] == "eval"]
+    assert min(len(event["loss_rows"]) for event in evaluations) == 32, "the least number of pairs"
+    for event in evaluations:
+        mean = sum(event["loss_rows"]) / len(event["loss_rows"])
+        assert event["validation_loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_an_evaluation_without_the_losses_that_its_entry_promises_is_refused(install: Install) -> None:
+    source = FILES[TERMS].replace("import Pairs", "import Pairs, Terms")
+    source = source.replace("return pairs.terms(", "all_terms = pairs.terms(")
+    install(terms=("", source + "        return Terms(sums_J=all_terms.sums_J, metrics=all_terms.metrics)\n"))
+    bank = Bank(make_model("llama"), make_task(CONFIGS[:2], method="simpo"), data=PAIRS)
+    bank.step()
+    with pytest.raises(ShapeError, match=r"SimPO.terms: expected rows with 'loss', .* simpo says has_row_losses"):
+        bank.trainer.evaluate(bank.jobs)
+
+
+def test_its_loss_is_shown_in_its_unit_where_it_is_installed(install: Install) -> None:
+    assert loss_unit("simpo") == "in the unit of simpo"
+    install()
+    assert loss_unit("simpo") == "mean over pairs"
 
 
 def test_it_refuses_conversations(task: Task) -> None:
@@ -375,8 +416,8 @@ def test_a_clone_is_checked_by_it(install: Install, tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     mailbox = Mailbox(run_dir)
-    refused = mailbox.send(Action.CLONE, "job-000", changes={"beta": 50.0})
-    cloned = mailbox.send(Action.CLONE, "job-000", changes={"target_margin": 0.25})
+    refused = mailbox.send(JobAction.CLONE, "job-000", changes={"beta": 50.0})
+    cloned = mailbox.send(JobAction.CLONE, "job-000", changes={"target_margin": 0.25})
     with Journal(run_dir.journal_file) as journal:
         run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)

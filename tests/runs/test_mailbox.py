@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from alto.errors import JobCommandError, MailboxFullError
-from alto.runs import Action, Answer, Mailbox, RunDir
+from alto.runs import Answer, JobAction, Mailbox, RunDir
 from alto.runs.mailbox import MOST_KEPT
 
 NAME = "00001-x"
@@ -85,14 +85,14 @@ def test_a_file_in_the_place_of_the_mailbox_disturbs_nobody_and_is_named_to_who_
     mailbox = Mailbox(run)
     assert mailbox.pending() == []
     with pytest.raises(JobCommandError, match=r"expected a folder for commands at .*control, found a file"):
-        mailbox.send(Action.STOP, "job-000")
+        mailbox.send(JobAction.STOP, "job-000")
 
 
 def test_a_command_arrives_and_its_answer_comes_back(run: RunDir) -> None:
     mailbox = Mailbox(run)
-    sent = mailbox.send(Action.CLONE, "job-000", changes={"r": 4}, warm=True)
+    sent = mailbox.send(JobAction.CLONE, "job-000", changes={"r": 4}, warm=True)
     (command,) = mailbox.pending()
-    assert (command.id, command.action, command.job) == (sent, Action.CLONE, "job-000")
+    assert (command.id, command.action, command.job) == (sent, JobAction.CLONE, "job-000")
     assert (command.changes, command.warm) == ({"r": 4}, True)
     assert mailbox.wait_for_answer(sent, 0) is None
     mailbox.answer(sent, Answer(done=True, message="yes"))
@@ -104,7 +104,7 @@ def test_commands_keep_their_order_where_the_clock_is_set_back(run: RunDir, monk
     times = iter([2_000_000_000, 1_000_000_000, 1_000_000_000])
     monkeypatch.setattr("alto.runs.mailbox.time.time_ns", lambda: next(times))
     mailbox = Mailbox(run)
-    sent = [mailbox.send(Action.STOP, f"job-{number}") for number in range(3)]
+    sent = [mailbox.send(JobAction.STOP, f"job-{number}") for number in range(3)]
     assert [command.id for command in mailbox.pending()] == sent
 
 
@@ -112,9 +112,9 @@ def test_a_mailbox_does_not_grow_without_bound(run: RunDir) -> None:
     mailbox = Mailbox(run)
     with run.locked():
         for _ in range(2):
-            commands = [mailbox.send(Action.STOP, "job-000") for _ in range(MOST_KEPT)]
+            commands = [mailbox.send(JobAction.STOP, "job-000") for _ in range(MOST_KEPT)]
             with pytest.raises(MailboxFullError, match=f"expected fewer than {MOST_KEPT} commands"):
-                mailbox.send(Action.RESUME, "job-000")
+                mailbox.send(JobAction.RESUME, "job-000")
             for command in commands:
                 mailbox.answer(command, Answer(done=True, message=command))
     assert sorted(path.name for path in run.control.iterdir()) == [f"{command}.answer.json" for command in commands]

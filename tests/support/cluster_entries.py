@@ -1,4 +1,4 @@
-"""Functions that executors run in the tests of clusters instead of training, like ``alto.engine.work:train``.
+"""Hosts of the executors in the tests of clusters; they do other things instead of training.
 
 Only executors import this file.
 """
@@ -43,6 +43,28 @@ def _is_locked_aloud(run: RunDir) -> bool:
 RunDir.is_locked = _is_locked_aloud  # type: ignore[method-assign]
 
 
+class Alone:
+    """A host that does all of its ``work`` when a run is attached to it, and is then used up."""
+
+    is_usable = False
+    work: Callable[[str, IsInterrupted], str | None]
+
+    def __init__(self) -> None:
+        self._ended: dict[int, str] = {}
+
+    def attach(self, run: HostedRun) -> None:
+        self._ended[run.number] = self.work(run.ticket.run_dir, run.is_interrupted) or ""
+
+    def turn(self) -> dict[int, str]:
+        ended, self._ended = self._ended, {}
+        return ended
+
+
+def alone(work: Callable[[str, IsInterrupted], str | None]) -> type[Alone]:
+    """Return the host that does this work."""
+    return type(work.__name__, (Alone,), {"work": staticmethod(work)})
+
+
 def tell(run_dir: str, event: str, **facts: Any) -> None:
     path = RunDir(Path(run_dir)).journal_file
     past = read_entries(path) if path.exists() else ()
@@ -50,6 +72,7 @@ def tell(run_dir: str, event: str, **facts: Any) -> None:
         journal.append(decode({"time": 0.0, "event": event, **facts}).event)
 
 
+@alone
 def works(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Write two lines and finish."""
     tell(run_dir, "began", pid=os.getpid())
@@ -57,6 +80,7 @@ def works(run_dir: str, is_interrupted: IsInterrupted) -> None:
     tell(run_dir, "done")
 
 
+@alone
 def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Work until asked to stop, and then save."""
     is_interrupted()  # from now on it is asked, and not stopped where it is
@@ -67,6 +91,7 @@ def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     raise TaskInterruptedError("stopped on request, with everything on disk")
 
 
+@alone
 def loads(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Read a model forever, and never ask whether to stop."""
     tell(run_dir, "loading", pid=os.getpid())
@@ -74,43 +99,48 @@ def loads(run_dir: str, is_interrupted: IsInterrupted) -> None:
         time.sleep(1)
 
 
+@alone
 def hangs(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Ask once and then never again, although the interpreter lives."""
     is_interrupted()
-    loads(run_dir, is_interrupted)
+    loads.work(run_dir, is_interrupted)
 
 
+@alone
 def fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Raise the error that a file in the run's folder names."""
     name = (Path(run_dir) / "error").read_text(encoding="utf-8")
     raise getattr(errors, name, RuntimeError)("as the test wants it")
 
 
+@alone
 def exits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """End the process without any message."""
     os._exit(7)
 
 
+@alone
 def has_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Start two processes, one of them in a process group of its own, and wait."""
     children = [subprocess.Popen(SLEEPER), subprocess.Popen(SLEEPER, process_group=0)]
     tell(run_dir, "children", pids=[child.pid for child in children])
-    waits(run_dir, is_interrupted)
+    waits.work(run_dir, is_interrupted)
 
 
+@alone
 def leaves_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Start two processes and finish."""
     children = [subprocess.Popen(SLEEPER), subprocess.Popen(SLEEPER, process_group=0)]
     tell(run_dir, "children", pids=[child.pid for child in children])
 
 
+@alone
 def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Write the environment variables."""
     names = (
         "RANK",
         "WORLD_SIZE",
         "ALTO_RENDEZVOUS",
-        "ALTO_TRUST_REMOTE_CODE",
         "ALTO_MEMORY_SHARE",
         "CUDA_VISIBLE_DEVICES",
         "OMP_NUM_THREADS",
@@ -118,6 +148,21 @@ def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
     tell(run_dir, "environment", **{name: os.environ.get(name) for name in names})
 
 
+class TellsTicket:
+    """A host in whose run's folder each rank leaves a file with some of what its ticket says."""
+
+    is_usable = False
+
+    def attach(self, run: HostedRun) -> None:
+        self._ended = {run.number: ""}
+        facts = (run.ticket.trust_remote_code, run.ticket.tenant, run.ticket.priority)
+        replace_file(Path(run.ticket.run_dir) / f"ticket-{os.environ['RANK']}", json.dumps(facts))
+
+    def turn(self) -> dict[int, str]:
+        return self._ended
+
+
+@alone
 def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Write the devices that PyTorch sees."""
     import torch
@@ -125,6 +170,7 @@ def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
     tell(run_dir, "devices", threads=torch.get_num_threads(), gpus=torch.cuda.device_count())
 
 
+@alone
 def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Let each rank wait for the others before its next turn, however long; the first rank writes who they are."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -147,14 +193,16 @@ def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
             raise TaskInterruptedError("stopped on request, with everything on disk")
 
 
+@alone
 def last_rank_fails(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Let the last rank raise the error that a file in the run's folder names; the others fail because it is gone."""
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-        fails(run_dir, is_interrupted)
+        fails.work(run_dir, is_interrupted)
     time.sleep(0.5)
     raise RuntimeError("Connection closed by peer")
 
 
+@alone
 def prints_and_dies(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Print on both streams and die without closing them."""
     print("to stdout")
@@ -162,6 +210,7 @@ def prints_and_dies(run_dir: str, is_interrupted: IsInterrupted) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@alone
 def tears_a_line(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Write half a line, wait for the test, and write the rest."""
     tell(run_dir, "began")
@@ -176,6 +225,7 @@ def tears_a_line(run_dir: str, is_interrupted: IsInterrupted) -> None:
         file.write(line[12:])
 
 
+@alone
 def goes_back(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Cut the journal back to its first two lines, as a resumed run does, and write two others."""
     cut_journal(RunDir(Path(run_dir)).journal_file, 2)
@@ -183,6 +233,7 @@ def goes_back(run_dir: str, is_interrupted: IsInterrupted) -> None:
     tell(run_dir, "step", step=2)
 
 
+@alone
 def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Take three steps per attempt. The first attempt then waits; once it is asked to stop, it saves until the test
     lets it continue."""
@@ -201,6 +252,7 @@ def counts(run_dir: str, is_interrupted: IsInterrupted) -> None:
             raise TaskInterruptedError("stopped on request")
 
 
+@alone
 def fills_the_disk(run_dir: str, is_interrupted: IsInterrupted) -> str:
     """End as a file in the run's folder says, on a full disk, on which not even the end can be recorded."""
     tell(run_dir, "began", pid=os.getpid())

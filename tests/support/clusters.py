@@ -29,8 +29,8 @@ CLUSTERS: dict[str, Callable[..., Cluster]] = {"local": local_cluster, "ray": ra
 
 
 class Started:
-    """A cluster whose executors call ``entry``, and its events so far. ``entry`` is a function of ``cluster_entries``,
-    or of another module if that is named."""
+    """A cluster whose executors run the host ``entry``, and its events so far. ``entry`` is a class of
+    ``cluster_entries``, or of another module if that is named."""
 
     def __init__(self, cluster: Cluster, folder: Path, entry: str) -> None:
         self.cluster = cluster

@@ -15,15 +15,15 @@ from torch import Tensor
 
 import alto
 from alto.backbone import Backbone
-from alto.cluster.entry import work_alone
+from alto.cluster import HostedRun
 from alto.engine import work
 from alto.executor import Trainer, session
 from alto.executor.checkpoint import StateStore
 
-__all__ = ["HOLD", "TRAIN", "Death", "plan_deaths", "train"]
+__all__ = ["HOLD", "TRAIN", "Death", "Training", "plan_deaths"]
 
-TRAIN = "deaths:train"
-"""The function that executors call."""
+TRAIN = "deaths:Training"
+"""The host of executors."""
 
 HOLD = 0
 """Value in place of a signal: wait there until the executor is asked to stop, or is killed. Nothing has to be done in
@@ -49,14 +49,20 @@ def plan_deaths(folder: Path, deaths: Mapping[str, Sequence[Death]]) -> None:
     (folder / _FILE).write_text(json.dumps(deaths), encoding="utf-8")
 
 
-def train(run_dir: str, is_interrupted: Callable[[], bool]) -> str:
-    """Train as a real executor does, with a checkpoint at every turn, until this rank's death."""
-    session.MAX_SAVING_SHARE = 1e9
-    death = _death_of(Path(run_dir))
-    if death is not None and death[0] == int(os.environ["RANK"]):
-        _, instant, number, which = death
-        _die_at(instant, which, functools.partial(_hold, is_interrupted) if number == HOLD else _kill(number))
-    return work_alone(work.Training, run_dir, is_interrupted) or ""
+class Training(work.Training):
+    """The host of real executors, with a checkpoint at every turn, until this rank's death."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_usable = False  # what an instant does is changed for the whole process
+
+    def attach(self, run: HostedRun) -> None:
+        session.MAX_SAVING_SHARE = 1e9
+        death = _death_of(Path(run.ticket.run_dir))
+        if death is not None and death[0] == int(os.environ["RANK"]):
+            _, instant, number, which = death
+            _die_at(instant, which, functools.partial(_hold, run.is_interrupted) if number == HOLD else _kill(number))
+        super().attach(run)
 
 
 def _death_of(run_dir: Path) -> Death | None:

@@ -33,8 +33,8 @@ from tiny import make_task, save_model
 import alto
 from alto.early_exit import audit
 from alto.executor import JobState, checkpoint, session
-from alto.executor.slot_manager import TaskState
-from alto.runs import Action, Mailbox, RunDir, read_events
+from alto.executor.slot_manager import RunningTask
+from alto.runs import JobAction, Mailbox, RunDir, read_events
 from alto.runs import journal as journal_module
 
 LIVES_PER_RUN = 4
@@ -93,15 +93,15 @@ class Instants:
                 die()
 
         checkpoint.save_file = save
-        active = TaskState.active
+        active = RunningTask.active
 
-        def about_to_train(state: TaskState) -> list[JobState]:
+        def about_to_train(state: RunningTask) -> list[JobState]:
             jobs = active(state)
             if any(state.selection.rungs.is_waiting(job.id) for job in jobs) and self.is_reached("ahead"):
                 die()
             return jobs
 
-        TaskState.active = about_to_train  # type: ignore[method-assign]
+        RunningTask.active = about_to_train  # type: ignore[method-assign]
 
     def _on_audit(self, event: str, args: Any, root: str) -> None:
         if event in FILE_EVENTS and args and str(args[0]).startswith(root):
@@ -236,8 +236,8 @@ def commanded_trial(folder: Path, model: Path, rng: random.Random, kills: Counte
     root = run_in(folder / "runs")
     assert root is not None
     mailbox = Mailbox(RunDir(root))
-    mailbox.send(Action.STOP, "job-001")
-    mailbox.send(Action.CLONE, "job-000", changes={"learning_rate": 2e-3, "r": 12})
+    mailbox.send(JobAction.STOP, "job-001")
+    mailbox.send(JobAction.CLONE, "job-000", changes={"learning_rate": 2e-3, "r": 12})
     for _ in range(3):
         instants = Instants("file", rng.randint(1, 40))
         kills["command"] += ended(fork(lambda chosen=instants: live(folder, model, chosen))) != 0

@@ -1,4 +1,4 @@
-"""Functions of ranks in the tests of clusters that use PyTorch; imported before the ranks are forked."""
+"""Hosts of ranks in the tests of clusters that use PyTorch; imported before the ranks are forked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cluster_entries import tell
+from cluster_entries import alone, tell
 
 from alto.base import replace_file
 from alto.executor import Ranks
 
 
+@alone
 def ranks_meet(run_dir: str, is_interrupted: Callable[[], bool]) -> None:
     """Let the first rank write the environment of each rank."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "ALTO_RENDEZVOUS", "OMP_NUM_THREADS")

@@ -10,7 +10,8 @@ import pytest
 
 pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
 
-from alto.data.messages import Message
+from alto.data.encode import Encoder
+from alto.data.messages import Conversation
 from tools.templates import __main__ as templates
 from tools.templates.chat_templates import STYLES, make_tokenizer
 from tools.templates.conversations import MESSAGES
@@ -27,13 +28,13 @@ def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:
 
 
 def test_an_unexplained_difference_fails_the_gate(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = templates.encode_conversation
+    encode = Encoder.rows
 
-    def without_the_end(turns: tuple[Message, ...], *arguments: Any) -> Any:
-        [row] = encode(turns, *arguments)
+    def without_the_end(encoder: Encoder, conversation: Conversation) -> Any:
+        [row] = encode(encoder, conversation)
         return [type(row)(row.input_ids, (*row.is_trained[:-1], False))]
 
-    monkeypatch.setattr(templates, "encode_conversation", without_the_end)
+    monkeypatch.setattr(Encoder, "rows", without_the_end)
     rows = list(templates.compare_all("llama-3", True))
     result = templates.summarise(rows, "smoke")
     assert (result.gate, result.figures) == ("failed", {})

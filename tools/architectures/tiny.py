@@ -117,7 +117,7 @@ def build_tiny(model_type: str, vocabulary: int, seed: int = 0) -> PreTrainedMod
     torch.manual_seed(seed)
     model: PreTrainedModel = auto_class(config).from_config(config).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # zero in a new model, so that one that is forgotten would not show
+        if name.endswith("bias"):  # biases are zero in a new model, so a forgotten one would not be noticed
             nn.init.normal_(parameter, std=0.2)
         elif parameter.dim() == 2 and parameter.std() < 0.1:
             # Attention that is far from uniform, so that an error in it shows in the losses.

@@ -157,7 +157,7 @@ def _launches(
     """Return kernel and grid of every launch of a group, as the backend makes them, forward and backward."""
     members, largest = len(out_features), max(ranks)
     size = (in_features * members + sum(out_features)) * largest
-    # Adapters are neither read nor written, so that all may lie in the same numbers.
+    # Adapters are neither read nor written, so all of them may use the same memory.
     params_ZP = torch.zeros(1, size).expand(len(ranks), -1)
     operands = LoraOperands(
         number=0,

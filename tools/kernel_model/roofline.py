@@ -289,7 +289,7 @@ class StepModel:
             k = group.in_features
             for member, n in enumerate(group.out_features):
                 layer += self._gemm(tokens, k, n, adds=accumulates)
-                # The input's gradient is summed over the members: each but the first adds to it.
+                # The input's gradient is a sum over the members; each one except the first adds to it.
                 layer += self._gemm(tokens, n, k, adds=accumulates or member > 0)
         # Norms, rotary embedding, gate and residual sums, forward and about twice that backward.
         elements = 3 * (2 * 2 * hidden + 2 * 3 * hidden + 2 * (hidden + kv) + 3 * wide)
@@ -317,7 +317,7 @@ class StepModel:
         narrow = members * sum(rank * length for rank, length in jobs) * version.narrow_bytes
         num_a, num_bs = sum(members * rank for rank, _ in jobs) * k, sum(rank for rank, _ in jobs) * sum(ns)
         a, bs = num_a * version.weight_bytes, num_bs * version.weight_bytes
-        # Of every job that has tokens: how often a gradient is read or written.
+        # For every job with tokens: how often a gradient is read or written.
         overwrites = version.overwrites_gradients
         uses = [1 if overwrites and not seen else 2 for seen, length in zip(trained, lengths, strict=True) if length]
         moved_ranks = ADAPTER_BYTES * sum(times * rank for times, (rank, _) in zip(uses, jobs, strict=True))
@@ -408,7 +408,7 @@ class StepModel:
             expand,
             (n_tiles(version.output_tile), len(chunks), 1),
         )
-        # Beside a tile of more than 64 ranks there are registers for fewer tokens.
+        # With a tile of more than 64 ranks, there are registers for fewer tokens.
         ds_tokens = _rows(version.ds_tokens, 2 * max(self.ranks))
         b_tile = _rows(version.gradient_tile, max(self.ranks))
         ds = narrow_programs(ns, 1, ds_tokens)

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
 
-from alto.data import encode_conversation
 from alto.data.convert import to_conversation
+from alto.data.encode import Encoder
 from alto.data.formats import find_layout
 from alto.data.rows import RawRow
 from alto.errors import AltoError
@@ -138,7 +138,7 @@ def _split(row: dict[str, Any]) -> dict[str, Any]:
 def _of_alto(row: dict[str, Any], tokenizer: Any, train_on: TrainOn = "completion", form: str = "auto") -> Found | str:
     raw = RawRow("row", row)
     try:
-        found = encode_conversation(to_conversation(raw, find_layout([raw], form, {})), tokenizer, train_on)
+        found = Encoder(tokenizer, train_on).rows(to_conversation(raw, find_layout([raw], form, {})))
     except AltoError as error:
         return str(error)
     return [(list(one.input_ids), list(one.is_trained)) for one in found]

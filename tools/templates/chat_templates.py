@@ -113,7 +113,7 @@ def make_tokenizer(name: str, *, is_marked: bool) -> Any:
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in style.tokens])
     tokenizer.eos_token = style.eos
     begin, end = ("{% generation %}", "{% endgeneration %}") if is_marked else ("", "")
-    # A tag must not take the place of one that trims blanks.
+    # A tag must not replace one that trims blanks.
     text = re.sub(r"\[\[", begin, style.text)
     tokenizer.chat_template = re.sub(r"\]\]\n?", end, text)
     return tokenizer

@@ -50,7 +50,9 @@ def export_best(
     card = _Card(model=model, dataset=dataset, method=method, use=use, chat_template=chat_template)
     folder = Path(result.adapter_dir)
     fresh = folder.with_name(f"{folder.name}.new")
-    metrics = _metrics(result) | _rows(use)
+    # From the form of the rows, an export of only this folder knows how the model is prompted.
+    rows = {key: use.rows[key] for key in ("form", "of_messages") if key in use.rows}
+    metrics = _metrics(result) | ({"rows": rows} if rows else {})
     if not best_of_job.is_dir():
         raise RunNotFoundError(
             f"the best adapter of {result.best_job} is missing: {best_of_job} does not exist. Restore the folder, or "
@@ -94,7 +96,7 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
         "job": best.job,
         "config": dict(best.config),
         "metric": result.metric,
-        **_worth(result),
+        **({"refit_of": result.refit_of} if result.refit_of else {"validation_loss": best.best_validation_loss}),
         **({} if best.test_loss is None else {"test_loss": _strict(best.test_loss)}),
         **({"test_metrics": _strict_values(best.test_metrics)} if best.test_metrics else {}),
         "metrics": _strict_values(best.best_metrics),
@@ -109,19 +111,6 @@ def _metrics(result: TaskOutcome) -> dict[str, Any]:
         **_finalists(result),
         **({} if result.adapter_check is None else {"peft_check": asdict(result.adapter_check)}),
     }
-
-
-def _rows(use: ModelUse) -> dict[str, Any]:
-    """Return the form of the rows; from it, an export of only this folder knows how the model is prompted."""
-    found = {key: use.rows[key] for key in ("form", "of_messages") if key in use.rows}
-    return {"rows": found} if found else {}
-
-
-def _worth(result: TaskOutcome) -> dict[str, Any]:
-    """Return the validation loss; for a refit, which has none, the run whose winner was trained again."""
-    if result.refit_of:
-        return {"refit_of": result.refit_of}
-    return {"validation_loss": _best(result).best_validation_loss}
 
 
 def _strict_values(metrics: Mapping[str, float]) -> dict[str, float | str]:
@@ -168,7 +157,11 @@ class _Card:
             "setting": best.config,
         }
         shown = "\n".join(_table(heading, rows) for heading, rows in tables.items() if rows)
-        origin = self._origin(result)
+        origin, template = self._origin(result), ""
+        if self.chat_template is not None:
+            template = f"""
+It was trained with the chat template in `{TEMPLATE_NAME}`, not with the template of the tokenizer.
+"""
         named = "" if is_object_name(base_model) else base_model
         header = card_header(named, library="peft", pipeline=self.use.pipeline, tags=adapter_tags(named))
         return f"""{header}
@@ -176,7 +169,7 @@ class _Card:
 {_warning(result)}
 LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pypi.org/project/alto-lora/): {origin}.
 
-{self.use.adapter_code(base_model, "base" if self.chat_template is None else "base_with_template")}{self._template}
+{self.use.adapter_code(base_model, "base" if self.chat_template is None else "base_with_template")}{template}
 {shown}"""
 
     def _origin(self, result: TaskOutcome) -> str:
@@ -192,14 +185,6 @@ LoRA adapter for `{self.model}`, tuned on `{self.dataset}` by [ALTO](https://pyp
         return f"""the best of
 {len(result.jobs)} configurations{chosen_by}, validation loss {best.best_validation_loss:.4f} ({loss_unit(self.method)})
 at step {best.best_step} of {best.total_steps}{tested}"""
-
-    @property
-    def _template(self) -> str:
-        if self.chat_template is None:
-            return ""
-        return f"""
-It was trained with the chat template in `{TEMPLATE_NAME}`, not with the template of the tokenizer.
-"""
 
 
 def _warning(result: TaskOutcome) -> str:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -232,6 +232,7 @@ def _model_type(winner: Winner) -> str:
     return model_type
 
 
+_FORMS: tuple[ExportForm, ...] = ("merged", "gguf", "per_expert", "config")
 _CHOICES: Mapping[str, Any] = {"gguf": GgufType, "config": ForeignTool}
 
 
@@ -261,7 +262,7 @@ class ExportSettings:
             value, allowed = getattr(self, key), get_args(choice)
             if value is not None and value not in allowed:
                 raise SpecError(f"{key}: expected one of {', '.join(allowed)}, found {value!r}; write one of these")
-        chosen = [name for name in ("merged", "gguf", "per_expert", "config") if getattr(self, name)]
+        chosen = [name for name in _FORMS if getattr(self, name)]
         if len(chosen) > 1:
             raise SpecError(
                 f"export: expected one of merged, gguf, per_expert and config, found {' and '.join(chosen)}; write "
@@ -271,13 +272,7 @@ class ExportSettings:
     @property
     def form(self) -> ExportForm:
         """The form of the exported files."""
-        if self.merged:
-            return "merged"
-        if self.gguf is not None:
-            return "gguf"
-        if self.config is not None:
-            return "config"
-        return "per_expert" if self.per_expert else "adapter"
+        return next((name for name in _FORMS if getattr(self, name)), "adapter")
 
 
 def check_before(folder: Path, settings: ExportSettings) -> None:
@@ -313,22 +308,31 @@ def write_export(winner: Winner, folder: Path, settings: ExportSettings) -> Expo
         SpecError: A configuration of another trainer is requested, and the adapter does not come from a run.
     """
     write = {"merged": _write_merged, "gguf": _write_gguf, "config": _write_config}.get(settings.form, _write_adapter)
-    result = write(winner, folder, settings)
-    result = replace(result, files=tuple(sorted(path.name for path in folder.iterdir())))
-    if settings.push_to_hub is None:
-        return result
-    return replace(result, url=push(folder, settings.push_to_hub))
+    command, difference, notes = write(winner, folder, settings)
+    return ExportResult(
+        form=settings.form,
+        folder=str(folder),
+        files=tuple(sorted(path.name for path in folder.iterdir())),
+        command=command,
+        difference=difference,
+        notes=notes,
+        url="" if settings.push_to_hub is None else push(folder, settings.push_to_hub),
+    )
 
 
-def _write_adapter(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+_Written = tuple[str, float | None, tuple[str, ...]]
+"""The command that uses the files, the relative difference of logits after merging, and notices."""
+
+
+def _write_adapter(winner: Winner, folder: Path, settings: ExportSettings) -> _Written:
     with new_folder(folder) as fresh:
         write_adapter_folder(winner, settings.form, fresh)
     stacked = settings.form == "adapter" and is_stacked(winner)
     command, notes = adapter_command(winner, folder, is_stacked=stacked)
-    return ExportResult(form=settings.form, folder=str(folder), files=(), command=command, notes=notes)
+    return command, None, notes
 
 
-def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> _Written:
     dtype = dtype_on_disk(winner)
     model, difference = merged_model(winner)
     what = f"`model.safetensors` in {str(dtype).removeprefix('torch.')}, for transformers and vLLM"
@@ -340,11 +344,10 @@ def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> Exp
             winner, difference, what, library="transformers", pipeline=use.pipeline, how=use.merged_code()
         )
         (fresh / "README.md").write_text(card, encoding="utf-8")
-    command = shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)])
-    return ExportResult(form="merged", folder=str(folder), files=(), command=command, difference=difference)
+    return shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)]), difference, ()
 
 
-def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> _Written:
     assert settings.gguf is not None
     described = GgufModel.of(winner, settings.gguf)
     model, difference = merged_model(winner)
@@ -355,18 +358,11 @@ def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> Expor
         described.write(fresh / file, tensors)
         card = merged_card(winner, difference, what, library="gguf", pipeline="text-generation", how=how)
         (fresh / "README.md").write_text(card, encoding="utf-8")
-    return ExportResult(
-        form="gguf",
-        folder=str(folder),
-        files=(),
-        command=gguf_command(folder / file),
-        difference=difference,
-        notes=described.notes,
-    )
+    return gguf_command(folder / file), difference, described.notes
 
 
-def _write_config(winner: Winner, folder: Path, settings: ExportSettings) -> ExportResult:
+def _write_config(winner: Winner, folder: Path, settings: ExportSettings) -> _Written:
     assert settings.config is not None
     with new_folder(folder) as fresh:
         command, notes = write_tool_config(winner, settings.config, fresh, folder)
-    return ExportResult(form="config", folder=str(folder), files=(), command=command, notes=notes)
+    return command, None, notes

@@ -74,7 +74,7 @@ def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
         return dict(spec.objects.fingerprint)
     path = resolve_model(spec.id)
     with reading(spec.id, path, "the files that it was loaded from", "copy or download the model again"):
-        folder = _folder(spec.id)
+        folder = model_folder(spec.id)
         code = _code(folder) if spec.trust_remote_code and _brings_code(folder) else []
         return _fingerprint(folder, code, use_safetensors=spec.use_safetensors)
 
@@ -88,7 +88,7 @@ def tokenizer_fingerprint(spec: BaseModelSpec) -> str | None:
     """
     path = resolve_model(spec.id)
     with reading(spec.id, path, "the files of its tokenizer", "copy or download the model again"):
-        folder = _folder(spec.id)
+        folder = model_folder(spec.id)
         files = [file for pattern in _TOKENIZER_FILES for file in sorted(folder.glob(pattern))]
         return _digest([file.name.encode() + b"\0" + file.read_bytes() for file in files])
 
@@ -97,9 +97,9 @@ def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> d
     files = weight_files(folder, use_safetensors=use_safetensors)
     return {
         "weights": _digest(sorted(piece for file in files for piece in _tensors(file))),
-        "config": _digest([_config(folder)]),
+        "config": _digest([_config_bytes(json.loads((folder / "config.json").read_text("utf-8")))]),
         "code": _digest(code),
-        "commit": _commit(folder),
+        "commit": folder.name if folder.parent.name == "snapshots" else None,
         "files": {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files},
     }
 
@@ -161,18 +161,18 @@ def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> l
     return differences
 
 
-def _folder(model: str) -> Path:
-    """Return the folder of the model's files; for a hub id, the folder of its revision in the cache."""
+def model_folder(model: str, *, local_files_only: bool = False) -> Path:
+    """Return the folder of the model's files; for a hub id, the folder of its revision in the cache.
+
+    Raises:
+        OSError, ValueError: There is no such model.
+    """
     path = resolve_model(model)
     if Path(path).is_dir():
         return Path(path)
-    config = cached_file(path, "config.json")
+    config = cached_file(path, "config.json", local_files_only=local_files_only)
     assert config is not None
     return Path(config).parent
-
-
-def _commit(folder: Path) -> str | None:
-    return folder.name if folder.parent.name == "snapshots" else None
 
 
 def weight_files(folder: Path, *, use_safetensors: bool = True) -> list[Path]:
@@ -186,10 +186,6 @@ def weight_files(folder: Path, *, use_safetensors: bool = True) -> list[Path]:
         weight_map = json.loads((folder / index).read_text("utf-8"))["weight_map"]
         return [folder / name for name in sorted(set(weight_map.values()))]
     return sorted(folder.glob("*.safetensors" if use_safetensors else "*.bin"))
-
-
-def _config(folder: Path) -> bytes:
-    return _config_bytes(json.loads((folder / "config.json").read_text("utf-8")))
 
 
 def _config_bytes(config: Mapping[str, Any]) -> bytes:

@@ -39,7 +39,6 @@ class Scores(NamedTuple):
     """The settings of attention scores.
 
     Attributes:
-        scale: Factor on the scores.
         window: Largest number of tokens that a token attends to, itself included; None for all.
         softcap: Bound of the scores, applied with a tanh; None for no bound.
     """
@@ -56,9 +55,7 @@ class Attend(Protocol):
         """Return the output ``[T, H, D]``.
 
         Args:
-            q_THD: Queries ``[T, H, D]``.
             k_TGD: Keys ``[T, G, D]``; ``H`` is a multiple of ``G`` (grouped queries).
-            v_TGD: Values ``[T, G, D]``.
             sequences: The sequences; their lengths sum to ``T``.
         """
         ...
@@ -66,11 +63,7 @@ class Attend(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashKernel:
-    """The attention kernel of one library.
-
-    Attributes:
-        can_cap: Whether the kernel supports ``softcap``.
-    """
+    """The attention kernel of one library."""
 
     attend: Attend
     can_cap: bool

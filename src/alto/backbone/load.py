@@ -80,7 +80,6 @@ def load_backbone(
             :func:`alto.backbone.borrowed`.
         mesh: Ranks over which the model is sharded. Each rank keeps a part, and all must run the same number of forward
             passes. None keeps the complete model on this rank.
-        gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
 
     Raises:
         ModelNotFoundError: There is no model of that name, or a file is missing.

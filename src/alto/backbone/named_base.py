@@ -17,9 +17,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.utils.hub import cached_file
 
-from alto.backbone.fingerprint import named_tensors, weight_files
+from alto.backbone.fingerprint import model_folder, named_tensors, weight_files
 from alto.backbone.load import load_config, load_network, load_tokenizer, resolve_model
 from alto.backbone.reading import auto_class, reading
 from alto.backbone.sharded_load import parameters_on_meta
@@ -84,8 +83,11 @@ def find_named_base(objects: BaseObjects) -> NamedBase | None:
     if len(dtypes) != 1 or not dtypes <= _DTYPES:
         return None
     try:
-        folder = _folder(name)
-        if folder is None or not _is_same_network(model, BaseModelSpec(id=str(folder))):
+        folder = model_folder(name, local_files_only=True)
+    except (OSError, ValueError):  # not a hub id, or never downloaded
+        return None
+    try:
+        if not _is_same_network(model, BaseModelSpec(id=str(folder))):
             return None
         tokenizer = load_tokenizer(BaseModelSpec(id=str(folder)))
     except ModelError:  # the name loads no model of this kind
@@ -101,18 +103,6 @@ def find_named_base(objects: BaseObjects) -> NamedBase | None:
         dtype=objects.dtype,
         chat_template=None if template == named else template,
     )
-
-
-def _folder(name: str) -> Path | None:
-    """Return the folder of the model's files on this machine; None if there is none."""
-    path = resolve_model(name)
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        config = cached_file(path, "config.json", local_files_only=True)
-    except (OSError, ValueError):  # not a hub id, or never downloaded
-        return None
-    return None if config is None else Path(config).parent
 
 
 def _is_same_network(model: PreTrainedModel, spec: BaseModelSpec) -> bool:

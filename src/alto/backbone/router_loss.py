@@ -26,9 +26,6 @@ from alto.kernels import upload
 from alto.spec import find_method
 
 _KEY = "router_aux_loss_coef"
-_BY_SWITCH = ("cpo", "orpo")
-"""Methods whose trainers in TRL add the loss only if ``output_router_logits`` is true in the model's configuration."""
-
 _NUM_TOKENS = 23
 _SAME = 1e-4
 """Relative difference that the order of sums explains."""
@@ -39,7 +36,7 @@ def router_coefficient(model: PreTrainedModel, given: float | None, method: str)
 
     Args:
         given: The job's ``router_aux_loss_coef``. None behaves as TRL 1.16: the model's own factor with methods that
-            learn from the losses of tokens (with ``orpo`` and ``cpo`` only if its ``output_router_logits`` is true).
+            learn from the losses of tokens (for some, such as ``orpo``, only if its ``output_router_logits`` is true).
 
     Raises:
         UnsupportedModelError: ``given`` is not 0, but the model is not a mixture of experts with such a loss.
@@ -50,10 +47,11 @@ def router_coefficient(model: PreTrainedModel, given: float | None, method: str)
             "router_aux_loss_coef: expected a mixture of experts for which transformers computes the loss that "
             f"balances the load of experts, found {type(model).__name__}; remove the key"
         )
-    if given is not None or not has_loss or find_method(method).entry.problem_types:
+    entry = find_method(method).entry
+    if given is not None or not has_loss or entry.problem_types:
         return given or 0.0
     text = model.config.get_text_config()
-    return _own_coefficient(text) if method not in _BY_SWITCH or text.output_router_logits else 0.0
+    return _own_coefficient(text) if text.output_router_logits or not entry.follows_output_router_logits else 0.0
 
 
 def router_notes(model: PreTrainedModel, given: Sequence[float | None], method: str) -> tuple[str, ...]:
@@ -75,7 +73,7 @@ def router_notes(model: PreTrainedModel, given: Sequence[float | None], method: 
         f"transformers computes none for {type(model).__name__}"
         if not _has_loss(model)
         else f"as in TRL's trainer of this method without output_router_logits; {_KEY}: {own:g} adds it"
-        if method in _BY_SWITCH
+        if find_method(method).entry.follows_output_router_logits
         else "as in transformers' Trainer"
     )
     return (

@@ -79,8 +79,6 @@ class Sequences:
 
     Attributes:
         key_lengths: Length of each sequence with its prefix.
-        longest: The largest of ``lengths``.
-        longest_key: The largest of ``key_lengths``.
     """
 
     def __init__(self, lengths: Sequence[int], prefixes: Sequence[int] | None = None) -> None:

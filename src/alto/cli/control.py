@@ -13,8 +13,8 @@ from alto.base import resume_command
 from alto.cli.options import Overrides, Run, complete_job_key, complete_queue, reachable
 from alto.errors import JobCommandError, QueueCommandError
 from alto.runs import (
-    Action,
     Answer,
+    JobAction,
     Mailbox,
     QueueAction,
     QueueDir,
@@ -67,14 +67,14 @@ Wait = Annotated[float, typer.Option("--wait", min=0, help="Seconds to wait for 
 def stop(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
     """End JOB of a run that is not finished; its best adapter stays. It can be resumed until the task ends, and
     afterwards if the task has keep: all."""
-    _ask(run, Action.STOP, job, wait_s=wait_s)
+    _ask(run, JobAction.STOP, job, wait_s=wait_s)
 
 
 @app.command()
 def resume(run: Run, job: JobName, wait_s: Wait = 60.0) -> None:
     """Resume JOB after you stopped it, or after early exit ended it in a task with keep: all. A finished run needs
     keep: all, and trains the job with the next alto resume RUN."""
-    _ask(run, Action.RESUME, job, wait_s=wait_s)
+    _ask(run, JobAction.RESUME, job, wait_s=wait_s)
 
 
 @app.command()
@@ -101,17 +101,23 @@ def clone(
     started = read_history(RunDir.open(run).root).started
     method = find_method("sft" if started is None else started.method)
     JobConfig.of(method, changed)  # invalid settings are reported here, whether or not the task runs
-    _ask(run, Action.CLONE, job, changes=changed, warm=warm, wait_s=wait_s)
+    _ask(run, JobAction.CLONE, job, changes=changed, warm=warm, wait_s=wait_s)
 
 
 def _ask(
-    run: Path, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False, wait_s: float
+    run: Path,
+    action: JobAction,
+    job: str,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    warm: bool = False,
+    wait_s: float,
 ) -> None:
     run_dir = RunDir.open(run)
     history = read_history(run_dir.root)
     if job not in history.jobs:
         raise JobCommandError(f"expected a job of this run, found {job!r}; it has {', '.join(history.jobs)}")
-    if history.result is not None and action is Action.STOP:
+    if history.result is not None and action is JobAction.STOP:
         raise JobCommandError(
             f"expected a run that is not finished, found that {run_dir.root} is finished; no job trains"
         )

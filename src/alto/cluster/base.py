@@ -19,8 +19,7 @@ class TaskTicket(Demand):
     Attributes:
         run_dir: Folder of the run; it exists, and on a cluster every node sees it at this path. An earlier attempt in
             it is resumed.
-        entry: ``module:name`` of the executor's work: a function that is called with the run directory and a function
-            that returns whether to stop; or a class, :class:`alto.cluster.Host`, which can work on several runs.
+        entry: ``module:name`` of the class that does the executor's work, a :class:`alto.cluster.Host`.
         is_parallel: Whether an executor has one process (rank) for each of its GPUs, or else one process for all.
         sharing: Facts for sharing an executor; None: the task has its own.
         base: Key of the base model; tasks with equal, non-empty keys can be trained by one process.

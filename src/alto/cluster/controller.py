@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from alto.cluster.base import Cluster, TaskTicket
 from alto.cluster.dispatcher import ControllerStatus, Dispatcher, Retrying
 from alto.errors import QueueCommandError, TaskInterruptedError
-from alto.runs import Action, Answer, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
+from alto.runs import Answer, JobAction, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings, Solve
 
@@ -148,7 +148,7 @@ class Controller:
         """Check that :meth:`submit` would accept a task; raises the same errors."""
         self.call(lambda: self._dispatcher.check(ticket))
 
-    def check_open(self, task: str) -> None:
+    def check_cancel(self, task: str) -> None:
         """Check that :meth:`cancel` would accept a task; raises the same errors."""
         self.call(lambda: self._dispatcher.check_cancel(task))
 
@@ -174,7 +174,7 @@ class Controller:
     def job_command(
         self,
         task: str,
-        action: Action,
+        action: JobAction,
         job: str,
         *,
         changes: Mapping[str, Any] | None = None,

@@ -30,6 +30,7 @@ from alto.runs.events import NO_SEQ, TaskRelayed
 from alto.runs.progress import remaining_duration_s, share_done
 from alto.scheduler.queue import (
     Action,
+    Cancelled,
     Failed,
     Finished,
     GaveUp,
@@ -44,7 +45,6 @@ from alto.scheduler.queue import (
     ScheduledTask,
     Started,
     StartTask,
-    Stopped,
     StopTask,
     Submitted,
     TaskState,
@@ -191,7 +191,7 @@ class Dispatcher:
 
     def check(self, ticket: TaskTicket) -> None:
         """Check that a task can be submitted."""
-        self._check_open()
+        self._check_not_draining()
         now_s = self._now_s()
         self._queue.check(Submitted(time_s=now_s, demand=ticket.demand(now_s)))
 
@@ -205,7 +205,7 @@ class Dispatcher:
         self.check_cancel(task)
         found = self._queue.tasks[task]
         if found.state is not TaskState.STOPPING:
-            actions = self._queue.apply(Stopped(time_s=self._now_s(), task=task))
+            actions = self._queue.apply(Cancelled(time_s=self._now_s(), task=task))
             with self._breaking():
                 self._journal.append(journaled.TaskCancelled(task=task, command=command))
                 self._do_all(actions)
@@ -213,7 +213,7 @@ class Dispatcher:
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
         """Change the priorities of waiting tasks; other tasks stay the same."""
-        self._check_open()
+        self._check_not_draining()
         now_s = self._now_s()
         events = [Prioritised(time_s=now_s, task=task, priority=found) for task, found in priorities.items()]
         actions = self._queue.apply(*events)
@@ -222,7 +222,7 @@ class Dispatcher:
 
     def check_cancel(self, task: str) -> None:
         """Check that a task can be cancelled."""
-        self._check_open()
+        self._check_not_draining()
         self._check_known(task)
 
     def drain(self) -> None:
@@ -434,7 +434,7 @@ class Dispatcher:
             what = "which is not in the queue" if found is None else f"which is {found.state.value}"
             raise QueueCommandError(f"expected a task of this queue that waits or runs, found {task!r}, {what}")
 
-    def _check_open(self) -> None:
+    def _check_not_draining(self) -> None:
         if self._is_draining:
             raise QueueCommandError(
                 "expected a queue that runs, found one that is being drained; continue with: alto resume"

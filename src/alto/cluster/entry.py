@@ -8,7 +8,8 @@ import os
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from pathlib import Path
+from typing import Protocol
 
 from alto import errors
 from alto.base import is_disk_full
@@ -26,10 +27,6 @@ from alto.errors import (
 TRUST_VARIABLE = "ALTO_TRUST_REMOTE_CODE"
 """Environment variable; ``1`` in a process whose user allows code of base models."""
 
-Entry: TypeAlias = Callable[[str, Callable[[], bool]], "str | None"]
-"""Works on the run in a folder; calls the given function regularly to check whether to stop; returns notices for the
-user."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostedRun:
@@ -46,8 +43,8 @@ class HostedRun:
 
 
 class Host(Protocol):
-    """Works on several runs in one process, in turns. If a launch names a class as its entry, the class is called
-    without arguments to make a host."""
+    """Works on several runs in one process, in turns. The entry of a launch is its class, which is called without
+    arguments."""
 
     def attach(self, run: HostedRun) -> None:
         """Start or resume a run in addition to the others; an error raised here stops only that run."""
@@ -68,10 +65,10 @@ _TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionErro
 """Errors that may not recur in the next attempt or on another machine; a full disk does recur."""
 
 
-def load_entry(name: str) -> Entry | type[Host]:
-    """Return the function or class called ``module:name``."""
+def load_entry(name: str) -> type[Host]:
+    """Return the class called ``module:name``."""
     module, _, attribute = name.partition(":")
-    entry: Entry | type[Host] = getattr(importlib.import_module(module), attribute)
+    entry: type[Host] = getattr(importlib.import_module(module), attribute)
     return entry
 
 
@@ -82,25 +79,30 @@ def error_class(name: str) -> type[AltoError] | None:
 
 
 def run_entry(entry: str, run_dir: str, is_interrupted: Callable[[], bool]) -> Ending:
-    """Do the work of a :class:`alto.cluster.Launch`; return how it ended, and print an error's traceback.
+    """Do the work of a :class:`alto.cluster.Launch` in a process of a package's cluster, which passes no ticket on;
+    return how it ended, and print an error's traceback.
 
     Args:
         entry, run_dir: See :class:`alto.cluster.Launch`.
         is_interrupted: Returns whether to save and end; called between steps.
     """
-    return ending_of(lambda: work_alone(load_entry(entry), run_dir, is_interrupted))
+    is_trusted = os.environ.get(TRUST_VARIABLE) == "1"
+    return work_alone(
+        TaskTicket(task=Path(run_dir).name, run_dir=run_dir, entry=entry, trust_remote_code=is_trusted), is_interrupted
+    )
 
 
-def work_alone(entry: Entry | type[Host], run_dir: str, is_interrupted: Callable[[], bool]) -> str | None:
-    """Work on one run to its end; return notices for the user, or raise the error that ended it."""
-    if not isinstance(entry, type):
-        return entry(run_dir, is_interrupted)
-    host = entry()
-    ticket = TaskTicket(task=run_dir, run_dir=run_dir, entry=entry.__name__, trust_remote_code=trusts_remote_code())
-    host.attach(HostedRun(number=0, ticket=ticket, is_interrupted=is_interrupted))
-    while not (ended := host.turn()):
-        pass
-    return notices_of(ended[0])
+def work_alone(ticket: TaskTicket, is_interrupted: Callable[[], bool]) -> Ending:
+    """Work on one run to its end; arguments and result as in :func:`run_entry`."""
+
+    def work() -> str:
+        host = load_entry(ticket.entry)()
+        host.attach(HostedRun(number=0, ticket=ticket, is_interrupted=is_interrupted))
+        while not (ended := host.turn()):
+            pass
+        return notices_of(ended[0])
+
+    return ending_of(work)
 
 
 def notices_of(ended: str | BaseException) -> str:
@@ -108,11 +110,6 @@ def notices_of(ended: str | BaseException) -> str:
     if isinstance(ended, BaseException):
         raise ended
     return ended
-
-
-def trusts_remote_code() -> bool:
-    """Return whether the user who started this process allows code of base models."""
-    return os.environ.get(TRUST_VARIABLE) == "1"
 
 
 def ending_of(work: Callable[[], str | None]) -> Ending:

@@ -15,7 +15,7 @@ from types import FrameType
 from alto.base import writing
 from alto.cluster.attempt import AttemptDir, exit_code_of
 from alto.cluster.base import Ending, Outcome
-from alto.cluster.entry import TRUST_VARIABLE, Entry, Host, HostedRun, ending_of, load_entry, notices_of
+from alto.cluster.entry import Host, HostedRun, ending_of, load_entry, notices_of
 from alto.cluster.orders import Orders, WorkOrder
 from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunBusyError, RunWriteError
@@ -102,13 +102,13 @@ class _Attempt:
     """An attempt at a run that this process works on.
 
     Attributes:
-        entry: The function or class that the order names.
+        entry: The class that the order names.
         host: Works on the run; None while the attempt waits for the run's lock.
         waits_until: Time at which waiting for the lock is given up.
     """
 
     order: WorkOrder
-    entry: Entry | type[Host]
+    entry: type[Host]
     heartbeat: Heartbeat
     waits_until: float
     host: Host | None = None
@@ -154,9 +154,9 @@ class OrderLoop:
                 self._attempts[order.stopped].heartbeat.is_stopping = True
 
     def _take(self, order: WorkOrder) -> None:
-        loaded: list[Entry | type[Host]] = []
-        with _output_to(order.attempt):
-            ending = ending_of(lambda: loaded.append(load_entry(order.ticket.entry)))
+        loaded: list[type[Host]] = []
+        _direct_to(order.attempt)
+        ending = ending_of(lambda: loaded.append(load_entry(order.ticket.entry)))
         if not loaded:
             self._report(order, ending)
             return
@@ -179,27 +179,21 @@ class OrderLoop:
                 self._end(attempt, run_is_busy(attempt.dir))
 
     def _begin(self, attempt: _Attempt) -> None:
-        """Hand a run to its host, or do all the work if its entry is a function."""
+        """Hand a run to its host."""
         # While other runs are trained, a signal must not interrupt a change that concerns them too.
         is_alone = len(self._attempts) == 1
-        notices: str | None = None
+        number, ticket = attempt.order.number, attempt.order.ticket
         try:
-            with self._request.interrupting() if is_alone else contextlib.nullcontext(), _output_to(attempt.dir):
+            with self._request.interrupting() if is_alone else contextlib.nullcontext():
+                _direct_to(attempt.dir)
                 attempt.heartbeat.beat()
-                if isinstance(attempt.entry, type):
-                    name = attempt.order.ticket.entry
-                    attempt.host = self._hosts.setdefault(name, self._hosts.get(name) or attempt.entry())
-                    is_interrupted, ticket = attempt.heartbeat.is_interrupted, attempt.order.ticket
-                    run = HostedRun(number=attempt.order.number, ticket=ticket, is_interrupted=is_interrupted)
-                    attempt.host.attach(run)
-                    return
-                self._is_reusable = False  # a function may leave anything behind
-                os.environ[TRUST_VARIABLE] = str(int(attempt.order.ticket.trust_remote_code))
-                notices = attempt.entry(str(attempt.dir.run_dir), attempt.heartbeat.is_interrupted)
+                if ticket.entry not in self._hosts:
+                    self._hosts[ticket.entry] = attempt.entry()
+                attempt.host = self._hosts[ticket.entry]
+                is_interrupted = attempt.heartbeat.is_interrupted
+                attempt.host.attach(HostedRun(number=number, ticket=ticket, is_interrupted=is_interrupted))
         except BaseException as error:
             self._end(attempt, error)
-        else:
-            self._end(attempt, notices or "")
 
     # -- work ------------------------------------------------------------------------------------------------------
 
@@ -207,18 +201,18 @@ class OrderLoop:
         if any(attempt.host is host for attempt in self._attempts.values()):
             for number, ended in host.turn().items():
                 self._end(self._attempts[number], ended)
-            self._is_reusable = self._is_reusable and host.is_usable
 
     def _end(self, attempt: _Attempt, ended: str | BaseException) -> None:
         """Report the end of an attempt; ``ended`` is its notices, or the error that ended it."""
         del self._attempts[attempt.order.number]
-        with _output_to(attempt.dir):
-            ending = ending_of(lambda: notices_of(ended))
+        _direct_to(attempt.dir)
+        ending = ending_of(lambda: notices_of(ended))
         self._report(attempt.order, ending)
 
     def _report(self, order: WorkOrder, ending: Ending) -> None:
         # An unknown error may have left anything behind.
         is_clean = ending.outcome is not Outcome.LOST and not order.ticket.trust_remote_code
+        is_clean = is_clean and all(host.is_usable for host in self._hosts.values())
         self._is_reusable = self._is_reusable and is_clean and not self._request.is_set
         is_reported = self._orders.report(order, ending, is_reusable=self._is_reusable)
         if not self._attempts:
@@ -246,12 +240,10 @@ def redirect_output(attempt: AttemptDir) -> None:
         _redirect(attempt.stdout, attempt.stderr)
 
 
-@contextlib.contextmanager
-def _output_to(attempt: AttemptDir) -> Iterator[None]:
-    """Print to the logs of an attempt from now on."""
+def _direct_to(attempt: AttemptDir) -> None:
+    """Print to the logs of an attempt from now on; if its disk cannot be written, output stays where it was."""
     with contextlib.suppress(RunWriteError):
         redirect_output(attempt)
-    yield
 
 
 def _redirect(stdout: Path, stderr: Path) -> None:

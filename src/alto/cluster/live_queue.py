@@ -212,7 +212,7 @@ class LiveQueue:
         return f"{command.task} is cancelled; if it runs, it saves and ends."
 
     def _cancel(self, task: str, command: str = "") -> None:
-        self._controller.check_open(task)
+        self._controller.check_cancel(task)
         self._queue_dir.cancel(task)
         self._controller.cancel(task, command=command)
 

@@ -21,8 +21,8 @@ from typing import NoReturn
 
 from alto.base import writing
 from alto.cluster.attempt import AttemptDir, ending_of_exit, exit_code_of
-from alto.cluster.base import Ending, Outcome
-from alto.cluster.entry import error_class, run_entry
+from alto.cluster.base import Ending, Outcome, TaskTicket
+from alto.cluster.entry import error_class, work_alone
 from alto.cluster.processes import HELD_SIGNALS
 
 GRACE_S = 5.0
@@ -39,13 +39,12 @@ class RankProcesses:
     """Ranks 1 to ``size - 1``.
 
     Args:
-        entry: Entry that each rank calls; see :class:`alto.cluster.TaskTicket`.
         on_death: Called on a thread `GRACE_S` after a rank has died before its work was done.
     """
 
-    def __init__(self, attempt: AttemptDir, entry: str, size: int, on_death: Callable[[Ending], None]) -> None:
+    def __init__(self, attempt: AttemptDir, ticket: TaskTicket, size: int, on_death: Callable[[Ending], None]) -> None:
         self._attempt = attempt
-        self._entry = entry
+        self._ticket = ticket
         self._size = size
         self._on_death = on_death
         self._processes: dict[int, ForkProcess] = {}
@@ -80,7 +79,7 @@ class RankProcesses:
         with writing(self._attempt.run_dir, path):
             log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            process = _FORK.Process(target=_work_as, args=(rank, self._attempt, self._entry, os.getpid(), log))
+            process = _FORK.Process(target=_work_as, args=(rank, self._attempt, self._ticket, os.getpid(), log))
             process.start()
         finally:
             os.close(log)
@@ -109,7 +108,7 @@ def _best_explained(deaths: list[Ending]) -> Ending:
     return min(deaths, key=lambda death: (not _is_cause(death), not death.error))
 
 
-def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -> NoReturn:
+def _work_as(rank: int, attempt: AttemptDir, ticket: TaskTicket, first: int, log: int) -> NoReturn:
     """Work as one rank, then end this process.
 
     Args:
@@ -124,7 +123,7 @@ def _work_as(rank: int, attempt: AttemptDir, entry: str, first: int, log: int) -
         signal.signal(number, signal.SIG_IGN)  # only the first rank gets stop signals; it stops the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
     threading.Thread(target=_die_with, args=(first,), daemon=True).start()
-    ending = run_entry(entry, str(attempt.run_dir), lambda: False)
+    ending = work_alone(ticket, lambda: False)
     is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)
     is_written = is_well or attempt.write_ending(ending, rank)
     with contextlib.suppress(OSError):

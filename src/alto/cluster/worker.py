@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from alto.cluster.attempt import exit_code_of
 from alto.cluster.base import Ending, Outcome
-from alto.cluster.entry import TRUST_VARIABLE, ending_of, run_entry
+from alto.cluster.entry import ending_of, work_alone
 from alto.cluster.hosting import (
     IDLE_INTERVAL_S,
     LOCK_TIMEOUT_S,
@@ -76,8 +76,7 @@ def _work_as_first_rank(orders: Orders, request: StopRequest, size: int, outlive
     redirected = ending_of(lambda: redirect_output(attempt))
     if redirected.outcome is not Outcome.FINISHED:
         end(redirected)
-    os.environ[TRUST_VARIABLE] = str(int(order.ticket.trust_remote_code))
-    rank_processes = RankProcesses(attempt, order.ticket.entry, size, on_death=end)
+    rank_processes = RankProcesses(attempt, order.ticket, size, on_death=end)
     started = ending_of(rank_processes.start)
     outlive.start()
     if started.outcome is not Outcome.FINISHED:
@@ -110,7 +109,7 @@ def _wait_until_free(order: WorkOrder, request: StopRequest) -> None:
 def _work(order: WorkOrder, heartbeat: Heartbeat, request: StopRequest) -> Ending:
     def work() -> Ending:
         heartbeat.beat()
-        return run_entry(order.ticket.entry, str(order.attempt.run_dir), heartbeat.is_interrupted)
+        return work_alone(order.ticket, heartbeat.is_interrupted)
 
     found: list[Ending] = []
     with request.interrupting():

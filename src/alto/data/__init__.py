@@ -1,7 +1,6 @@
 """Reads datasets and makes padding-free batches."""
 
 from alto.data.batch import (
-    BatchTotals,
     DataOrder,
     JobRows,
     MixtureOrder,
@@ -13,25 +12,22 @@ from alto.data.batch import (
     share_rows,
     split_into_micro_batches,
 )
-from alto.data.dataset import IGNORED, EncodedDataset, HeadStore, Span, Unread, digest_of, running_digests
-from alto.data.encode import EncodedRow, encode_conversation, encode_prompt
+from alto.data.dataset import IGNORED, EncodedDataset, HeadStore, Span, digest_of, running_digests
+from alto.data.encode import encode_prompt
 from alto.data.messages import Conversation, LabelledText, Message, Pair, Row
 from alto.data.preview import preview_rows
 from alto.data.reading import CachedRows, HeldoutRows, read_heldout_rows, read_task_rows
-from alto.data.source import sample_rows, split_rows
 from alto.data.task_data import EvaluationSplit, TaskData
 from alto.data.template import ChatTemplate
 from alto.data.tokenize import Encoding, TaskRows, tokenize
 
 __all__ = [
     "IGNORED",
-    "BatchTotals",
     "CachedRows",
     "ChatTemplate",
     "Conversation",
     "DataOrder",
     "EncodedDataset",
-    "EncodedRow",
     "Encoding",
     "EvaluationSplit",
     "HeadStore",
@@ -47,20 +43,16 @@ __all__ = [
     "TaskData",
     "TaskRows",
     "TokenBatch",
-    "Unread",
     "collate",
     "digest_of",
     "dummy_batch",
-    "encode_conversation",
     "encode_prompt",
     "mismatched_rows",
     "preview_rows",
     "read_heldout_rows",
     "read_task_rows",
     "running_digests",
-    "sample_rows",
     "share_rows",
     "split_into_micro_batches",
-    "split_rows",
     "tokenize",
 ]

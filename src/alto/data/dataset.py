@@ -27,7 +27,7 @@ _REMEDY = (
 )
 _CHUNK_ROWS = 64
 
-Row = TypeVar("Row")
+Item = TypeVar("Item")
 
 
 @contextlib.contextmanager
@@ -52,15 +52,15 @@ def close_abandoned(file: IO[bytes]) -> None:
 class RowStore:
     """A store that keeps rows in lists until they are tokenised."""
 
-    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+    def keep(self, rows: Iterable[Item]) -> Sequence[Item]:
         """Store all ``rows``, which are read once."""
         return list(rows)
 
-    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+    def choose(self, rows: Sequence[Item], indices: Sequence[int]) -> Sequence[Item]:
         """Return the rows with these indices, in the order of the indices."""
         return [rows[index] for index in indices]
 
-    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+    def chain(self, parts: Sequence[Sequence[Item]]) -> Sequence[Item]:
         """Return the rows of all ``parts``, one part after the other."""
         return [row for part in parts for row in part]
 
@@ -80,13 +80,13 @@ class HeadStore(RowStore):
         self.num_rows = num_rows
         self.is_cut = False
 
-    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+    def keep(self, rows: Iterable[Item]) -> Sequence[Item]:
         left = iter(rows)
         kept = list(itertools.islice(left, self.num_rows))
         self.is_cut |= any(True for _ in itertools.islice(left, 1))
         return kept
 
-    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+    def choose(self, rows: Sequence[Item], indices: Sequence[int]) -> Sequence[Item]:
         self.is_cut |= len(indices) > self.num_rows
         return super().choose(rows, indices[: self.num_rows])
 
@@ -94,7 +94,7 @@ class HeadStore(RowStore):
 class _ViewStore(RowStore):
     """A store that keeps rows in lists, and refers to the parts of a chain instead of copying them."""
 
-    def chain(self, parts: Sequence[Sequence[Row]]) -> Sequence[Row]:
+    def chain(self, parts: Sequence[Sequence[Item]]) -> Sequence[Item]:
         return parts[0] if len(parts) == 1 else Chain(parts)
 
 
@@ -111,7 +111,7 @@ class DiskStore(_ViewStore):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def keep(self, rows: Iterable[Row]) -> Sequence[Row]:
+    def keep(self, rows: Iterable[Item]) -> Sequence[Item]:
         """Store all ``rows``, which are read once.
 
         Raises:
@@ -119,14 +119,14 @@ class DiskStore(_ViewStore):
         """
         return _StoredRows(rows, self._folder)
 
-    def choose(self, rows: Sequence[Row], indices: Sequence[int]) -> Sequence[Row]:
+    def choose(self, rows: Sequence[Item], indices: Sequence[int]) -> Sequence[Item]:
         return View(rows, indices if isinstance(indices, range) else array("q", indices))
 
 
-class _StoredRows(LazySequence[Row]):
+class _StoredRows(LazySequence[Item]):
     """Rows in an unnamed file, in chunks; the chunk that was read last stays in memory."""
 
-    def __init__(self, rows: Iterable[Row], folder: Path) -> None:
+    def __init__(self, rows: Iterable[Item], folder: Path) -> None:
         left = iter(rows)
         with writing_cache(folder):
             self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 (closed when the rows are not used any more)
@@ -141,12 +141,12 @@ class _StoredRows(LazySequence[Row]):
             self._num_rows += len(chunk)
         with writing_cache(folder):
             self._file.flush()
-        self._number, self._chunk = -1, list[Row]()
+        self._number, self._chunk = -1, list[Item]()
 
     def __len__(self) -> int:
         return self._num_rows
 
-    def _item(self, index: int) -> Row:
+    def _item(self, index: int) -> Item:
         number, place = divmod(index, _CHUNK_ROWS)
         if number != self._number:
             start, stop = self._stops[number], self._stops[number + 1]

@@ -157,42 +157,6 @@ class EncodedRow:
     is_trained: tuple[bool, ...]
 
 
-def encode_conversation(
-    conversation: Conversation, tokenizer: Any, train_on: TrainOn = "completion"
-) -> list[EncodedRow]:
-    """Convert one conversation to token ids with the tokenizer's chat template (or plainly, if it has none).
-
-    A conversation with many replies is rendered and tokenised once. But if the template looks ahead while it writes a
-    turn (Qwen3, GLM, DeepSeek), every beginning of the conversation that ends before a reply is rendered separately;
-    and if no added token divides the text, it is tokenised separately as well. Then time grows with the square of the
-    number of replies.
-
-    With ``train_on="all"``, every token is trained, including those of turns after the last reply; with ``"last"``,
-    only the last reply; otherwise all replies.
-
-    The template's ``{% generation %}`` marks the trained tokens of a turn, as in TRL's ``assistant_only_loss``. Without
-    it, training begins at the first token that differs between two texts: the turns so far with the opening of a reply,
-    and the same turns with the reply (TRL's ``completion_only_loss``). So a token that merges the end of the opening
-    with the beginning of the reply is trained. The token that ends the turn is trained too; it is the next turn's
-    opening if the template writes no end (GLM). Everything after the last trained turn is left out. A row always ends
-    with the EOS token, if there is one.
-
-    Plain text, and a raw prompt with its completion, are joined as they are. The EOS token's text is added if they do
-    not end with it, and they are tokenised with the tokenizer's special tokens, as in TRL: a token that merges the end
-    of the prompt with the beginning of the completion is trained.
-
-    Returns:
-        One row, or none if nothing is to be trained. If the template rewrites earlier turns when another is added
-        (Qwen3 removes thoughts from them), one row for every trained turn, with the turns before it as the model sees
-        them when it generates that turn.
-
-    Raises:
-        ConversationError: The template refuses the turns, leaves out the tool call that is a whole reply, or rewrites
-            the turns before a reply, so that the reply's tokens cannot be identified.
-    """
-    return Encoder(tokenizer, train_on).rows(conversation)
-
-
 def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
     """Return the token ids of ``turns`` and of the opening of a reply: the model's input to generate that reply.
 
@@ -246,6 +210,25 @@ class _Reply:
 class Encoder:
     """An encoder for the conversations of one split, which counts the parts that the chat template leaves out.
 
+    A conversation with many replies is rendered and tokenised once. But if the template looks ahead while it writes a
+    turn (Qwen3, GLM, DeepSeek), every beginning of the conversation that ends before a reply is rendered separately;
+    and if no added token divides the text, it is tokenised separately as well. Then time grows with the square of the
+    number of replies.
+
+    With ``train_on="all"``, every token is trained, including those of turns after the last reply; with ``"last"``,
+    only the last reply; otherwise all replies.
+
+    The template's ``{% generation %}`` marks the trained tokens of a turn, as in TRL's ``assistant_only_loss``. Without
+    it, training begins at the first token that differs between two texts: the turns so far with the opening of a reply,
+    and the same turns with the reply (TRL's ``completion_only_loss``). So a token that merges the end of the opening
+    with the beginning of the reply is trained. The token that ends the turn is trained too; it is the next turn's
+    opening if the template writes no end (GLM). Everything after the last trained turn is left out. A row always ends
+    with the EOS token, if there is one.
+
+    Plain text, and a raw prompt with its completion, are joined as they are. The EOS token's text is added if they do
+    not end with it, and they are tokenised with the tokenizer's special tokens, as in TRL: a token that merges the end
+    of the prompt with the beginning of the completion is trained.
+
     Args:
         tokenizer: Tokenizer of the base model.
         train_on: The tokens that are trained.
@@ -273,7 +256,17 @@ class Encoder:
         )
 
     def rows(self, conversation: Conversation) -> list[EncodedRow]:
-        """Encode one conversation; see :func:`encode_conversation`."""
+        """Convert one conversation to token ids with the tokenizer's chat template (or plainly, if it has none).
+
+        Returns:
+            One row, or none if nothing is to be trained. If the template rewrites earlier turns when another is added
+            (Qwen3 removes thoughts from them), one row for every trained turn, with the turns before it as the model
+            sees them when it generates that turn.
+
+        Raises:
+            ConversationError: The template refuses the turns, leaves out the tool call that is a whole reply, or
+                rewrites the turns before a reply, so that the reply's tokens cannot be identified.
+        """
         [(_, rows)] = self.all_rows([conversation])
         if isinstance(rows, ConversationError):
             raise rows

@@ -1,4 +1,5 @@
-"""Reads the rows of local files by extension: JSON lines, JSON, CSV and TSV (each also with ``.gz``), and Parquet."""
+"""Reads the rows of datasets of the Hugging Face hub, and of local files by extension: JSON lines, JSON, CSV and TSV
+(each also with ``.gz``), and Parquet."""
 
 from __future__ import annotations
 
@@ -19,17 +20,14 @@ from alto.data.dataset import MEMORY, RowStore
 from alto.data.rows import FaultKind, LazySequence, RawRow, RowFault, listed, quoted
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 
-# Parquet files and datasets of the Hugging Face hub: the one place where ``datasets`` and ``pyarrow`` are used.
-#
-# Rows of the hub stay in Arrow's memory-mapped files until they are read, so drawing a few rows of a large dataset is
-# cheap.
-
 _BATCH_ROWS = 1024
 _REACH_SECONDS = 10.0
 
 
 class HubRows(LazySequence[RawRow]):
     """The rows of one split of a hub dataset, each converted when it is read; an unreadable row has a fault.
+
+    They stay in Arrow's memory-mapped files until then, so drawing a few rows of a large dataset is cheap.
 
     Attributes:
         identity: Name of the split, and a fingerprint of its content.

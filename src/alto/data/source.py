@@ -203,10 +203,10 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return digest.hexdigest()
 
 
-Row = TypeVar("Row")
+Item = TypeVar("Item")
 
 
-def sample_rows(rows: Sequence[Row], count: int | None, seed: int, *, store: RowStore = MEMORY) -> Sequence[Row]:
+def sample_rows(rows: Sequence[Item], count: int | None, seed: int, *, store: RowStore = MEMORY) -> Sequence[Item]:
     """Draw ``count`` of ``rows`` with a fixed seed, in their original order; return all if ``count`` is None."""
     if count is None or count >= len(rows):
         return store.choose(rows, range(len(rows)))
@@ -214,8 +214,8 @@ def sample_rows(rows: Sequence[Row], count: int | None, seed: int, *, store: Row
 
 
 def split_rows(
-    rows: Sequence[Row], share: float, seed: int, *, key: str = "validation_split", store: RowStore = MEMORY
-) -> tuple[Sequence[Row], Sequence[Row]]:
+    rows: Sequence[Item], share: float, seed: int, *, key: str = "validation_split", store: RowStore = MEMORY
+) -> tuple[Sequence[Item], Sequence[Item]]:
     """Split off rows drawn with a fixed seed; return training rows and rows set aside, each in original order.
 
     Args:
@@ -237,8 +237,8 @@ def split_rows(
 
 
 def carve_rows(
-    rows: Sequence[Row], counts: Sequence[int], seed: int, *, store: RowStore = MEMORY
-) -> list[Sequence[Row]]:
+    rows: Sequence[Item], counts: Sequence[int], seed: int, *, store: RowStore = MEMORY
+) -> list[Sequence[Item]]:
     """Draw disjoint parts of ``counts`` rows with a fixed seed, each in original order.
 
     Raises:

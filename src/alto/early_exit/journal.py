@@ -10,23 +10,7 @@ from alto.early_exit.policy import policy_from
 from alto.early_exit.selection import Selection
 from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason, SplitLoss, StartValue, exit_reason
-from alto.runs.events import (
-    WIRE_NAMES,
-    BaseEvaluated,
-    BestMeasured,
-    Event,
-    JobAdded,
-    JobCompleted,
-    JobEvaluated,
-    JobExited,
-    JobReopened,
-    JournalEntry,
-    RungScored,
-    StartMeasurement,
-    TaskStarted,
-    TrainSteps,
-    WarmupEnded,
-)
+from alto.runs import events
 from alto.spec import EarlyExit, loss_scale, score_of
 
 
@@ -48,29 +32,29 @@ class Curves:
     loss_rows: dict[int, tuple[float, ...]] = field(default_factory=dict)
     tests: dict[int, SplitLoss] = field(default_factory=dict)
 
-    def _add_rows(self, step: int, event: JobEvaluated | StartMeasurement) -> None:
+    def _add_rows(self, step: int, event: events.JobEvaluated | events.StartMeasurement) -> None:
         if event.loss_rows:
             self.loss_rows[step] = event.loss_rows
         if event.test_loss is not None:
             self.tests[step] = SplitLoss(loss=event.test_loss, rows=event.test_rows)
 
 
-def start_of(entries: Sequence[JournalEntry]) -> TaskStarted:
+def start_of(entries: Sequence[events.JournalEntry]) -> events.TaskStarted:
     """Return the event that names the jobs.
 
     Raises:
         RunError: There is none.
     """
     for entry in entries:
-        if isinstance(entry.event, TaskStarted):
+        if isinstance(entry.event, events.TaskStarted):
             return entry.event
     raise RunError(
-        f"Expected a journal that begins with {WIRE_NAMES[TaskStarted]}, found {len(entries)} events without it."
-        " Give the whole journal of a run."
+        f"Expected a journal that begins with {events.WIRE_NAMES[events.TaskStarted]}, found {len(entries)} events "
+        "without it. Give the whole journal of a run."
     )
 
 
-def start_values(event: BaseEvaluated, metric: str, *, has_order: bool = False) -> dict[str, StartValue]:
+def start_values(event: events.BaseEvaluated, metric: str, *, has_order: bool = False) -> dict[str, StartValue]:
     """Return the evaluation before the first step of every job; with losses of rows if the task has an evaluation
     order."""
     starts = {}
@@ -86,23 +70,23 @@ def start_values(event: BaseEvaluated, metric: str, *, has_order: bool = False) 
     return starts
 
 
-def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
+def curves_of(entries: Sequence[events.JournalEntry]) -> dict[str, Curves]:
     """Return the loss curves of all jobs."""
     started = start_of(entries)
     curves = {description.job: Curves() for description in started.jobs}
     for entry in entries:
         match entry.event:
-            case JobAdded(job=job):
+            case events.JobAdded(job=job):
                 curves[job] = Curves()
-            case BaseEvaluated() as event:
+            case events.BaseEvaluated() as event:
                 for job, start in start_values(event, started.metric).items():
                     curves[job].start = start
                 for value in event.values:
                     for job in value.jobs:
                         curves[job]._add_rows(0, value)
-            case TrainSteps(job=job, first_step=first_step, losses=losses):
+            case events.TrainSteps(job=job, first_step=first_step, losses=losses):
                 curves[job].train.update(enumerate(losses, start=first_step))
-            case JobEvaluated(job=job, step=step) as event:
+            case events.JobEvaluated(job=job, step=step) as event:
                 curves[job].validation[step] = event.validation_loss
                 curves[job].scores[step] = score_of(started.metric, event.metrics)
                 curves[job].score_rows[step] = event.metric_rows
@@ -111,14 +95,14 @@ def curves_of(entries: Sequence[JournalEntry]) -> dict[str, Curves]:
     return curves
 
 
-def exits_of(entries: Iterable[JournalEntry]) -> dict[str, tuple[str, int]]:
+def exits_of(entries: Iterable[events.JournalEntry]) -> dict[str, tuple[str, int]]:
     """Return reason and step of every early exit in the journal, by job id, without jobs that were reopened."""
     exits: dict[str, tuple[str, int]] = {}
     for entry in entries:
         match entry.event:
-            case JobExited(job=job, reason=reason, step=step):
+            case events.JobExited(job=job, reason=reason, step=step):
                 exits[job] = (exit_reason(reason), step or 0)
-            case JobReopened(job=job):
+            case events.JobReopened(job=job):
                 exits.pop(job, None)
     return exits
 
@@ -145,7 +129,7 @@ class Disagreement:
     derived: tuple[str, int] | None
 
 
-def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
+def audit(entries: Iterable[events.JournalEntry]) -> tuple[Disagreement, ...]:
     """Derive every exit again from the losses of a journal and return the differences; empty if they agree."""
     entries = list(entries)
     journalled = exits_of(entries)
@@ -159,7 +143,7 @@ def audit(entries: Iterable[JournalEntry]) -> tuple[Disagreement, ...]:
     )
 
 
-def selection_of(entries: Iterable[JournalEntry]) -> Selection:
+def selection_of(entries: Iterable[events.JournalEntry]) -> Selection:
     """Return the selection after ``entries``: the same code decides again from the same losses.
 
     Exits in the journal are derived again; only exits from outside (stopped, failed, budget) are copied. Entries of a
@@ -193,33 +177,33 @@ def selection_of(entries: Iterable[JournalEntry]) -> Selection:
     return selection
 
 
-def _feed(selection: Selection, event: Event, started: TaskStarted) -> None:
+def _feed(selection: Selection, event: events.Event, started: events.TaskStarted) -> None:
     metric, has_order = started.metric, bool(started.evaluation_order)
     match event:
-        case TrainSteps(job=job) if selection.is_training(job):
+        case events.TrainSteps(job=job) if selection.is_training(job):
             selection.observe_losses(job, event.first_step, event.losses)
-        case JobEvaluated(job=job) if selection.is_training(job):
+        case events.JobEvaluated(job=job) if selection.is_training(job):
             score = score_of(metric, event.metrics)
             rows = event.loss_rows if has_order else ()
             selection.observe(job, event.step, event.validation_loss, score, event.metric_rows, rows)
-        case BaseEvaluated():
+        case events.BaseEvaluated():
             for job, start in start_values(event, metric, has_order=has_order).items():
                 selection.observe_base(job, start)
-        case BestMeasured(job=job):
+        case events.BestMeasured(job=job):
             selection.observe_measured(job, event.validation_loss, event.loss_rows)
-        case RungScored(scores=scores):
+        case events.RungScored(scores=scores):
             selection.observe_scores(scores)
-        case WarmupEnded():
+        case events.WarmupEnded():
             selection.select()
-        case JobExited(job=job) if selection.is_training(job) and event.reason in EXITS_FROM_OUTSIDE:
+        case events.JobExited(job=job) if selection.is_training(job) and event.reason in EXITS_FROM_OUTSIDE:
             evidence = {key: float(value) for key, value in event.evidence.items()}
             reason = exit_reason(event.reason)
             selection.end(ExitDecision(job=job, step=event.step or 0, reason=reason, evidence=evidence))
-        case JobCompleted(job=job) if selection.is_training(job) and not selection.history(job):
+        case events.JobCompleted(job=job) if selection.is_training(job) and not selection.history(job):
             selection.finish(job)
-        case JobAdded(job=job, origin=str(origin), forked_at=steps) if steps:
+        case events.JobAdded(job=job, origin=str(origin), forked_at=steps) if steps:
             selection.fork(job, origin)
-        case JobAdded(job=job, origin=origin):
+        case events.JobAdded(job=job, origin=origin):
             selection.add(job, event.total_steps, loss_scale(event.config), catches_up=origin is None)
-        case JobReopened(job=job):
+        case events.JobReopened(job=job):
             selection.reopen(job)

@@ -232,7 +232,9 @@ class Selection:
             f"{job} to have finite losses, found that it ended with a loss that is not finite, so it cannot be resumed",
         )
         self._num_changes += 1
-        track.reopen()
+        track.decision = None
+        track.competes = True
+        track.judged_from = len(track.history)
 
     # -- the state -------------------------------------------------------------------------------------------------
 

@@ -59,7 +59,7 @@ class JobTrack:
         best, peak: The evaluation that the job is ranked by in the end, and the evaluation with the best score.
         competes: Whether the job is still ranked at rungs.
         judged_from: Index of the first evaluation that rules look at. Earlier ones are ignored after a job is resumed
-            or cloned.
+            or forked.
     """
 
     total_steps: int
@@ -110,12 +110,6 @@ class JobTrack:
             loss_rows=point.loss_rows,
             is_training=self.trains,
         )
-
-    def reopen(self) -> None:
-        """Reopen the job: it trains and is ranked again, and rules look only at its later evaluations."""
-        self.decision = None
-        self.competes = True
-        self.judged_from = len(self.history)
 
     def stands_at(self, point: LossPoint, *, is_equal_share: bool) -> bool:
         """Return whether the job waits at the rung of ``point``, or trained past it and was stopped there by a verdict.

@@ -60,6 +60,20 @@ def base_key(task: Task) -> str:
     return f"{task.model} {digest}"
 
 
+def num_ranks_of(task: Task, *, is_parallel: bool) -> int:
+    """Return the number of processes that train ``task``.
+
+    Args:
+        is_parallel: Whether a task on several GPUs has one process per GPU.
+    """
+    return task.num_gpus if is_parallel else 1
+
+
+def allowed_estimate(estimate: TaskEstimate, *, share_executor: bool) -> TaskEstimate:
+    """Return ``estimate``, without its sharing data if the task may not share an executor."""
+    return estimate if share_executor else replace(estimate, sharing=None)
+
+
 def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate | None:
     """Return the cached estimate of ``task`` on ``cluster``, or on an equal one; None if there is none."""
     key = _key(task, cluster, num_ranks)
@@ -73,7 +87,7 @@ def known_estimate(task: Task, cluster: Cluster, num_ranks: int) -> TaskEstimate
     if estimate is None or not is_number(estimate.duration_s, least=MIN_DURATION_S, most=MAX_DURATION_S):
         cache.discard("estimates", key, f"invalid estimate: {found!r:.40}")
         return None
-    return estimate if task.share_executor else replace(estimate, sharing=None)
+    return allowed_estimate(estimate, share_executor=task.share_executor)
 
 
 def remember_estimate(task: Task, cluster: Cluster, num_ranks: int, estimate: TaskEstimate) -> None:
@@ -232,7 +246,7 @@ class Measurement:
         estimate = estimate_of(plan, task)
         remember_estimate(task, self.cluster, self._num_ranks(task), estimate)
         self.show(TaskMeasured(task=task.name, duration_s=estimate.duration_s))
-        return estimate if task.share_executor else replace(estimate, sharing=None)
+        return allowed_estimate(estimate, share_executor=task.share_executor)
 
     def _num_ranks(self, task: Task) -> int:
-        return task.num_gpus if self.is_parallel else 1
+        return num_ranks_of(task, is_parallel=self.is_parallel)

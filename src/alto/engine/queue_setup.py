@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from alto.cluster import Cluster, GuardedSolver, num_cores, open_cluster, unique_name
-from alto.engine.estimates import known_estimate, remember_duration
+from alto.engine.estimates import allowed_estimate, known_estimate, num_ranks_of, remember_duration
 from alto.engine.gpus import check_num_gpus
 from alto.errors import SpecError
 from alto.executor import cache
@@ -117,10 +117,10 @@ class QueueSetup:
 
     def allowed(self, estimate: TaskEstimate) -> TaskEstimate:
         """Return ``estimate``, without its sharing data if tasks may not share executors."""
-        return estimate if self.share_executor else replace(estimate, sharing=None)
+        return allowed_estimate(estimate, share_executor=self.share_executor)
 
     def _num_ranks(self, task: Task) -> int:
-        return task.num_gpus if self.is_parallel else 1
+        return num_ranks_of(task, is_parallel=self.is_parallel)
 
 
 def unique_names(tasks: Sequence[Task]) -> list[str]:

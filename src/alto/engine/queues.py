@@ -78,32 +78,35 @@ class QueueRunner:
         Args:
             schedule: The first schedule; None measures the tasks in the queue's folder and makes one.
         """
-        if schedule is None:
-            tasks = _read(tasks)
-        self._setup = self._setup.sized_for(tasks)
-        with self._setup.opened() as cluster:
-            method = "cp-sat" if schedule is None else schedule.method
-            with self._new_queue(tasks, schedule, output_dir, cluster, method=method) as queue:
-                queue.finish()
-                queue.serve()
+        method = "cp-sat" if schedule is None else schedule.method
+        with self.opened(tasks, method, output_dir, schedule=schedule) as queue:
+            pass
         return queue.results()
 
     @contextlib.contextmanager
     def opened(
-        self, tasks: Sequence[Task], method: str, output_dir: Path, *, trust_remote_code: bool
+        self,
+        tasks: Sequence[Task],
+        method: str,
+        output_dir: Path,
+        *,
+        schedule: Schedule | None = None,
+        trust_remote_code: bool = False,
     ) -> Iterator[TaskQueue]:
         """Yield a new queue that starts with ``tasks`` and accepts others until the block is left.
 
         Args:
+            schedule: See :meth:`begin`.
             trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
         """
-        check_method(method)
-        tasks = _read(tasks)
+        if schedule is None:
+            check_method(method)
+            tasks = _read(tasks)
         self._setup = self._setup.sized_for(tasks)
         with (
             self._setup.opened() as cluster,
             self._new_queue(
-                tasks, None, output_dir, cluster, method=method, trusts_commands=trust_remote_code
+                tasks, schedule, output_dir, cluster, method=method, trusts_commands=trust_remote_code
             ) as queue,
         ):
             yield queue

@@ -16,8 +16,8 @@ from alto.errors import AltoError, RunBusyError, RunError, TasksFailedError
 from alto.report import write_queue_report
 from alto.results import TaskResult
 from alto.runs import (
-    Action,
     Answer,
+    JobAction,
     JournalEntry,
     QueueDir,
     QueueMailbox,
@@ -146,7 +146,7 @@ class TaskQueue:
     def job_command(
         self,
         task: str,
-        action: Action | str,
+        action: JobAction | str,
         job: str,
         *,
         changes: Mapping[str, Any] | None = None,
@@ -170,7 +170,9 @@ class TaskQueue:
             QueueCommandError: There is no such task, or it has ended.
             ValueError: There is no such action.
         """
-        return self._controller.job_command(task, Action(action), job, changes=changes, warm=warm, timeout_s=timeout_s)
+        return self._controller.job_command(
+            task, JobAction(action), job, changes=changes, warm=warm, timeout_s=timeout_s
+        )
 
     def status(self) -> ControllerStatus:
         """Return the current state of every task that this process was given."""

@@ -25,7 +25,6 @@ class WrittenAnswers:
     Args:
         rows: Rows with a reply, which is the reference.
         scorer: Scores the texts of one adapter.
-        max_new_tokens: Maximum length of an answer.
 
     Raises:
         DataError: A row has no prompt, or its prompt leaves no position for an answer.

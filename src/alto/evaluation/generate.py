@@ -32,7 +32,6 @@ class Prompt:
     """The prompt of one row, and the row's own reply.
 
     Attributes:
-        ids: Token ids up to the reply.
         reference: Text of the reply, with its tool calls (see :func:`reply_text`).
     """
 
@@ -178,9 +177,6 @@ def max_positions(backbone: Backbone) -> int | None:
 def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
     """Check that every prompt is shorter than ``limit``.
 
-    Args:
-        limit: See :func:`max_positions`.
-
     Raises:
         DataError: A prompt is too long.
     """
@@ -215,7 +211,6 @@ def complete(
     A text ends with an end token, after ``max_new_tokens``, or at the model's last position.
 
     Args:
-        served: The adapters on ``backbone``.
         prompts: Token ids of each prompt, checked by :func:`check_prompts`.
         batch_size: Number of texts generated at a time; halved whenever memory runs out.
         on_done: Called after every forward pass with the number of texts that it finished, often 0. If memory runs out,

@@ -40,7 +40,6 @@ class HeldoutPass:
 
     Attributes:
         names: Names of the adapters in error messages.
-        max_tokens_per_pass: Maximum number of tokens in a micro-batch.
         on_done: Called after every micro-batch with its number of rows; a row counts once per adapter.
     """
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, assert_never
 
 from alto.errors import DataError
 from alto.evaluation.scorers import Answer, OnTurn, final_number
@@ -85,7 +85,10 @@ def matching_of(scoring: Scoring) -> Matching | None:
             )
         case "tool_call":
             return Matching(needed="call a tool", read=lambda text: tool_calls_in(text) or None, agrees=_are_same_calls)
-    return None
+        case "multiple_choice" | "python" | "http":
+            return None
+        case other:
+            assert_never(other)
 
 
 def check_keys(scoring: Scoring, references: Sequence[str]) -> None:

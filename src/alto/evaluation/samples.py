@@ -25,8 +25,6 @@ class Sampler:
         rows: Validation rows. The first ``num_samples`` rows are used that have a reply and a prompt shorter than the
             model's positions.
         backbone: The base model; no job may train on it while samples are generated.
-        num_samples: Number of prompts to continue.
-        max_new_tokens: Maximum length of a continuation.
 
     Raises:
         DataError: No row has such a prompt and a reply.

@@ -45,7 +45,6 @@ class Scorer(Protocol):
         """Return a finite score for each of ``answers``, in the same order; higher is better.
 
         Args:
-            answers: Answers of one adapter.
             on_turn: Called regularly; an exception that it raises ends the scoring.
 
         Raises:
@@ -108,7 +107,6 @@ def within(timeout_s: float, work: Callable[[], T], on_turn: OnTurn) -> T:
     A thread that is not finished in time keeps running as a daemon, which does not keep the process alive.
 
     Args:
-        work: Called once.
         on_turn: Called before the work starts and regularly while it runs; its exceptions are raised from here.
 
     Raises:

@@ -179,7 +179,6 @@ class PythonScorer:
 
     Args:
         name: Dotted name of the function; it is imported and runs with all rights of this process.
-        timeout_s: Maximum seconds per call.
 
     Raises:
         SpecError: The function does not exist.

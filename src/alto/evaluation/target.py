@@ -84,7 +84,7 @@ def find_target(
             "single run that has rows; name them with --dataset"
         )
     adapters = {name: read_saved_adapter(folder) for name, folder in folders.items()}
-    tasks = _tasks(runs, trust_remote_code=trust_remote_code)
+    tasks = [load_run_task(run, trust_remote_code=trust_remote_code, is_trained=False) for run in runs]
     labels = _common_labels(adapters, {str(run.root): task.label_set for run, task in zip(runs, tasks, strict=True)})
     base_model = _base_model(adapters, base)
     if runs:
@@ -127,10 +127,6 @@ def chat_template_beside(folders: Mapping[str, Path]) -> str | None:
 def _as_evaluated(base: BaseModelSpec, model: str) -> BaseModelSpec:
     """Return ``base`` with settings for evaluation, under the name or path ``model``."""
     return replace(base, id=model, torch_compile=False)
-
-
-def _tasks(runs: Sequence[RunDir], *, trust_remote_code: bool) -> list[Task]:
-    return [load_run_task(run, trust_remote_code=trust_remote_code, is_trained=False) for run in runs]
 
 
 def _common_task(runs: Sequence[RunDir], tasks: Sequence[Task]) -> Task:

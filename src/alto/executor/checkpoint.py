@@ -50,7 +50,6 @@ class StateStore:
         """Save a state in :meth:`folder`, atomically. It becomes part of a checkpoint at the next :meth:`commit`.
 
         Args:
-            kind: ``best`` or ``last``.
             fill: Writes the state's files into an empty folder.
 
         Raises:

@@ -70,8 +70,6 @@ class TaskContext:
         """Plan every job of ``task``.
 
         Args:
-            backbone: The base model that the task names, loaded as ``task.base_model`` says.
-            data: The task's rows, encoded with its tokenizer.
             ranks: This process among the ranks that train the task; None if it is alone.
             start: The adapter that jobs begin with; None if they begin with new adapters.
             asked: Early-exit settings as the user gave them; None if they are not to be fitted.
@@ -205,11 +203,9 @@ class JobState:
     """One job of a running task.
 
     Attributes:
-        context: The task's context, with rows, objective, metric and early-exit settings.
         starts_warm: Whether the job is a clone that begins with the adapter in its ``start`` folder.
         forked_at: Step from which it continues the state of another job; 0 for all other jobs.
         fits: Whether a bank with a slot for its adapter fits into memory, as far as is known.
-        step: Steps done.
         slot: Its slot, counted over all ranks; None while it is pending, parked or has ended.
         is_data_parallel: Whether every rank holds a copy of its adapter in the same local slot and trains a part of its
             rows; ``slot`` is then the slot of the first copy.

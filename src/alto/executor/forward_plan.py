@@ -74,11 +74,8 @@ class Passes:
         backbone: The base model, whose targeted modules are wrapped for ``bank``.
         bank: Bank of this rank; the banks of all ranks have the same number of slots.
         forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
-        micro_batches: Splits work into micro-batches that fit into memory.
 
     Attributes:
-        slots: Maps slots to ranks and local slots.
-        heads: The classification heads in the bank.
         prepared: The micro-batches that are expected next.
     """
 

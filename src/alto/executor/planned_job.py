@@ -15,14 +15,11 @@ from alto.early_exit import budgeted, evaluation_steps, policy_from
 from alto.errors import SpecError
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
-from alto.spec import LOSS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_share, find_method, rung_step
+from alto.spec import LOSS, OWN_METHODS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_share, find_method, rung_step
 
 USUAL_FORWARD_SHARE = 0.45
 """Time to evaluate a token divided by the time to train it, used if it is not measured. Source: two CPU cores,
 SmolLM2-135M."""
-
-_WITH_ROW_LOSSES = ("sft", "dpo", "orpo", "cpo")
-"""Methods whose loss is a mean over independent rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +27,6 @@ class PlannedJob:
     """One job, resolved for this base model and data.
 
     Attributes:
-        shape: Ranks and targets of its adapter.
         total_steps: Number of steps without early exit.
         schedule_steps: Number of steps of its learning-rate schedule; larger than ``total_steps`` for a refit, which
             stops at the step of the winner's best checkpoint.
@@ -77,8 +73,6 @@ def plan_job(
     """Return ``job`` resolved for a base model.
 
     Args:
-        job: A job of ``task``'s search space, or a job added while the task runs.
-        task: The task; its evaluation points and rungs decide when the job is evaluated.
         model: The base model, with or without injected adapters.
         num_rows: Rows of the training split.
         sources: Names and numbers of rows of a mixture's sources; empty for a single dataset.
@@ -204,9 +198,10 @@ def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_shar
     if not begins:
         return resolved
     if task.early_exit.evaluations is not None and not _has_comparable_rows(task):
+        methods = ", ".join(name for name in OWN_METHODS if find_method(name).entry.has_row_losses)
         raise SpecError(
-            f"early_exit.evaluations: expected metric loss and one of the methods {', '.join(_WITH_ROW_LOSSES)}, whose "
-            f"losses on a part of the rows can be compared, found {task.metric} and {task.method}. Remove the key."
+            f"early_exit.evaluations: expected metric loss and one of the methods {methods}, whose losses on a part of "
+            f"the rows can be compared, found {task.metric} and {task.method}. Remove the key."
         )
     has_preset = not task.early_exit.has_own_rungs
     return budget_evaluations(resolved, data, has_preset=has_preset, forward_share=forward_share)
@@ -244,7 +239,7 @@ def budget_evaluations(task: Task, data: TaskData, *, has_preset: bool, forward_
 
 def _has_comparable_rows(task: Task) -> bool:
     """Return whether evaluations on some of the rows can be compared by their common rows."""
-    return task.metric == LOSS and task.method in _WITH_ROW_LOSSES
+    return task.metric == LOSS and find_method(task.method).entry.has_row_losses
 
 
 def may_fit_rungs(task: Task) -> bool:

@@ -39,11 +39,7 @@ _SECRET_BYTES = 32
 
 
 class Ranks:
-    """This process among the ranks of its executor. All ranks call the same methods in the same order.
-
-    Attributes:
-        rank: Number of this rank, from 0.
-    """
+    """This process among the ranks of its executor. All ranks call the same methods in the same order."""
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank = rank

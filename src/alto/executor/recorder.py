@@ -131,7 +131,6 @@ class JournalRecorder:
         """Record that a job without validation has done all its steps; its last adapter is its result.
 
         Args:
-            slot: The slot that the job has left.
             test: Loss and metrics on the test rows; None if they were not measured.
         """
         tested = {} if test is None else {"test_loss": test.loss, "test_metrics": test.metrics}

@@ -21,10 +21,10 @@ from alto.executor.profiling.profile import StepTimes
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
 from alto.executor.shared_bank import SharedBank
-from alto.executor.slot_manager import TaskState
+from alto.executor.slot_manager import RunningTask
 from alto.executor.stages import state_before_training
 from alto.records import ExitReason
-from alto.runs import Action, Answer, Command, Event, Journal, Mailbox
+from alto.runs import Answer, Command, Event, JobAction, Journal, Mailbox
 from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened, ShareReceived, TaskInterrupted
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
@@ -62,7 +62,6 @@ class TaskSession:
         ModelError: The base model gives a reply a log-prob that is not finite.
 
     Attributes:
-        state: State of the task, with its bank.
         received: Its share of the tokens while other tasks trained in the same executor; None if there were no other
             tasks.
         is_finished: Whether no job is left to train, so that :meth:`conclude` is next.
@@ -183,7 +182,6 @@ class TaskSession:
         """Record the duration of its part of a step; called before :meth:`stepped`.
 
         Args:
-            jobs: The task's jobs in the step.
             is_alone: Whether no jobs of other tasks trained.
         """
         self.state.stopwatch.add("training", duration_s)
@@ -303,7 +301,7 @@ class Control:
 
     def __init__(
         self,
-        state: TaskState,
+        state: RunningTask,
         lifecycle: JobLifecycle,
         recorder: JournalRecorder,
         mailbox: Mailbox,
@@ -365,11 +363,11 @@ class Control:
         if job is None:
             raise JobCommandError(f"expected a job of this run, found {command.job!r}; alto show lists them")
         match command.action:
-            case Action.STOP:
+            case JobAction.STOP:
                 return self._stop(job, command)
-            case Action.RESUME:
+            case JobAction.RESUME:
                 return self._reopen(job, command)
-            case Action.CLONE:
+            case JobAction.CLONE:
                 return self._clone(job, command)
 
     def _stop(self, job: JobState, command: Command) -> str:

@@ -46,9 +46,6 @@ class BankSize:
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
         rank_step: Greatest common divisor of the ranks of all jobs.
-        num_slots: Number of jobs that the bank can hold.
-        extras: Further trained tensors of all jobs.
-        adapter_dtype: Precision of adapters and their gradients.
         working_dtype: Dtype of the bank's working copies of its weights; None if it keeps none.
         state_dtype: Dtype of the moments of ``adamw_torch``; see :class:`alto.lora.SlotAdamW`.
     """
@@ -78,9 +75,6 @@ class BankSize:
         Args:
             jobs: At least one job.
             backbone: The base model for which the jobs were planned, with or without injected adapters.
-            num_slots: Number of slots of one rank's bank.
-            adapter_dtype: The task's ``adapter_dtype``.
-            optim_state_dtype: The task's ``optim_state_dtype``.
         """
         targeted = {module for job in jobs for module in job.shape.targets}
         return cls(
@@ -125,8 +119,6 @@ def build_trainer(
 
     Args:
         backbone: The base model; this runs one forward pass of a few tokens on it.
-        size: Size of this rank's bank.
-        micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
         ranks: This process among the ranks that train together; None if it is alone.
     """
     layout = BankLayout(
@@ -144,7 +136,7 @@ def build_trainer(
         initial=initial_values(backbone.model, size.extras),
     )
     bank.keep_copies(size.working_dtype)
-    bank.keep_square_sums(choose_backend(device=backbone.device).gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
+    bank.keep_square_sums(bank.ops.gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
     optimizer = SlotAdamW(bank, size.optims, size.state_dtype)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(Passes(backbone, bank, forward_context, micro_batches, ranks or Ranks()), optimizer)
@@ -184,12 +176,8 @@ class SharedBank:
     Args:
         backbone: The base model of all members.
         ranks: This process among the ranks that train together; several members need a single rank.
-        adapter_dtype: Precision of all adapters.
-        optim_state_dtype: Precision of the moments of all adapters; see ``task.optim_state_dtype``.
 
     Attributes:
-        adapter_dtype: Precision of all adapters.
-        optim_state_dtype: Precision of the moments of all adapters.
         trainer: Trains the jobs in the slots; replaced when the bank is fitted. It exists once the first member is
             attached.
     """
@@ -221,7 +209,6 @@ class SharedBank:
         """Add the jobs of another task; the bank grows if they need more slots, more modules or a larger rank.
 
         Args:
-            member: The task.
             max_tokens: Largest number of tokens of a micro-batch that the task allows.
 
         Raises:

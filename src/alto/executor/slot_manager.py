@@ -55,13 +55,9 @@ class SlotManager:
     Every rank has a slot manager and makes the same calls; a job that is resident on another rank is only recorded.
 
     Args:
-        bank: The bank shared with the other tasks of the executor.
-        run_dir: Run directory that contains the states of jobs.
         on_memory_event: Called each time memory runs out, with the jobs of this task that are involved.
-        stopwatch: Adds up the time that the task spends on each activity.
 
     Attributes:
-        bank: The bank shared with the other tasks of the executor.
         jobs: Every job that may be admitted before the next :meth:`fit`.
         on_lost_slot: Called with a job and its slot, when the job loses the slot because a new bank has fewer slots.
         error: An error of this task while the bank was rebuilt. It stops this task at its next turn, but not the task
@@ -323,13 +319,11 @@ class SlotManager:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class TaskState:
+class RunningTask:
     """The state of a running task, identical on all ranks except for the contents of the banks.
 
     Attributes:
         jobs: Every job by id; jobs that are added while the task runs come last.
-        selection: Knows which jobs train, wait at a rung, or have ended.
-        slot_manager: Moves jobs between slots and disk.
         ahead: Jobs that wait at a rung and continue in idle slots.
     """
 

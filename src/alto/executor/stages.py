@@ -30,7 +30,7 @@ from alto.executor.ranks import Ranks
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
 from alto.executor.shared_bank import SharedBank
-from alto.executor.slot_manager import SlotManager, Stopwatch, TaskState
+from alto.executor.slot_manager import RunningTask, SlotManager, Stopwatch
 from alto.executor.start_adapter import Within, beginning_with
 from alto.objectives import reference_sums
 from alto.runs import RunDir
@@ -42,10 +42,6 @@ def load_base(
     spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool = False
 ) -> Backbone:
     """Load the base model, or this rank's part of it.
-
-    Args:
-        spec: Specification of the base model and of how it is loaded.
-        gradient_checkpointing: Whether to recompute each layer's activations in the backward pass.
 
     Raises:
         DeviceMemoryError: The model does not fit.
@@ -67,7 +63,7 @@ def load_base(
 
 def state_before_training(
     context: TaskContext, recorder: JournalRecorder, start: RunStart, hooks: Hooks, bank: SharedBank | None
-) -> TaskState:
+) -> RunningTask:
     """Run the stages between the context and the training; for arguments and errors see
     :class:`alto.executor.TaskSession`."""
     ranks, resume_state = context.ranks, start.resume_state
@@ -126,13 +122,12 @@ def build_state(
     *,
     max_tokens_per_pass: int,
     on_memory_event: OnMemoryEvent,
-) -> TaskState:
+) -> RunningTask:
     """Build the bank and the state of every job as of the run's last checkpoint; no job is resident yet.
 
     Args:
         context: The task's context, with reference log-probs if its objective needs them.
         resume_state: State of an interrupted run; an empty one starts the task from its first step.
-        run_dir: Run directory that contains the states of jobs.
         bank: The executor's bank; None makes one for this task alone.
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
 
@@ -151,7 +146,7 @@ def build_state(
     before = None if resume_state.checkpoint is None else resume_state.checkpoint.time_s
     slot_manager = SlotManager(bank, context, run_dir, on_memory_event, Stopwatch(before))
     slot_manager.attach([job for job in jobs if job.fits], max_tokens_per_pass=max_tokens_per_pass)
-    return TaskState(
+    return RunningTask(
         context=context,
         jobs={job.id: job for job in jobs},
         selection=_selection(context, jobs, resume_state),

@@ -42,7 +42,6 @@ class StartAdapter:
         """Read the adapter in ``folder`` and check it against the base model.
 
         Args:
-            folder: Adapter folder in PEFT's format.
             model: Name of the base model, for messages.
             notes: Notes of the caller about the adapter.
 
@@ -64,10 +63,6 @@ class StartAdapter:
     def check_job(self, job: str, config: JobConfig, shape: AdapterShape) -> None:
         """Check that a job trains an adapter of this kind: the same modules, each with the same rank and scale, and the
         same further tensors.
-
-        Args:
-            job: Name of the job, for messages.
-            shape: Shape of the job's adapter on the base model.
 
         Raises:
             TargetModuleError: The job trains a different kind of adapter.

@@ -33,13 +33,6 @@ class Trainer(Evaluator):
     the same micro-batches. In every list of jobs, the jobs of a task are next to each other.
 
     If memory runs out in a step or an evaluation, the work starts again from the same state with smaller micro-batches.
-
-    Args:
-        optimizer: Optimizer of the bank's rows.
-
-    Attributes:
-        micro_batches: Splits steps and evaluations into micro-batches that fit into memory.
-        slots: Maps slots to ranks and local slots.
     """
 
     def __init__(self, passes: Passes, optimizer: SlotAdamW) -> None:

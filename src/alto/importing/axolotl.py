@@ -7,28 +7,19 @@ from typing import Any
 
 from alto.base import quoted
 from alto.errors import UnsupportedError
+from alto.importing import trainer
 from alto.importing.axolotl_data import read_datasets, written_dataset
 from alto.importing.draft import Draft, checked
 from alto.importing.keys import (
+    CHECKPOINTING_KEY,
+    OUTPUT_KEY,
     TRAINER_KEYS,
     WARMUP_KEYS,
     ExportedJob,
     Key,
     KeyTable,
     ToolFiles,
-    checkpointing,
-    output_dir,
     same,
-)
-from alto.importing.trainer import (
-    compares_replies_as_tool,
-    local_model,
-    packed_rows,
-    read_template_file,
-    read_trainer_keys,
-    report_own_template,
-    set_defaults,
-    validation_share,
 )
 from alto.spec import ALL_LINEAR, find_method
 
@@ -167,9 +158,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         *("trl", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval", "ebft"),
     ),
     "write adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
-    "trackers are tensorboard, mlflow, wandb and trackio (report_to)": (
-        *("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
-    ),
+    trainer.TRACKERS_ARE: ("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
 }
 
 _METHODS = {None: "sft", "dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "cpo"}
@@ -245,8 +234,8 @@ KEYS = KeyTable(
         *WARMUP_KEYS,
         Key("dtype", "bf16", lambda job: job.task.dtype == "bfloat16"),
         Key("dtype", "fp16", lambda job: job.task.dtype == "float16" or None),
-        Key("gradient_checkpointing", "gradient_checkpointing", checkpointing),
-        Key("", "output_dir", output_dir),
+        CHECKPOINTING_KEY,
+        OUTPUT_KEY,
     ),
     unneeded=_NOT_NEEDED,
     unsupported=_NOT_SUPPORTED,
@@ -300,15 +289,15 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
     if method.compares_replies:
         _read_beta(draft)
     draft.put("method", method.name)
-    draft.put("model", local_model(draft, draft.take("base_model")))
+    draft.put("model", trainer.local_model(draft, draft.take("base_model")))
     read_datasets(draft, method)
-    validation_share(draft, "val_set_size")
+    trainer.validation_share(draft, "val_set_size")
     _read_template(draft)
     names = KEYS.names(method)
     for key in _RENAMED_FIRST:
         draft.rename(key, names[key])
     _read_schedule(draft)
-    read_trainer_keys(draft)
+    trainer.read_trainer_keys(draft)
     _read_batch(draft)
     _read_targets(draft)
     _read_trackers(draft)
@@ -323,8 +312,8 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
             draft.not_needed("train_on_inputs", f"method {method.name} learns only from replies")
     draft.drop(PREFIXES)
     draft.pass_on(KEYS, method)
-    set_defaults(draft, _DEFAULTS)
-    compares_replies_as_tool(draft, method)
+    trainer.set_defaults(draft, _DEFAULTS)
+    trainer.compares_replies_as_tool(draft, method)
 
 
 def _check_adapter(draft: Draft) -> None:
@@ -382,9 +371,9 @@ def _read_beta(draft: Draft) -> None:
 def _read_template(draft: Draft) -> None:
     """Read ``chat_template``: the name of one of Axolotl's templates, or a reference to ``chat_template_jinja``."""
     name = draft.take_text("chat_template", "tokenizer_default")
-    read_template_file(draft, "chat_template_jinja")
+    trainer.read_template_file(draft, "chat_template_jinja")
     if "chat_template" not in draft.values and name not in ("tokenizer_default", "jinja"):
-        report_own_template(draft, "chat_template", name, "Axolotl")
+        trainer.report_own_template(draft, "chat_template", name, "Axolotl")
 
 
 def _read_schedule(draft: Draft) -> None:
@@ -418,7 +407,7 @@ def _read_batch(draft: Draft) -> None:
     draft.put("per_device_train_batch_size", rows)
     draft.put("gradient_accumulation_steps", parts)
     if draft.take("sample_packing"):
-        draft.used("sample_packing", packed_rows("Axolotl", "as many rows as fit into sequence_len"))
+        draft.used("sample_packing", trainer.packed_rows("Axolotl", "as many rows as fit into sequence_len"))
 
 
 def _read_targets(draft: Draft) -> None:

@@ -108,6 +108,14 @@ def _warmup(name: str) -> Key:
 WARMUP_KEYS = (_warmup("warmup_steps"), _warmup("warmup_ratio"))
 """Keys of warmup from before transformers 5."""
 
+CHECKPOINTING_KEY = Key(
+    "gradient_checkpointing", "gradient_checkpointing", lambda job: job.task.gradient_checkpointing is True
+)
+"""Whether activations are recomputed; ALTO decides by the available memory if nothing is set."""
+
+OUTPUT_KEY = Key("", "output_dir", lambda job: str(job.folder / "output"))
+"""The folder of the tool's results."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class KeyTable:
@@ -176,13 +184,3 @@ class ToolFiles:
     keys: Mapping[str, Any]
     command: tuple[str, ...]
     others: Mapping[str, str] = field(default_factory=dict)
-
-
-def checkpointing(job: ExportedJob) -> bool:
-    """Return whether the tool recomputes activations; ALTO decides by the available memory if nothing is set."""
-    return job.task.gradient_checkpointing is True
-
-
-def output_dir(job: ExportedJob) -> str:
-    """Return the folder of the tool's results."""
-    return str(job.folder / "output")

@@ -8,18 +8,10 @@ from typing import Any
 
 from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
+from alto.importing import trainer
 from alto.importing.draft import Draft
-from alto.importing.keys import TRAINER_KEYS, WARMUP_KEYS, ExportedJob, Key, KeyTable, ToolFiles, output_dir, same
+from alto.importing.keys import OUTPUT_KEY, TRAINER_KEYS, WARMUP_KEYS, ExportedJob, Key, KeyTable, ToolFiles, same
 from alto.importing.llamafactory_data import INFO, read_datasets, written_dataset
-from alto.importing.trainer import (
-    compares_replies_as_tool,
-    local_model,
-    packed_rows,
-    read_trainer_keys,
-    report_own_template,
-    set_defaults,
-    validation_share,
-)
 from alto.spec import ALL_LINEAR, find_method
 
 MARKS = frozenset(
@@ -95,7 +87,7 @@ KEYS = KeyTable(
         *WARMUP_KEYS,
         Key("dtype", "bf16", lambda job: job.task.dtype == "bfloat16" or None),
         Key("dtype", "fp16", lambda job: job.task.dtype == "float16" or None),
-        Key("", "output_dir", output_dir),
+        OUTPUT_KEY,
     ),
     unneeded={
         "'report.html' of the run has the loss curves": ("plot_loss",),
@@ -167,7 +159,7 @@ KEYS = KeyTable(
         "it applies to the weights of whole layers, and ALTO trains adapters": (
             *("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon", "use_llama_pro"),
         ),
-        "trackers are tensorboard, mlflow, wandb and trackio (report_to)": ("use_swanlab",),
+        trainer.TRACKERS_ARE: ("use_swanlab",),
         "the base model is frozen": ("train_from_scratch",),
     },
     off={
@@ -213,20 +205,20 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
         )
     method = find_method(method_name or _read_preference(draft, stage))
     draft.put("method", method.name)
-    draft.put("model", local_model(draft, draft.take("model_name_or_path")))
+    draft.put("model", trainer.local_model(draft, draft.take("model_name_or_path")))
     read_datasets(draft, method)
-    validation_share(draft, "val_size")
+    trainer.validation_share(draft, "val_size")
     template = draft.take_text("template")
     if template is not None:
-        report_own_template(draft, "template", template, "LLaMA-Factory")
+        trainer.report_own_template(draft, "template", template, "LLaMA-Factory")
     _read_masks(draft)
-    read_trainer_keys(draft)
+    trainer.read_trainer_keys(draft)
     _read_adapter(draft)
     _read_quantisation(draft)
     draft.drop(_PREFIXES)
     draft.pass_on(KEYS, method)
-    set_defaults(draft, _DEFAULTS)
-    compares_replies_as_tool(draft, method)
+    trainer.set_defaults(draft, _DEFAULTS)
+    trainer.compares_replies_as_tool(draft, method)
 
 
 def _read_preference(draft: Draft, stage: str) -> str:
@@ -287,7 +279,7 @@ def _read_masks(draft: Draft) -> None:
         draft.used("mask_history", "train_on: last")
     for key in ("packing", "neat_packing"):
         if draft.take(key):
-            draft.used(key, packed_rows("LLaMA-Factory"))
+            draft.used(key, trainer.packed_rows("LLaMA-Factory"))
 
 
 def _read_adapter(draft: Draft) -> None:

@@ -11,6 +11,9 @@ from alto.errors import SpecError
 from alto.importing.draft import Draft, checked
 from alto.spec import TRACKERS, Method, is_finite_number, is_template_text
 
+TRACKERS_ARE = f"trackers are {', '.join(TRACKERS[:-1])} and {TRACKERS[-1]} (report_to)"
+"""The reason for which keys of other trackers are not supported."""
+
 _EVALUATED = "every job is evaluated at equal shares of its own steps ('eval_steps: 0.05')"
 
 _SAME_OPTIMIZERS = {

@@ -8,17 +8,10 @@ from typing import Any
 
 from alto.base import quoted
 from alto.errors import SpecError, UnsupportedError
+from alto.importing import trainer
 from alto.importing.draft import Draft, checked
-from alto.importing.keys import TRAINER_KEYS, ExportedJob, Key, KeyTable, ToolFiles, checkpointing, output_dir, same
+from alto.importing.keys import CHECKPOINTING_KEY, OUTPUT_KEY, TRAINER_KEYS, ExportedJob, Key, KeyTable, ToolFiles, same
 from alto.importing.sources import BUILDERS, Source, builder_of, put_sources, readable_path, report_split
-from alto.importing.trainer import (
-    compares_replies_as_tool,
-    local_model,
-    packed_rows,
-    read_template_file,
-    read_trainer_keys,
-    set_defaults,
-)
 from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, TEMPLATE_NAME, find_method
 
 FORM = "dataset_format"
@@ -127,8 +120,8 @@ KEYS = KeyTable(
             lambda job: False if job.task.method != "sft" and job.config.lora_dropout else None,
         ),
         Key("dtype", "bf16", lambda job: False),
-        Key("gradient_checkpointing", "gradient_checkpointing", checkpointing),
-        Key("", "output_dir", output_dir),
+        CHECKPOINTING_KEY,
+        OUTPUT_KEY,
     ),
     unneeded={
         "set environment variables in the shell that starts ALTO": ("env",),
@@ -155,10 +148,10 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
     name = method_name or _command(draft)
     draft.put("method", name)
     method = find_method(name)
-    draft.put("model", local_model(draft, draft.take("model_name_or_path")))
+    draft.put("model", trainer.local_model(draft, draft.take("model_name_or_path")))
     _read_dataset(draft)
     _read_length(draft)
-    read_template_file(draft, "chat_template_path")
+    trainer.read_template_file(draft, "chat_template_path")
     if name == "sft":
         _read_masks(draft)
     elif name in _RAW_FORMS:
@@ -166,7 +159,7 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
     _report_held_out(draft)
     if name == "kto":
         _report_order(draft)
-    read_trainer_keys(draft)
+    trainer.read_trainer_keys(draft)
     if computes_in_float32:
         draft.put("dtype", "float32")
         draft.used("bf16", "dtype: float32, also for the frozen base: without bf16 and fp16, TRL computes in float32")
@@ -177,8 +170,8 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
     if name in _SMOOTHED:
         _leave_out_smoothing(draft, name)
     draft.pass_on(KEYS, method)
-    set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
-    compares_replies_as_tool(draft, method, drops_out=drops_out)
+    trainer.set_defaults(draft, {"learning_rate": _LEARNING_RATES.get(name, 2e-5), "per_device_train_batch_size": 8})
+    trainer.compares_replies_as_tool(draft, method, drops_out=drops_out)
 
 
 def _computes_in_float32(draft: Draft) -> bool:
@@ -375,7 +368,7 @@ def _read_masks(draft: Draft) -> None:
     if column != "text":
         draft.put("columns", {"text": column})
     if draft.take("packing"):
-        draft.used("packing", packed_rows("TRL"))
+        draft.used("packing", trainer.packed_rows("TRL"))
 
 
 def _report_texts(draft: Draft, method_name: str) -> None:

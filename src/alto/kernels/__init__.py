@@ -12,7 +12,15 @@ from alto.kernels.dropout import DropoutKey, NoiseKey, TokenNoise, send
 from alto.kernels.forward_table import upload
 from alto.kernels.function import GroupedLinear, added_linear, grouped_lora_linear
 from alto.kernels.layer_reference import NormKind
-from alto.kernels.operands import VECTOR_SIZE, GradientSteps, GradientTiles, GroupGradients, LoraOperands, RowParts
+from alto.kernels.operands import (
+    VECTOR_SIZE,
+    GradientSteps,
+    GradientTiles,
+    GroupGradients,
+    LoraOperands,
+    RowParts,
+    RowStep,
+)
 from alto.kernels.schedule import HeadTokens, Segment, TokenSchedule
 from alto.kernels.slot_embedding import slot_embedding_change, slot_embeddings
 from alto.kernels.slot_tensors import SlotTensors, slot_bias_change
@@ -31,6 +39,7 @@ __all__ = [
     "NoiseKey",
     "NormKind",
     "RowParts",
+    "RowStep",
     "Segment",
     "SlotTensors",
     "TokenNoise",

@@ -157,7 +157,6 @@ def dropped_inputs(
     Args:
         schedule: Token ranges, with the keys of their masks.
         slots: Slots whose masks are applied.
-        number: Number of the group of modules.
         places_T: Position of every token among its slot's tokens in the forward pass, int64, if ``x_TK`` has only some
             of them; None if it has all.
     """

@@ -34,7 +34,6 @@ class ForwardTable:
         num_blocks: ``B``.
         num_chunks: ``C``.
         num_segments: ``S``.
-        has_dropout: Whether any segment has dropout.
         blocks_B6: One row per block, int32: its slot; its first token and end in the forward pass; the position of its
             first token in the job's batch; stream key and threshold of the segment's dropout, 32 bits each, where a
             threshold of 0 keeps everything. A block lies in one segment.

@@ -30,11 +30,7 @@ class NormKind(IntEnum):
 
 
 def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, kind: NormKind) -> Tensor:
-    """Compute ``x / sqrt(mean(x²) + epsilon) · weight`` over the last dimension, in float32 or wider.
-
-    Args:
-        kind: The rounding; see :class:`NormKind`.
-    """
+    """Compute ``x / sqrt(mean(x²) + epsilon) · weight`` over the last dimension, in float32 or wider."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
     if kind is NormKind.ROUNDED:

@@ -105,17 +105,36 @@ class RowParts(NamedTuple):
     vectors_end: int
     end: int
 
-    def spans(self, rates: tuple[float, float], weight_decay: float) -> Iterator[tuple[int, int, float, float]]:
-        """Yield start, end, learning rate and weight decay of as few runs of elements as possible.
 
-        Args:
-            rates: Learning rates of ``A`` and of ``B``.
-        """
-        rate_of_a, rate_of_b = rates
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowStep:
+    """The next AdamW step of one row.
+
+    Attributes:
+        step: Number of this step in the row's own count, 1 for the first.
+        rates: Learning rates of ``A`` and of ``B``.
+        clears: Whether the row's gradient is set to zero.
+        rounding_key: Key for stochastic rounding of bfloat16 moments
+            (:func:`alto.kernels.stochastic_rounding.rounding_key`); None rounds to nearest, in all rows of a bank.
+    """
+
+    slot: int
+    parts: RowParts
+    step: int
+    rates: tuple[float, float]
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    clears: bool
+    rounding_key: int | None = None
+
+    def spans(self) -> Iterator[tuple[int, int, float, float]]:
+        """Yield start, end, learning rate and weight decay of as few runs of elements as possible."""
+        (rate_of_a, rate_of_b), weight_decay = self.rates, self.weight_decay
         first, settings = 0, (rate_of_a, weight_decay)
         parts = ((rate_of_a, weight_decay), (rate_of_b, weight_decay), (rate_of_b, 0.0), (rate_of_a, weight_decay))
         start = 0
-        for end, of_part in zip(self, parts, strict=True):
+        for end, of_part in zip(self.parts, parts, strict=True):
             if end > start and of_part != settings:
                 if start > first:
                     yield first, start, *settings
@@ -176,7 +195,6 @@ class LoraOperands:
             a multiple of ``rank_step`` and placed by the bank, it never falls either.
         gradients: The step in which each slot's gradient was last written; None if gradients are always added.
         sums_ZC: Last written sums of squares of gradient tiles, for all groups of the bank; None if none are kept.
-        tiles: Tiles of these sums.
         slots: The adapters by slot; a slot that targets no member is absent.
     """
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.dropout import dropped
-from alto.kernels.operands import GradientTiles, LoraOperands, RowParts, SlotMatrices
+from alto.kernels.operands import GradientTiles, LoraOperands, RowStep, SlotMatrices
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.stochastic_rounding import random_bits, rounded
 
@@ -158,8 +158,9 @@ def grouped_backward_weight(
 def row_norms(grads_ZP: Tensor, slots: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Return the Euclidean norm of the first ``sizes[i]`` elements of row ``slots[i]``, ``[len(slots)]``, at least
     float32."""
-    rows = [grads_ZP[slot, :size] for slot, size in zip(slots, sizes, strict=True)]
-    return torch.stack([torch.linalg.vector_norm(row.to(_exact(row))) for row in rows])
+    exact = torch.promote_types(grads_ZP.dtype, torch.float32)
+    rows = [grads_ZP[slot, :size].to(exact) for slot, size in zip(slots, sizes, strict=True)]
+    return torch.stack([torch.linalg.vector_norm(row) for row in rows])
 
 
 def gradient_tiles(base: torch.dtype, bank: torch.dtype) -> GradientTiles | None:
@@ -179,17 +180,8 @@ def bank_adamw(
     exp_avg_ZP: Tensor,
     exp_avg_sq_ZP: Tensor,
     working_ZP: Tensor | None,
-    slots: Sequence[int],
-    *,
-    parts: Sequence[RowParts],
-    steps: Sequence[int],
-    learning_rates: Sequence[tuple[float, float]],
-    betas: Sequence[tuple[float, float]],
-    epsilons: Sequence[float],
-    weight_decays: Sequence[float],
+    rows: Sequence[RowStep],
     grad_scales: Tensor,
-    clears: Sequence[bool],
-    rounding_keys: Sequence[int] | None = None,
 ) -> None:
     """Take one AdamW step for every listed row, in place. Other rows are not changed.
 
@@ -199,41 +191,36 @@ def bank_adamw(
 
     Args:
         working_ZP: Copies of the weights in another dtype, updated with them; None if there are none.
-        steps: Number of this step in each row's own count, 1 for the first.
-        learning_rates: Each row's learning rates of ``A`` and of ``B``; see :class:`alto.kernels.RowParts`.
-        grad_scales: Factor on each row's gradient (clipping), ``[len(slots)]``.
-        clears: Whether each row's gradient is set to zero.
-        rounding_keys: Each row's key for stochastic rounding of its bfloat16 moments
-            (:func:`alto.kernels.stochastic_rounding.rounding_key`); None rounds to nearest.
+        grad_scales: Factor on each row's gradient (clipping), ``[len(rows)]``.
     """
     updates = []
-    exact = params_ZP.dtype if exp_avg_ZP.dtype == params_ZP.dtype and not rounding_keys else torch.float32
-    for index, slot in enumerate(slots):
-        beta1, beta2 = betas[index]
-        row = [bank_ZP[slot, : parts[index].end] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)]
-        params, grads, exp_avg, exp_avg_sq = (tensor.to(exact) for tensor in row)
+    for row, grad_scale in zip(rows, grad_scales, strict=True):
+        has_one_dtype = exp_avg_ZP.dtype == params_ZP.dtype and row.rounding_key is None
+        exact = params_ZP.dtype if has_one_dtype else torch.float32
+        beta1, beta2 = row.betas
+        stored = [bank_ZP[row.slot, : row.parts.end] for bank_ZP in (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)]
+        params, grads, exp_avg, exp_avg_sq = (tensor.to(exact) for tensor in stored)
         rate, decay = torch.empty_like(params), torch.empty_like(params)
-        for first, end, *settings in parts[index].spans(learning_rates[index], weight_decays[index]):
+        for first, end, *settings in row.spans():
             rate[first:end], decay[first:end] = settings
-        gradient = grads * grad_scales[index]
+        gradient = grads * grad_scale
         next_avg = beta1 * exp_avg + (1.0 - beta1) * gradient
         next_avg_sq = beta2 * exp_avg_sq + (1.0 - beta2) * gradient * gradient
-        mean = next_avg / (1.0 - beta1 ** steps[index])
-        deviation = torch.sqrt(next_avg_sq / (1.0 - beta2 ** steps[index]))
+        mean = next_avg / (1.0 - beta1**row.step)
+        deviation = torch.sqrt(next_avg_sq / (1.0 - beta2**row.step))
         decayed = params * (1.0 - rate * decay)
-        next_params = decayed - rate * mean / (deviation + epsilons[index])
-        if rounding_keys:
-            bits = random_bits(rounding_keys[index], torch.arange(len(params), device=params.device))
+        next_params = decayed - rate * mean / (deviation + row.epsilon)
+        if row.rounding_key is not None:
+            bits = random_bits(row.rounding_key, torch.arange(len(params), device=params.device))
             next_avg, next_avg_sq = rounded(next_avg, bits & 0xFFFF), rounded(next_avg_sq, bits >> 16)
-        updates.append((row, next_params, next_avg, next_avg_sq))
-    for index, ((params, grads, exp_avg, exp_avg_sq), *values) in enumerate(updates):
+        updates.append((row, stored, next_params, next_avg, next_avg_sq))
+    for row, (params, grads, exp_avg, exp_avg_sq), *values in updates:
         for target, value in zip((params, exp_avg, exp_avg_sq), values, strict=True):
             target.copy_(value)
-        if clears[index]:
+        if row.clears:
             grads.zero_()
-    if working_ZP is not None:
-        for slot, of_row in zip(slots, parts, strict=True):
-            working_ZP[slot, : of_row.end] = params_ZP[slot, : of_row.end]
+        if working_ZP is not None:
+            working_ZP[row.slot, : row.parts.end] = params
 
 
 def compile_kernels(run: Callable[[], None]) -> Iterator[tuple[int, int]]:
@@ -264,7 +251,3 @@ def working_dtype(base: torch.dtype, bank: torch.dtype) -> torch.dtype | None:
 def _scale_members(narrow_TQ: Tensor, matrices: SlotMatrices) -> None:
     for ratio, (first, last) in zip(matrices.ratios, matrices.columns, strict=False):
         narrow_TQ[:, first:last] *= ratio
-
-
-def _exact(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

@@ -52,8 +52,6 @@ class TokenSchedule:
         segments: One segment per slot with tokens, in token order, covering ``[0, T)`` without gaps.
         scales: ``lora_alpha / r`` of every segment.
         dropout: Key of every segment's dropout mask; None if a segment has no dropout.
-        slots: Slot of every segment.
-        lengths: Number of tokens of every segment.
     """
 
     num_tokens: int

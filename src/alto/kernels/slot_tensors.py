@@ -25,7 +25,6 @@ class SlotTensors:
 
     Attributes:
         params_ZP, grads_ZP: The bank, contiguous.
-        shape: Shape of the tensor.
     """
 
     params_ZP: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from alto.kernels.dropout import DropoutKey, dropped
-from alto.kernels.operands import LoraOperands, RowParts, SlotMatrices
+from alto.kernels.operands import LoraOperands, RowStep, SlotMatrices
 from alto.kernels.reference import compile_kernels, gradient_tiles, narrow_rows, summed_norms, working_dtype
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.stochastic_rounding import MomentRounding
@@ -120,17 +120,8 @@ def bank_adamw(
     exp_avg_ZP: Tensor,
     exp_avg_sq_ZP: Tensor,
     working_ZP: Tensor | None,
-    slots: Sequence[int],
-    *,
-    parts: Sequence[RowParts],
-    steps: Sequence[int],
-    learning_rates: Sequence[tuple[float, float]],
-    betas: Sequence[tuple[float, float]],
-    epsilons: Sequence[float],
-    weight_decays: Sequence[float],
+    rows: Sequence[RowStep],
     grad_scales: Tensor,
-    clears: Sequence[bool],
-    rounding_keys: Sequence[int] | None = None,
 ) -> None:
     """See :func:`alto.kernels.reference.bank_adamw`. Uses PyTorch's fused AdamW, one call per row or per part of a row.
 
@@ -140,23 +131,25 @@ def bank_adamw(
     # One step tensor per row and part, because each call increments its own. They are allocated before anything
     # changes, and filled on the device, because copying a number there would make the host wait.
     spans = [
-        [(*span, torch.full((), float(step - 1), device=params_ZP.device)) for span in of_row.spans(rates, decay)]
-        for of_row, rates, decay, step in zip(parts, learning_rates, weight_decays, steps, strict=True)
+        [(*span, torch.full((), float(row.step - 1), device=params_ZP.device)) for span in row.spans()] for row in rows
     ]
     banks = (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
-    has_copies = exp_avg_ZP.dtype != params_ZP.dtype or rounding_keys is not None
-    longest = max((of_row.end for of_row in parts), default=0)
+    rounds_at_random = any(row.rounding_key is not None for row in rows)
+    has_copies = exp_avg_ZP.dtype != params_ZP.dtype or rounds_at_random
+    longest = max((row.parts.end for row in rows), default=0)
     copies = [
         bank_ZP.new_empty(longest, dtype=torch.float32) if has_copies and bank_ZP.dtype != torch.float32 else None
         for bank_ZP in banks
     ]
-    rounding = None if rounding_keys is None else MomentRounding(params_ZP.device)
-    for index, slot in enumerate(slots):
-        end = parts[index].end
-        row = [bank_ZP[slot, :end] for bank_ZP in banks]
-        exact = [tensor if copy is None else copy[:end].copy_(tensor) for tensor, copy in zip(row, copies, strict=True)]
-        exact[1].mul_(grad_scales[index])
-        for first, last, rate, decay, count in spans[index]:
+    rounding = MomentRounding(params_ZP.device) if rounds_at_random else None
+    for row, grad_scale, of_row in zip(rows, grad_scales, spans, strict=True):
+        end = row.parts.end
+        stored = [bank_ZP[row.slot, :end] for bank_ZP in banks]
+        exact = [
+            tensor if copy is None else copy[:end].copy_(tensor) for tensor, copy in zip(stored, copies, strict=True)
+        ]
+        exact[1].mul_(grad_scale)
+        for first, last, rate, decay, count in of_row:
             params, grads, exp_avg, exp_avg_sq = ([tensor[first:last]] for tensor in exact)
             adamw(
                 params,
@@ -169,20 +162,20 @@ def bank_adamw(
                 amsgrad=False,
                 maximize=False,
                 lr=rate,
-                beta1=betas[index][0],
-                beta2=betas[index][1],
-                eps=epsilons[index],
+                beta1=row.betas[0],
+                beta2=row.betas[1],
+                eps=row.epsilon,
                 weight_decay=decay,
             )
-        if rounding is not None and rounding_keys is not None:
-            rounding.round_(exact[2], exact[3], rounding_keys[index])
-        for tensor, copy in zip(row, exact, strict=True):
+        if rounding is not None and row.rounding_key is not None:
+            rounding.round_(exact[2], exact[3], row.rounding_key)
+        for tensor, copy in zip(stored, exact, strict=True):
             if copy is not tensor:
                 tensor.copy_(copy)
-        if clears[index]:
-            grads_ZP[slot, :end].zero_()
+        if row.clears:
+            stored[1].zero_()
         if working_ZP is not None:
-            working_ZP[slot, :end] = params_ZP[slot, :end]
+            working_ZP[row.slot, :end] = stored[0]
 
 
 def _occupied(

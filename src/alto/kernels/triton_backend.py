@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from alto.kernels.forward_table import upload
-from alto.kernels.operands import VECTOR_SIZE, LoraOperands, RowParts
+from alto.kernels.operands import VECTOR_SIZE, LoraOperands, RowStep
 from alto.kernels.schedule import TokenSchedule
 from alto.kernels.triton_config import (
     ADAMW_BLOCK,
@@ -217,43 +217,32 @@ def bank_adamw(
     exp_avg_ZP: Tensor,
     exp_avg_sq_ZP: Tensor,
     working_ZP: Tensor | None,
-    slots: Sequence[int],
-    *,
-    parts: Sequence[RowParts],
-    steps: Sequence[int],
-    learning_rates: Sequence[tuple[float, float]],
-    betas: Sequence[tuple[float, float]],
-    epsilons: Sequence[float],
-    weight_decays: Sequence[float],
+    rows: Sequence[RowStep],
     grad_scales: Tensor,
-    clears: Sequence[bool],
-    rounding_keys: Sequence[int] | None = None,
 ) -> None:
     """See :func:`alto.kernels.reference.bank_adamw`; one launch for all rows."""
     banks = (params_ZP, grads_ZP, exp_avg_ZP, exp_avg_sq_ZP)
     assert {bank_ZP.stride() for bank_ZP in banks} == {(params_ZP.stride(0), 1)}
     assert working_ZP is None or working_ZP.stride() == params_ZP.stride()
-    if not slots:
+    if not rows:
         return
-    keys = [0] * len(slots) if rounding_keys is None else rounding_keys
-    rows = [(slot, *ends, clear, key) for slot, ends, clear, key in zip(slots, parts, clears, keys, strict=True)]
+    places = [(row.slot, *row.parts, row.clears, row.rounding_key or 0) for row in rows]
     settings = [
-        (*rates, beta1, 1.0 - beta1, beta2, 1.0 - beta2, epsilon, decay, 1.0 - beta1**step, 1.0 - beta2**step)
-        for rates, (beta1, beta2), epsilon, decay, step in zip(
-            learning_rates, betas, epsilons, weight_decays, steps, strict=True
-        )
+        (*row.rates, b1, 1.0 - b1, b2, 1.0 - b2, row.epsilon, row.weight_decay, 1.0 - b1**row.step, 1.0 - b2**row.step)
+        for row in rows
+        for b1, b2 in [row.betas]
     ]
     exact = torch.promote_types(params_ZP.dtype, torch.float32)
-    longest = max(of_row.end for of_row in parts)
-    rows_U7, settings_U10 = upload(rows, torch.int64, params_ZP.device), upload(settings, exact, params_ZP.device)
+    longest = max(row.parts.end for row in rows)
+    rows_U7, settings_U10 = upload(places, torch.int64, params_ZP.device), upload(settings, exact, params_ZP.device)
     launch(
         adamw_kernel,
-        (ceil_div(longest, ADAMW_BLOCK), len(slots), 1),
+        (ceil_div(longest, ADAMW_BLOCK), len(rows), 1),
         (*banks, params_ZP if working_ZP is None else working_ZP, grad_scales.to(exact), rows_U7, settings_U10),
         (params_ZP.stride(0),),
         adamw_config(params_ZP.dtype),
         HAS_WORKING=working_ZP is not None,
-        ROUNDS_AT_RANDOM=rounding_keys is not None,
+        ROUNDS_AT_RANDOM=any(row.rounding_key is not None for row in rows),
         ALIGNMENT=math.gcd(VECTOR_SIZE, params_ZP.stride(0)),
     )
 

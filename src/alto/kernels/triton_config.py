@@ -45,13 +45,7 @@ MAX_NORM_WIDTH = 16384
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KernelConfig:
-    """The compile-time configuration of a kernel.
-
-    Attributes:
-        constants: Compile-time constants of the kernel.
-        num_warps: Warps per program.
-        num_stages: Pipeline stages of the loop.
-    """
+    """The compile-time configuration of a kernel."""
 
     constants: dict[str, Any]
     num_warps: int
@@ -323,12 +317,12 @@ _ALIGNMENT = 16
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 """Compiled kernels, and the constants that follow their arguments, by the key of :func:`_key`."""
 
-_collected: list[Launch] | None = None
+_collected: list[KernelLaunch] | None = None
 """List that collects launches instead of running them; None if launches run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """A launch, with everything that the compilation of its kernel depends on.
 
     Attributes:
@@ -365,7 +359,7 @@ def ceil_div(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
 
 
-def collected_launches(run: Callable[[], None]) -> list[Launch]:
+def collected_launches(run: Callable[[], None]) -> list[KernelLaunch]:
     """Return the launches that ``run`` would make, without running any; their outputs are not written.
 
     The result is empty in Triton's interpreter, which compiles nothing.
@@ -374,7 +368,7 @@ def collected_launches(run: Callable[[], None]) -> list[Launch]:
     assert _collected is None, "collections do not nest"
     if triton.knobs.runtime.interpret:
         return []
-    found: list[Launch] = []
+    found: list[KernelLaunch] = []
     _collected = found
     try:
         run()
@@ -383,14 +377,14 @@ def collected_launches(run: Callable[[], None]) -> list[Launch]:
     return found
 
 
-def compiled_launches(launches: Sequence[Launch]) -> Iterator[tuple[int, int]]:
+def compiled_launches(launches: Sequence[KernelLaunch]) -> Iterator[tuple[int, int]]:
     """Compile the kernels of ``launches`` that are not compiled yet, one per iteration.
 
     Yields:
         Number of kernels compiled so far and in total, before the first kernel and after each; nothing if all are
         compiled already.
     """
-    left: dict[tuple[Any, ...], list[Launch]] = {}
+    left: dict[tuple[Any, ...], list[KernelLaunch]] = {}
     for one in launches:
         if one.key not in _compiled:
             left.setdefault(one.binary, []).append(one)
@@ -427,7 +421,7 @@ def launch(
         return
     if _collected is not None:
         _collected.append(
-            Launch(
+            KernelLaunch(
                 kernel=kernel,
                 grid=grid,
                 tensors=(*tensors,),

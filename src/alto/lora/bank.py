@@ -14,7 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from alto.kernels import GradientSteps, GradientTiles, GroupGradients, LoraOperands, SlotTensors
+from alto.kernels import GradientSteps, GradientTiles, GroupGradients, LoraOperands, SlotTensors, choose_backend
 from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, GroupPlace, RowPlaces, TargetModule
 from alto.spec import AdapterDtype, InitLoraWeights
 
@@ -84,14 +84,13 @@ class AdapterBank:
         initial: Initial value of every extra tensor of the layout, by name, on any device.
 
     Attributes:
-        initial: Initial value of every extra tensor, by name.
-        params_ZP: Adapter weights.
         working_ZP: Copies of the weights in the dtype of matrix products; None if products read the weights directly.
             Code that writes the weights of a slot must call :meth:`copy_weights`.
         grads_ZP: Gradients, accumulated by the backward pass and valid until :meth:`end_gradients`. Other code that
             writes them must call :meth:`forget_square_sums`.
         square_sums: Sums of squares of the gradients; None if the kernels do not compute them.
         anchor: A scalar that requires grad; see :func:`alto.kernels.grouped_lora_linear`.
+        ops: The kernel backend for the bank's device; :mod:`alto.kernels.reference` documents its ops.
     """
 
     def __init__(
@@ -113,6 +112,7 @@ class AdapterBank:
         self.working_ZP: Tensor | None = None
         self.square_sums: SquareSums | None = None
         self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self.ops = choose_backend(device=device)
         self._steps = GradientSteps(num_slots)
         self._gradients = {
             index: GroupGradients(self._steps) for index, group in enumerate(layout.groups) if _is_overwritten(group[0])

@@ -102,20 +102,16 @@ class MultiBiasModule(SettingsModule):
     """
 
     def __init__(
-        self, base: nn.Module, name: str, biases: SlotTensors, bank: AdapterBank, context: ForwardContext
+        self, base: nn.Module, name: str, bank: AdapterBank, context: ForwardContext, biases: SlotTensors
     ) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
+        super().__init__(base, name, bank, context)
         self._biases = biases
-        self._bank = bank
-        self._context = context
 
     @property
     def bias(self) -> Tensor | None:
         """The frozen bias. Under a schedule it cannot be used in computations."""
         bias: Any = self.base.bias
-        return AdaptedWeight.of(bias, self._name) if self._context.schedule is not None else bias
+        return AdaptedWeight.of(bias, self._name) if self.is_in_forward else bias
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, x: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ Shapes as in :mod:`alto.kernels.dora`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
 
 from torch import Tensor
 
@@ -22,13 +21,13 @@ from alto.kernels import (
     grouped_lora_linear,
     scaled_by_magnitude,
 )
+from alto.lora.bank import AdapterBank
 
 
 class Dora:
     """The magnitudes of linear layers that read the same input.
 
     Args:
-        anchor: See :func:`alto.kernels.grouped_lora_linear`.
         magnitudes: For each layer, the magnitude vectors of the slots and the row norms of its frozen weight; None if
             no job has magnitudes there.
     """
@@ -36,15 +35,13 @@ class Dora:
     def __init__(
         self,
         bases: Sequence[FrozenMatrix],
-        anchor: Tensor,
+        bank: AdapterBank,
         operands: LoraOperands,
-        ops: ModuleType,
         magnitudes: Sequence[tuple[SlotTensors, Tensor] | None],
     ) -> None:
         self._bases = tuple(bases)
-        self._anchor = anchor
+        self._bank = bank
         self._operands = operands
-        self.ops = ops
         self._magnitudes = tuple(magnitudes)
 
     @property
@@ -73,7 +70,7 @@ class Dora:
         return tuple(y_TN + frozen_product(left_out_TK, base) for y_TN, base in zip(ys, self._bases, strict=True))
 
     def _plain(self, x_TK: Tensor, schedule: TokenSchedule) -> tuple[Tensor, ...]:
-        return grouped_lora_linear(x_TK, self._anchor, self._bases, self._operands, schedule, self.ops)
+        return grouped_lora_linear(x_TK, self._bank.anchor, self._bases, self._operands, schedule, self._bank.ops)
 
     def _scaled(self, ys: Sequence[Tensor], schedule: TokenSchedule) -> tuple[Tensor, ...]:
         return tuple(self._scaled_member(member, y_TN, schedule) for member, y_TN in enumerate(ys))

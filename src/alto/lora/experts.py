@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -63,17 +63,13 @@ class MultiLoraExperts(SettingsModule):
     def __init__(
         self,
         base: nn.Module,
+        name: str,
         bank: AdapterBank,
-        operands: Mapping[str, LoraOperands],
         context: ForwardContext,
-        ops: ModuleType,
+        operands: Mapping[str, LoraOperands],
     ) -> None:
-        super().__init__()
-        self.base = base
-        self._bank = bank
+        super().__init__(base, name, bank, context)
         self._operands = dict(operands)
-        self._context = context
-        self._ops = ops
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, *args: Any) -> Tensor:
@@ -123,7 +119,7 @@ class MultiLoraExperts(SettingsModule):
         operands = self._operands.get(key)
         if operands is None:  # an empty schedule runs only the frozen experts
             operands, schedule = next(iter(self._operands.values())), TokenSchedule.build((), (), ())
-        (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, schedule, self._ops)
+        (y_SN,) = grouped_lora_linear(x_SK, self._bank.anchor, [frozen], operands, schedule, self._bank.ops)
         return y_SN
 
 
@@ -180,25 +176,14 @@ class MultiLoraRouter(SettingsModule):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        name: str,
-        bank: AdapterBank,
-        operands: LoraOperands,
-        context: ForwardContext,
-        ops: ModuleType,
+        self, base: nn.Module, name: str, bank: AdapterBank, context: ForwardContext, operands: LoraOperands
     ) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
-        self._bank = bank
+        super().__init__(base, name, bank, context)
         self._operands = operands
-        self._context = context
-        self._ops = ops
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._context.schedule is None:
+        if not self.is_in_forward:
             return self.base(*args, **kwargs)
         with self._adapted():
             return self.base(*args, **kwargs)
@@ -221,7 +206,7 @@ class MultiLoraRouter(SettingsModule):
         if places is not None:
             x_TK = places.collect(x_TK)
         base = FrozenWeight(SimpleNamespace(weight=weight_NK, bias=bias_N))
-        (y_TN,) = grouped_lora_linear(x_TK, self._bank.anchor, [base], self._operands, schedule, self._ops)
+        (y_TN,) = grouped_lora_linear(x_TK, self._bank.anchor, [base], self._operands, schedule, self._bank.ops)
         if places is not None:
             y_TN = places.spread(y_TN)
         return y_TN.view(*x.shape[:-1], -1)

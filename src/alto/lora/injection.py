@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from alto.kernels import LoraOperands, SlotTensors, choose_backend
+from alto.kernels import LoraOperands, SlotTensors
 from alto.lora.bank import AdapterBank
 from alto.lora.biases import MultiBiasModule, is_bias, module_of_bias
 from alto.lora.dora import Dora
 from alto.lora.experts import MultiLoraExperts, MultiLoraRouter
 from alto.lora.heads import whole_weights
-from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, RowPlaces, SharedInput
+from alto.lora.linear import ForwardContext, FrozenWeight, InjectedModule, MultiLoraLinear, PositionMap, SharedInput
 from alto.lora.magnitudes import magnitude_of
 from alto.lora.targets import (
     adaptable,
@@ -27,7 +27,7 @@ from alto.lora.vocabulary import MultiLoraEmbedding, MultiLoraHead
 
 
 def inject(
-    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], RowPlaces | None] | None = None
+    model: PreTrainedModel, bank: AdapterBank, places: Callable[[], PositionMap | None] | None = None
 ) -> ForwardContext:
     """Wrap every module of the bank's layout in place; modules wrapped for another bank are unwrapped first.
 
@@ -38,7 +38,7 @@ def inject(
         The context that tells the wrapped modules which slot each token of a micro-batch belongs to.
     """
     eject(model)
-    context, ops = ForwardContext(places), choose_backend(device=bank.params_ZP.device)
+    context = ForwardContext(places)
     bases, routers, of_experts = linear_bases(model), router_bases(model), expert_bases(model)
     # A group takes the number of its first module in the model, even if no job targets that module.
     numbers = {target.name: number for number, target in enumerate(adaptable(model))}
@@ -52,7 +52,7 @@ def inject(
             operands_of_experts.setdefault(owner, {})[key] = operands
             continue
         if group[0].is_router:
-            router = MultiLoraRouter(routers[group[0].name], group[0].name, bank, operands, context, ops)
+            router = MultiLoraRouter(routers[group[0].name], group[0].name, bank, context, operands)
             model.set_submodule(group[0].name, router)
             continue
         if not group[0].is_in_body:
@@ -62,12 +62,12 @@ def inject(
         biases = [bank.tensors(f"{module.name}.bias") for module in group]
         magnitudes = [_magnitude(bank, module.name) for module in group]
         weights = tuple(map(FrozenWeight, members))
-        dora = Dora(weights, bank.anchor, operands, ops, magnitudes)
+        dora = Dora(weights, bank, operands, magnitudes)
         shared = SharedInput(weights, bank, operands, context, biases, dora)
         for member, (module, base) in enumerate(zip(group, members, strict=True)):
             model.set_submodule(module.name, MultiLoraLinear(base, module.name, shared, member))
     for name, operands_by_key in operands_of_experts.items():
-        model.set_submodule(name, MultiLoraExperts(of_experts[name], bank, operands_by_key, context, ops))
+        model.set_submodule(name, MultiLoraExperts(of_experts[name], name, bank, context, operands_by_key))
     _inject_ends(model, bank, context, of_ends)
     _inject_biases(model, bank, context)
     return context
@@ -85,17 +85,16 @@ def _inject_ends(
     model: PreTrainedModel, bank: AdapterBank, context: ForwardContext, operands: Mapping[str, LoraOperands]
 ) -> None:
     """Wrap the output head and the embeddings if they have adapters or are trained in full."""
-    ops = choose_backend(device=bank.params_ZP.device)
     whole = set(whole_weights({extra.name: extra for extra in bank.layout.extras}))
     modules, head = base_modules(model), head_base(model)
     for name in {*operands, *whole}:
         base = modules[name]
         if base is head:
             assert isinstance(base, nn.Linear)
-            wrapped: nn.Module = MultiLoraHead(base, name, bank, operands.get(name), context, ops)
+            wrapped: nn.Module = MultiLoraHead(base, name, bank, context, operands.get(name))
         else:
             assert isinstance(base, nn.Embedding)
-            wrapped = MultiLoraEmbedding(base, name, bank, operands.get(name), context, ops)
+            wrapped = MultiLoraEmbedding(base, name, bank, context, operands.get(name))
         model.set_submodule(name, wrapped)
 
 
@@ -106,7 +105,7 @@ def _inject_biases(model: PreTrainedModel, bank: AdapterBank, context: ForwardCo
         if name not in adapted:
             biases = bank.tensors(f"{name}.bias")
             assert biases is not None
-            model.set_submodule(name, MultiBiasModule(modules[name], name, biases, bank, context))
+            model.set_submodule(name, MultiBiasModule(modules[name], name, bank, context, biases))
 
 
 def eject(model: PreTrainedModel) -> None:

@@ -162,7 +162,6 @@ class BankLayout:
             :attr:`alto.kernels.LoraOperands.alignment`. It does not change the offsets of an adapter.
         shared_inputs: Names of the model's modules that read the same input; ``modules`` may include only some of them.
             See :func:`alto.lora.targets.find_shared_inputs`.
-        extras: The extra tensors of all jobs.
     """
 
     modules: tuple[TargetModule, ...]

@@ -78,6 +78,18 @@ class InjectedModule(nn.Module):
 
     base: Any
 
+    def __init__(self, base: nn.Module, name: str, bank: AdapterBank, context: ForwardContext) -> None:
+        super().__init__()
+        self.base = base
+        self._name = name
+        self._bank = bank
+        self._context = context
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward pass with adapters is in progress."""
+        return self._context.schedule is not None
+
 
 class SettingsModule(InjectedModule):
     """An injected module whose model reads settings and weights of the replaced module, such as a number of experts."""
@@ -186,7 +198,7 @@ FrozenLinear: TypeAlias = nn.Linear | Conv1D
 """A linear layer of a base model; the GPT-2 family stores weights transposed, ``[K, N]``, in a ``Conv1D``."""
 
 
-class RowPlaces(Protocol):
+class PositionMap(Protocol):
     """The mapping between the ``T`` tokens of a forward pass and the ``P`` positions, padding included, that the model
     computes."""
 
@@ -214,7 +226,7 @@ class ForwardContext:
             without padding.
     """
 
-    def __init__(self, places: Callable[[], RowPlaces | None] | None = None) -> None:
+    def __init__(self, places: Callable[[], PositionMap | None] | None = None) -> None:
         self.schedule: TokenSchedule | None = None
         self._places = places
         self.groups: WeakSet[SharedInput] = WeakSet()
@@ -224,7 +236,7 @@ class ForwardContext:
         """Whether the model computes only tokens, without padding."""
         return self._places is None
 
-    def places(self) -> RowPlaces | None:
+    def places(self) -> PositionMap | None:
         """Return the token positions of the current forward pass; None if the model computes no padding."""
         return None if self._places is None else self._places()
 
@@ -268,24 +280,20 @@ class SharedInput:
         self._bases = tuple(bases)
         self._biases = tuple(biases)
         self._dora = dora
-        self._bank = bank
+        self.bank = bank
         self._operands = operands
-        self._context = context
+        self.context = context
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         context.groups.add(self)
         is_plain = context.is_packed and not dora.has_magnitudes and not any(self._biases)
-        self._handle = GraphHandle(self, operands, dora.ops) if is_plain else None
+        self._handle = GraphHandle(self, operands, bank.ops) if is_plain else None
 
     @property
     def is_in_graph(self) -> bool:
         """Whether compiled layers may contain these layers. They may not if jobs train biases or magnitudes of the
         layers, or if rows are padded."""
         return self._handle is not None
-
-    @property
-    def is_in_forward(self) -> bool:
-        return self._context.schedule is not None
 
     def trains_bias(self, member: int) -> bool:
         """Return whether a job trains the bias of layer ``member``."""
@@ -310,16 +318,16 @@ class SharedInput:
         Raises:
             UnsupportedModelError: The layers do not see all tokens of the pass.
         """
-        schedule = self._context.schedule
+        schedule = self.context.schedule
         assert schedule is not None
         self._check_sees_all(num_tokens, schedule, schedule.num_tokens)
-        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self._dora.ops)
+        return GroupedLinear(bases=self._bases, operands=self._operands, schedule=schedule, ops=self.bank.ops)
 
     def _compute(self, x: Tensor) -> Iterable[Tensor]:
         x_TK = x.reshape(-1, x.shape[-1])
         if torch.compiler.is_compiling():
             assert self._handle is not None
-            ys: Sequence[Tensor] = linear_in_graph(x_TK, self._bank.anchor, self._handle)
+            ys: Sequence[Tensor] = linear_in_graph(x_TK, self.bank.anchor, self._handle)
         else:
             ys = self._compute_tokens(x_TK)
         return [y_TN.view(*x.shape[:-1], y_TN.shape[-1]) for y_TN in ys]
@@ -333,9 +341,9 @@ class SharedInput:
             )
 
     def _compute_tokens(self, x_TK: Tensor) -> tuple[Tensor, ...]:
-        schedule = self._context.schedule
+        schedule = self.context.schedule
         assert schedule is not None
-        places = self._context.places()
+        places = self.context.places()
         num_positions = places.num_positions if places is not None else schedule.num_tokens
         self._check_sees_all(len(x_TK), schedule, num_positions)
         if places is not None:
@@ -346,13 +354,13 @@ class SharedInput:
 
     def _with_bias(self, member: int, y_TN: Tensor) -> Tensor:
         """Return the output of layer ``member``, with each slot's own bias in place of the frozen one."""
-        biases, schedule = self._biases[member], self._context.schedule
+        biases, schedule = self._biases[member], self.context.schedule
         assert schedule is not None
         if biases is None or not biases.is_in(schedule):
             return y_TN
         base_N = self._bases[member].bias
         assert base_N is not None
-        return y_TN + slot_bias_change(self._bank.anchor, biases, base_N, schedule, y_TN.dtype)
+        return y_TN + slot_bias_change(self.bank.anchor, biases, base_N, schedule, y_TN.dtype)
 
 
 class FrozenWeight:
@@ -385,9 +393,7 @@ class MultiLoraLinear(InjectedModule):
     """A frozen linear layer with one adapter per slot. Outside of a schedule it acts as the base layer."""
 
     def __init__(self, base: FrozenLinear, name: str, shared: SharedInput, member: int) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
+        super().__init__(base, name, shared.bank, shared.context)
         self._shared = shared
         self._member = member
 
@@ -395,13 +401,13 @@ class MultiLoraLinear(InjectedModule):
     def weight(self) -> Tensor:
         """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
         weight: Tensor = self.base.weight
-        return AdaptedWeight.of(weight, self._name) if self._shared.is_in_forward else weight
+        return AdaptedWeight.of(weight, self._name) if self.is_in_forward else weight
 
     @property
     def bias(self) -> Tensor | None:
         """The frozen bias. Under a schedule, a bias that jobs train cannot be used in computations."""
         bias: Tensor | None = self.base.bias
-        if bias is None or not (self._shared.is_in_forward and self._shared.trains_bias(self._member)):
+        if bias is None or not (self.is_in_forward and self._shared.trains_bias(self._member)):
             return bias
         return AdaptedWeight.of(bias, self._name)
 
@@ -413,7 +419,7 @@ class MultiLoraLinear(InjectedModule):
         return self._output(x)
 
     def _output(self, x: Tensor) -> Tensor:
-        if self._shared.is_in_forward:
+        if self.is_in_forward:
             return self._shared.output(self._member, x)
         result: Tensor = self.base(x)
         return result

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alto.kernels import DropoutKey, LoraOperands, RowParts, TokenSchedule, choose_backend, rounding_key, upload
+from alto.kernels import (
+    DropoutKey,
+    LoraOperands,
+    RowParts,
+    RowStep,
+    TokenSchedule,
+    rounding_key,
+    upload,
+)
 from alto.lora.bank import AdapterBank
 from alto.lora.row_optimizers import TORCH_OPTIMIZERS, EightBitAdamW, TorchOptimizer
 from alto.spec import JobConfig, OptimizerName
@@ -32,7 +40,6 @@ class OptimizerState:
     """The state of one adapter's optimizer, on the CPU.
 
     Attributes:
-        step: Number of steps done.
         tensors: State of every matrix, by ``<module>.<A or B>.<part>``, and of every extra tensor, by
             ``<name>.<part>``. For ``adamw_torch`` the parts are ``exp_avg`` and ``exp_avg_sq``, shaped like the tensor
             in :class:`alto.lora.layout.AdapterWeights`; other optimizers use the parts of bitsandbytes, torch or
@@ -65,7 +72,6 @@ class SlotAdamW:
     ) -> None:
         self._bank = bank
         self._optims = frozenset(optims)
-        self._ops = choose_backend(device=bank.params_ZP.device)
         shape = bank.params_ZP.shape if "adamw_torch" in optims else (0, 0)
         self.exp_avg_ZP = bank.params_ZP.new_zeros(shape, dtype=state_dtype)
         self.exp_avg_sq_ZP = torch.zeros_like(self.exp_avg_ZP)
@@ -81,7 +87,7 @@ class SlotAdamW:
         the gradient itself otherwise: for adapters with extra tensors, embeddings or experts, for gradients summed over
         ranks, and for passes that skipped a module. The choice depends only on the slot itself.
         """
-        bank, ops = self._bank, self._ops
+        bank, ops = self._bank, self._bank.ops
         sums = bank.square_sums
         summed = [] if sums is None else [index for index, slot in enumerate(slots) if slot in sums.complete]
         if sums is None or not summed:
@@ -161,32 +167,28 @@ class SlotAdamW:
     def _step_together(self, updates: Sequence[SlotUpdate], grad_scales: Tensor) -> None:
         if not updates:
             return
-        slots = [update.slot for update in updates]
-        places = [self._bank.places(slot) for slot in slots]
-        self._ops.bank_adamw(
-            self._bank.params_ZP,
-            self._bank.grads_ZP,
-            self.exp_avg_ZP,
-            self.exp_avg_sq_ZP,
-            self._bank.working_ZP,
-            slots,
-            parts=[place.parts for place in places],
-            steps=[self.steps[slot] + 1 for slot in slots],
-            learning_rates=[
-                (update.learning_rate, update.learning_rate * update.config.loraplus_lr_ratio) for update in updates
-            ],
-            betas=[(update.config.adam_beta1, update.config.adam_beta2) for update in updates],
-            epsilons=[update.config.adam_epsilon for update in updates],
-            weight_decays=[update.config.weight_decay for update in updates],
-            grad_scales=grad_scales,
-            clears=[self._bank.is_cleared(slot) for slot in slots],
-            rounding_keys=[rounding_key(update.config.seed, self.steps[update.slot] + 1) for update in updates]
-            if self.rounds_at_random
-            else None,
+        bank = self._bank
+        rows = [self._row_step(update) for update in updates]
+        bank.ops.bank_adamw(
+            *(bank.params_ZP, bank.grads_ZP, self.exp_avg_ZP, self.exp_avg_sq_ZP, bank.working_ZP), rows, grad_scales
         )
-        self._bank.end_gradients(slots)
-        for slot in slots:
-            self.steps[slot] += 1
+        bank.end_gradients([row.slot for row in rows])
+        for row in rows:
+            self.steps[row.slot] = row.step
+
+    def _row_step(self, update: SlotUpdate) -> RowStep:
+        config, step = update.config, self.steps[update.slot] + 1
+        return RowStep(
+            slot=update.slot,
+            parts=self._bank.places(update.slot).parts,
+            step=step,
+            rates=(update.learning_rate, update.learning_rate * config.loraplus_lr_ratio),
+            betas=(config.adam_beta1, config.adam_beta2),
+            epsilon=config.adam_epsilon,
+            weight_decay=config.weight_decay,
+            clears=self._bank.is_cleared(update.slot),
+            rounding_key=rounding_key(config.seed, step) if self.rounds_at_random else None,
+        )
 
     def _step_own(self, update: SlotUpdate, grad_scale: Tensor) -> None:
         bank, slot = self._bank, update.slot
@@ -266,8 +268,7 @@ def compile_kernels(
     Yields:
         Number of kernels compiled so far and in total; nothing if there is nothing to compile.
     """
-    device = bank.params_ZP.device
-    ops = choose_backend(device=device)
+    device, ops = bank.params_ZP.device, bank.ops
     keys = [None, DropoutKey(0.5, 0, 0)] if has_dropout else [None]
     schedules = [TokenSchedule.build([0], [1], [1.0], [key]) for key in keys]
 
@@ -287,19 +288,19 @@ def compile_kernels(
         if bank.square_sums is not None:
             ops.summed_norms(bank.square_sums.sums_ZC, [0], [1])
         if has_adamw:
-            ops.bank_adamw(
-                *(bank.params_ZP, bank.grads_ZP, optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP, bank.working_ZP),
-                [0],
-                parts=[RowParts(1, 1, 1, 1)],
-                steps=[1],
-                learning_rates=[(0.0, 0.0)],
-                betas=[(0.9, 0.999)],
-                epsilons=[1e-8],
-                weight_decays=[0.0],
-                grad_scales=norms,
-                clears=[False],
-                rounding_keys=[0] if optimizer.rounds_at_random else None,
+            row = RowStep(
+                slot=0,
+                parts=RowParts(1, 1, 1, 1),
+                step=1,
+                rates=(0.0, 0.0),
+                betas=(0.9, 0.999),
+                epsilon=1e-8,
+                weight_decay=0.0,
+                clears=False,
+                rounding_key=0 if optimizer.rounds_at_random else None,
             )
+            moments = (optimizer.exp_avg_ZP, optimizer.exp_avg_sq_ZP)
+            ops.bank_adamw(bank.params_ZP, bank.grads_ZP, *moments, bank.working_ZP, [row], norms)
 
     yield from ops.compile_kernels(run)
     bank.end_gradients([0])

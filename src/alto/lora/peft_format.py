@@ -108,7 +108,7 @@ def read_adapter(folder: Path) -> AdapterWeights:
     description = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     rank, weights = description["r"], {}
     extras = {
-        _extra_name(module_of(key)): tensor
+        module_of(key).replace(".base_layer.", "."): tensor
         for key, tensor in tensors.items()
         if not key.endswith((*ENDINGS, *EMBEDDING_ENDINGS))
     }
@@ -141,11 +141,6 @@ def extra_in_peft(name: str, adapted: Collection[str]) -> str:
     """
     module, _, leaf = name.rpartition(".")
     return f"{PREFIX}{module}.base_layer.{leaf}" if module in adapted and leaf in _OF_THE_BASE else f"{PREFIX}{name}"
-
-
-def _extra_name(peft_name: str) -> str:
-    """Return the name of an extra tensor from PEFT's name without :data:`PREFIX`."""
-    return peft_name.replace(".base_layer.", ".")
 
 
 def _adapter_config(

@@ -40,7 +40,6 @@ class ModuleNames:
 
     Attributes:
         modules: Full names of all modules of the model, linear or not.
-        model_type: ``model_type`` in the model's config.
         transposed: Full names of modules that store their weight transposed (``Conv1D``).
         routers: Full names of routers that hold their weight directly.
         embeddings: Full names of modules whose matrices PEFT names as those of embeddings.

@@ -64,8 +64,6 @@ def write_per_expert(adapter: SavedAdapter, model_type: str, folder: Path) -> No
     zero, because vLLM expects all three projections.
 
     Args:
-        adapter: An adapter on stacked experts.
-        model_type: ``model_type`` in the config of its base model.
         folder: Created if absent.
 
     Raises:

@@ -14,7 +14,7 @@ from alto.lora.fit import initial_values
 from alto.lora.heads import HEAD
 from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor
-from alto.lora.linear import ForwardContext, RowPlaces
+from alto.lora.linear import ForwardContext, PositionMap
 from alto.lora.targets import adaptable, find_shared_inputs
 
 
@@ -42,7 +42,7 @@ def serving(
     model: PreTrainedModel,
     adapters: Sequence[tuple[AdapterWeights, Mapping[str, float]] | None],
     forward: Callable[[], object],
-    places: Callable[[], RowPlaces | None] | None = None,
+    places: Callable[[], PositionMap | None] | None = None,
 ) -> Iterator[ServedAdapters]:
     """Put ``adapters`` on ``model`` while the context lasts.
 

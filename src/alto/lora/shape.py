@@ -45,7 +45,9 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
     alphas = tuple(of_module(module.name, config.alpha_pattern, config.lora_alpha) for module in targets)
     whole = adapter_scale(config)
     ratios = tuple(
-        1.0 if (rank, alpha) == (config.r, config.lora_alpha) else _scale(rank, alpha, config) / whole
+        1.0
+        if (rank, alpha) == (config.r, config.lora_alpha)
+        else lora_scale(rank, alpha, use_rslora=config.use_rslora) / whole
         for rank, alpha in zip(ranks, alphas, strict=True)
     )
     return AdapterShape(
@@ -161,10 +163,6 @@ def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, 
 
 def _smaller_side(module: TargetModule) -> int:
     return min(module.in_features, module.out_features)
-
-
-def _scale(rank: int, alpha: float, config: JobConfig) -> float:
-    return lora_scale(rank, alpha, use_rslora=config.use_rslora)
 
 
 def _check_pattern(key: str, names: Sequence[str], modules: Sequence[TargetModule]) -> None:

@@ -375,7 +375,6 @@ def default_targets(model_type: str, *, has_parameters: bool = False) -> str | t
     """Return the ``target_modules`` that PEFT chooses for models of ``model_type``.
 
     Args:
-        model_type: ``model_type`` in the model's ``config.json``.
         has_parameters: Whether ``target_parameters`` is set; if PEFT has no default, it then trains only these
             parameters.
 

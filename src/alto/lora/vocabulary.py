@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -34,22 +35,11 @@ class _VocabularyModule(InjectedModule):
     """
 
     def __init__(
-        self,
-        base: nn.Module,
-        name: str,
-        bank: AdapterBank,
-        operands: LoraOperands | None,
-        context: ForwardContext,
-        ops: ModuleType,
+        self, base: nn.Module, name: str, bank: AdapterBank, context: ForwardContext, operands: LoraOperands | None
     ) -> None:
-        super().__init__()
-        self.base = base
-        self._name = name
-        self._bank = bank
+        super().__init__(base, name, bank, context)
         self._operands = operands
         self._whole = bank.tensors(whole_name(name))  # weights trained in full; None if no job trains one
-        self._context = context
-        self._ops = ops
         # Some models, such as Gemma 3, scale embeddings in their own class.
         self._factor = float(getattr(base, "embed_scale", 1.0))
 
@@ -58,11 +48,6 @@ class _VocabularyModule(InjectedModule):
         """The frozen weight, for models that read its dtype. Under a schedule it cannot be used in computations."""
         weight: Tensor = self.base.weight
         return AdaptedWeight.of(weight, self._name) if self.is_in_forward else weight
-
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward pass with adapters is in progress."""
-        return self._context.schedule is not None
 
     def _has_matrices(self, slot: int) -> bool:
         return self._operands is not None and slot in self._operands.slots
@@ -103,7 +88,7 @@ class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
                 y = torch.where(is_token_P1, places.spread(own_TH), y_PH).view(y.shape)
         if self._operands is None:
             return y
-        change = slot_embedding_change(self._bank.anchor, ids_T, self._operands, schedule, self._ops, **settings)
+        change = slot_embedding_change(self._bank.anchor, ids_T, self._operands, schedule, self._bank.ops, **settings)
         if places is not None:
             change = places.spread(change)
         return (y + change.view(y.shape)).to(y.dtype)
@@ -140,7 +125,7 @@ class MultiLoraHead(_VocabularyModule):
         if self._operands is None:
             y_SV = frozen.forward(x_SH)
         else:
-            (y_SV,) = grouped_lora_linear(x_SH, self._bank.anchor, [frozen], self._operands, schedule, self._ops)
+            (y_SV,) = grouped_lora_linear(x_SH, self._bank.anchor, [frozen], self._operands, schedule, self._bank.ops)
         for slot, start, end in schedule.segments:
             if self._whole is not None and slot in self._whole:
                 assert not torch.is_grad_enabled(), "heads are trained through the loss head"
@@ -155,7 +140,8 @@ class MultiLoraHead(_VocabularyModule):
         """
         schedule = self._context.schedule
         assert schedule is not None
-        jobs = list(zip(tokens.slots, tokens.job_targets, _starts(tokens.job_tokens), strict=True))
+        *all_starts, _ = itertools.accumulate(tokens.job_tokens, initial=0)
+        jobs = list(zip(tokens.slots, tokens.job_targets, all_starts, strict=True))
         found: list[tuple[int, _HeadAdapters | _OwnHead | None]] = []
         first = 0
         for (is_adapted, own_slot), of_run in itertools.groupby(jobs, key=lambda job: self._kind(job[0])):
@@ -166,12 +152,12 @@ class MultiLoraHead(_VocabularyModule):
                 adapters = _OwnHead(self._bank.anchor, *self._whole.of_slot(own_slot), self.base.weight.dtype)
             elif is_adapted and end > first and self._operands is not None:
                 adapters = _HeadAdapters(
-                    self._bank.anchor,
-                    self._operands,
-                    self._ops,
-                    _selected(schedule, slots, counts),
-                    tokens.loss_positions_S[first:end],
-                    dict(zip(slots, starts, strict=True)),
+                    anchor=self._bank.anchor,
+                    operands=self._operands,
+                    ops=self._bank.ops,
+                    schedule=_selected(schedule, slots, counts),
+                    positions_S=tokens.loss_positions_S[first:end],
+                    starts=dict(zip(slots, starts, strict=True)),
                 )
             found.append((end - first, adapters))
             first = end
@@ -183,31 +169,22 @@ class MultiLoraHead(_VocabularyModule):
         return self._has_matrices(slot), slot if self._has_whole(slot) else None
 
 
+@dataclass(slots=True, kw_only=True)
 class _HeadAdapters:
     """The adapters of some trained tokens on the head; implements :class:`alto.backbone.output_head.LogitAdapters`.
 
-    Args:
-        anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
+    Attributes:
         starts: Position of every slot's first token in the forward pass.
     """
 
-    def __init__(
-        self,
-        anchor: Tensor,
-        operands: LoraOperands,
-        ops: ModuleType,
-        schedule: TokenSchedule,
-        positions_S: Tensor,
-        starts: dict[int, int],
-    ) -> None:
-        self.anchor = anchor
-        self.weight: Tensor | None = None
-        self._operands = operands
-        self._ops = ops
-        self._schedule = schedule
-        self._positions_S = positions_S
-        self._starts = starts
-        self._parts: dict[tuple[int, int], TokenSchedule] = {}
+    anchor: Tensor
+    weight: Tensor | None = None
+    operands: LoraOperands
+    ops: ModuleType
+    schedule: TokenSchedule
+    positions_S: Tensor
+    starts: dict[int, int]
+    _parts: dict[tuple[int, int], TokenSchedule] = field(default_factory=dict, init=False)
 
     def inputs(self, hidden_SH: Tensor) -> Tensor:
         """Return the hidden states, with dropout for the jobs that use it.
@@ -215,25 +192,25 @@ class _HeadAdapters:
         A token's mask depends on its position among all tokens of its job's batch, trained or not. This matches every
         other layer.
         """
-        schedule = self._schedule
+        schedule = self.schedule
         slots = {slot for slot, key in zip(schedule.slots, schedule.dropout, strict=True) if key is not None}
         if not slots:
             return hidden_SH
         device = hidden_SH.device
-        starts = upload([self._starts[slot] for slot in schedule.slots], torch.int64, device)
+        starts = upload([self.starts[slot] for slot in schedule.slots], torch.int64, device)
         starts_S = starts.repeat_interleave(schedule.lengths_of_segments(device), output_size=schedule.num_tokens)
-        return dropped_inputs(hidden_SH, schedule, slots, self._operands.number, self._positions_S - starts_S)
+        return dropped_inputs(hidden_SH, schedule, slots, self.operands.number, self.positions_S - starts_S)
 
     def shrink(self, x_SH: Tensor) -> Tensor:
         """Return the products with the ``A`` of every slot, ``[S, Q]``; columns past the ranks of a slot are
         undefined."""
-        s_SQ: Tensor = self._ops.grouped_shrink(x_SH, self._operands, self._part(0, self._schedule.num_tokens))
+        s_SQ: Tensor = self.ops.grouped_shrink(x_SH, self.operands, self._part(0, self.schedule.num_tokens))
         return s_SQ
 
     def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> Tensor:
         """Return the output of the adapters for the tokens ``part``, ``[C, V]``."""
-        change_CV = s_CQ.new_empty(len(s_CQ), self._operands.out_features[0], dtype=dtype)
-        self._ops.grouped_expand(s_CQ, self._operands, [change_CV], self._part(part.start, part.stop))
+        change_CV = s_CQ.new_empty(len(s_CQ), self.operands.out_features[0], dtype=dtype)
+        self.ops.grouped_expand(s_CQ, self.operands, [change_CV], self._part(part.start, part.stop))
         return change_CV
 
     def backward(
@@ -245,19 +222,19 @@ class _HeadAdapters:
         The gradient with respect to a token's loss may be far below the range of 16-bit types, so it is multiplied in
         last.
         """
-        schedule, operands = self._part(part.start, part.stop), self._operands
+        schedule, operands = self._part(part.start, part.stop), self.operands
         dx_CH = torch.empty_like(x_CH) if needs_input else None
-        ds_CQ = self._ops.grouped_backward_input([dlogits_CV], operands, dx_CH, schedule)
+        ds_CQ = self.ops.grouped_backward_input([dlogits_CV], operands, dx_CH, schedule)
         dloss_C1 = dloss_C[:, None].to(ds_CQ.dtype)
-        self._ops.grouped_backward_weight(x_CH, s_CQ * dloss_C1, [dlogits_CV], ds_CQ * dloss_C1, operands, schedule)
+        self.ops.grouped_backward_weight(x_CH, s_CQ * dloss_C1, [dlogits_CV], ds_CQ * dloss_C1, operands, schedule)
         return None if dx_CH is None else dx_CH.mul_(dloss_C[:, None].to(dx_CH.dtype))
 
     def _part(self, first: int, end: int) -> TokenSchedule:
         """Return the schedule of the tokens ``[first, end)`` only, without dropout, which is already applied to the
         inputs."""
         if (first, end) not in self._parts:
-            counts = [max(0, min(segment.end, end) - max(segment.start, first)) for segment in self._schedule.segments]
-            self._parts[first, end] = TokenSchedule.build(self._schedule.slots, counts, self._schedule.scales)
+            counts = [max(0, min(segment.end, end) - max(segment.start, first)) for segment in self.schedule.segments]
+            self._parts[first, end] = TokenSchedule.build(self.schedule.slots, counts, self.schedule.scales)
         return self._parts[first, end]
 
 
@@ -265,7 +242,6 @@ class _OwnHead:
     """A head that a job trains in full: :class:`alto.backbone.output_head.LogitAdapters` without matrices.
 
     Args:
-        anchor: See :class:`alto.backbone.output_head.LogitAdapters`.
         dtype: Dtype of the base model; the weight is rounded to it when used.
     """
 
@@ -324,7 +300,3 @@ def _of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
         )
     counts = [count // length * x.shape[1] for count in schedule.lengths]
     return TokenSchedule.build(schedule.slots, counts, schedule.scales)
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    return list(itertools.accumulate(lengths, initial=0))[:-1]

@@ -27,7 +27,8 @@ class Terms:
         sums_J: ``[J]`` float64. Summed over all micro-batches of a batch, they are the batch's loss times its weight.
         metrics: Name to ``[J]``, summed in the same way; computed without a gradient.
         rows: Name of a metric, or ``loss``, to one number for each row of the batch, in order; the metric is their sum.
-            With them, jobs can be compared row by row, and a lead can be distinguished from noise.
+            With them, jobs can be compared row by row, and a lead can be distinguished from noise. An evaluation needs
+            ``loss`` if the entry says ``has_row_losses``.
         statistics: ``[J, n]`` float64, summed over micro-batches; :class:`DerivedMetrics` are computed from them. None
             if there are none, and in training.
     """
@@ -50,7 +51,7 @@ class ObjectiveImplementation(Protocol):
     """
 
     def check(self, dataset: EncodedDataset, settings: Sequence[Any]) -> None:
-        """Check, before training, that the objective can learn from these rows with these settings.
+        """Check, before training, that the objective can learn from these rows with these settings; by default it can.
 
         Args:
             dataset: Encoded training or validation rows.

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alto.data import EncodedDataset, TokenBatch
-from alto.objectives.base import Terms
+from alto.data import TokenBatch
+from alto.objectives.base import ObjectiveImplementation, Terms
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.spec import CPO_LOSS_TYPES, CpoLossType, CpoSettings
 
@@ -23,12 +23,9 @@ _PER_TOKEN: tuple[CpoLossType, ...] = ("simpo", "ipo")
 """Loss types whose rewards are means over the tokens of a reply."""
 
 
-class Cpo:
+class Cpo(ObjectiveImplementation):
     """A loss of ``beta`` times the difference of log-probs, plus ``cpo_alpha`` times the cross-entropy of the chosen
     replies; a reward is ``beta`` times a reply's log-prob."""
-
-    def check(self, dataset: EncodedDataset, settings: Sequence[CpoSettings]) -> None:
-        pass  # every pair is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[CpoSettings]) -> Terms:
         pairs = Pairs.of(losses_S, batch)

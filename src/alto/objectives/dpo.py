@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alto.data import EncodedDataset, TokenBatch
-from alto.objectives.base import Terms
+from alto.data import TokenBatch
+from alto.objectives.base import ObjectiveImplementation, Terms
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.spec import LOSS_TYPES, Divergence, DpoSettings, LossType
 
@@ -123,15 +123,12 @@ def _score(divergence: Divergence, log_ratios_Q2: Tensor, coefficient_Q: Tensor)
     assert_never(divergence)
 
 
-class Dpo:
+class Dpo(ObjectiveImplementation):
     """The mean loss over pairs; a reward is ``beta`` times a reply's log-ratio to the base model.
 
     ``kl`` is the mean log-ratio of both replies, nats: an estimate of how far the adapter is from the base model, on
     replies of the data, not its own.
     """
-
-    def check(self, dataset: EncodedDataset, settings: Sequence[DpoSettings]) -> None:
-        pass  # every pair is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[DpoSettings]) -> Terms:
         assert batch.references_Q2 is not None, "reference log-probs have been computed"

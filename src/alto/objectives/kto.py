@@ -17,12 +17,12 @@ from torch import Tensor
 
 from alto.data import EncodedDataset, TokenBatch
 from alto.errors import DataError
-from alto.objectives.base import Terms, run_sums
+from alto.objectives.base import ObjectiveImplementation, Terms, run_sums
 from alto.objectives.pairs import filled, of_jobs, terms_of_rows
 from alto.spec import KtoSettings
 
 
-class Kto:
+class Kto(ObjectiveImplementation):
     """The mean loss over rows; a reward is ``beta`` times a reply's log-ratio to the base model.
 
     ``chosen_reward`` and ``rejected_reward`` are means over the desirable and over the undesirable rows; ``kl`` is the

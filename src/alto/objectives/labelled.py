@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alto.data import EncodedDataset, TokenBatch
-from alto.objectives.base import Terms, to_device
+from alto.data import TokenBatch
+from alto.objectives.base import ObjectiveImplementation, Terms, to_device
 from alto.objectives.pairs import LANES, terms_of_rows
 from alto.records import LabelSet
 from alto.spec import ObjectiveSettings
@@ -67,12 +67,9 @@ _COUNTS = 3
 """Number of counts per label: true positives, false positives, false negatives."""
 
 
-class Classification:
+class Classification(ObjectiveImplementation):
     """The mean loss over rows; in training, the mean over micro-steps of their means. The label with the largest logit
     is predicted; if a row may have several labels, all labels with a positive logit."""
-
-    def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
-        pass  # every row has a label
 
     def terms(self, logits_QK: Tensor, batch: TokenBatch, settings: Sequence[ObjectiveSettings]) -> Terms:
         labels = label_set_of(batch)
@@ -153,11 +150,8 @@ _ROUNDING = 1e-12
 their size count as equal."""
 
 
-class Regression:
+class Regression(ObjectiveImplementation):
     """The mean loss over rows; in training, the mean over micro-steps of their means."""
-
-    def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
-        pass  # every row has its numbers
 
     def terms(self, logits_QK: Tensor, batch: TokenBatch, settings: Sequence[ObjectiveSettings]) -> Terms:
         labels_QK = to_device(batch.row_classes, logits_QK.device, torch.float64)

@@ -118,6 +118,11 @@ def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs:
                 f"{objective.name}.terms: expected rows of the loss and its metrics with a number for each of "
                 f"{num_rows[0]} rows, found {name!r} with {tuple(values.shape)}; correct its rows"
             )
+    if objective.method.entry.has_row_losses and not torch.is_grad_enabled() and "loss" not in terms.rows:
+        raise ShapeError(
+            f"{objective.name}.terms: expected rows with 'loss', because the entry of {objective.method.name} says "
+            f"has_row_losses, found {sorted(terms.rows)}; return the loss of every row, or remove has_row_losses"
+        )
     return terms
 
 

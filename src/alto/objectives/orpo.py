@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alto.data import EncodedDataset, TokenBatch
-from alto.objectives.base import Terms
+from alto.data import TokenBatch
+from alto.objectives.base import ObjectiveImplementation, Terms
 from alto.objectives.pairs import Pairs, preference_metrics
 from alto.spec import OrpoSettings
 
@@ -22,11 +22,8 @@ _CERTAIN = -1e-9
 """Largest log-prob per token whose odds are finite enough to learn from."""
 
 
-class Orpo:
+class Orpo(ObjectiveImplementation):
     """The loss ``-log p(chosen) - beta · log sigmoid(log odds(chosen) - log odds(rejected))`` with ``p`` per token."""
-
-    def check(self, dataset: EncodedDataset, settings: Sequence[OrpoSettings]) -> None:
-        pass  # every pair is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[OrpoSettings]) -> Terms:
         pairs = Pairs.of(losses_S, batch)

@@ -7,16 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alto.data import EncodedDataset, TokenBatch
-from alto.objectives.base import Terms, run_sums
+from alto.data import TokenBatch
+from alto.objectives.base import ObjectiveImplementation, Terms, run_sums
 from alto.spec import ObjectiveSettings
 
 
-class Sft:
+class Sft(ObjectiveImplementation):
     """The mean cross-entropy per trained token, in nats."""
-
-    def check(self, dataset: EncodedDataset, settings: Sequence[ObjectiveSettings]) -> None:
-        pass  # every conversation is valid
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[ObjectiveSettings]) -> Terms:
         sums_J = run_sums(losses_S, batch.job_targets)

@@ -18,17 +18,9 @@ from alto.errors import RunWriteError
 from alto.report.figures import CurveFigure, choose_view, curve_data
 from alto.report.pages import render_page
 from alto.runs import RunHistory, read_history
+from alto.views import wording
 from alto.views.metrics import loss_unit
 from alto.views.tables import job_table
-from alto.views.wording import (
-    clean,
-    format_duration,
-    format_loss,
-    format_setting,
-    format_share,
-    short_name,
-    short_path,
-)
 
 _ROLES = ("first", "second")
 """The role of each run's curve, which decides its color."""
@@ -56,7 +48,7 @@ def comparison_table(
     if settings:
         table.add_section()
     for key, values in settings.items():
-        table.add_row(f"best job: {clean(short_name(key))}", *map(format_setting, values))
+        table.add_row(f"best job: {wording.clean(wording.short_name(key))}", *map(wording.format_setting, values))
     said = _warnings(settings, same_data=same_data, same_validation=same_validation, same_loss=same_loss)
     return Group(table, *map(Text, said))
 
@@ -92,7 +84,7 @@ def write_comparison(
         run_dirs=run_dirs,
         warnings=_warnings(settings, same_data=same_data, same_validation=same_validation, same_loss=same_loss),
         facts=[(_shown_name(name), [_format(name, value) for value in values]) for name, values in facts.items()],
-        settings=[(key, list(map(format_setting, values))) for key, values in settings.items()],
+        settings=[(key, list(map(wording.format_setting, values))) for key, values in settings.items()],
         validation=figure,
         samples=_common_samples(histories),
         figures={"validation": curve_data(figure, title)},
@@ -124,7 +116,7 @@ def _curves(histories: Sequence[RunHistory], names: Sequence[str]) -> CurveFigur
                 "mode": "lines+markers",
                 "x": [point.progress for point in best.evaluations],
                 "y": [loss if math.isfinite(loss) else None for loss in losses],
-                "name": f"{html.escape(name)}: {html.escape(clean(best.job))}",
+                "name": f"{html.escape(name)}: {html.escape(wording.clean(best.job))}",
                 "text": f"<b>{html.escape(name)}</b><br>{html.escape(label)}",
                 "hovertemplate": "%{text}<br>loss %{y:.4f} after %{x:.1%} of its steps<extra></extra>",
                 "meta": {"role": role},
@@ -180,19 +172,19 @@ def _warnings(
 
 def _short_names(run_dirs: Sequence[str]) -> list[str]:
     """Return the names of the folders; if they are equal, with their parent folders."""
-    names = [clean(Path(run_dir).name) for run_dir in run_dirs]
-    return names if len(set(names)) == len(names) else [short_path(run_dir) for run_dir in run_dirs]
+    names = [wording.clean(Path(run_dir).name) for run_dir in run_dirs]
+    return names if len(set(names)) == len(names) else [wording.short_path(run_dir) for run_dir in run_dirs]
 
 
 def _shown_name(name: str) -> str:
-    return "duration" if name == "seconds" else clean(name)
+    return "duration" if name == "seconds" else wording.clean(name)
 
 
 def _format(name: str, value: Any) -> str:
     if name == "seconds":
-        return format_duration(value)
+        return wording.format_duration(value)
     if name == "samples saved":
-        return format_share(value)
+        return wording.format_share(value)
     if isinstance(value, float):
-        return format_loss(value)
-    return f"{value:,}" if isinstance(value, int) else format_setting(value)
+        return wording.format_loss(value)
+    return f"{value:,}" if isinstance(value, int) else wording.format_setting(value)

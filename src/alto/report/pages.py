@@ -14,20 +14,7 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from alto.base import replace_file, write_error
-from alto.views.metrics import format_metric, metric_name, short_metric
-from alto.views.wording import (
-    clean,
-    clean_lines,
-    format_count,
-    format_count_of,
-    format_duration,
-    format_hours,
-    format_loss,
-    format_money,
-    format_setting,
-    format_share,
-    short_name,
-)
+from alto.views import metrics, wording
 
 
 def render_page(template: str, **context: Any) -> str:
@@ -54,21 +41,21 @@ def page_environment(*packages: str) -> Environment:
         lstrip_blocks=True,
     )
     environment.filters |= {
-        "clean": clean,
-        "clean_lines": clean_lines,
-        "count": format_count,
-        "count_of": format_count_of,
-        "duration": format_duration,
-        "hours": format_hours,
-        "loss": format_loss,
-        "money": format_money,
-        "setting": format_setting,
-        "share": format_share,
+        "clean": wording.clean,
+        "clean_lines": wording.clean_lines,
+        "count": wording.format_count,
+        "count_of": wording.format_count_of,
+        "duration": wording.format_duration,
+        "hours": wording.format_hours,
+        "loss": wording.format_loss,
+        "money": wording.format_money,
+        "setting": wording.format_setting,
+        "share": wording.format_share,
         "finite": _finite,
-        "short_name": short_name,
-        "metric": lambda value, name: format_metric(name, value),
-        "metric_name": metric_name,
-        "short_metric": short_metric,
+        "short_name": wording.short_name,
+        "metric": lambda value, name: metrics.format_metric(name, value),
+        "metric_name": metrics.metric_name,
+        "short_metric": metrics.short_metric,
     }
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
     return environment

@@ -16,19 +16,10 @@ from alto.runs import METRICS_NAME, JobHistory, RunHistory, Stage, read_history
 from alto.runs.lead import lead_of_winner
 from alto.runs.progress import device_hours, exit_totals, price_of_hour, rung_costs, time_saved_s
 from alto.spec import LABELS_NAME, write_yaml
+from alto.views import wording
 from alto.views.choice import choice_notes
 from alto.views.metrics import describe_metrics, describe_test, loss_unit
 from alto.views.tables import job_table, run_notes
-from alto.views.wording import (
-    clean,
-    describe_refit,
-    describe_rungs,
-    describe_scoring,
-    describe_task,
-    describe_time,
-    tidy_config,
-    varying_keys,
-)
 
 _LEAST_VLLM_RANK = 8
 
@@ -144,17 +135,17 @@ def _context(history: RunHistory, run_dir: Path, num_labels: int | None) -> dict
         "history": history,
         "table": table,
         "best": next((row for row in table.rows if row.is_best), None),
-        "finalists": describe_scoring(history.finalists, history.scorer, history.scorer_failure),
+        "finalists": wording.describe_scoring(history.finalists, history.scorer, history.scorer_failure),
         "is_finished": history.result is not None,
-        "refit": "" if history.refit is None else describe_refit(history.refit),
+        "refit": "" if history.refit is None else wording.describe_refit(history.refit),
         "num_open": sum(not job.has_ended for job in history.jobs.values()),
         "num_exited": sum(job.stage is Stage.EXITED for job in history.jobs.values()),
         "num_completed": sum(job.stage is Stage.COMPLETED for job in history.jobs.values()),
-        "subtitle": describe_task(history.started),
-        "notes": [*run_notes(history), *map(clean, choice_notes(history))],
+        "subtitle": wording.describe_task(history.started),
+        "notes": [*run_notes(history), *map(wording.clean, choice_notes(history))],
         "totals": exit_totals(history),
         "time_saved_s": time_saved_s(history),
-        "time_spent": "; ".join(describe_time(history)).removeprefix("time: "),
+        "time_spent": "; ".join(wording.describe_time(history)).removeprefix("time: "),
         "rung_costs": rung_costs(history),
         "importance": importance_of_settings(history),
         "min_jobs": MIN_JOBS,
@@ -216,7 +207,7 @@ def _settings(history: RunHistory) -> list[tuple[str, Any]]:
         if isinstance(value, dict):
             flat += [(f"{key}.{inner}", item) for inner, item in value.items() if (key, inner) not in UNSHOWN]
             if key == RUNGS[0]:
-                flat.append((".".join(RUNGS), describe_rungs(history.rung_settings) or None))
+                flat.append((".".join(RUNGS), wording.describe_rungs(history.rung_settings) or None))
         elif key != "validation_weights":  # too long: a number for every validation row
             flat.append((key, value))
     return flat
@@ -224,6 +215,6 @@ def _settings(history: RunHistory) -> list[tuple[str, Any]]:
 
 def _shared_settings(history: RunHistory) -> list[tuple[str, Any]]:
     """Return the settings that all jobs have in common."""
-    configs = [tidy_config(job.config) for job in history.jobs.values()]
-    varying = set(varying_keys(configs))
+    configs = [wording.tidy_config(job.config) for job in history.jobs.values()]
+    varying = set(wording.varying_keys(configs))
     return [(key, value) for key, value in configs[0].items() if key not in varying] if configs else []

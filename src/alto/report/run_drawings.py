@@ -23,6 +23,7 @@ from alto.report.figures import (
 from alto.report.importance import first_equal_share, point_at
 from alto.runs import JobHistory, RunHistory
 from alto.spec import LEAST_SCORE, LOSS
+from alto.views import wording
 from alto.views.metrics import (
     describe_metrics,
     format_metric,
@@ -33,16 +34,6 @@ from alto.views.metrics import (
     shown_metrics,
 )
 from alto.views.tables import JobRow, JobTable
-from alto.views.wording import (
-    clean,
-    describe_config,
-    format_loss,
-    format_setting,
-    format_share,
-    short_name,
-    tidy_config,
-    varying_keys,
-)
 
 _KEY = "learning_rate"
 
@@ -66,7 +57,7 @@ def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] |
         return None
     share = first_equal_share(history)
     modes: list[tuple[str, Callable[[JobHistory], float | None]]] = [
-        (f"after {format_share(share)} of the steps", lambda job: _value_at(job, share, history.metric)),
+        (f"after {wording.format_share(share)} of the steps", lambda job: _value_at(job, share, history.metric)),
         ("at its best", lambda job: _best_value(job, history.metric)),
     ]
     values = [{name: value_of(history.jobs[name]) for name in rates} for _, value_of in modes]
@@ -82,7 +73,7 @@ def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] |
         ],
         "yTitle": html.escape("validation loss" if history.metric == LOSS else metric_name(history.metric)),
         "yTickFormat": ".0%" if is_share(history.metric) else "",
-        "xTicks": [[rate, format_setting(rate)] for rate in distinct] if len(distinct) <= MAX_TICKS else [],
+        "xTicks": [[rate, wording.format_setting(rate)] for rate in distinct] if len(distinct) <= MAX_TICKS else [],
     }
 
 
@@ -134,11 +125,12 @@ def _trace(
     labels: dict[str, str],
 ) -> dict[str, Any]:
     def text(job: str, value: float | None) -> str:
-        shown = format_loss(value) if history.metric == LOSS else format_metric(history.metric, value)
-        return f"<b>{html.escape(clean(job))}</b><br>{html.escape(labels[job])}<br>{shown}"
+        shown = wording.format_loss(value) if history.metric == LOSS else format_metric(history.metric, value)
+        return f"<b>{html.escape(wording.clean(job))}</b><br>{html.escape(labels[job])}<br>{shown}"
 
+    best = f"best: {html.escape(wording.clean(jobs[0]))}"
     return {
-        "name": f"best: {html.escape(clean(jobs[0]))}" if role == "best" else f"{html.escape(role)} ({len(jobs)})",
+        "name": best if role == "best" else f"{html.escape(role)} ({len(jobs)})",
         "x": [rates[job] for job in jobs],
         "y": [[_finite(found[job]) for job in jobs] for found in values],
         "text": [[text(job, found[job]) for job in jobs] for found in values],
@@ -181,12 +173,12 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
     """Return the axes and one trace per job, the best drawn last; None if no setting varies or fewer than two jobs were
     evaluated."""
     jobs = [job for job in history.ranked() if job.evaluations]
-    configs = {name: tidy_config(job.config) for name, job in history.jobs.items()}
-    keys = varying_keys(list(configs.values()))
+    configs = {name: wording.tidy_config(job.config) for name, job in history.jobs.items()}
+    keys = wording.varying_keys(list(configs.values()))
     if len(jobs) < 2 or not keys:
         return None
     order = [job.job for job in sorted(jobs, key=lambda job: job.rank_key)]
-    axes = [setting_axis(short_name(key), {job: configs[job].get(key) for job in order}) for key in keys]
+    axes = [setting_axis(wording.short_name(key), {job: configs[job].get(key) for job in order}) for key in keys]
     if history.metric == LOSS:
         axes.append(result_axis("best validation loss", {job.job: job.best_validation_loss for job in jobs}))
     else:
@@ -198,7 +190,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
     traces = []
     for job in reversed(jobs):
         role, legend = _group(job, history.best, names)
-        label, loss = html.escape(describe_config(configs[job.job], keys)), job.best_validation_loss
+        label, loss = html.escape(wording.describe_config(configs[job.job], keys)), job.best_validation_loss
         traces.append(
             {
                 "y": [round(axis.positions[job.job], 4) for axis in axes],
@@ -206,8 +198,8 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
                 "legendgroup": role,
                 "legendrank": 1 + list(_ROLES).index(role),
                 "showlegend": role not in seen,
-                "text": f"<b>{html.escape(clean(job.job))}</b><br>{label}"
-                f"<br>best validation loss {format_loss(loss) if math.isfinite(loss) else 'not finite'}"
+                "text": f"<b>{html.escape(wording.clean(job.job))}</b><br>{label}"
+                f"<br>best validation loss {wording.format_loss(loss) if math.isfinite(loss) else 'not finite'}"
                 + "".join(f"<br>{html.escape(describe_metrics(job.best_metrics, (name,)))}" for name in shown),
                 "meta": {"role": role},
             }
@@ -217,7 +209,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
         "traces": traces,
         "axes": [
             {
-                "name": html.escape(clean(axis.name)),
+                "name": html.escape(wording.clean(axis.name)),
                 "ticks": [[round(position, 4), html.escape(text)] for position, text in axis.ticks],
             }
             for axis in axes
@@ -229,7 +221,7 @@ def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
     """Return the axis of one setting; ``values`` holds the jobs by their loss, the best first."""
     numbers = {job: float(value) for job, value in values.items() if _is_number(value)}
     # Numbers with the same formatted text are one value.
-    texts = {job: format_setting(value) for job, value in values.items()}
+    texts = {job: wording.format_setting(value) for job, value in values.items()}
     distinct = {texts[job]: value for job, value in values.items()}
     if len(numbers) == len(values) and len(distinct) > MOST_BANDS:
         return _continuous(name, numbers)
@@ -266,7 +258,7 @@ def _continuous(name: str, numbers: Mapping[str, float]) -> Axis:
     return Axis(
         name=name,
         positions={job: (scale(value) - bottom) / extent for job, value in numbers.items()},
-        ticks=tuple(((scale(value) - bottom) / extent, format_setting(value)) for value in ticks or [low]),
+        ticks=tuple(((scale(value) - bottom) / extent, wording.format_setting(value)) for value in ticks or [low]),
     )
 
 
@@ -291,7 +283,7 @@ _ROLES = ("best", *(f"fifth-{index}" for index in range(len(FIFTHS))), "not-fini
 def _group(job: JobHistory, best: JobHistory | None, finite: Sequence[str]) -> tuple[str, str]:
     """Return the role and the legend entry of a job; ``finite`` names the jobs with a finite loss, best first."""
     if job is best:
-        return "best", f"best: {html.escape(clean(job.job))}"
+        return "best", f"best: {html.escape(wording.clean(job.job))}"
     if job.job not in finite:
         return "not-finite", "no finite loss"
     fifth = len(FIFTHS) * finite.index(job.job) // len(finite)
@@ -306,7 +298,7 @@ def _order(value: Any) -> tuple[int, float, str]:
     """Return a sort key: missing values first, then numbers by size, then text."""
     if value is None:
         return (0, 0.0, "")
-    return (1, float(value), "") if _is_number(value) else (2, 0.0, format_setting(value))
+    return (1, float(value), "") if _is_number(value) else (2, 0.0, wording.format_setting(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ _NUM_DIGITS = 20
 """Digits of the time in nanoseconds at the start of a command's id."""
 
 
-class Action(StrEnum):
+class JobAction(StrEnum):
     """Actions of a command to a job."""
 
     STOP = "stop"
@@ -43,7 +43,7 @@ class Action(StrEnum):
     CLONE = "clone"
 
 
-_EXTENDING = (Action.RESUME, Action.CLONE)
+_EXTENDING = (JobAction.RESUME, JobAction.CLONE)
 """Actions that a finished run can carry out."""
 
 
@@ -69,7 +69,7 @@ class Command:
     """
 
     id: str
-    action: Action
+    action: JobAction
     job: str
     changes: Mapping[str, Any] = field(default_factory=dict)
     warm: bool = False
@@ -236,7 +236,7 @@ class Mailbox(_Mailbox[Command]):
     _answerer = "task"
     _remedy = "alto show"
 
-    def send(self, action: Action, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
+    def send(self, action: JobAction, job: str, *, changes: Mapping[str, Any] | None = None, warm: bool = False) -> str:
         """Write a command (see :class:`Command`) and return its id.
 
         Raises:
@@ -261,7 +261,7 @@ class Mailbox(_Mailbox[Command]):
             with writing(self._run.root, self._folder):
                 _remove(self._folder / name)
 
-    def num_waiting(self, *actions: Action) -> int:
+    def num_waiting(self, *actions: JobAction) -> int:
         """Return the number of unanswered commands that ask for one of ``actions``; change nothing."""
         found = 0
         for name in self._names():
@@ -277,7 +277,7 @@ class Mailbox(_Mailbox[Command]):
 
     @staticmethod
     def _parse(facts: dict[str, Any]) -> Command:
-        command = Command(**{**facts, "action": Action(facts["action"])})
+        command = Command(**{**facts, "action": JobAction(facts["action"])})
         _check_types(job=(command.job, str), changes=(command.changes, dict), warm=(command.warm, bool))
         return command
 

@@ -165,7 +165,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides on how
             many validation rows jobs are evaluated, and how often after the last rung, at most at every ``eval_steps``
             of the task; the best adapters are measured once more at the end. ``all`` evaluates on all rows, at every
-            ``eval_steps``. Methods other than sft, dpo, orpo and cpo, and metrics other than the loss, always do that.
+            ``eval_steps``. Metrics other than the loss, and methods other than sft, dpo, orpo, cpo and those of
+            packages with ``has_row_losses``, always do that.
         evaluations: ``(progress, rows)`` pairs with rising progress: the shares of its steps after which a job is
             evaluated, and the number of validation rows. None lets ``evaluation_share`` decide.
         final_evaluations: Number of best jobs that are measured once more at the end, and number of validation rows;

@@ -21,30 +21,11 @@ from pydantic import (
 
 from alto.base import quoted
 from alto.errors import UnsupportedError
+from alto.spec import lr_schedules, module_names
 from alto.spec.data_keys import MIXTURE_WEIGHTS, Weights, normalised
-from alto.spec.lr_schedules import (
-    LrSchedulerType,
-    OptimizerName,
-    check_optimizer_args,
-    check_schedule,
-    optimizer_args,
-    schedule_factor,
-    scheduler_kwargs,
-    supported_optimizer,
-    supported_scheduler,
-)
+from alto.spec.lr_schedules import LrSchedulerType, OptimizerName
 from alto.spec.method import Method, find_method
-from alto.spec.module_names import (
-    ALL_LINEAR,
-    PEFT_DEFAULT,
-    chosen_modules,
-    layer_indices,
-    layer_parents,
-    parameter_names,
-    per_module,
-    saved_modules,
-    targeted_modules,
-)
+from alto.spec.module_names import ALL_LINEAR, PEFT_DEFAULT
 from alto.spec.objective_settings import ObjectiveSettings
 from alto.spec.validation import SpecModel, is_finite_number
 
@@ -123,18 +104,22 @@ def _supported_init(value: object) -> object:
 
 def _ranks_by_module(value: object) -> object:
     allowed = f"a whole number >= 1 and <= {_MAX_RANK}"
-    return per_module(value, allowed, lambda rank: isinstance(rank, int) and 1 <= rank <= _MAX_RANK)
+    return module_names.per_module(value, allowed, lambda rank: isinstance(rank, int) and 1 <= rank <= _MAX_RANK)
 
 
 def _alphas_by_module(value: object) -> object:
-    found = per_module(value, "a finite number > 0", lambda alpha: is_finite_number(alpha) and alpha > 0)
+    found = module_names.per_module(value, "a finite number > 0", lambda alpha: is_finite_number(alpha) and alpha > 0)
     return tuple((name, float(alpha)) for name, alpha in found)
 
 
 _RankPattern = Annotated[tuple[tuple[str, int], ...], BeforeValidator(_ranks_by_module), PlainSerializer(dict)]
 _AlphaPattern = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_alphas_by_module), PlainSerializer(dict)]
-_OptimizerArgs = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(optimizer_args), PlainSerializer(dict)]
-_SchedulerKwargs = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(scheduler_kwargs), PlainSerializer(dict)]
+_OptimizerArgs = Annotated[
+    tuple[tuple[str, Any], ...], BeforeValidator(lr_schedules.optimizer_args), PlainSerializer(dict)
+]
+_SchedulerKwargs = Annotated[
+    tuple[tuple[str, Any], ...], BeforeValidator(lr_schedules.scheduler_kwargs), PlainSerializer(dict)
+]
 
 
 class JobConfig(SpecModel):
@@ -175,22 +160,22 @@ class JobConfig(SpecModel):
         default="default", description="how the adapter starts"
     )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="share of adapter inputs dropped in training")
-    target_modules: Annotated[str | tuple[str, ...], BeforeValidator(targeted_modules)] = Field(
+    target_modules: Annotated[str | tuple[str, ...], BeforeValidator(module_names.targeted_modules)] = Field(
         default=ALL_LINEAR, description="which linear layers get an adapter"
     )
-    target_parameters: Annotated[tuple[str, ...] | None, BeforeValidator(parameter_names)] = Field(
+    target_parameters: Annotated[tuple[str, ...] | None, BeforeValidator(module_names.parameter_names)] = Field(
         default=None, description="parameters of stacked experts that get an adapter per expert"
     )
-    exclude_modules: Annotated[str | tuple[str, ...] | None, BeforeValidator(chosen_modules)] = Field(
+    exclude_modules: Annotated[str | tuple[str, ...] | None, BeforeValidator(module_names.chosen_modules)] = Field(
         default=None, description="which linear layers get no adapter"
     )
-    layers_to_transform: Annotated[tuple[int, ...] | None, BeforeValidator(layer_indices)] = Field(
+    layers_to_transform: Annotated[tuple[int, ...] | None, BeforeValidator(module_names.layer_indices)] = Field(
         default=None, description="indices of the model's layers with adapters"
     )
-    layers_pattern: Annotated[tuple[str, ...] | None, BeforeValidator(layer_parents)] = Field(
+    layers_pattern: Annotated[tuple[str, ...] | None, BeforeValidator(module_names.layer_parents)] = Field(
         default=None, description="name of the list that holds the model's layers"
     )
-    modules_to_save: Annotated[tuple[str, ...] | None, BeforeValidator(saved_modules)] = Field(
+    modules_to_save: Annotated[tuple[str, ...] | None, BeforeValidator(module_names.saved_modules)] = Field(
         default=None, description="which of the output head and the token embeddings are trained in full"
     )
     rank_pattern: _RankPattern = Field(default=(), description="ranks of some modules, by name or pattern")
@@ -209,7 +194,7 @@ class JobConfig(SpecModel):
     max_steps: int | None = Field(
         default=None, ge=1, le=_MAX_STEPS, description="number of steps; overrides num_train_epochs"
     )
-    lr_scheduler_type: Annotated[LrSchedulerType, BeforeValidator(supported_scheduler)] = Field(
+    lr_scheduler_type: Annotated[LrSchedulerType, BeforeValidator(lr_schedules.supported_scheduler)] = Field(
         default="linear", description="schedule of the learning rate"
     )
     lr_scheduler_kwargs: _SchedulerKwargs = Field(default=(), description="settings of the learning-rate schedule")
@@ -220,7 +205,7 @@ class JobConfig(SpecModel):
         description="number of steps with rising learning rate, or their share if below 1",
     )
     warmup_ratio: float = Field(default=0.0, ge=0, lt=1, description="share of the steps with rising learning rate")
-    optim: Annotated[OptimizerName, BeforeValidator(supported_optimizer)] = Field(
+    optim: Annotated[OptimizerName, BeforeValidator(lr_schedules.supported_optimizer)] = Field(
         default="adamw_torch", description="the optimizer, as in transformers"
     )
     optim_args: _OptimizerArgs = Field(default=(), description="settings of an optimizer other than AdamW")
@@ -382,8 +367,8 @@ class JobConfig(SpecModel):
                 "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
                 "estimated from replies of other rows of a batch. Raise it, or write loss_type: apo_zero_unpaired."
             )
-        check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
-        check_optimizer_args(self.optim, dict(self.optim_args))
+        lr_schedules.check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
+        lr_schedules.check_optimizer_args(self.optim, dict(self.optim_args))
         return self
 
     @property
@@ -432,7 +417,7 @@ class JobConfig(SpecModel):
 
     def learning_rate_at(self, step: int, total_steps: int) -> float:
         """Return the rate of the step with 0-based index ``step``, bit-equal to ``transformers.get_scheduler``."""
-        return self.learning_rate * schedule_factor(
+        return self.learning_rate * lr_schedules.schedule_factor(
             self.lr_scheduler_type,
             step,
             warmup=self.num_warmup_steps(total_steps),

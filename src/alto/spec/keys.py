@@ -99,7 +99,7 @@ _OBJECTS = "Give it in 'config', a list of a peft.LoraConfig and the arguments o
 _METRICS = "Write 'metric', or score the answers of the best jobs with 'select_by'."
 _OPTIMIZER = "Write 'optim', 'optim_args' and 'lr_scheduler_type'."
 
-_OF_TRAINERS: Mapping[str, str] = {
+UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "args": _OBJECTS,
     "peft_config": _OBJECTS,
     "processing_class": "The tokenizer is that of 'model'. If the model is an object, write 'tokenizer' too.",
@@ -111,11 +111,6 @@ _OF_TRAINERS: Mapping[str, str] = {
     "callbacks": "Give them to alto.Engine(observers=[...]); jobs are stopped early as 'early_exit' says.",
     "optimizers": _OPTIMIZER,
     "optimizer_cls_and_kwargs": _OPTIMIZER,
-}
-"""Arguments of the trainer classes that are not keys of a task, with the remedy."""
-
-UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
-    **_OF_TRAINERS,
     "activation_offloading": "Write 'gradient_checkpointing: true' to save the memory of activations.",
     "assistant_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
     "bnb_4bit_quant_type": "4 bits are NF4 with double quantisation; remove the key.",
@@ -135,7 +130,7 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "tf32": "Products in float32 keep torch's own precision; write 'dtype: bfloat16' for faster ones.",
     "train_sampling_strategy": _ORDER,
 }
-"""Keys that would change what is learned, with what to do instead."""
+"""Keys and arguments of trainers that would change what is learned, with what to do instead."""
 
 _ACCELERATOR = {
     "split_batches": False,

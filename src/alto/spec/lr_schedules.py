@@ -217,10 +217,9 @@ def _stable_decay(step: int, warmup: int, total_steps: int, kwargs: Mapping[str,
                 factor = 0.5 * (1.0 - math.cos(math.pi * progress))
             case _:
                 factor = 1.0 - math.sqrt(1.0 - progress)
-        return float(max(0.0, factor * (1.0 - lowest) + lowest))
-    if step < warmup + stable:
+    elif step < warmup + stable:
         return 1.0
-    if step < warmup + stable + decay:
+    elif step < warmup + stable + decay:
         progress = (step - warmup - stable) / max(1, decay)
         match kwargs.get("decay_type", "cosine"):
             case "linear":
@@ -229,8 +228,9 @@ def _stable_decay(step: int, warmup: int, total_steps: int, kwargs: Mapping[str,
                 factor = _wave(kwargs.get("num_cycles", 0.5), progress)
             case _:
                 factor = 1.0 - math.sqrt(progress)
-        return float(max(0.0, factor * (1.0 - lowest) + lowest))
-    return float(lowest)
+    else:
+        return float(lowest)
+    return float(_raised(factor, lowest))
 
 
 def _is_whole(value: object) -> bool:

@@ -309,6 +309,11 @@ class ObjectiveEntry:
             (:class:`alto.objectives.DerivedMetrics`).
         scores: Metrics for which higher is better; a task may select by one of them (``metric``).
         scaled_by: The settings that decide the scale of each metric. All settings count for the scale of the loss.
+        loss_unit: Unit of the loss, for reports; empty names the method instead.
+        has_row_losses: Whether a job's loss is the mean of losses of independent rows, which the implementation returns
+            (``rows["loss"]`` of its terms). Then evaluations on some of the rows can be compared.
+        follows_output_router_logits: Whether a job of a mixture of experts trains with the routers' load-balancing loss
+            by default only if ``output_router_logits`` is true in the model's configuration.
 
     Raises:
         SpecError: A field does not have its type, a named metric or setting does not exist, or a default of the
@@ -325,6 +330,9 @@ class ObjectiveEntry:
     derived: tuple[str, ...] = ()
     scores: tuple[str, ...] = ()
     scaled_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    loss_unit: str = ""
+    has_row_losses: bool = False
+    follows_output_router_logits: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, type) or not issubclass(self.settings, ObjectiveSettings):
@@ -376,7 +384,9 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
     key="method",
     page="docs/objectives.md",
     own={
-        "sft": ObjectiveEntry(implementation="alto.objectives.sft:Sft", is_paired=False),
+        "sft": ObjectiveEntry(
+            implementation="alto.objectives.sft:Sft", is_paired=False, loss_unit="nats per token", has_row_losses=True
+        ),
         "dpo": ObjectiveEntry(
             implementation="alto.objectives.dpo:Dpo",
             settings=DpoSettings,
@@ -385,6 +395,8 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=(*PREFERENCE_METRICS, "kl"),
             scores=PREFERENCE_SCORES,
             scaled_by={"reward_margin": ("beta", "ld_alpha")},
+            loss_unit="mean over pairs",
+            has_row_losses=True,
         ),
         "orpo": ObjectiveEntry(
             implementation="alto.objectives.orpo:Orpo",
@@ -393,6 +405,9 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=(*PREFERENCE_METRICS, "chosen_loss"),
             scores=PREFERENCE_SCORES,
             scaled_by={"reward_margin": ("beta",)},
+            loss_unit="mean over pairs",
+            has_row_losses=True,
+            follows_output_router_logits=True,
         ),
         "cpo": ObjectiveEntry(
             implementation="alto.objectives.cpo:Cpo",
@@ -401,6 +416,8 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=(*PREFERENCE_METRICS, "chosen_loss"),
             scores=PREFERENCE_SCORES,
             scaled_by={"reward_margin": ("beta", "loss_type")},
+            has_row_losses=True,
+            follows_output_router_logits=True,
         ),
         "kto": ObjectiveEntry(
             implementation="alto.objectives.kto:Kto",
@@ -419,6 +436,7 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=("accuracy", "macro_f1"),
             derived=("macro_f1",),
             scores=("accuracy", "macro_f1"),
+            loss_unit="nats per row",
         ),
         "regression": ObjectiveEntry(
             implementation="alto.objectives.labelled:Regression",
@@ -427,6 +445,7 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             metrics=("mse", "pearson"),
             derived=("pearson",),
             scores=("pearson",),
+            loss_unit="mean squared error",
         ),
     },
     check=_entry,

@@ -10,11 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from alto.errors import SpecError, UnknownKeyError
-from alto.spec.data_keys import MIXTURE_WEIGHTS, MixtureSource, ordered
 from alto.spec.job_config import JobConfig
-from alto.spec.method import Method
-from alto.spec.search_space import Axis, Sampled, SearchSpace, written
+from alto.spec.search_space import Axis, Sampled, SearchSpace
 from alto.spec.validation import SpecModel, parsed
 
 _NUM_STARTUP = 10
@@ -254,80 +251,20 @@ class Job:
     values: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expansion:
-    """The parts of a task that decide its jobs."""
-
-    space: SearchSpace
-    search: Search
-    data_seed: int
-    fixed: Mapping[str, Any] = field(compare=False)  # as written; equal tasks may be written differently
-    sources: Sequence[MixtureSource]
-    method: Method
-
-    def jobs(self) -> tuple[Job, ...]:
-        """Return the jobs that the task begins with."""
-        num_jobs = self.search.num_initial(self.space)
-        is_grid = self.search.algorithm == "grid"
-        configurations = self.space.expand(self.data_seed) if is_grid else self.space.sample(num_jobs, self.data_seed)
-        if self.search.usual_learning_rate is not None:
-            configurations = near_usual_rate(list(configurations), self.space, self.search.usual_learning_rate)
-        digits = max(3, len(str(num_jobs - 1)))
-        first_with: dict[JobConfig, str] = {}
-        jobs = []
-        for index, varied in enumerate(configurations):
-            job_id = f"job-{index:0{digits}d}"
-            try:
-                config = self.config({**self.fixed, **varied})
-            except UnknownKeyError:
-                raise  # the error is the same for every job
-            except SpecError as error:
-                place = f"{job_id} ({_shown(varied)})" if varied else job_id
-                raise SpecError(f"In {place}: {error}") from None
-            other = first_with.setdefault(config, job_id)
-            if other != job_id:
-                raise SpecError(
-                    f"search_space should make every job different, found that {other} and {job_id} are equal "
-                    f"({_shown(varied)}). Remove one of the equivalent values."
-                )
-            jobs.append(Job(id=job_id, config=config, values=varied))
-        return tuple(jobs)
-
-    def repetitions(self, jobs: Sequence[Job]) -> dict[str, str]:
-        """Map each job of a grid to the first of the jobs that differ from it only in their seed, both by id.
-
-        Jobs whose configuration is not repeated are left out.
-        """
-        if self.search.algorithm != "grid" or "seed" not in self.space.varied:
-            return {}
-        first: dict[JobConfig, str] = {}
-        found = {job.id: first.setdefault(job.config.replace(seed=0), job.id) for job in jobs}
-        repeated = {name for job, name in found.items() if job != name}
-        return {job: name for job, name in found.items() if name in repeated}
-
-    def check_suggestions(self) -> None:
-        """Check configurations that the search may choose later: those of listed values and of both ends of ranges."""
-        if self.search.algorithm != "tpe":
-            return
-        for varied in self.space.extremes(self.data_seed):
-            try:
-                self.config({**self.fixed, **varied})
-            except SpecError as error:
-                raise SpecError(
-                    "search_space should have only configurations that a job can have, because search "
-                    f"{self.search.algorithm!r} may choose any of them, found {_shown(varied)}: {error}"
-                ) from None
-
-    def config(self, values: Mapping[str, Any]) -> JobConfig:
-        """Return the configuration of a job from one flat mapping; the weights of the sources are its default."""
-        if self.sources and values.get(MIXTURE_WEIGHTS) is None:
-            values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in self.sources}}
-        config = JobConfig.of(self.method, values)
-        if config.mixture_weights is None:
-            return config
-        weights = ordered(config.mixture_weights, self.sources)
-        return config if weights == config.mixture_weights else config.replace(**{MIXTURE_WEIGHTS: dict(weights)})
+def first_configurations(search: Search, space: SearchSpace, seed: int) -> list[dict[str, Any]]:
+    """Return the configurations that the jobs of a task begin with, in the form of :meth:`SearchSpace.expand`."""
+    is_grid = search.algorithm == "grid"
+    found = list(space.expand(seed)) if is_grid else space.sample(search.num_initial(space), seed)
+    rate = search.usual_learning_rate
+    return found if rate is None else near_usual_rate(found, space, rate)
 
 
-def _shown(varied: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={written(key, value)}" for key, value in varied.items())
+def repetitions(jobs: Sequence[Job]) -> dict[str, str]:
+    """Map each of ``jobs`` to the first of those that differ from it only in their seed, both by id.
+
+    Jobs whose configuration is not repeated are left out.
+    """
+    first: dict[JobConfig, str] = {}
+    found = {job.id: first.setdefault(job.config.replace(seed=0), job.id) for job in jobs}
+    repeated = {name for job, name in found.items() if job != name}
+    return {job: name for job, name in found.items() if name in repeated}

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, Field, PrivateAttr, field_validator
 from alto.base import quoted
 from alto.errors import SpecError, UnknownKeyError, UnsupportedError
 from alto.records import LabelSet
+from alto.spec import task_checks
 from alto.spec.base_model import (
     BaseModelSpec,
     BaseObjects,
@@ -20,33 +21,17 @@ from alto.spec.base_model import (
     quantisation_of,
     with_base_objects,
 )
-from alto.spec.data_keys import DataKeys, chat_template_text, default_name, parse_sources
+from alto.spec.data_keys import MIXTURE_WEIGHTS, DataKeys, chat_template_text, default_name, ordered, parse_sources
 from alto.spec.early_exit import EarlyExit
 from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
 from alto.spec.method import Method, find_method
 from alto.spec.row_objects import with_config_objects, with_rows_in_files
 from alto.spec.scoring import LOSS, Scoring, check_metric, check_metric_name, parse_select_by
-from alto.spec.search import AUTO, Expansion, Job, Search, auto_space
+from alto.spec.search import AUTO, Job, Search, auto_space, first_configurations, repetitions
 from alto.spec.search_space import SearchSpace, written
 from alto.spec.strict_yaml import write_yaml
-from alto.spec.task_checks import (
-    Refit,
-    check_fixed,
-    check_given_once,
-    check_label_keys,
-    check_mixture,
-    check_refit,
-    check_samples,
-    check_scored_rungs,
-    check_search,
-    check_selection,
-    check_size,
-    check_splits,
-    check_state_dtype,
-    check_train_on,
-    with_task_type,
-)
+from alto.spec.task_checks import Refit
 from alto.spec.validation import check_path, parsed, path_text, plain
 
 AdapterDtype = Literal["float32", "bfloat16"]
@@ -190,7 +175,7 @@ class Task(DataKeys):
     search_space: SearchSpace = Field(default=SearchSpace(), description="what varies between the jobs")
 
     _fixed: dict[str, Any] = PrivateAttr()
-    _expansion: Expansion = PrivateAttr()
+    _method: Method = PrivateAttr()
     _jobs: tuple[Job, ...] = PrivateAttr()
     _repetitions: Mapping[str, str] = PrivateAttr()
     _origin: Origin = PrivateAttr()
@@ -198,7 +183,7 @@ class Task(DataKeys):
     def __init__(self, /, **values: Any) -> None:
         values, objects = with_base_objects(values)
         values, notes = with_config_objects(values)
-        values = with_task_type(values)
+        values = task_checks.with_task_type(values)
         method = _method_of(values)
         given = with_rows_in_files(method.without_others(_canonical(values, method)))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
@@ -214,42 +199,38 @@ class Task(DataKeys):
         auto = auto_space(fixed=fixed, compares_replies=method.compares_replies)
         given["search_space"] = auto if space == AUTO else _search_space(space, method)
         given.setdefault("name", default_name(given.get("dataset")))
-        check_given_once(given, fixed)
+        task_checks.check_given_once(given, fixed)
         with spelt_as(values, method.spellings):
             super().__init__(**given)
         self._origin = Origin(objects=objects, notes=notes)
         if objects is not None:
             check_object_keys(self, objects)
-        check_splits(self.validation_split, self.test_split)
+        task_checks.check_splits(self.validation_split, self.test_split)
         check_metric(self.metric, self.method, method.entry.scores)
         with spelt_as(values, method.spellings):
-            check_fixed(fixed, self.search_space, method)
+            task_checks.check_fixed(fixed, self.search_space, method)
         self._fixed = {key: plain(value) for key, value in fixed.items()}
-        check_search(self.search, self.search_space, self.early_exit)
-        self._expansion = Expansion(
-            space=self.search_space,
-            search=self.search,
-            data_seed=self.data_seed,
-            fixed=fixed,
-            sources=self.sources,
-            method=method,
+        task_checks.check_search(self.search, self.search_space, self.early_exit)
+        self._method = method
+        self._jobs = self._first_jobs()
+        is_repeated = (
+            self.repeat_by == "seed" and self.search.algorithm == "grid" and "seed" in self.search_space.varied
         )
-        self._jobs = self._expansion.jobs()
-        self._repetitions = {} if self.repeat_by == "none" else self._expansion.repetitions(self._jobs)
-        self._expansion.check_suggestions()
-        check_selection(self.select_by, method)
-        check_samples(self.num_samples, method)
-        check_train_on(self.train_on, method)
-        check_label_keys(self, method, self.num_gpus)
-        check_mixture(self)
+        self._repetitions = repetitions(self._jobs) if is_repeated else {}
+        self._check_suggestions()
+        task_checks.check_selection(self.select_by, method)
+        task_checks.check_samples(self.num_samples, method)
+        task_checks.check_train_on(self.train_on, method)
+        task_checks.check_label_keys(self, method, self.num_gpus)
+        task_checks.check_mixture(self)
         if self.optim_state_dtype is not None:
             for config in (*(job.config for job in self._jobs), *self.extreme_configs()):
-                check_state_dtype(self.optim_state_dtype, config)
+                task_checks.check_state_dtype(self.optim_state_dtype, config)
         if self.refit is not None:
             max_steps = [job.config.max_steps for job in self._jobs]
-            check_refit(self.refit, self, self.early_exit, self.select_by, max_steps)
-        check_scored_rungs(self.scoring, self.early_exit, self.search)
-        check_size(self.to_dict())
+            task_checks.check_refit(self.refit, self, self.early_exit, self.select_by, max_steps)
+        task_checks.check_scored_rungs(self.scoring, self.early_exit, self.search)
+        task_checks.check_size(self.to_dict())
 
     _accept_folder = field_validator("init_adapter", mode="before")(path_text)
     _check_folder = field_validator("init_adapter")(check_path)
@@ -341,9 +322,53 @@ class Task(DataKeys):
 
     def job_config(self, values: Mapping[str, Any]) -> JobConfig:
         """Return the configuration of a job of this task from one flat mapping; see :meth:`JobConfig.of`."""
-        config = self._expansion.config(values)
-        check_state_dtype(self.optim_state_dtype, config)
+        config = self._config(values)
+        task_checks.check_state_dtype(self.optim_state_dtype, config)
         return config
+
+    def _config(self, values: Mapping[str, Any]) -> JobConfig:
+        """Return a configuration; in a mixture, the weights of the sources are its default, and give its order."""
+        if self.sources and values.get(MIXTURE_WEIGHTS) is None:
+            values = {**values, MIXTURE_WEIGHTS: {source.name: source.weight for source in self.sources}}
+        config = JobConfig.of(self._method, values)
+        if config.mixture_weights is None:
+            return config
+        weights = ordered(config.mixture_weights, self.sources)
+        return config if weights == config.mixture_weights else config.replace(**{MIXTURE_WEIGHTS: dict(weights)})
+
+    def _first_jobs(self) -> tuple[Job, ...]:
+        configurations = first_configurations(self.search, self.search_space, self.data_seed)
+        digits = max(3, len(str(len(configurations) - 1)))
+        first_with: dict[JobConfig, str] = {}
+        jobs = []
+        for index, varied in enumerate(configurations):
+            job_id = f"job-{index:0{digits}d}"
+            try:
+                config = self._config({**self._fixed, **varied})
+            except UnknownKeyError:
+                raise  # the error is the same for every job
+            except SpecError as error:
+                place = f"{job_id} ({_shown(varied)})" if varied else job_id
+                raise SpecError(f"In {place}: {error}") from None
+            other = first_with.setdefault(config, job_id)
+            if other != job_id:
+                raise SpecError(
+                    f"search_space should make every job different, found that {other} and {job_id} are equal "
+                    f"({_shown(varied)}). Remove one of the equivalent values."
+                )
+            jobs.append(Job(id=job_id, config=config, values=varied))
+        return tuple(jobs)
+
+    def _check_suggestions(self) -> None:
+        """Check configurations that the search may choose later: those of listed values and of both ends of ranges."""
+        for varied in self.search_space.extremes(self.data_seed) if self.search.algorithm == "tpe" else ():
+            try:
+                self._config({**self._fixed, **varied})
+            except SpecError as error:
+                raise SpecError(
+                    "search_space should have only configurations that a job can have, because search "
+                    f"{self.search.algorithm!r} may choose any of them, found {_shown(varied)}: {error}"
+                ) from None
 
     def extreme_configs(self) -> Iterator[JobConfig]:
         """Yield configurations that the search ``tpe`` may choose later, with every listed value and both ends of
@@ -386,6 +411,10 @@ class Task(DataKeys):
         found = type(self)(**(kept | changes | model))
         found._origin = replace(found._origin, notes=self.notes)
         return found
+
+
+def _shown(varied: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={written(key, value)}" for key, value in varied.items())
 
 
 TASK_FIELDS: tuple[str, ...] = tuple(Task.model_fields)

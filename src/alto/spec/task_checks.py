@@ -69,22 +69,21 @@ def check_splits(validation_split: float | None, test_split: float | None) -> No
 
 
 def check_selection(select_by: str | Scoring, method: Method) -> None:
-    found = select_by if isinstance(select_by, str) else select_by.scorer
-    if select_by != "metric" and method.entry.is_labelled:
+    found, entry = select_by if isinstance(select_by, str) else select_by.scorer, method.entry
+    remedy = f"; metric: {entry.scores[0]} chooses by that" if entry.problem_types else ""
+    if entry.is_labelled:
+        why = "validation rows have replies that the model should not give"
+    elif entry.problem_types:
+        why = "rows have labels and no answers"
+    elif entry.is_paired:
+        missing = "a final answer" if found == "eval_accuracy" else "one reply to score"
+        why = f"validation rows are pairs without {missing}"
+    else:
+        return
+    if select_by != "metric":
         raise SpecError(
-            f"select_by should be 'metric' with method {method.name!r}, whose validation rows have replies that the "
-            f"model should not give, found {found!r}. Remove the key."
-        )
-    if select_by != "metric" and method.entry.problem_types:
-        raise SpecError(
-            f"select_by should be 'metric' with method {method.name!r}, whose rows have labels and no answers, found "
-            f"{found!r}. Remove the key; metric: {method.entry.scores[0]} chooses by that."
-        )
-    if select_by != "metric" and method.entry.is_paired:
-        why = "a final answer" if found == "eval_accuracy" else "one reply to score"
-        raise SpecError(
-            f"select_by should be 'metric' with method {method.name!r}, whose validation rows are pairs without "
-            f"{why}, found {found!r}. Remove the key."
+            f"select_by should be 'metric' with method {method.name!r}, whose {why}, found {found!r}. Remove the "
+            f"key{remedy}."
         )
 
 

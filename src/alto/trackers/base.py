@@ -80,7 +80,12 @@ class Tracker(Protocol):
 
     :meth:`start` imports the tool. If a run is resumed, everything since its beginning is reported again: a tracker
     starts a new record, or continues the old record and skips what it already contains.
+
+    Attributes:
+        package: The package that :meth:`start` imports.
     """
+
+    package: str
 
     def start(self, run: TrackedRun) -> None:
         """Begin a record of the run, because its task starts."""

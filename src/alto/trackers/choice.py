@@ -35,19 +35,20 @@ def _names(report_to: str | Sequence[str]) -> Sequence[str]:
         case "none":
             return ()
         case "auto":
-            return [name for name in ("tensorboard",) if _is_installed(name)]
+            return [name for name in ("tensorboard",) if _is_installed(_TRACKERS[name].package)]
         case "all":
-            return [name for name in _TRACKERS if _is_installed(name)]
+            return [name for name in _TRACKERS if _is_installed(_TRACKERS[name].package)]
     for name in report_to:
-        if not _is_installed(name):
+        package = _TRACKERS[name].package
+        if not _is_installed(package):
             raise UnsupportedError(
                 f"report_to: expected trackers that are installed, found {name!r}, which is not installed. Install it "
-                f"with: pip install {name}; or remove it from report_to."
+                f"with: pip install {package}; or remove it from report_to."
             )
     return report_to
 
 
-def _is_installed(name: str) -> bool:
+def _is_installed(package: str) -> bool:
     # find_spec also finds a folder of that name in the working directory (wandb leaves one), but it has no origin.
-    spec = find_spec(name)
+    spec = find_spec(package)
     return spec is not None and spec.origin is not None

@@ -21,6 +21,8 @@ class MlflowTracker:
     ones.
     """
 
+    package = "mlflow"
+
     def start(self, run: TrackedRun) -> None:
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param

@@ -16,6 +16,8 @@ class TensorBoardTracker:
     file for every job, of which there may be thousands, and loses its buffered events when the process is killed.
     """
 
+    package = "tensorboard"
+
     def start(self, run: TrackedRun) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter

@@ -17,6 +17,8 @@ class TrackioTracker:
     in a separate group.
     """
 
+    package = "trackio"
+
     def start(self, run: TrackedRun) -> None:
         import trackio
         import trackio.run

@@ -27,6 +27,8 @@ class WandbTracker:
     continued, so each start writes a new, complete one.
     """
 
+    package = "wandb"
+
     def start(self, run: TrackedRun) -> None:
         import wandb
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from alto.errors import AltoError
 from alto.runs import JobHistory, RunHistory
-from alto.spec import source_of
+from alto.spec import find_method, source_of
 from alto.views.wording import clean, format_loss, format_share
 
 
@@ -41,24 +42,12 @@ _WORDS: Mapping[str, _Words] = {
     "pearson": _Words(short="Pearson", meaning="Correlation of predicted numbers and labels, from -1 to 1."),
 }
 
-_LOSS_UNITS: Mapping[str, str] = {
-    "sft": "nats per token",
-    "dpo": "mean over pairs",
-    "orpo": "mean over pairs",
-    "classification": "nats per row",
-    "regression": "mean squared error",
-}
-
 
 def shown_metrics(history: RunHistory) -> tuple[str, ...]:
     """Return the measured metrics that have a column and a curve; the metric that the task selects by comes first,
     unless that is the loss."""
-    measured = {name for job in history.jobs.values() for name in job.best_metrics}
-    of_sources = [
-        name
-        for name in dict.fromkeys(name for job in history.jobs.values() for name in job.best_metrics)
-        if source_of(name) is not None
-    ]
+    measured = dict.fromkeys(name for job in history.jobs.values() for name in job.best_metrics)
+    of_sources = [name for name in measured if source_of(name) is not None]
     return tuple(name for name in dict.fromkeys((history.metric, *_WORDS, *of_sources)) if name in measured)
 
 
@@ -112,4 +101,8 @@ def describe_test(history: RunHistory, job: JobHistory) -> str:
 
 def loss_unit(method: str) -> str:
     """Return the unit of a method's loss."""
-    return _LOSS_UNITS.get(method, f"in the unit of {clean(method)}")
+    try:
+        unit = find_method(method).entry.loss_unit
+    except AltoError:  # the run was made where the method's package is installed
+        unit = ""
+    return clean(unit) or f"in the unit of {clean(method)}"

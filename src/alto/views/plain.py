@@ -182,11 +182,6 @@ class PlainView:
                 self._say(describe_samples(self.history))
             case events.AdapterChecked():
                 self._on_adapter_checked()
-            case _:
-                self._report_job(event)
-
-    def _report_job(self, event: events.Event) -> None:
-        match event:
             case events.JobAdded():
                 self._on_added(event)
             case events.JobReopened():

@@ -22,43 +22,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from alto.runs import JobHistory, JournalEntry, RunDir, RunHistory, RunStatus, Stage, read_history
-from alto.runs.events import (
-    Event,
-    JobAdmitted,
-    JobResumed,
-    KernelsCompiled,
-    MeasuringBegun,
-    OutOfMemory,
-    ProfileMeasured,
-    TaskResumed,
-    TaskStarted,
-    WarmupEnded,
-)
+from alto.runs import JobHistory, JournalEntry, RunDir, RunHistory, RunStatus, Stage, events, read_history
 from alto.runs.history import Pace
 from alto.runs.progress import exit_totals, next_stop, outlook
 from alto.spec import LOSS
+from alto.views import wording
 from alto.views.choice import choice_notes
 from alto.views.metrics import describe_metrics, describe_test, format_metric, metric_name, short_metric
 from alto.views.plain import PlainView, samples_text
 from alto.views.tables import JobRow, JobTable, job_table, run_notes
-from alto.views.wording import (
-    clean,
-    describe_compiling,
-    describe_measuring,
-    describe_memory_event,
-    describe_outlook,
-    describe_profile,
-    describe_refit,
-    describe_samples_trained,
-    describe_savings,
-    describe_scoring,
-    describe_task,
-    describe_time,
-    format_duration,
-    format_loss,
-    format_share,
-)
 
 GRID_LINES = 3
 """Lines in addition to the rows: the headings, the rule, and the line for what does not fit."""
@@ -154,7 +126,7 @@ class JobGrid:
         bars = [_bar(row) for row in rows]
         columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, worth=(BAR, 0)))
         losses = {
-            "done": ([format_share(row.progress) for row in rows], STAYS),
+            "done": ([wording.format_share(row.progress) for row in rows], STAYS),
             "train": ([_loss(row.history.train_loss) for row in rows], TRAIN),
             "val": ([_loss(row.history.validation_loss) for row in rows], LATEST),
             "best val": ([_loss(_finite(row.history.best_validation_loss)) for row in rows], STAYS),
@@ -216,7 +188,7 @@ def _bar(row: JobRow) -> ProgressBar:
 
 
 def _loss(loss: float | None) -> str:
-    return format_loss(loss) if loss is None or math.isfinite(loss) else f"{loss}"
+    return wording.format_loss(loss) if loss is None or math.isfinite(loss) else f"{loss}"
 
 
 def _finite(loss: float) -> float | None:
@@ -272,35 +244,35 @@ class LiveView:
 
     def observe(self, entry: JournalEntry) -> None:
         """Apply one entry of the journal; the next redraw shows it."""
-        if isinstance(entry.event, MeasuringBegun):  # before the run begins
-            self._measuring = describe_measuring(entry.event)
+        if isinstance(entry.event, events.MeasuringBegun):  # before the run begins
+            self._measuring = wording.describe_measuring(entry.event)
             if not entry.event.is_update:
                 self._console.print(Text(self._measuring, style="dim"))
             return
         with self._lock:
             self.history.apply(entry)
             match entry.event:
-                case JobAdmitted(job=job) | JobResumed(job=job):
+                case events.JobAdmitted(job=job) | events.JobResumed(job=job):
                     self._paces[job] = Pace()
-                case WarmupEnded():
+                case events.WarmupEnded():
                     # After exits, the remaining jobs are faster.
                     self._paces = {job: Pace() for job in self._paces}
             self._measure()
         if not entry.is_replayed:
             self._print(entry.event)
 
-    def _print(self, event: Event) -> None:
+    def _print(self, event: events.Event) -> None:
         """Print lines that stay above the table. Must be called without the lock, which drawing takes too."""
         match event:
-            case OutOfMemory():
-                self._console.print(Text(describe_memory_event(event), style="yellow"))
-            case KernelsCompiled():
-                self._console.print(Text(describe_compiling(event), style="dim"))
-            case ProfileMeasured():
-                self._console.print(Text(describe_profile(event), style="dim"))
-            case TaskStarted(notes=notes) | TaskResumed(notes=notes):
+            case events.OutOfMemory():
+                self._console.print(Text(wording.describe_memory_event(event), style="yellow"))
+            case events.KernelsCompiled():
+                self._console.print(Text(wording.describe_compiling(event), style="dim"))
+            case events.ProfileMeasured():
+                self._console.print(Text(wording.describe_profile(event), style="dim"))
+            case events.TaskStarted(notes=notes) | events.TaskResumed(notes=notes):
                 for note in notes:
-                    self._console.print(Text(f"note: {clean(note)}", style="yellow"))
+                    self._console.print(Text(f"note: {wording.clean(note)}", style="yellow"))
 
     def show(self, history: RunHistory) -> None:
         """Replace the displayed state with ``history``, a newer state of the same run."""
@@ -343,8 +315,8 @@ class LiveView:
         num_more = sum(len(line.wrap(self._console, self._console.size.width)) for line in (best, *announced)) - 1
         return Group(
             *announced,
-            Text(clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
-            Text(" · ".join(describe_task(history.started)), style="dim", no_wrap=True, overflow="ellipsis"),
+            Text(wording.clean(history.name), style="bold", no_wrap=True, overflow="ellipsis"),
+            Text(" · ".join(wording.describe_task(history.started)), style="dim", no_wrap=True, overflow="ellipsis"),
             *self._progress(now),
             best,
             "",
@@ -366,14 +338,14 @@ class LiveView:
         line.add_column(justify="right")
         line.add_row(
             ProgressBar(total=1.0, completed=found.share_done, complete_style="cyan", finished_style="green"),
-            Text(format_share(found.share_done)),
+            Text(wording.format_share(found.share_done)),
         )
-        facts = [f"{format_duration(history.worked_s(now))} so far"]
+        facts = [f"{wording.format_duration(history.worked_s(now))} so far"]
         if found.share_done < 1.0:
-            facts[:0] = describe_outlook(found) or ["time left: after the first evaluations"]
+            facts[:0] = wording.describe_outlook(found) or ["time left: after the first evaluations"]
         facts_line = " · ".join([*facts, _samples(history)])
         if cell_len(facts_line) > self._console.size.width:
-            facts_line = " · ".join([*facts, f"{format_share(history.saved_share)} saved"])
+            facts_line = " · ".join([*facts, f"{wording.format_share(history.saved_share)} saved"])
         return [line, Text(facts_line, style="dim", no_wrap=True, overflow="ellipsis")]
 
     def _next_stop(self, job: JobHistory, now: float) -> str:
@@ -385,15 +357,15 @@ class LiveView:
             return "waits for the rung"
         pace = self._paces.get(job.job)
         rate = pace.per_second(now) if pace is not None and job.slot is not None else None
-        return f"{stop} in {format_duration(num_steps / rate)}" if rate and num_steps > 0 else ""
+        return f"{stop} in {wording.format_duration(num_steps / rate)}" if rate and num_steps > 0 else ""
 
 
 def _wall_time(history: RunHistory) -> str:
     """Describe how long the run took, and the part for measuring before its first step."""
     if not history.measuring_s:
-        return format_duration(history.duration_s)
+        return wording.format_duration(history.duration_s)
     total_s = history.duration_s + history.measuring_s
-    return f"{format_duration(total_s)}, including {format_duration(history.measuring_s)} for measuring"
+    return f"{wording.format_duration(total_s)}, including {wording.format_duration(history.measuring_s)} for measuring"
 
 
 def final_summary(
@@ -418,9 +390,9 @@ def final_summary(
         rows = tuple(replace(row, outcome=status.value) if row.outcome == Stage.TRAINING else row for row in rows)
     state = "not finished" if status is RunStatus.RUNNING else status.value
     totals = [total for total in exit_totals(history) if total.samples_saved]
-    saved = [f"{clean(total.outcome)} {format_share(total.share)}" for total in totals]
+    saved = [f"{wording.clean(total.outcome)} {wording.format_share(total.share)}" for total in totals]
     lines: list[RenderableType] = [
-        Text.assemble((clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
+        Text.assemble((wording.clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
         "",
         JobGrid(
@@ -433,17 +405,19 @@ def final_summary(
         ),
         "",
         _best_line(table, history),
-        *(Text(f"note: {clean(note)}", style="yellow") for note in choice_notes(history)),
+        *(Text(f"note: {wording.clean(note)}", style="yellow") for note in choice_notes(history)),
         Text(f"{_samples(history)} ({', '.join(saved)})" if history.samples_saved else _samples(history)),
-        *map(Text, describe_time(history)),
+        *map(Text, wording.describe_time(history)),
     ]
     if status is RunStatus.RUNNING and now is not None:
         found = outlook(history, now)
-        lines.append(Text(" · ".join([f"{format_share(found.share_done)} done", *describe_outlook(found)])))
+        lines.append(
+            Text(" · ".join([f"{wording.format_share(found.share_done)} done", *wording.describe_outlook(found)]))
+        )
     lines += samples_text(history)
     if run_dir is not None and history.best is not None:
         place, folder = ("adapter", "best") if history.result is not None else ("best checkpoints so far", "jobs")
-        lines.append(Text(f"{place}: {clean(Path(run_dir) / folder)}", overflow="fold"))
+        lines.append(Text(f"{place}: {wording.clean(Path(run_dir) / folder)}", overflow="fold"))
     return Group(*lines)
 
 
@@ -451,7 +425,7 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     if history.refit is not None:
         tested = [describe_test(history, job) for job in history.jobs.values()]
         measured = "".join(f"; test loss {one}" for one in tested if one)
-        return Text(f"{describe_refit(history.refit)}{measured}", overflow="fold")
+        return Text(f"{wording.describe_refit(history.refit)}{measured}", overflow="fold")
     best = next((row for row in table.rows if row.is_best), None)
     if best is None:
         return Text("best: no job has a finite validation loss yet", style="dim", overflow="fold")
@@ -459,12 +433,12 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
     by = "" if history.metric == LOSS else f" by {metric_name(history.metric)}"
     metrics = describe_metrics(best.history.best_metrics, table.metrics)
     test = describe_test(history, best.history)
-    scoring = describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
+    scoring = wording.describe_scoring(history.finalists, history.scorer, "")  # the notes already report a failure
     chosen = f"; {scoring}" if scoring else ""
     return Text.assemble(
         f"{label}{by}: ",
         (best.job, "bold green"),
-        f" with validation loss {format_loss(best.history.best_validation_loss)}",
+        f" with validation loss {wording.format_loss(best.history.best_validation_loss)}",
         f" (test {test})" if test else "",
         f", {metrics}" if metrics else "",
         (f" ({best.label})" if best.label else "", "dim"),
@@ -474,7 +448,7 @@ def _best_line(table: JobTable, history: RunHistory) -> Text:
 
 
 def _samples(history: RunHistory) -> str:
-    return f"{describe_samples_trained(history)}, {describe_savings(history)}"
+    return f"{wording.describe_samples_trained(history)}, {wording.describe_savings(history)}"
 
 
 def watch_run(console: Console, run: RunDir, every_s: float) -> None:

@@ -10,6 +10,7 @@ from alto.errors import SpecError
 from alto.records import Gpu, Node
 from alto.scheduler import TaskDemand, schedule_tasks
 from alto.scheduler.queue import (
+    Cancelled,
     Failed,
     Finished,
     GaveUp,
@@ -23,7 +24,6 @@ from alto.scheduler.queue import (
     QueueSettings,
     Started,
     StartTask,
-    Stopped,
     StopTask,
     Submitted,
     TaskState,
@@ -129,7 +129,7 @@ def test_who_is_about_to_be_given_up_holds_no_gpus_and_can_be_stopped():
     assert started(failed) == ["b"]
     (planned,) = (action for action in failed if isinstance(action, Planned))
     assert [placement.task for placement in planned.schedule.placements] == ["b"]
-    queue.apply(Stopped(time_s=2, task="a"))
+    queue.apply(Cancelled(time_s=2, task="a"))
     assert queue.apply(Woken(time_s=11)) == []
     assert queue.tasks["a"].state is TaskState.STOPPED
 
@@ -161,7 +161,7 @@ def test_what_no_cluster_or_quota_allows_is_refused_and_nothing_is_taken_in():
     with pytest.raises(SpecError, match="new to the queue, found 'twice'"):
         submit(queue, 0, "twice", "twice")
     with pytest.raises(SpecError, match="expected the name of a submitted task, found 'nobody'"):
-        queue.apply(Stopped(time_s=0, task="nobody"))
+        queue.apply(Cancelled(time_s=0, task="nobody"))
     assert not queue.tasks
 
 
@@ -222,15 +222,17 @@ def test_late_news_changes_nothing():
     assert queue.apply(Finished(time_s=12, task="a", attempt=1)) == []
     assert queue.tasks["a"].has_gpus
     queue.apply(Finished(time_s=13, task="a", attempt=2))
-    assert queue.apply(Progressed(time_s=14, task="a", attempt=2, remaining_s=1e6), Stopped(time_s=14, task="a")) == []
+    assert (
+        queue.apply(Progressed(time_s=14, task="a", attempt=2, remaining_s=1e6), Cancelled(time_s=14, task="a")) == []
+    )
     assert queue.tasks["a"].state is TaskState.FINISHED
 
 
 def test_a_task_that_is_stopped_keeps_its_gpus_until_its_executor_has_ended():
     queue = queue_of(1)
     submit(queue, 0, "a", "b", "c")
-    assert queue.apply(Stopped(time_s=1, task="a")) == [StopTask(task="a")]
-    assert started(queue.apply(Stopped(time_s=2, task="b"))) == []
+    assert queue.apply(Cancelled(time_s=1, task="a")) == [StopTask(task="a")]
+    assert started(queue.apply(Cancelled(time_s=2, task="b"))) == []
     ended = queue.apply(Failed(time_s=3, task="a", attempt=1, reason="interrupted", is_retryable=True))
     assert started(ended) == ["c"]
     assert {queue.tasks[name].state for name in "ab"} == {TaskState.STOPPED}
@@ -314,7 +316,7 @@ def test_who_finishes_first_has_finished():
 def test_who_is_stopped_meanwhile_is_stopped():
     queue = wide_and_waiting()
     offer(queue)
-    assert queue.apply(Stopped(time_s=11, task="wide")) == []
+    assert queue.apply(Cancelled(time_s=11, task="wide")) == []
     ended(queue)
     assert queue.tasks["wide"].state is TaskState.STOPPED
 

@@ -10,6 +10,7 @@ from sharing_problems import demand_of
 from alto.records import Gpu, Node, Schedule
 from alto.scheduler import RunningTask, SchedulingProblem, TaskDemand, check_schedule, schedule_tasks
 from alto.scheduler.queue import (
+    Cancelled,
     Failed,
     Finished,
     GpuAdded,
@@ -20,7 +21,6 @@ from alto.scheduler.queue import (
     QueueSettings,
     Started,
     StartTask,
-    Stopped,
     StopTask,
     Submitted,
     TaskState,
@@ -154,7 +154,7 @@ def test_nobody_joins_an_executor_that_is_probably_lost():
 def test_an_executor_is_joined_after_one_of_its_tasks_was_stopped():
     queue, _ = queue_of()
     submit(queue, 0, "a", "b")
-    queue.apply(Stopped(time_s=1, task="a"))
+    queue.apply(Cancelled(time_s=1, task="a"))
     queue.apply(Failed(time_s=3, task="a", attempt=1, reason="stopped", is_retryable=True))
     assert started(submit(queue, 3, "c")) == {"c": "executor-1"}
 
@@ -210,10 +210,10 @@ def test_a_lost_gpu_isolates_nobody(is_told_first: bool):
 def test_a_task_that_is_stopped_leaves_its_executor_to_the_others():
     queue, seen = queue_of()
     submit(queue, 0, "a", "b")
-    assert queue.apply(Stopped(time_s=1, task="a")) == [StopTask(task="a")]
+    assert queue.apply(Cancelled(time_s=1, task="a")) == [StopTask(task="a")]
     assert started(submit(queue, 2, "c")) == {"c": "executor-1"}
     for name in "bc":
-        queue.apply(Stopped(time_s=3, task=name))
+        queue.apply(Cancelled(time_s=3, task=name))
     assert started(submit(queue, 4, "d")) == {}, "none of its tasks goes on, so none joins"
     assert all(task.sharing is None for task in seen.running.values())
     for name in "abc":
@@ -235,7 +235,7 @@ def test_a_join_waits_for_the_next_plan_where_the_executor_has_ended():
     submit(queue, 0, "a")
     delay_s["b"] = 5.0
     assert started(submit(queue, 1, "b")) == {}
-    queue.apply(Stopped(time_s=2, task="a"))
+    queue.apply(Cancelled(time_s=2, task="a"))
     assert started(queue.apply(Woken(time_s=6))) == {}
     delay_s["b"] = 0.0
     assert started(queue.apply(Finished(time_s=7, task="a", attempt=1))) == {"b": "executor-2"}

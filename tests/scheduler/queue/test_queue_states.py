@@ -17,6 +17,7 @@ from alto.records import Gpu, Node, Schedule
 from alto.scheduler import SchedulingProblem, TaskDemand, check_schedule, schedule_tasks
 from alto.scheduler.queue import (
     Action,
+    Cancelled,
     Failed,
     Finished,
     GaveUp,
@@ -29,7 +30,6 @@ from alto.scheduler.queue import (
     QueueSettings,
     Started,
     StartTask,
-    Stopped,
     Submitted,
     TaskState,
     Woken,
@@ -105,7 +105,7 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: self.queue.tasks)
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
-        self.tell(Stopped(time_s=self.now_s, task=data.draw(st.sampled_from(sorted(self.queue.tasks)))))
+        self.tell(Cancelled(time_s=self.now_s, task=data.draw(st.sampled_from(sorted(self.queue.tasks)))))
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:

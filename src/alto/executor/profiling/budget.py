@@ -76,7 +76,6 @@ class MeasuringBudget:
 
     Attributes:
         sizes: Expected tokens of the steps, in the order in which they are measured.
-        task_tokens: Tokens that all jobs of the task train.
         eval_tokens: Tokens of the evaluation that is measured last.
         least_s: Smallest budget in seconds, for a task of any length.
         warms_up: Whether the first step of every size is not timed, because kernels are compiled for it.

@@ -174,7 +174,10 @@ def measure(
             raise DeviceMemoryError(_nothing_more_fits(memory[-1].num_tokens, num_tokens, backbone))
         evaluated = _admitted(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks)
         is_warm = backbone.device.type == "cpu"
-        eval_token_s = _eval_token_s(trainer, evaluated, rows, ranks, clock, is_warm=is_warm)
+        seconds = ranks.max(
+            statistics.median(_timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm))
+        )
+        eval_token_s = seconds / (len(evaluated) * rows.validation.num_tokens)
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
     finally:
@@ -253,19 +256,6 @@ def _steps_s(
             job.step += 1
 
     return _timed(step, ranks, clock, is_warm=is_warm)
-
-
-def _eval_token_s(
-    trainer: Trainer,
-    jobs: Sequence[JobState],
-    rows: TaskData,
-    ranks: Ranks,
-    clock: Callable[[], float],
-    *,
-    is_warm: bool,
-) -> float:
-    seconds = ranks.max(statistics.median(_timed(lambda: trainer.evaluate(jobs), ranks, clock, is_warm=is_warm)))
-    return seconds / (len(jobs) * rows.validation.num_tokens)
 
 
 def _timed(action: Callable[[], object], ranks: Ranks, clock: Callable[[], float], *, is_warm: bool) -> list[float]:

@@ -71,9 +71,7 @@ def find_profile(
     """Return the cached profile of the task on the device; None if there is none.
 
     Args:
-        task: The task; its base model, method and jobs are part of the cache key.
         lengths: Lengths of the task's rows, from :func:`alto.executor.profiling.sketch.lengths_of`.
-        num_ranks: Number of processes that would train the task.
     """
     key = _key(task, lengths, device, num_ranks)
     found = cache.load("profiles", key)

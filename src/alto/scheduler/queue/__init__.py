@@ -2,6 +2,7 @@
 
 from alto.scheduler.queue.events import (
     Action,
+    Cancelled,
     Failed,
     Finished,
     GaveUp,
@@ -14,7 +15,6 @@ from alto.scheduler.queue.events import (
     QueueEvent,
     Started,
     StartTask,
-    Stopped,
     StopTask,
     Submitted,
     Woken,
@@ -24,6 +24,7 @@ from alto.scheduler.queue.task import QueueSettings, ScheduledTask, TaskState
 
 __all__ = [
     "Action",
+    "Cancelled",
     "Failed",
     "Finished",
     "GaveUp",
@@ -41,7 +42,6 @@ __all__ = [
     "StartTask",
     "Started",
     "StopTask",
-    "Stopped",
     "Submitted",
     "TaskState",
     "Woken",

@@ -95,7 +95,7 @@ class Failed(_AttemptEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stopped(_TaskEvent):
+class Cancelled(_TaskEvent):
     """The user cancelled a task, which may wait or run."""
 
 
@@ -119,7 +119,17 @@ class Woken(_Event):
 
 
 QueueEvent = (
-    Submitted | Prioritised | Started | Progressed | Offered | Finished | Failed | Stopped | GpuLost | GpuAdded | Woken
+    Submitted
+    | Prioritised
+    | Started
+    | Progressed
+    | Offered
+    | Finished
+    | Failed
+    | Cancelled
+    | GpuLost
+    | GpuAdded
+    | Woken
 )
 
 

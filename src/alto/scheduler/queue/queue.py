@@ -15,6 +15,7 @@ from alto.scheduler.inter_task import SchedulingProblem
 from alto.scheduler.queue.dispatch import Waiting, schedule_of_now
 from alto.scheduler.queue.events import (
     Action,
+    Cancelled,
     Failed,
     Finished,
     GaveUp,
@@ -27,7 +28,6 @@ from alto.scheduler.queue.events import (
     QueueEvent,
     Started,
     StartTask,
-    Stopped,
     StopTask,
     Submitted,
     Woken,
@@ -156,7 +156,7 @@ class Queue:
                 return ""
         task = self._tasks[event.task]
         match event:
-            case Stopped():
+            case Cancelled():
                 return self._stop(task, actions)
             case Prioritised(priority=priority) if task.state is TaskState.WAITING:
                 self._waiting.remove(task)

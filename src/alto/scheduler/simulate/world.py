@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from alto.records import Gpu, Node, Placement
 from alto.scheduler.inter_task import Member, alone_rates, finish_times_s, member_of
 from alto.scheduler.queue import (
+    Cancelled,
     Failed,
     Finished,
     GaveUp,
@@ -22,7 +23,6 @@ from alto.scheduler.queue import (
     QueueEvent,
     Started,
     StartTask,
-    Stopped,
     Submitted,
     Woken,
 )
@@ -212,10 +212,10 @@ class World:
             self._num_gpu_changes += len(events)
             if self._num_gpu_changes > max(_MIN_GPU_CHANGES, _CHANGES_PER_GPU * len(self._gpu_luck)):
                 waiting = self._open & self._queue.tasks.keys()
-                self._apply([Stopped(time_s=self.now_s, task=name) for name in sorted(waiting)])
+                self._apply([Cancelled(time_s=self.now_s, task=name) for name in sorted(waiting)])
 
     def _apply(self, events: Sequence[QueueEvent]) -> None:
-        touched = {event.task for event in events if isinstance(event, Finished | Failed | Stopped)}
+        touched = {event.task for event in events if isinstance(event, Finished | Failed | Cancelled)}
         for action in self._queue.apply(*events) if events else ():
             if isinstance(action, Planned):
                 self.num_replans += 1

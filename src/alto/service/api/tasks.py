@@ -15,7 +15,7 @@ from sqlalchemy import select
 
 from alto.errors import MailboxFullError
 from alto.report import report_page
-from alto.runs import METRICS_NAME, Action, Mailbox, RunDir, RunHistory
+from alto.runs import METRICS_NAME, JobAction, Mailbox, RunDir, RunHistory
 from alto.runs.job_history import JobHistory
 from alto.runs.progress import device_hours
 from alto.service.context import Service, ServiceOf
@@ -124,7 +124,7 @@ def report(service: ServiceOf, caller: Reader, task: str) -> HTMLResponse:
 @router.post("/{task}/jobs/{job}/clone")
 def clone(service: ServiceOf, caller: Writer, task: str, job: str, body: Clone) -> dict[str, Any]:
     """Train a job of an open task once more, with other settings."""
-    return _command(service, caller.tenant, task, job, Action.CLONE, body)
+    return _command(service, caller.tenant, task, job, JobAction.CLONE, body)
 
 
 @router.post("/{task}/jobs/{job}/{action}")
@@ -132,7 +132,7 @@ def command(
     service: ServiceOf, caller: Writer, task: str, job: str, action: Literal["stop", "resume"]
 ) -> dict[str, Any]:
     """Stop a job of an open task, or resume it."""
-    return _command(service, caller.tenant, task, job, Action(action), Clone())
+    return _command(service, caller.tenant, task, job, JobAction(action), Clone())
 
 
 @router.post("/{task}/priority")
@@ -241,7 +241,7 @@ def _curve(job: JobHistory) -> dict[str, Any]:
     }
 
 
-def _command(service: Service, tenant: str, task: str, job: str, action: Action, body: Clone) -> dict[str, Any]:
+def _command(service: Service, tenant: str, task: str, job: str, action: JobAction, body: Clone) -> dict[str, Any]:
     with service.store.reading() as session:
         row = find_job(session, tenant, task)
     if row.status not in OPEN or row.run_dir is None or row.status == "validating_files":
@@ -255,8 +255,8 @@ def _command(service: Service, tenant: str, task: str, job: str, action: Action,
     mailbox = Mailbox(RunDir(service.run_of(row)))
     with service.store.writing() as session:
         lock_job(session, row.id)  # so that requests at the same time cannot exceed the limits together
-        if action is Action.CLONE:
-            _check_num_jobs(service, history_of(service, row), mailbox.num_waiting(Action.CLONE))
+        if action is JobAction.CLONE:
+            _check_num_jobs(service, history_of(service, row), mailbox.num_waiting(JobAction.CLONE))
         try:
             command = mailbox.send(action, job, changes=changes, warm=body.warm)
         except MailboxFullError as error:
