@@ -79,7 +79,7 @@ def check_values(value: object) -> None:
             elif isinstance(each, float) and not math.isfinite(each):
                 raise _refused("finite numbers", str(each))
             elif isinstance(each, int) and not -_LARGEST_INTEGER <= each < _LARGEST_INTEGER:
-                raise _refused("integers of at most 64 bits", f"an integer of {each.bit_length()} bits")
+                raise _refused("integers from -2**63 to 2**63 - 1", f"an integer of {each.bit_length()} bits")
         level = following
         if not level:
             return
