@@ -7,13 +7,14 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import create_autospec
+from unittest.mock import Mock, create_autospec
 
 import pytest
 import torch
 import yaml
 from exported import adapter_logits, apart, save_adapter, save_base
 from huggingface_hub import HfApi, RepoUrl
+from huggingface_hub.errors import HfHubHTTPError
 from moe_models import build_mixture, random_adapter
 from tiny import load_tokenizer
 from transformers import AutoTokenizer
@@ -204,8 +205,11 @@ def test_without_a_token_nothing_is_written(
 def test_a_token_that_the_hub_does_not_accept_is_found_before_anything_is_written(
     adapter: Path, api: Any, tmp_path: Path
 ) -> None:
-    api.whoami.side_effect = OSError("401 Unauthorized")
-    with pytest.raises(HubError, match="expected a hub that accepts the token, found: 401 Unauthorized"):
+    api.whoami.side_effect = HfHubHTTPError("401 Unauthorized", response=Mock(status_code=401))
+    with pytest.raises(HubError, match="Hub rejected the token: 401 Unauthorized; log in with a token"):
+        alto.Engine().export(adapter, tmp_path / "out", push_to_hub="ann/mine")
+    api.whoami.side_effect = OSError("connection lost")
+    with pytest.raises(HubError, match="Hub could not check the token: connection lost; check the connection"):
         alto.Engine().export(adapter, tmp_path / "out", push_to_hub="ann/mine")
     assert not (tmp_path / "out").exists()
     with pytest.raises(SpecError, match="expected a repository such as name or owner/name, found 'a/b/c'"):
@@ -214,6 +218,8 @@ def test_a_token_that_the_hub_does_not_accept_is_found_before_anything_is_writte
 
 def test_a_folder_that_cannot_be_uploaded_stays(adapter: Path, api: Any, tmp_path: Path) -> None:
     api.upload_folder.side_effect = OSError("connection lost")
-    with pytest.raises(HubError, match=r"found: connection lost; the folder is complete: .*hf upload ann/mine"):
+    with pytest.raises(
+        HubError, match=r"failed: connection lost; the exported folder is complete; .*hf upload ann/mine"
+    ):
         alto.Engine().export(adapter, tmp_path / "out", push_to_hub="ann/mine")
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()

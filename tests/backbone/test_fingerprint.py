@@ -88,9 +88,9 @@ def test_other_code_is_another_model_where_code_is_run(config: str, folder: Path
             [base_fingerprint(BaseModelSpec(id=str(folder), trust_remote_code=trusts)) for trusts in (True, False)]
         )
     (trusted, untrusted), (trusted_other, untrusted_other) = found
-    assert base_differences(trusted, trusted_other) == ["different Python code beside its config.json"]
+    assert base_differences(trusted, trusted_other) == ["different Python code next to its config.json"]
     assert base_differences(untrusted, untrusted_other) == []
-    assert base_differences(trusted, untrusted) == ["different Python code beside its config.json"]
+    assert base_differences(trusted, untrusted) == ["different Python code next to its config.json"]
 
 
 def test_code_that_nobody_runs_changes_no_model(folder: Path) -> None:

@@ -66,7 +66,7 @@ def cases(base: Path) -> dict[str, Case]:
         "a pickle": ("pickled", {}, ModelError, r"found only pytorch_model\.bin.*; convert it to safetensors$"),
         "pickles asked for": ("llama", {"use_safetensors": False}, UnsupportedError, "'use_safetensors: false'; conv"),
         "no weights": ("empty", {}, ModelError, r"model\.safetensors"),
-        "quantised on disk": ("quantised", {}, UnsupportedError, "is quantised on disk; use the unquantised model"),
+        "quantised on disk": ("quantised", {}, UnsupportedError, "already quantized on disk cannot be sharded"),
         "own code": ("own code", {}, ModelError, "with all your rights"),
         "torch_compile": ("llama", {"torch_compile": True}, UnsupportedError, "torch_compile: .* remove the key"),
     }

@@ -256,10 +256,20 @@ def test_rows_without_a_prompt_have_no_predictions_and_say_so(run: Path, tmp_pat
     assert not (tmp_path / "answers.jsonl").exists()
 
 
-def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(run: Path) -> None:
-    done = invoke(run, "--save-predictions", "no/such/folder/answers.jsonl")
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no/such/folder/answers.jsonl", "--save-predictions: folder no/such/folder does not exist; create it first"),
+        ("run", "--save-predictions: run is a folder; give the path of a file"),
+    ],
+)
+def test_predictions_that_could_not_be_saved_are_refused_before_they_are_made(
+    run: Path, path: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run.parent)
+    done = invoke(run, "--save-predictions", path)
     assert done.exit_code == 2
-    assert "expected" in done.stderr
+    assert message in " ".join(done.stderr.replace("│", " ").split())
     assert "evaluations" not in (run / "best" / "metrics.json").read_text()
 
 

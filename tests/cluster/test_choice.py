@@ -51,7 +51,7 @@ def test_one_of_a_package_that_is_no_function_is_refused(tmp_path: Path, monkeyp
             "1 / 0; (",
             r"the cluster 'accounts': .* ZeroDivisionError: .* in __init__.py:4\d of accounts",
         ),
-        ("    def stop(", "    def end(", r"AccountedCluster, .* found it without stop; correct that package"),
+        ("    def stop(", "    def end(", r"AccountedCluster, .* found it without stop; fix the cluster plugin"),
         ("return self._inner.nodes", "return None", r"AccountedCluster.nodes: expected a sequence of .* found None"),
     ],
 )

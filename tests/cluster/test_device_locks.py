@@ -33,7 +33,7 @@ def test_a_gpu_of_another_process_is_refused_by_name_until_that_is_gone(tmp_path
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(DeviceBusyError, match=rf"GPU two to be free, found that process {holder.pid} of") as caught:
+        with pytest.raises(DeviceBusyError, match=rf"GPU two is in use by ALTO process {holder.pid} on") as caught:
             DeviceLocks(["three", "two"], tmp_path)
         assert isinstance(caught.value, BlockingIOError)
         DeviceLocks(["three"], tmp_path).release()  # was not kept by the one that failed

@@ -128,7 +128,10 @@ def test_conversations_of_unlike_length_differ_at_their_first_difference() -> No
         ({"prompt": "p", "chosen": "a", "rejected": 7}, "expected rejected to be a text, found 7"),
         ({"prompt": "p", "chosen": [], "rejected": "b"}, "expected chosen to be a list with at least one message"),
         ({"prompt": "p", "chosen": {"a": 1}, "rejected": "b"}, "expected every message to have a role"),
-        ({"prompt": [user("p")], "chosen": [user("a")], "rejected": [reply("b")]}, "to hold an assistant message"),
+        (
+            {"prompt": [user("p")], "chosen": [user("a")], "rejected": [reply("b")]},
+            "expected at least one assistant message in column chosen, found",
+        ),
         ({"prompt": "p", "chosen": "\ud800", "rejected": "b"}, r"a text without broken characters, found '\ud800'"),
         (
             {"chosen": [user("one"), reply("a")], "rejected": [user("two"), reply("b")]},

@@ -272,7 +272,10 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
         ({"question": "p", "answer": float("nan")}, "expected answer to be a text, found nan"),
         ({"system": {"a": 1}, **PAIR}, "expected system to be a text, found {'a': 1}"),
         ({"prompt": "\ud800", "completion": "c"}, r"a text without broken characters, found '\ud800'"),
-        ({"prompt": "p", "completion": CONVERSATION[:2]}, "expected completion to hold an assistant message"),
+        (
+            {"prompt": "p", "completion": CONVERSATION[:2]},
+            "expected at least one assistant message in column completion",
+        ),
         ({"prompt": [], "completion": "c"}, "expected prompt to be a list with at least one message, found []"),
         ({"instruction": "i", "output": ["o"]}, "expected output to be a text, found ['o']"),
         ({"instruction": "i", "output": "o", "history": [["q"]]}, "history to be a list of [question, reply]"),
@@ -309,10 +312,10 @@ def test_a_named_form_says_which_columns_it_needs() -> None:
 
 
 def test_columns_that_fit_no_form_or_no_column() -> None:
-    assert "expected roles of one form, found messages, prompt" in refusal(
+    assert "do not all belong to one dataset format: messages, prompt" in refusal(
         PAIR, columns={"messages": "m", "prompt": "p"}
     )
-    assert "expected roles of the form text, found prompt" in refusal(PAIR, form="text", columns={"prompt": "p"})
+    assert "do not all belong to format text: prompt" in refusal(PAIR, form="text", columns={"prompt": "p"})
     assert "expected a column of the dataset for system (prompt, completion), found 'sys'" in refusal(
         PAIR, columns={"system": "sys"}
     )

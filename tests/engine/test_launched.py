@@ -25,7 +25,7 @@ from alto.errors import (
     TargetModuleError,
     TaskInterruptedError,
 )
-from alto.executor.recovery import note_refusal, refusal_event
+from alto.executor.recovery import oom_record_event, write_oom_record
 from alto.records import Node
 from alto.runs import Journal, JournalEntry, JournalTail, RunDir, read_entries
 from alto.runs.events import MeasuringBegun, TaskRelayed
@@ -91,7 +91,7 @@ def refuses(max_tokens: int) -> Attempt:
 
     def attempt(run: RunDir) -> ExecutorEnded:
         event = {"phase": "step", "residents": [], "num_tokens": 99, "max_tokens_per_pass": max_tokens}
-        note_refusal(run, refusal_event(event))
+        write_oom_record(run, oom_record_event(event))
         return ends(Outcome.LOST, "no memory", "DeviceMemoryError")(run)
 
     return attempt

@@ -245,7 +245,7 @@ def test_a_refit_without_the_object_or_on_another_model_is_refused(
     with torch.no_grad():
         other.lm_head.weight[3] += 1
     for run in (tuned.run_dir, by_name.run_dir):
-        with pytest.raises(RunChangedError, match=r"other weights .* tune again on the present model"):
+        with pytest.raises(RunChangedError, match=r"other weights .* tune again on the current model"):
             alto.Engine().refit(run, to=tmp_path / "refit", model=other, tokenizer=tokenizer)
     with pytest.raises(SpecError, match="tokenizer should be the loaded tokenizer"):
         alto.Engine().refit(tuned.run_dir, to=tmp_path / "refit", model=other)

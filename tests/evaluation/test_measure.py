@@ -345,7 +345,7 @@ def log_prob(model: Any, tokenizer: Any, conversation: Any) -> float:
     [
         ({"metric": "loss"}, DataError, "expected rows with one reply to measure loss on, found preference pairs"),
         ({"backend": "vllm"}, DataError, "expected rows with one reply to measure answers on"),
-        ({"baseline": True}, SpecError, "baseline: expected no baseline with the metric preference"),
+        ({"baseline": True}, SpecError, "baseline: does not apply to the metric preference"),
     ],
 )
 def test_pairs_are_for_the_preference_alone(

@@ -50,7 +50,7 @@ RESULT = TaskOutcome(
 COMMAND = Command(id="17-ab", action=JobAction.CLONE, job="job-000", changes={"lr": 1e-3, "targets": ["a"]}, warm=True)
 PAST = ResumeState(
     lines=[{"seq": 0, "event": "train", "loss": 1 / 3, "nested": [{"x": math.inf}, None, "ü"]}],
-    refusal={"max_tokens_per_pass": 7},
+    oom_record={"max_tokens_per_pass": 7},
 )
 VALUES: list[tuple[Any, Any]] = [
     (True, bool),

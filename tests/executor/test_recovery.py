@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from alto.backbone import is_out_of_memory
-from alto.executor import read_refusal, recover
+from alto.executor import read_oom_record, recover
 from alto.executor.micro_batches import NoMemoryError, watching
 from alto.runs import RunDir
 
 
 def test_it_is_read_back(tmp_path: Path) -> None:
-    assert read_refusal(RunDir(tmp_path)) is None
+    assert read_oom_record(RunDir(tmp_path)) is None
     (tmp_path / "oom.json").write_text(json.dumps({"phase": "forward", "max_tokens_per_pass": 64}))
     past = recover(RunDir(tmp_path))
     assert past.max_tokens_per_pass == 64
@@ -33,9 +33,9 @@ def test_a_damaged_one_is_named_and_not_used(tmp_path: Path, content: str | None
         os.mkfifo(tmp_path / "oom.json")
     else:
         (tmp_path / "oom.json").write_text(content)
-    assert read_refusal(RunDir(tmp_path)) is None
+    assert read_oom_record(RunDir(tmp_path)) is None
     past = recover(RunDir(tmp_path))
-    assert past.refusal is None
+    assert past.oom_record is None
     assert past.notes[0].startswith("oom.json is damaged and is not used")
 
 

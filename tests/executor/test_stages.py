@@ -58,7 +58,9 @@ class TestLoadingTheBase:
             raise torch.OutOfMemoryError("no memory, as the test wants it")
 
         monkeypatch.setattr(stages, "load_backbone", full)
-        with pytest.raises(DeviceMemoryError, match=r"\(the whole model\) on cpu, .* or load_in_4bit: true$"):
+        with pytest.raises(
+            DeviceMemoryError, match=r"not enough memory on cpu .* \(the whole model\)\. .* or set load_in_4bit: true$"
+        ):
             load_base(BaseModelSpec(id="alto-tiny"), CPU, Ranks())
 
     def test_lets_other_errors_through(self) -> None:
@@ -124,7 +126,7 @@ class TestTheBank:
     def test_begins_with_what_was_left_after_memory_ran_out(self) -> None:
         context = context_of(make_task(JOBS, max_tokens_per_pass=300))
         assert max_tokens_per_pass(context, ResumeState()) == 300
-        assert max_tokens_per_pass(context, ResumeState(refusal={"max_tokens_per_pass": 64})) == 64
+        assert max_tokens_per_pass(context, ResumeState(oom_record={"max_tokens_per_pass": 64})) == 64
 
 
 def test_a_run_of_other_data_is_refused_before_anything_is_built() -> None:

@@ -156,7 +156,7 @@ class TestASuggestionThatDoesNotFit:
         mailbox = Mailbox(RunDir(run.root))
         refused = mailbox.send(JobAction.RESUME, misfit)
         run.train(1)
-        assert "expected memory for one adapter of rank 64" in mailbox.wait_for_answer(refused, 0).message
+        assert "for the base model and one adapter of rank 64" in mailbox.wait_for_answer(refused, 0).message
         monkeypatch.setattr(shared_bank, "AdapterBank", AdapterBank)
         mailbox.send(JobAction.RESUME, misfit)
         run.train()

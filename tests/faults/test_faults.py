@@ -265,7 +265,7 @@ def test_a_finished_run_without_its_winner_says_so(model: Path, tmp_path: Path) 
     shutil.rmtree(Path(result.run_dir) / "jobs")
     assert alto.Engine().resume(result.run_dir) == result
     shutil.rmtree(result.adapter_dir)
-    with pytest.raises(RunNotFoundError, match="put the folder back"):
+    with pytest.raises(RunNotFoundError, match="Restore the folder"):
         alto.Engine().resume(result.run_dir)
 
 

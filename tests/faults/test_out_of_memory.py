@@ -158,7 +158,7 @@ def test_without_memory_for_the_update_everything_is_saved_and_can_be_resumed(
         step(self, *args, **kwargs)
 
     monkeypatch.setattr(EightBitAdamW, "step", fails_for_the_second)
-    with pytest.raises(DeviceMemoryError, match=r"optimizer's step of 2 jobs, .* alto resume "):
+    with pytest.raises(DeviceMemoryError, match=r"optimizer step of 2 jobs, .* alto resume "):
         finish(run)
     monkeypatch.setattr(EightBitAdamW, "step", step)
     assert [event["phase"] for event in of(read_journal(run.root), "oom")] == ["update"] * 3

@@ -341,7 +341,11 @@ def test_keys_that_ask_for_nothing_are_not_reported(folder: Path, keys: dict[str
     [
         ({"adapter": None}, UnsupportedError, "adapter: expected lora or qlora, found none"),
         ({"adapter": "llama-adapter"}, UnsupportedError, "found 'llama-adapter'"),
-        ({"rl": "grpo"}, UnsupportedError, "rl: expected one of dpo, ipo, orpo, kto, simpo, found 'grpo'"),
+        (
+            {"rl": "grpo"},
+            UnsupportedError,
+            "rl: ALTO does not support 'grpo'; supported values: dpo, ipo, orpo, kto, simpo",
+        ),
         ({"reward_model": True}, UnsupportedError, "reward_model: expected false"),
         ({"pretraining_dataset": [{"path": "x"}]}, UnsupportedError, "pretraining_dataset: expected datasets"),
         ({"datasets": "a/b"}, SpecError, "datasets: expected a list of mappings"),

@@ -181,7 +181,7 @@ def test_its_settings_are_checked_where_the_task_is_read(task: Task) -> None:
     with pytest.raises(UnknownKeyError, match=r"^'loss_type' is a setting of method dpo, cpo and kto, found with"):
         task.replace(loss_type="ipo")
     with pytest.raises(
-        SpecError, match=r"metric should be loss or reward_accuracy or reward_margin with method 'simpo'"
+        SpecError, match=r"metric 'kl' is .* with method 'simpo' \(available: loss, reward_accuracy, reward_margin\)"
     ):
         task.replace(metric="kl")
     sampled = task.replace(search_space={"target_margin": {"min": 0.5, "max": 2.0, "num": 3}})

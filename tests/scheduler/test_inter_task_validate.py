@@ -100,7 +100,10 @@ REFUSED_ALONE: list[tuple[Change, str]] = [
     (with_("half", gpus=gpus("n0:1", "n0:2")), r"GPU 1 of node 'n0': expected it free at 2.0 s for task 'half'"),
     (with_("one", gpus=gpus("n0:0")), r"GPU 0 of node 'n0': .* found task 'old' on it until 2.0 s"),
     (with_("wide", start_s=5.5), r"GPU 0 of node 'n1': .* found task 'half' on it until 6.0 s"),
-    (with_("half", gpus=gpus("n0:2", "n1:0")), r"'half': expected GPUs of at most 1 nodes, found n0, n1"),
+    (
+        with_("half", gpus=gpus("n0:2", "n1:0")),
+        r"'half': expected GPUs on at most 1 node\(s\), found GPUs on 2 nodes: n0, n1",
+    ),
     (with_("half", start_s=0.5), r"'half': expected no start before 1.0 s, found 0.5"),
     (with_("one", start_s=-1.0), r"'one': expected no start before 0.0 s, found -1.0"),
     (with_("one", start_s=float("nan")), r"'one': expected no start before 0.0 s, found nan"),

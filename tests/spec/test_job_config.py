@@ -503,7 +503,7 @@ def test_warmup_steps_are_a_number_or_a_share(given, steps):
 
 def test_a_share_of_several_steps_is_no_number_of_steps():
     with pytest.raises(
-        SpecError, match=r"warmup_steps should be a whole number of steps, or a share below 1, found 1\.5"
+        SpecError, match=r"warmup_steps should be an integer number of steps, or a fraction below 1, found 1\.5"
     ):
         JobConfig(warmup_steps=1.5)
 

@@ -77,5 +77,5 @@ def test_the_labels_that_were_found_are_written_into_the_task() -> None:
 
 def test_labels_are_not_in_the_token_cache() -> None:
     for method in ("classification", "regression"):
-        with pytest.raises(UnsupportedError, match="token_cache: expected 'auto' or 'memory' with method"):
+        with pytest.raises(UnsupportedError, match="token_cache: 'disk' does not support method"):
             Task(model="alto-tiny", dataset="x.jsonl", method=method, token_cache="disk")

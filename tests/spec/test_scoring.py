@@ -188,14 +188,14 @@ def test_a_metric_of_the_method_is_kept_in_its_file(method: str, metric: str) ->
     [
         (
             {"metric": "reward_accuracy"},
-            "metric should be loss with method 'sft', found 'reward_accuracy'.*dpo or orpo",
+            r"metric 'reward_accuracy' is not available with method 'sft' \(available: loss\).*dpo or orpo",
         ),
         (
             {"method": "dpo", "metric": "wins"},
-            "metric should be loss or reward_accuracy or reward_margin with method 'dpo', found 'wins'.*correct it",
+            r"metric 'wins' is .* with method 'dpo' \(available: loss, reward_accuracy, reward_margin\).*correct it",
         ),
-        ({"method": "dpo", "metric": "accuracy"}, "found 'accuracy'.*change the method to classification"),
-        ({"method": "dpo", "metric": "kl"}, "found 'kl'"),
+        ({"method": "dpo", "metric": "accuracy"}, "metric 'accuracy' is not.*change the method to classification"),
+        ({"method": "dpo", "metric": "kl"}, "metric 'kl' is not available"),
         ({"method": "dpo", "metric": 3}, "metric"),
         ({"method": "dpo", "metric": ""}, "metric"),
     ],

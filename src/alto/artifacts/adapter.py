@@ -38,7 +38,7 @@ def export_best(
         base_model_of: Reads the name of the base model from an adapter's folder.
         model, dataset, method: Names from the task, for the card.
         use: How the winner is loaded and prompted, for the card; its labels are written to ``labels.json``.
-        chat_template: Text of the template that the task sets, written beside the adapter; None without one.
+        chat_template: Text of the template that the task sets, written to the adapter's folder; None without one.
 
     Raises:
         RunNotFoundError: The winner's folder is gone.
@@ -55,8 +55,8 @@ def export_best(
     metrics = _metrics(result) | ({"rows": rows} if rows else {})
     if not best_of_job.is_dir():
         raise RunNotFoundError(
-            f"expected the best adapter of {result.best_job} in {best_of_job}, found no such folder; "
-            "the run has no result without it: put the folder back, or start a new run"
+            f"the best adapter of {result.best_job} is missing: {best_of_job} does not exist. Restore the folder, or "
+            "start a new run"
         )
     try:
         with writing(Path(result.run_dir), folder):
@@ -79,7 +79,7 @@ def export_best(
 
 def is_outdated(result: TaskOutcome) -> bool:
     """Return whether the run's ``best/`` belongs to an earlier result than ``result``: a finished run may have trained
-    further jobs. False if its ``metrics.json`` cannot be read."""
+    additional jobs. False if its ``metrics.json`` cannot be read."""
     try:
         facts = read_json(Path(result.adapter_dir) / METRICS_NAME)
     except (OSError, ValueError):

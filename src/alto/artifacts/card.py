@@ -82,8 +82,8 @@ class ModelUse:
         Args:
             base_model: Name of the base model in the adapter: the argument of ``from_pretrained``, or the name of an
                 object.
-            tokenizer_in: ``folder`` if the tokenizer is beside the adapter; ``base`` for the tokenizer of the base
-                model; ``base_with_template`` for the latter with the template beside the adapter.
+            tokenizer_in: ``folder`` if the tokenizer is in the adapter's folder; ``base`` for the tokenizer of the base
+                model; ``base_with_template`` for the latter with the template in the adapter's folder.
         """
         settings = {} if self.labels is None else self.labels.to_config()
         tokenizer = self._load("AutoTokenizer", "folder" if tokenizer_in == "folder" else repr(base_model))

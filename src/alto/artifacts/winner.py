@@ -43,9 +43,14 @@ def check_pushable(repository: str) -> None:
     try:
         HfApi().whoami()
     except Exception as error:  # errors of the hub, of its HTTP client, or of the system
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403):
+            raise HubError(
+                f"push_to_hub: the Hugging Face Hub rejected the token: {error}; log in with a token that has write "
+                "permission: hf auth login"
+            ) from error
         raise HubError(
-            f"push_to_hub: expected a hub that accepts the token, found: {error}; log in with a token that may write: "
-            "hf auth login"
+            f"push_to_hub: the Hugging Face Hub could not check the token: {error}; check the connection, then retry"
         ) from error
 
 
@@ -64,8 +69,8 @@ def push(folder: Path, repository: str) -> str:
         api.upload_folder(repo_id=url.repo_id, folder_path=folder, commit_message="Export by ALTO")
     except Exception as error:
         raise HubError(
-            f"push_to_hub: expected to upload {folder} to {repository}, found: {error}; the folder is complete: upload "
-            f"it later with: hf upload {repository} {folder}"
+            f"push_to_hub: uploading {folder} to {repository} failed: {error}; the exported folder is complete; retry "
+            f"with: hf upload {repository} {folder}"
         ) from error
     return str(url)
 

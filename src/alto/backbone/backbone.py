@@ -281,8 +281,8 @@ class Backbone:
     def checkpoint_layers(self) -> None:
         """Enable gradient checkpointing: recompute every layer's activations in the backward pass.
 
-        The layers are set one by one, because the name of the model's own switch differs between versions, and that
-        switch would also need a gradient of the embeddings. Layers recompute only in training mode, so this mode is set
+        The layers are set one by one, because the name of the model's switch differs between versions, and that switch
+        would need a gradient of the embeddings as well. Layers recompute only in training mode, so this mode is set
         on each layer itself. It is off while the layer computes, so that no dropout of the base model is active.
 
         Raises:
@@ -337,7 +337,7 @@ class Backbone:
 
         Args:
             hidden_SH: Hidden states that enter the output head.
-            tokens: The jobs of the tokens, which decide the adapters on the head; None only if the head has no
+            tokens: The jobs of the tokens, which determine the adapters on the head; None only if the head has no
                 adapters.
         """
         return self._head.token_losses(hidden_SH, targets_S, tokens)
@@ -385,8 +385,8 @@ def _layers(model: PreTrainedModel, key: str) -> list[Any]:
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise UnsupportedModelError(
-            f"{key}: expected a model built of transformers' checkpointing layers, found {type(model).__name__} "
-            "without any; remove the key"
+            f"{key}: {type(model).__name__} has no layers of transformers' class GradientCheckpointingLayer, which "
+            "this key needs; remove the key"
         )
     return layers
 
@@ -395,8 +395,8 @@ def _layers(model: PreTrainedModel, key: str) -> list[Any]:
 def changed_embeddings(backbone: Backbone, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Apply ``change`` to the output of the embedding layer in forward passes inside the context.
 
-    If the model processes this output further, for example by a factor, it does so after the change, as with the hook
-    of transformers' NEFTune.
+    If the model processes this output again, for example by a factor, it does so after the change. This matches the
+    hook of transformers' NEFTune.
 
     Args:
         change: Takes and returns ``[T, H]``, with the tokens in the order of the batch.

@@ -1,7 +1,7 @@
-"""The fingerprint of a base model: a few digests by which a run recognises the model that it started with.
+"""The fingerprint of a base model: digests that a run uses to check that it resumes with the model it started with.
 
-Two folders with the same weights, configuration and code have equal fingerprints. Their paths, the split of the weights
-over files and the modification times do not matter.
+Two folders with the same weights, configuration and code have the same fingerprint. It does not depend on the folder's
+path, on how the weights are split into files, or on modification times.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from alto.backbone.reading import reading
 from alto.spec import BaseModelSpec
 
 WHOLE_BYTES = 64 * 1024
-"""Tensors up to this size are digested whole. Larger tensors are digested in ``NUM_WINDOWS`` windows of
+"""Tensors up to this size are digested completely. Larger tensors are digested in ``NUM_WINDOWS`` windows of
 ``WINDOW_BYTES``, the first at the beginning, the last at the end."""
 
 WINDOW_BYTES = 4096
@@ -61,9 +61,9 @@ def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
     """Return the fingerprint of a base model as plain values that JSON preserves.
 
     ``weights`` is a digest of every tensor's name, dtype, shape and sampled numbers, ``config`` a digest of
-    ``config.json``, and ``code`` a digest of the Python files beside it if they are executed. ``commit`` is the hub's
-    commit. ``files`` holds the size and the modification time (nanoseconds) of each weight file, for information only.
-    For a model given as an object, this is the result of :func:`object_fingerprint` before training.
+    ``config.json``, and ``code`` a digest of the Python files next to it if they are executed. ``commit`` is the hub's
+    commit. ``files`` contains the size and the modification time (nanoseconds) of each weight file, for information
+    only. For a model given as an object, this is the result of :func:`object_fingerprint` before training.
 
     Raises:
         ModelNotFoundError: A file cannot be read.
@@ -80,8 +80,8 @@ def base_fingerprint(spec: BaseModelSpec) -> dict[str, Any]:
 
 
 def tokenizer_fingerprint(spec: BaseModelSpec) -> str | None:
-    """Return a digest of all text files beside the weights; the tokenizer and chat templates are read from these. None
-    if there are no such files.
+    """Return a digest of all text files in the folder of the weights; the tokenizer and chat templates are read from
+    these. None if there are no text files.
 
     Raises:
         ModelNotFoundError: A file cannot be read.
@@ -107,7 +107,8 @@ def _fingerprint(folder: Path, code: list[bytes], *, use_safetensors: bool) -> d
 def object_fingerprint(model: PreTrainedModel) -> dict[str, Any]:
     """Return the fingerprint of a model in memory, without adapters.
 
-    It equals the fingerprint of the folder that ``save_pretrained`` writes, if that keeps the names of the weights.
+    It is identical to the fingerprint of the folder that ``save_pretrained`` writes, if ``save_pretrained`` keeps the
+    names of the weights.
     """
     config = json.loads(model.config.to_json_string())
     config |= {"architectures": [type(model).__name__], "dtype": str(model.dtype).removeprefix("torch.")}
@@ -139,7 +140,7 @@ def _in_memory(name: str, tensor: Tensor) -> bytes:
 
 
 def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Describe the differences between two fingerprints; empty if the models are equal."""
+    """Describe the differences between two fingerprints; empty if the models are identical."""
     differences = []
     if expected["weights"] != found["weights"]:
         sizes = {name: size for name, (size, _) in expected["files"].items()}
@@ -151,10 +152,10 @@ def base_differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> l
         differences.append("other weights" + (f": {', '.join(changed[:3])}" if changed else ""))
     if expected["config"] != found["config"]:
         differences.append("a different config.json")
-    # For the same commit, the hub's cache may hold more files than before, but no changed file.
+    # For the same commit, the hub's cache may contain more files than before, but no changed file.
     is_one_commit = expected["commit"] is not None and expected["commit"] == found["commit"]
     if expected["code"] != found["code"] and not is_one_commit:
-        differences.append("different Python code beside its config.json")
+        differences.append("different Python code next to its config.json")
     if differences and expected["commit"] != found["commit"]:
         differences.append(f"revision {found['commit']} instead of {expected['commit']}")
     return differences
@@ -193,7 +194,7 @@ def _config_bytes(config: Mapping[str, Any]) -> bytes:
 
 
 def _brings_code(folder: Path) -> bool:
-    """Return whether the model or its tokenizer uses classes that are defined in Python files beside it."""
+    """Return whether the model or its tokenizer uses classes that are defined in Python files next to it."""
     for name in ("config.json", "tokenizer_config.json"):
         path = folder / name
         if path.is_file() and "auto_map" in json.loads(path.read_text("utf-8")):

@@ -79,16 +79,16 @@ def load_backbone(
         spec: The base model and its precision. A model given as an object is changed: see
             :func:`alto.backbone.borrowed`.
         mesh: Ranks over which the model is sharded. Each rank keeps a part, and all must run the same number of forward
-            passes. None keeps the model whole.
+            passes. None keeps the complete model on this rank.
 
     Raises:
         ModelNotFoundError: There is no model of that name, or a file is missing.
         ModelError: The model is not a complete causal LM with a tokenizer, comes with code that ``trust_remote_code``
             does not allow, or has no weights of the kind that ``use_safetensors`` selects.
         UnsupportedModelError: The forward pass would differ from the model's own.
-        UnsupportedError: ``torch_compile`` without a compiler, quantisation without bitsandbytes, a model that is
-            quantised by other means, or a CPU without instructions for the requested half precision. With ``mesh``:
-            ``torch_compile``, pickle files, or a model quantised on disk.
+        UnsupportedError: ``torch_compile`` without a compiler, quantization without bitsandbytes, a model that is
+            quantized by other means, or a CPU without instructions for the requested half precision. With ``mesh``:
+            ``torch_compile``, pickle files, or a model quantized on disk.
     """
     if spec.torch_compile and mesh is not None:
         raise UnsupportedError(
@@ -107,11 +107,11 @@ def load_backbone(
 
 
 def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
-    """Check that a CPU has instructions for the half precision of the base model: products are many times slower
-    without.
+    """Check that a CPU has instructions for the half precision of the base model: without them, products are many times
+    slower.
 
     Raises:
-        UnsupportedError: The CPU has no such instructions.
+        UnsupportedError: The CPU does not have these instructions.
     """
     dtype = spec.dtype if spec.objects is None else spec.objects.dtype
     place = device.type if spec.objects is None else spec.objects.model.device.type
@@ -140,13 +140,13 @@ def load_tokenizer(spec: BaseModelSpec) -> Any:
 
 def _read_tokenizer(spec: BaseModelSpec) -> Any:
     config, path = load_config(spec), resolve_model(spec.id)
-    remedy = "save the tokenizer the model was trained with beside it (tokenizer.save_pretrained)"
+    remedy = "save the tokenizer of the model into the model's folder (tokenizer.save_pretrained)"
     what = "a tokenizer (tokenizer.json, tokenizer_config.json)"
     try:
         with reading(spec.id, path, what, remedy):
             return AutoTokenizer.from_pretrained(path, config=config, trust_remote_code=spec.trust_remote_code)
     except ModelError as error:
-        # Some tokenizers have files of other names, so only a failure shows that there is no tokenizer.
+        # Some tokenizers use other file names, so only a failed load shows that there is no tokenizer.
         if Path(path).is_dir() and not any(Path(path).glob("tokenizer*")):
             raise type(error)(f"model: expected {what} in {spec.id!r}, found no such file; {remedy}") from error
         raise
@@ -169,7 +169,8 @@ def _check_offsets(model: str, tokenizer: Any) -> None:
         raise ModelError(
             f"model: expected a tokenizer of {model!r} that reports where tokens begin in a text (tokenizer.json), "
             f"as its chat template needs, found {type(tokenizer).__name__}, which is written in Python and does not; "
-            "save a fast tokenizer beside the model, or remove the chat template: turns are then encoded one by one"
+            "save a fast tokenizer into the model's folder, or remove the chat template: turns are then encoded one "
+            "by one"
         )
 
 
@@ -249,11 +250,11 @@ def _own_dtype(config: PreTrainedConfig) -> torch.dtype | None:
 
 
 def _check_shardable(spec: BaseModelSpec, config: PreTrainedConfig) -> None:
-    """Check that the weights can be read slice by slice: unquantised safetensors."""
+    """Check that the weights can be read slice by slice: unquantized safetensors."""
     if hasattr(config, "quantization_config"):
         raise UnsupportedError(
-            f"num_gpus: expected an unquantised model to shard, found that {spec.id!r} is quantised on disk; use "
-            f"the unquantised model with '{LOAD_IN_4BIT}', or set num_gpus to 1"
+            f"num_gpus: a model that is already quantized on disk cannot be sharded over GPUs: {spec.id!r}. Use the "
+            f"unquantized model with '{LOAD_IN_4BIT}', or set num_gpus to 1"
         )
     if not spec.use_safetensors:
         raise UnsupportedError(
@@ -289,7 +290,7 @@ def _check_is_no_adapter(model: str, folder: Path) -> None:
     """Check that a folder is neither an adapter nor a run with an adapter; the error suggests the keys to write.
 
     Raises:
-        ModelError: The folder holds an adapter.
+        ModelError: The folder contains an adapter.
     """
     found = next((path for path in (folder, folder / "best") if (path / "adapter_config.json").is_file()), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Recognises out-of-memory errors of PyTorch and its libraries."""
+"""Recognizes out-of-memory errors of PyTorch and its libraries."""
 
 from __future__ import annotations
 

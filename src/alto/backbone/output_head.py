@@ -95,19 +95,19 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         kernel: CrossEntropy | None,
     ) -> Tensor:
         losses_S = hidden_SH.new_empty(hidden_SH.shape[0], dtype=torch.float32)
-        has_error: bool = ctx.needs_input_grad[0]
-        gradient_SH = torch.empty_like(hidden_SH) if has_error else None
+        needs_gradient: bool = ctx.needs_input_grad[0]
+        gradient_SH = torch.empty_like(hidden_SH) if needs_gradient else None
         for part in _chunks(hidden_SH, weight_VH):
             logits = F.linear(hidden_SH[part], weight_VH, bias_V)
             if kernel is not None:
                 losses_S[part] = kernel(logits, targets_S[part], None if gradient_SH is None else logits)
-                error = logits  # the kernel has overwritten them with the gradient
+                dlogits = logits  # the kernel has overwritten the logits with their gradient
             else:
-                losses_S[part], error = _losses(
-                    logits, targets_S[part], scale, softcap, has_error=gradient_SH is not None
+                losses_S[part], dlogits = _losses(
+                    logits, targets_S[part], scale, softcap, needs_gradient=needs_gradient
                 )
             if gradient_SH is not None:
-                torch.mm(error.to(weight_VH.dtype), weight_VH, out=gradient_SH[part])
+                torch.mm(dlogits.to(weight_VH.dtype), weight_VH, out=gradient_SH[part])
         if gradient_SH is not None:
             ctx.save_for_backward(gradient_SH)
         return losses_S
@@ -146,7 +146,7 @@ class _AdaptedTokenLoss(torch.autograd.Function):
             if kernel is not None:
                 losses_S[part] = kernel(logits, targets_S[part], None)
             else:
-                losses_S[part], _ = _losses(logits, targets_S[part], scale, softcap, has_error=False)
+                losses_S[part], _ = _losses(logits, targets_S[part], scale, softcap, needs_gradient=False)
         ctx.save_for_backward(hidden_SH, x_SH, s_SQ, targets_S, weight_VH, bias_V)
         ctx.scale, ctx.softcap, ctx.adapters, ctx.kernel = scale, softcap, adapters, kernel
         return losses_S
@@ -159,15 +159,15 @@ class _AdaptedTokenLoss(torch.autograd.Function):
         for part in _chunks(hidden_SH, weight_VH):
             logits = _adapted_logits(hidden_SH, weight_VH, bias_V, ctx.adapters, s_SQ, part)
             if ctx.kernel is not None:
-                error = torch.empty_like(logits, dtype=torch.float32)
-                ctx.kernel(logits, targets_S[part], error)
+                dlogits = torch.empty_like(logits, dtype=torch.float32)
+                ctx.kernel(logits, targets_S[part], dlogits)
             else:
-                _, error = _losses(logits, targets_S[part], ctx.scale, ctx.softcap, has_error=True)
+                _, dlogits = _losses(logits, targets_S[part], ctx.scale, ctx.softcap, needs_gradient=True)
             dloss_C = dloss_S[part]
             if dhidden_SH is not None:
-                torch.mm(error.to(weight_VH.dtype), weight_VH, out=dhidden_SH[part])
+                torch.mm(dlogits.to(weight_VH.dtype), weight_VH, out=dhidden_SH[part])
                 dhidden_SH[part] *= dloss_C[:, None].to(dhidden_SH.dtype)
-            dx_CH = ctx.adapters.backward(x_SH[part], s_SQ[part], error, dloss_C, part, needs_input=dx_SH is not None)
+            dx_CH = ctx.adapters.backward(x_SH[part], s_SQ[part], dlogits, dloss_C, part, needs_input=dx_SH is not None)
             if dx_SH is not None:
                 dx_SH[part] = dx_CH
         return dhidden_SH, dx_SH, None, None, None, None, None, None, None, None
@@ -196,19 +196,19 @@ def _chunk_tokens(device: str, vocabulary: int) -> int:
 
 
 def _losses(
-    logits: Tensor, targets_C: Tensor, scale: float | None, softcap: float | None, *, has_error: bool
+    logits: Tensor, targets_C: Tensor, scale: float | None, softcap: float | None, *, needs_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Return losses ``[C]`` and their gradient with respect to the output of the head, ``[C, V]``, both float32.
 
     Args:
         logits: Output of the head, ``[C, V]``; overwritten.
-        has_error: Whether the gradient is needed; otherwise an arbitrary tensor is returned in its place.
+        needs_gradient: Whether the gradient is needed; otherwise an arbitrary tensor is returned in its place.
     """
     logits = _capped(logits, scale, softcap)
     log_probabilities = F.log_softmax(logits, dim=1, dtype=torch.float32)
     index = targets_C[:, None]
     losses_C = log_probabilities.gather(1, index).squeeze(1).neg_()
-    return losses_C, _error(log_probabilities, logits, index, scale, softcap) if has_error else logits
+    return losses_C, _dlogits(log_probabilities, logits, index, scale, softcap) if needs_gradient else logits
 
 
 def _capped(logits: Tensor, scale: float | None, softcap: float | None) -> Tensor:
@@ -220,7 +220,7 @@ def _capped(logits: Tensor, scale: float | None, softcap: float | None) -> Tenso
     return logits
 
 
-def _error(
+def _dlogits(
     log_probabilities: Tensor, logits: Tensor, index: Tensor, scale: float | None, softcap: float | None
 ) -> Tensor:
     """Return the gradient of every token's loss with respect to the output of the head, ``[C, V]`` float32.
@@ -230,13 +230,13 @@ def _error(
         logits: Scaled and capped logits; overwritten.
         index: Target of every token, ``[C, 1]``.
     """
-    error = log_probabilities.exp_()
-    error.scatter_add_(1, index, error.new_full((1, 1), -1.0).expand_as(index))
+    dlogits = log_probabilities.exp_()
+    dlogits.scatter_add_(1, index, dlogits.new_full((1, 1), -1.0).expand_as(index))
     if softcap is not None:
-        error.mul_(logits.div_(softcap).square_().neg_().add_(1.0))  # the slope of the cap
+        dlogits.mul_(logits.div_(softcap).square_().neg_().add_(1.0))  # the slope of the cap
     if scale is not None:
-        error.mul_(scale)
-    return error
+        dlogits.mul_(scale)
+    return dlogits
 
 
 def token_losses(

@@ -125,13 +125,15 @@ class Sequences:
         return self._send("offsets", device, torch.int32)
 
     def key_offsets(self, device: torch.device) -> Tensor:
-        """Return the offsets of the sequences in the result of :meth:`with_prefixes`, int32 on ``device``."""
+        """Return the cumulative key lengths (``cu_seqlens_k``): the start of each sequence in the output of
+        :meth:`with_prefixes`, and the end of the last one; int32 on ``device``."""
         return self._send("offsets" if self._prefixes is None else "key_offsets", device, torch.int32)
 
     def with_prefixes(self, x_TGD: Tensor) -> Tensor:
-        """Return keys or values, with those of each sequence's prefix before its own; unchanged without prefixes.
+        """Return keys or values in which each sequence is preceded by the keys or values of its prefix; unchanged
+        without prefixes.
 
-        A token of a prefix gets the sum of the gradients of all sequences that use it, in their order.
+        A token of a prefix gets the sum of the gradients of all sequences that use it, in the order of the sequences.
         """
         if self._prefixes is None:
             return x_TGD

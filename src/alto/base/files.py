@@ -48,9 +48,9 @@ _NEW_S = 60.0
 class LockFile:
     """The lock of one folder.
 
-    The kernel releases the lock when its process ends, in any way. The lock belongs to the file, not to its name: if
-    the file is removed, another process makes a new one and locks that. So the holder calls :meth:`is_held` before it
-    writes.
+    The kernel releases the lock when the process that holds it exits, even after a crash. The lock belongs to the file,
+    not to its name: if the file is removed, another process creates a new file and locks that one. Therefore the holder
+    calls :meth:`is_held` before it writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +61,7 @@ class LockFile:
         """Take the lock; return whether this succeeded within ``timeout_s``.
 
         Raises:
-            OSError: The file cannot be opened or made.
+            OSError: The file cannot be opened or created.
         """
         assert self._descriptor is None
         deadline = time.monotonic() + timeout_s
@@ -77,7 +77,7 @@ class LockFile:
             time.sleep(_RETRY_S)
 
     def is_held(self) -> bool:
-        """Return whether this object holds the lock, and the path still names the locked file."""
+        """Return whether this object holds the lock, and the path still refers to the locked file."""
         if self._descriptor is None:
             return False
         held = os.fstat(self._descriptor)
@@ -88,7 +88,7 @@ class LockFile:
         return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
 
     def write(self, text: str) -> None:
-        """Write the holder's process id into the file, for processes that find it taken.
+        """Write the holder's process id into the file, for processes that find the lock taken.
 
         Raises:
             OSError: The file cannot be written.
@@ -98,7 +98,7 @@ class LockFile:
         os.pwrite(self._descriptor, text.encode(), 0)
 
     def release(self) -> None:
-        """Release the lock; the file stays."""
+        """Release the lock. The lock file is not deleted."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -159,11 +159,12 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 MAX_JSON_BYTES = 16 * 1024**2
-"""Maximum size of a JSON file beside a run's journal; typical files have a few kilobytes."""
+"""Maximum size of a JSON file in a run directory; typical files have a few kilobytes."""
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """Open ``path`` for reading if it is a regular file: opening a pipe would block, and a device may never end.
+    """Open ``path`` for reading if it is a regular file: opening a pipe would block, and reading a device may never
+    end.
 
     Raises:
         OSError: The file does not exist, cannot be read, or is not a regular file.
@@ -208,7 +209,7 @@ def strict_json(data: bytes | str) -> Any:
     """Parse the JSON text ``data``.
 
     Raises:
-        ValueError: ``data`` is not JSON in UTF-8, holds NaN or an infinity, or is nested too deeply.
+        ValueError: ``data`` is not JSON in UTF-8, contains NaN or an infinity, or is nested too deeply.
     """
     try:
         return json.loads(data, parse_constant=_refuse)

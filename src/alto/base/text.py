@@ -1,4 +1,4 @@
-"""Text in messages: quoted values, and suggestions for misspelt keys."""
+"""Text in messages: quoted values, and suggestions for misspelled keys."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def nearest_key(key: str, names: Iterable[str]) -> str | None:
     """Return the name in ``names`` that ``key`` is a misspelling of, or None.
 
     A misspelling has the same letters except for ``_`` and ``-`` between words; or it has the same number of words, and
-    at most two of them are shortened, or have one letter wrong, missing, added or exchanged with its neighbour. So
+    at most two of them are shortened, or have one letter wrong, missing, added or exchanged with its neighbor. So
     ``save_steps`` is not a misspelling of ``max_steps``, nor ``deepspeed`` of ``seed``.
     """
     if len(key) > _MAX_KEY_CHARS:
@@ -53,7 +53,7 @@ def nearest_key(key: str, names: Iterable[str]) -> str | None:
 
 
 def _cost(key: str, name: str) -> int | None:
-    """Return the number of misspelt words in ``key``; None if ``key`` is not a misspelling of ``name``."""
+    """Return the number of misspelled words in ``key``; None if ``key`` is not a misspelling of ``name``."""
     words, meant = re.split("[_-]", key), name.split("_")
     if "".join(words) == "".join(meant):
         return 0
@@ -79,7 +79,7 @@ def _is_misspelt(word: str, meant: str) -> bool:
 
 
 def _differ_by_one(shorter: str, longer: str) -> bool:
-    """Return whether exactly one letter is wrong, missing, or exchanged with its neighbour."""
+    """Return whether exactly one letter is wrong, missing, or exchanged with its neighbor."""
     if len(longer) - len(shorter) > 1:
         return False
     start = next((i for i, pair in enumerate(zip(shorter, longer, strict=False)) if pair[0] != pair[1]), len(shorter))

@@ -148,9 +148,13 @@ def _metric(text: str) -> Any:
 
 
 def _check_file(path: Path) -> None:
-    """Check that predictions can be saved, before any are made."""
-    if not path.parent.is_dir() or path.is_dir():
-        raise typer.BadParameter(f"expected a file in a folder that exists, found {str(path)!r}; make the folder first")
+    """Check, before predictions are generated, that they can be saved."""
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; give the path of a file", param_hint="--save-predictions")
+    if not path.parent.is_dir():
+        raise typer.BadParameter(
+            f"folder {path.parent} does not exist; create it first", param_hint="--save-predictions"
+        )
 
 
 @contextlib.contextmanager

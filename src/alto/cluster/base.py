@@ -1,4 +1,4 @@
-"""The interface of a cluster to the queue: it starts, watches and ends executors."""
+"""The interface of a cluster to the queue: it starts, watches and stops executors."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Ending:
     """How an executor ended.
 
     Attributes:
-        reason: A sentence for the user; if it finished, warnings beside the result.
+        reason: A sentence for the user; if the executor finished, warnings about the result.
         error: Class of the error that ended it; empty if there was none, or it is unknown.
     """
 
@@ -175,9 +175,9 @@ class Cluster(Protocol):
         """
 
     def stop(self, task: str) -> None:
-        """Let a running executor save and end; it ends as ``interrupted``. Returns at once.
+        """Ask the executor of ``task`` to save and stop, without waiting. Its outcome is then ``interrupted``.
 
-        Nothing happens if it has already ended.
+        No-op if the executor has already stopped.
         """
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:

@@ -1,4 +1,4 @@
-"""Opens the cluster that the user names."""
+"""Opens the cluster at the address that the user gives."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class CheckedCluster:
     """A wrapper around ``cluster`` that names its errors and checks its events.
 
     Raises:
-        UnsupportedError: The object is no cluster, or its ``nodes`` are invalid. Every method raises it if the cluster
-            raises an error that is not ALTO's, or violates the contract of `Cluster`.
+        UnsupportedError: The object is not a cluster, or its ``nodes`` are invalid. Every method raises it if the
+            cluster raises an error that is not ALTO's, or violates the contract of `Cluster`.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -36,8 +36,8 @@ class CheckedCluster:
         if missing:
             raise UnsupportedError(
                 f"cluster: expected the object that the package opens, {self._name}, to have the methods and "
-                f"properties of alto.cluster.Cluster, found it without {', '.join(missing)}; correct that package as "
-                f"{PAGE} says"
+                f"properties of alto.cluster.Cluster, found it without {', '.join(missing)}; fix the cluster plugin "
+                f"(see {PAGE})"
             )
         nodes = self.nodes
         if not any(node.gpus for node in nodes) or len({node.name for node in nodes}) < len(nodes):
@@ -65,7 +65,7 @@ class CheckedCluster:
         self._attempts[launch.task] = launch.attempt
 
     def stop(self, task: str) -> None:
-        """Ask a running executor to save and end."""
+        """Ask a running executor to save and stop."""
         with self._naming_errors("stop"):
             self._cluster.stop(task)
 
@@ -101,7 +101,7 @@ class CheckedCluster:
 
     def _broken(self, member: str, expected: str, found: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self._name}.{member}: expected {expected}, found {found}; correct that package as {PAGE} says"
+            f"{self._name}.{member}: expected {expected}, found {found}; fix the cluster plugin (see {PAGE})"
         )
 
     def _naming_errors(self, member: str) -> AbstractContextManager[None]:

@@ -35,7 +35,7 @@ class Controller:
         cluster: Used by this controller only, until it is closed; the caller that opened it closes it.
         queue: Made for the cluster's nodes; nothing has been submitted to it yet.
         show: Called with every journal entry of the tasks' runs, wrapped in a `TaskRelayed`; must return at once.
-        is_interrupted: Called in every turn; once it returns true, running executors save and end, as after
+        is_interrupted: Called in every turn; once it returns true, running executors save and stop, which matches
             :meth:`drain`.
         clock: In seconds; never runs backwards.
     """
@@ -89,7 +89,7 @@ class Controller:
         self._hooks.append(hook)
 
     def drain(self) -> None:
-        """Let running executors save and end, start no others, and wait until none runs.
+        """Ask running executors to save and stop, start no others, and wait until none runs.
 
         Raises:
             RunWriteError, RunBusyError, ClusterLostError: The controller had already ended with this error.
@@ -108,7 +108,7 @@ class Controller:
         return self._has_ended
 
     def begin_drain(self) -> None:
-        """Let running executors save and end, and start no others; return at once."""
+        """Ask running executors to save and stop, and start no others. Does not wait."""
         self.call(self._dispatcher.drain)
 
     def pause(self) -> None:
@@ -139,7 +139,7 @@ class Controller:
 
         Raises:
             SpecError: The name is taken, or the cluster can never provide its GPUs.
-            QueueCommandError: The controller starts no more tasks.
+            QueueCommandError: The controller no longer starts tasks.
         """
         self.call(lambda: self._dispatcher.submit(ticket, command))
         return ticket.task
@@ -153,19 +153,21 @@ class Controller:
         self.call(lambda: self._dispatcher.check_cancel(task))
 
     def cancel(self, task: str, *, command: str = "") -> None:
-        """Cancel a task: remove it from the queue, or let its executor save and end; return at once.
+        """Cancel a task. A waiting task is removed from the queue; a running task's executor is asked to save and stop.
+        Does not wait.
 
         Raises:
-            QueueCommandError: There is no such task, or it has ended; or the controller starts no more tasks.
+            QueueCommandError: The task does not exist or has already finished, or the controller no longer starts
+                tasks.
         """
         self.call(lambda: self._dispatcher.cancel(task, command))
 
     def prioritise(self, priorities: Mapping[str, int]) -> None:
-        """Change the priorities of waiting tasks, with one new plan; running and ended tasks stay the same.
+        """Change the priorities of waiting tasks, with one new plan; running and finished tasks stay the same.
 
         Raises:
-            SpecError: There is no such task.
-            QueueCommandError: The controller starts no more tasks.
+            SpecError: A task does not exist.
+            QueueCommandError: The controller no longer starts tasks.
         """
         self.call(lambda: self._dispatcher.prioritise(priorities))
 
@@ -313,7 +315,7 @@ def running_controller(
     show: Observer = lambda entry: None,
     is_interrupted: Callable[[], bool] = lambda: False,
 ) -> Iterator[Controller]:
-    """Yield a controller on its thread, with a new queue; leaving the block kills executors that still run.
+    """Yield a controller on its thread, with a new queue; leaving the ``with`` block kills executors that still run.
 
     Args:
         settings, solve: Settings and solver of the queue; by default tasks start in the order of submission.

@@ -1,7 +1,7 @@
 """Locks of this machine's GPUs between the processes of this user, with one lock file per GPU.
 
-The kernel releases a lock when its process ends, in any way. CPU slots have no locks: they are shares of cores, which
-several processes may use at a time.
+The kernel releases a lock when the process that holds it exits, even after a crash. CPU slots have no locks: a CPU slot
+is a part of the cores, which several processes may use at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeviceLocks:
         folder: Folder of the lock files; None takes ``locks/`` in ALTO's cache (``$ALTO_CACHE``).
 
     Raises:
-        DeviceBusyError: Another process holds one of the GPUs; this one then holds none.
+        DeviceBusyError: Another process holds one of the GPUs; this process then holds none.
         RunWriteError: A lock file cannot be written.
     """
 
@@ -51,8 +51,8 @@ class DeviceLocks:
             self._folder.mkdir(parents=True, exist_ok=True)
             if not lock.acquire(TIMEOUT_S):
                 raise DeviceBusyError(
-                    f"expected GPU {name} to be free, found that process {_holder(path)} of this machine uses it for "
-                    "its own tasks; wait until it has ended, end it, or name other GPUs in CUDA_VISIBLE_DEVICES"
+                    f"GPU {name} is in use by ALTO process {_holder(path)} on this machine. Wait for that process to "
+                    "finish, stop it, or select other GPUs with CUDA_VISIBLE_DEVICES"
                 )
             self._held.append(lock)
             lock.write(f"{os.getpid()}\n")

@@ -47,7 +47,7 @@ class Host(Protocol):
     arguments."""
 
     def attach(self, run: HostedRun) -> None:
-        """Start or resume a run beside the others; an error raised here ends that run only."""
+        """Start or resume a run in addition to the others; an error raised here stops only that run."""
 
     def turn(self) -> Mapping[int, str | BaseException]:
         """Work on all runs for a moment.

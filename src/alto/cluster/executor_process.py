@@ -45,14 +45,14 @@ class ProcessGroup:
         self._has_ended = False
 
     def has_ended(self) -> bool:
-        """Return whether none of its processes lives; if the first has died, kill the others."""
+        """Return whether all processes of the session have exited; if the first one has exited, kill the others."""
         if self._has_ended:
             return True
         self._zygote.poll()
         if not self._first.has_exited:
             self._signal()
             return False
-        # Until it is reaped, it keeps its process id, so that no other session can have the same id.
+        # Reap the first process last: until then, the OS cannot reuse its PID as the id of another session.
         if self._first.pid is not None and not kill_session(self._first.pid):
             return False
         if not self._is_reaping:
@@ -73,7 +73,7 @@ class ProcessGroup:
         return self._first.reason
 
     def ask_to_stop(self) -> None:
-        """Send SIGTERM to the first process only, once it is forked; until it has saved, it needs the others."""
+        """Send SIGTERM to the first process only, once it is forked; it needs the others until it has saved."""
         self._is_to_stop = True
         self._signal()
 
@@ -104,9 +104,10 @@ class ProcessShape:
     """The resources of a process, fixed for its lifetime. A process can be reused for runs that need the same shape.
 
     Attributes:
-        devices: Its GPUs, under their names in CUDA; empty if CPU slots take the place of GPUs.
-        num_threads: Number of CPU threads for all of its ranks together.
-        memory_share: Share of the machine's memory that they may plan with, where slots of the CPU stand for GPUs.
+        devices: Its GPUs, under their names in CUDA; empty if CPU slots are used instead of GPUs.
+        num_threads: Total number of CPU threads over all of its ranks.
+        memory_share: Fraction of the machine's memory that its ranks may plan with, if CPU slots are used instead of
+            GPUs.
         variables: Environment of the process that starts it.
     """
 
@@ -180,8 +181,8 @@ class ExecutorProcess:
     def ending(self, number: int, attempt: AttemptDir) -> Ending | None:
         """Return how the attempt of an order ended; None while it works.
 
-        What the process reports counts, or else why it was killed, or else its exit code. If it takes no further
-        orders, its last attempt has ended only once none of its processes is left.
+        The process's own report has priority, then the reason why it was killed, then its exit code. If the process
+        takes no more orders, its last attempt has ended only once none of its processes is left.
         """
         reported = self.reported(number)
         if reported is not None and (self._orders.takes_more or len(self.runs) > 1):
@@ -197,7 +198,7 @@ class ExecutorProcess:
         return reported
 
     def ask_to_stop(self, number: int) -> None:
-        """Let the attempt of an order save and end; the whole process if it works on nothing else."""
+        """Ask the attempt of an order to save and stop; stop the process itself if it works on nothing else."""
         if len(self.runs) > 1:
             self._orders.stop(number)
         else:
@@ -246,9 +247,9 @@ class Timeouts:
     """Timeouts of an executor, in seconds.
 
     Attributes:
-        heartbeat_s: Longest time without a sign of life once it has written into its journal.
-        start_s: Longest time without a sign of life before that, while it loads models and reads data.
-        drain_s: Longest time for saving and ending after it was asked to stop.
+        heartbeat_s: Longest time without a heartbeat once the executor has written into its journal.
+        start_s: Longest time without a heartbeat before that, while the executor loads models and reads data.
+        drain_s: Longest time for saving and stopping after the executor was asked to stop.
     """
 
     heartbeat_s: float
@@ -332,7 +333,7 @@ class WatchedRun:
         return [*events, ExecutorEnded.of(self.launch, ending)]
 
     def ask_to_stop(self) -> None:
-        """Let it save and end; kill it if it does not end in time."""
+        """Ask the executor to save and stop; kill it if it does not stop in time."""
         self._drains_until = min(self._drains_until, time.monotonic() + self._timeouts.drain_s)
         try:
             self.process.ask_to_stop(self._number)

@@ -49,7 +49,7 @@ class QueueIntake:
 
 
 class LiveQueue:
-    """Runs the tasks of ``queue_dir`` with a controller, and waits for further tasks until :meth:`finish`.
+    """Runs the tasks of ``queue_dir`` with a controller, and waits for additional tasks until :meth:`finish`.
 
     Args:
         queue_dir: Locked by this process.
@@ -84,18 +84,18 @@ class LiveQueue:
         return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
 
     def cancel(self, task: str) -> None:
-        """Cancel a task: remove it from the queue, or let its executor save and end; see `Controller.cancel`."""
+        """Cancel a task; see `Controller.cancel`."""
         self._controller.call(lambda: self._cancel(task))
 
     def finish(self) -> None:
-        """Accept no further tasks: once all tasks have ended, the queue ends."""
+        """Accept no more tasks, and stop the queue once all tasks have ended."""
         self._keeps_open = False
 
     def wait(self) -> None:
         """Wait until the queue has completed: every task has ended, and it accepts no others.
 
         Raises:
-            TaskInterruptedError: The queue was drained; all running tasks have saved and ended.
+            TaskInterruptedError: The queue was drained; all running tasks have saved and stopped.
             RunWriteError, RunBusyError, ClusterLostError: The controller ended with this error.
         """
         while True:
@@ -127,7 +127,8 @@ class LiveQueue:
                 raise
             except AltoError as error:
                 if isinstance(error, RunWriteError) and self._is_noted(command):
-                    raise  # the queue's folder has an entry that its journal lacks
+                    # The effect is on disk but not in the journal: stop, so that resuming the queue repairs it.
+                    raise
                 answer = Answer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
 
@@ -189,11 +190,11 @@ class LiveQueue:
 
     def _submit(self, task: Task, estimate: TaskEstimate, *, command: str = "", trusts: bool) -> str:
         if self._has_completed:
-            raise QueueCommandError("expected a queue that takes tasks, found one that has completed; start a new one")
+            raise QueueCommandError("this queue has completed and no longer accepts tasks; start a new queue")
         if not self._takes_tasks:
             raise QueueCommandError(
-                "expected a queue that takes tasks, found one that accepts no more and ends with its last task "
-                "(alto drain --when-done); start a new one"
+                "this queue no longer accepts tasks: it was asked to stop after its last task "
+                "(alto drain --when-done); start a new queue"
             )
         self._intake.check(task)
         entries, _ = self._queue_dir.read()

@@ -28,7 +28,7 @@ from alto.cluster.base import Ending, TaskTicket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkOrder:
-    """An order to work on a run, beside the runs that the process already works on.
+    """An order to work on a run, in addition to the runs that the process already works on.
 
     Attributes:
         number: Number of the order, unique in its process.

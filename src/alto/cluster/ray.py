@@ -40,10 +40,10 @@ NODE_VERDICT_S = 5.0
 lost, so that it is not started on that node again."""
 
 HEAD_TIMEOUT_S = 30.0
-"""Longest time that the head may be unreachable, as in a restart. Ray itself would end this process after a minute."""
+"""Longest time that the head may be unreachable, as in a restart. Ray itself would exit this process after a minute."""
 
 CLOSE_TIMEOUT_S = 30.0
-"""Time for actors to end their executors before the actors themselves are killed."""
+"""Time for actors to stop their executors before the actors themselves are killed."""
 
 
 IDLE_TIMEOUT_S = 60.0
@@ -79,13 +79,13 @@ class _Actor:
 class RayCluster:
     """Runs executors on the nodes of an existing Ray cluster, and leaves the cluster running.
 
-    If no node has a GPU, CPU slots take their place: a slot is one CPU of Ray. The GPU numbers here only count slots;
+    If no node has a GPU, CPU slots are used instead: a slot is one CPU of Ray. The GPU numbers here only count slots;
     Ray decides which GPUs an executor gets when it sets ``CUDA_VISIBLE_DEVICES``. An executor runs on the first node of
-    its launch; GPUs of further nodes are reserved with it, but an executor of several ranks must not have any.
+    its launch; GPUs on other nodes are reserved with it, but an executor of several ranks must not have any.
     Every node needs the same version of ALTO and must see the folders of runs at the same path.
 
-    If an actor dies but its node lives, its executor saves and ends by itself; until then the lock of the run keeps
-    another attempt waiting.
+    If an actor dies but its node is alive, its executor saves and exits without being asked; until then the lock of the
+    run keeps another attempt waiting.
 
     Args:
         address: ``ray://HOST:PORT``; or ``auto`` for the cluster that this process is connected to, that
@@ -212,7 +212,7 @@ class RayCluster:
         return found
 
     def stop(self, task: str) -> None:
-        """Let an executor save and end; raise `ClusterLostError` if the connection to Ray is lost."""
+        """Ask an executor to save and stop; raise `ClusterLostError` if the connection to Ray is lost."""
         for actor in self._actors:
             if task in actor.launches:
                 with self._connected():
@@ -232,9 +232,9 @@ class RayCluster:
                 self._wait(min(left_s, TICK_S))
 
     def close(self) -> None:
-        """Kill running executors and end this process's connection to Ray; the Ray cluster itself keeps running.
+        """Kill running executors and close this process's connection to Ray; the Ray cluster itself keeps running.
 
-        If the connection was already lost, Ray ends the actors, and their executors save and end by themselves.
+        If the connection was already lost, Ray stops the actors, and their executors save and exit without being asked.
         """
         if self._is_lost or not ray.is_initialized():
             return
@@ -272,7 +272,7 @@ class RayCluster:
             ) from error
 
     def _is_head_there(self) -> bool:
-        """Return whether the head is reachable; while it is not, Ray's own calls do not return."""
+        """Return whether the head is reachable; while it is not, calls of Ray do not return."""
         if self._head is None:
             return True
         try:
@@ -352,7 +352,7 @@ class RayCluster:
                 self._release(actor)
 
     def _release(self, actor: _Actor) -> None:
-        """Kill an actor and release its GPUs to Ray."""
+        """Kill an actor and return its GPUs to Ray."""
         self._actors.remove(actor)
         ray.kill(actor.actor)
         remove_placement_group(actor.group)
@@ -408,8 +408,8 @@ def _connect(address: str) -> bool:
 
 
 def _head() -> tuple[str, int] | None:
-    """Return the address of the head; None if this process connects through a client server, which reports the head's
-    end."""
+    """Return the address (host, port) of the Ray head node. None if this process is connected through Ray Client: the
+    Ray Client server then reports that the head is gone."""
     if ray.util.client.ray.is_connected():
         return None
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")

@@ -1,8 +1,9 @@
 """A process that has imported the modules that executors need, and forks executors so that they need not import them.
 
 The cluster uses :class:`Zygote`. ``python -m alto.cluster.zygote`` is the process: it answers requests on a socket
-until the socket is closed, and ends. It imports the modules that requests name, which are the same for all executors of
-a queue. It never touches a GPU, because a process forked from one that has cannot use it.
+until the socket is closed, and then exits. It imports the modules that requests name, which are the same for all
+executors of a queue. It never uses a GPU, because a process that is forked after CUDA has been initialized cannot use
+CUDA.
 
 Messages are lines of JSON. To the zygote: ``{"fork": id, "module": ..., "uses": [...], "args": [...], "env": {...},
 "cwd": ..., "limits": {...}}`` and ``{"reap": id}``. From it: ``{"forked": id, "pid": ...}``, ``{"exited": id,
@@ -52,19 +53,19 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM
 numbers of threads."""
 
 PARENT_INTERVAL_S = 0.2
-"""Interval at which the zygote checks that its parent lives: the socket stays open if another process also holds the
-parent's end."""
+"""Interval at which the zygote checks that its parent lives: the socket stays open if another process holds the
+parent's end as well."""
 
 
 class ForkedProcess:
     """A process that a zygote was asked to fork, in its own session.
 
     Attributes:
-        pid: None until it is forked.
-        has_exited: Whether it has ended, could not be forked, or was lost with its zygote.
-        is_reaped: Whether nothing of it is left, not even its process id.
+        pid: None until the process is forked.
+        has_exited: Whether the process has exited, could not be forked, or was lost with its zygote.
+        is_reaped: Whether nothing is left of the process, not even its process id.
         exit_code: Negative for a signal; None if unknown.
-        reason: Why it could not be forked; empty if it was.
+        reason: Why the process could not be forked; empty if it was forked.
     """
 
     def __init__(self, number: int) -> None:
@@ -77,26 +78,28 @@ class ForkedProcess:
         self._pidfd: int | None = None
 
     def forked(self, pid: int) -> None:
-        """Record that it runs."""
+        """Record that the process runs."""
         self.pid = pid
-        with contextlib.suppress(OSError):  # it is gone, or this kernel has no pidfd
+        with contextlib.suppress(OSError):  # the process is gone, or this kernel has no pidfd
             self._pidfd = os.pidfd_open(pid)
 
     def exited(self, code: int | None, reason: str = "") -> None:
-        """Record that it has ended."""
+        """Record that the process has exited."""
         self.has_exited, self.exit_code, self.reason = True, code, reason
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
 
     def look_for_its_end(self) -> None:
-        """Check whether it still runs, when no zygote is left to report its end."""
+        """Poll the operating system for this process. Used after the zygote is gone, because nothing else reports the
+        exit then.
+        """
         if self._pidfd is None:
             if not Path(f"/proc/{self.pid}").exists():
                 self.exited(None)
             return
         with selectors.DefaultSelector() as selector:
-            selector.register(self._pidfd, selectors.EVENT_READ)  # readable once it has ended
+            selector.register(self._pidfd, selectors.EVENT_READ)  # readable once the process has exited
             if selector.select(0):
                 self.exited(None)
 
@@ -104,7 +107,8 @@ class ForkedProcess:
 class Zygote:
     """Forks processes from one that has imported everything they need.
 
-    The zygote's process starts with the first fork, and ends with this one. Use :meth:`shared`, from any thread.
+    The zygote process starts at the first fork and exits together with the current process. Use :meth:`shared`, from
+    any thread.
     """
 
     _shared: ClassVar[Zygote | None] = None
@@ -140,8 +144,8 @@ class Zygote:
         Args:
             args: ``sys.argv`` after the program's name; the zygote appends ``--parent`` and its process id.
             env: The complete environment of the process.
-            uses: Modules that the zygote imports first if it has not yet; they must start no threads. Import errors are
-                left to the new process.
+            uses: Modules that the zygote imports first if it has not imported them yet; they must not start threads.
+                Import errors are left to the new process.
 
         Raises:
             OSError: The zygote itself cannot be started.
@@ -184,7 +188,7 @@ class Zygote:
                 forked.is_reaped = True  # it was never forked, or its zygote has died
 
     def close(self) -> None:
-        """End the zygote's process; its children notice that their parent is gone."""
+        """Stop the zygote process; its children notice that their parent is gone."""
         with self._lock:
             if self._server is not None:
                 self._server.close()
@@ -255,7 +259,7 @@ class _Started:
                 raise
 
     def last_words(self) -> str:
-        """Return the end of a sentence on why it has died; empty if it printed nothing."""
+        """Return the end of a sentence that says why the process died; empty if it printed nothing."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
         return f"; it printed: {lines[-1].strip()}" if lines else ""
@@ -286,7 +290,7 @@ class _Channel:
         self._unread = b""
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Send the whole message; if the other end is closed, close this one too."""
+        """Send the complete message; if the other end is closed, close this end too."""
         try:
             self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError:
@@ -312,7 +316,7 @@ class _Channel:
 
 
 def main() -> None:
-    """Carry out requests until the cluster's process has closed the socket or ended."""
+    """Carry out requests until the cluster's process has closed the socket or exited."""
     parent = os.getppid()
     requests = _Channel(socket.socket(fileno=int(sys.argv[1])))
     Path("/proc/self/comm").write_text("alto-zygote")  # for ps and top
@@ -322,7 +326,7 @@ def main() -> None:
 
 
 class _ForkLoop:
-    """The zygote itself: one thread, which waits for requests and for the ends of its children."""
+    """The zygote itself: one thread, which waits for requests and for its children to exit."""
 
     def __init__(self, requests: _Channel, parent: int) -> None:
         self._requests = requests

@@ -482,8 +482,10 @@ def _rows(references_Q2: Tensor | None, rows: slice) -> Tensor | None:
 
 
 def _gathered(jobs: Sequence[JobRows], values: Sequence[Tensor | None], device: torch.device | str) -> Tensor | None:
-    """Gather each job's rows from the ``values`` of its dataset, ``[Q, 2]``; zeros for jobs without values, None if
-    no job has any."""
+    """Concatenate, for all jobs, the rows of ``values`` that each job uses, as ``[Q, 2]`` on ``device``.
+
+    Jobs whose dataset has no values get zeros. Return None if no dataset has values.
+    """
     if all(of_dataset is None for of_dataset in values):
         return None
     return _send(

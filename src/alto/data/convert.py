@@ -397,7 +397,9 @@ def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Messa
     if _said(reply[: len(prompt)]) == _said(prompt):
         reply = reply[len(prompt) :]
     if not any(turn.role == "assistant" for turn in reply):
-        raise fields.wrong(f"{fields.column(role)} to hold an assistant message", fields.get(role), FaultKind.NO_REPLY)
+        raise fields.wrong(
+            f"at least one assistant message in column {fields.column(role)}", fields.get(role), FaultKind.NO_REPLY
+        )
     return [*_as_context(prompt), *reply]
 
 

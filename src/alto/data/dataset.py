@@ -246,7 +246,7 @@ class EncodedDataset:
             length.
         num_unrolled: Number of conversations that became one row per reply.
         num_alike: Number of pairs left out because both replies have the same tokens.
-        num_shortened: Number of trained replies of which the chat template leaves words out.
+        num_shortened: Number of trained replies from which the chat template removes text.
         refused: Rows that the chat template refuses, by source; not counted as skipped.
         unread: Parts of the conversations that are not read.
         spans: The sequences of every row; by default one each.

@@ -200,8 +200,8 @@ def find_layout(
     ]
     if not candidates:
         raise DataFormatError(
-            f"columns: expected roles of {'one form' if form == 'auto' else f'the form {form}'}, found "
-            f"{listed(columns)}; remove the roles that do not belong to it"
+            f"columns: these roles do not all belong to {'one dataset format' if form == 'auto' else f'format {form}'}"
+            f": {listed(columns)}; keep only the roles of one format"
         )
     first_with: dict[tuple[str, ...], RawRow] = {}
     counts: Counter[tuple[str, ...]] = Counter()

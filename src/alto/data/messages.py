@@ -104,7 +104,8 @@ class Conversation(tuple[Message, ...]):
         return not self == other
 
     def __hash__(self) -> int:
-        own = super().__hash__()  # a plain tuple may be equal if there is nothing beside the turns
+        # A conversation without extra fields equals the plain tuple of its turns, so both need the same hash.
+        own = super().__hash__()
         return hash((own, self._beside)) if self._beside != ("", None) else own
 
 

@@ -1,4 +1,4 @@
-"""Plans when jobs are evaluated, and on how many validation rows, for a given share of the training time."""
+"""Plans when jobs are evaluated, and on how many validation rows, within a given fraction of the training time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from alto.spec import EarlyExit, places_at, rung_step
 # Source of the numbers below: replays on the recorded sweeps (benchmarks/policies/times.py).
 
 SHARE_AT_END = 0.4
-"""Part of the evaluation share that is reserved for measuring the best adapters at the end."""
+"""Fraction of the evaluation time that is reserved for measuring the best adapters at the end."""
 
 MOST_MEASURED = 2
 """Maximum number of jobs whose best adapters are measured at the end."""
 
 FEW_JOBS, SHARE_OF_FEW = 8, 0.4
-"""If more jobs than this reach a rung, the worst are far behind, and few rows show it. Fewer jobs are compared on more
-rows, as far as this share of their training time pays for them."""
+"""If more jobs than ``FEW_JOBS`` reach a rung, a few rows are enough, because the worst jobs are far behind. With
+``FEW_JOBS`` or fewer, jobs are compared on more rows, up to ``SHARE_OF_FEW`` of their training time."""
 
 LEAST_ROWS_OF_MANY, LEAST_ROWS_OF_FEW, LEAST_ROWS, LEAST_PAIRS = 6, 16, 12, 32
 """Minimum numbers of validation rows: at a rung that many jobs reach, at a rung that few jobs reach (jobs are compared
@@ -40,18 +40,19 @@ def budgeted(
     are_pairs: bool = False,
     drops_rungs: bool = True,
 ) -> EarlyExit:
-    """Return ``settings`` with the evaluations that its ``evaluation_share`` pays for.
+    """Return ``settings`` with the evaluations that fit into its ``evaluation_share`` of the training time.
 
-    At a rung, a job is evaluated for a share of the time that it has trained since the rung before. After the last
-    rung, it is evaluated as often as the share pays for the minimum number of rows. At the end, the best jobs are
-    measured for a share of the whole training time; one of them on all rows if the whole share would pay for that. The
-    minimum number of rows is evaluated even if the share does not pay for it.
+    At a rung, the evaluation of a job may take a fraction of the time that the job has trained since the previous rung.
+    After the last rung, a job is evaluated on the minimum number of rows, as often as the remaining time allows. At the
+    end, the best jobs are measured for a fraction of the total training time; one of them is measured on all rows if
+    ``evaluation_share`` of the training time is enough for all rows. The minimum number of rows is evaluated even if
+    that takes longer than ``evaluation_share`` allows.
 
     Args:
         settings: Early exit with explicit rungs.
         steps: Steps of every job that reaches the first rung.
-        row_cost: Time to evaluate one row, divided by the time to train one job to its end.
-        every: Smallest share of a job's steps between two evaluations after the last rung.
+        row_cost: Time to evaluate one row, divided by the time to train one job to completion.
+        every: Smallest fraction of a job's steps between two evaluations after the last rung.
         drops_rungs: Whether to keep only the rungs with which training and evaluations take the least time.
     """
     total_share = settings.evaluation_share
@@ -95,9 +96,9 @@ class _RungPlan:
     """Some of the rungs of a task, with their evaluations.
 
     Attributes:
-        rungs: The rungs, each with its ``keep`` as a share of the jobs kept by the rung before.
+        rungs: The rungs, each with its ``keep`` as a fraction of the jobs kept by the previous rung.
         evaluations: Progress and number of rows of each evaluation.
-        training: Training time, divided by the time to train one job to its end.
+        training: Training time, divided by the time to train one job to completion.
         time: Time of training and of the evaluations at rungs, in the same unit.
     """
 
@@ -122,7 +123,8 @@ class _RungPlan:
 
         Args:
             steps: Steps of every job that reaches the first rung; remaining jobs have the same mix of steps.
-            affordable: Function that returns how many rows can be evaluated in a time, and at least a given number.
+            affordable: Function that returns how many rows can be evaluated in a given time, but at least a given
+                number of rows.
         """
         evaluations: list[tuple[float, int]] = []
         at, evaluated = [0] * len(steps), [0] * len(steps)

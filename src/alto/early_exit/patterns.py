@@ -172,9 +172,9 @@ class OverfittingUpturn(UpturnSettings, Rule):
 def validation_noise(history: Sequence[LossPoint]) -> float | None:
     """Estimate the standard deviation of the validation loss around its own trend; None below three points.
 
-    The residual of each inner point is its distance from the straight line between its two neighbours, with the steps
+    The residual of each inner point is its distance from the straight line between its two neighbors, with the steps
     as abscissa because rungs make them uneven. For independent noise of deviation ``s`` on a straight trend and a point
-    at share ``u`` of the way between its neighbours, the residual has deviation ``s * sqrt(1 + u² + (1 - u)²)``; it is
+    at share ``u`` of the way between its neighbors, the residual has deviation ``s * sqrt(1 + u² + (1 - u)²)``; it is
     divided by that root. The estimate is the median of the absolute residuals, so the few large ones of a steep start
     do not count. Bends of the trend add to it, which makes it larger than the noise, never smaller.
     """

@@ -15,7 +15,8 @@ from alto.records import ExitDecision, ExitReason, LossPoint, Rung, RungResult, 
 from alto.spec import RULES, EarlyExit, Rule, places_at
 
 CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
-"""Number of standard errors, and share of the first one's improvement, by which a clear loser is behind."""
+"""A configuration is clearly worse if it trails the best one by more than this many standard errors and by more than
+this fraction of the best one's improvement."""
 
 
 def select(
@@ -29,15 +30,16 @@ def select(
 ) -> RungResult:
     """Keep the best ``places`` configurations of ``standings``, independent of their order; at least one.
 
-    With ``is_finish``, a configuration whose jobs have all ended takes no place from one that trains: the best that
-    trains continues, too. With ``ends_clear_losers``, configurations clearly behind the first one do not continue: they
-    are behind by more than three standard errors of the difference on the rows that both have, and by more than a
-    twentieth of the first one's improvement over its loss before the first step. Source: replay on the recorded sweeps.
+    With ``is_finish``, a configuration whose jobs are no longer training does not use up a slot of the selection: the
+    best configuration that is still training also continues. With ``ends_clear_losers``, configurations that are
+    clearly worse than the best one do not continue: they trail it by more than three standard errors of the difference
+    on the rows that both were evaluated on, and by more than a twentieth of the improvement of the best one over its
+    loss before the first step. Source: replay on the recorded sweeps.
 
-    Configurations are ordered by :func:`alto.early_exit.noise.ranked_configurations`, in which a job that repeats
-    no other is a configuration of its own: by the score of the task's metric, and within noise by the validation loss.
-    Ties rank by id. A loss that is not finite ranks last and is never kept, even if places stay empty. All jobs of a
-    configuration are kept or none. A job that has ended may take a place but gets no verdict.
+    Configurations are ordered by :func:`alto.early_exit.noise.ranked_configurations`: by the score of the task's
+    metric, and within noise by the validation loss. A job that repeats no other job is a separate configuration. Ties
+    are ordered by id. A loss that is not finite ranks last and is never kept, even if places stay empty. Either all
+    jobs of a configuration are kept, or none. A job that is no longer training may use up a place but gets no verdict.
 
     The evidence of a verdict is the ``rank`` of its job's configuration (1 is best), ``num_competing``, ``num_kept``,
     its ``validation_loss`` and, unless nothing was kept, ``cutoff_loss``: the loss of the last configuration kept. If
@@ -81,7 +83,8 @@ def select(
 
 
 def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bool:
-    """Return whether a configuration is clearly behind the first; False if unknown, or if one of both is repeated."""
+    """Return whether a configuration is clearly worse than the best one; False if unknown, or if one of the two is
+    repeated."""
     if len(one.members) > 1 or len(first.members) > 1 or first.mean.start_loss is None:
         return False
     differences = [a - b for a, b in zip(one.mean.loss_rows, first.mean.loss_rows, strict=False)]
@@ -95,15 +98,15 @@ def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """An early-exit policy, which decides only from records: same records, same decisions, on every rank and in every
-    replay.
+    """An early-exit policy. It decides only from records, so the same records lead to the same decisions on every rank
+    and in every replay.
 
-    Without rules and rungs it still ends a job whose loss is not finite.
+    Even without rules and rungs, it stops a job whose loss is not finite.
 
     Attributes:
         rules: Online rules in the order of their calls; the first verdict counts.
-        rungs: Points of selection, progress rising.
-        equal_shares: Whether jobs are ranked by values interpolated to exactly the rung's share of their steps, and
+        rungs: Points of selection, in the order of progress.
+        equal_shares: Whether jobs are ranked by values interpolated to exactly the rung's fraction of their steps, and
             places are counted over all rungs. Otherwise jobs are ranked by the first evaluation at or after the rung,
             and places are counted among those ranked there.
     """
@@ -154,7 +157,7 @@ class Policy:
         )
 
     def ending_rungs(self, num_configurations: int) -> tuple[Rung, ...]:
-        """Return the rungs that end a job if ``num_configurations`` jobs enter and nothing else ends one."""
+        """Return the rungs that stop a job if ``num_configurations`` jobs enter and nothing else stops one."""
         found, num_left = [], num_configurations
         for index, rung in enumerate(self.rungs):
             places = self._places(index, num_configurations, num_left)
@@ -205,7 +208,7 @@ def _verdict(rule: Rule, history: Sequence[LossPoint]) -> ExitDecision | None:
 
 
 def _no_number_in(evidence: object) -> str:
-    """Describe the part of ``evidence`` that a journal cannot hold; empty if there is none."""
+    """Describe the part of ``evidence`` that a journal cannot store; empty if there is none."""
     if not isinstance(evidence, Mapping):
         return type(evidence).__name__
     wrong = (

@@ -32,8 +32,8 @@ class RecordedJob:
         evaluations: ``(step, validation_loss)``, steps rising.
         scores: Value of the task's metric at each evaluation; empty if the task selects by the loss.
         score_rows: Value of the task's metric on every validation row, for each evaluation; empty if unknown.
-        metrics: Name to the values of the method's metrics beside the loss, one for each evaluation; empty if there are
-            none or they were not recorded.
+        metrics: Name to the values of the method's metrics other than the loss, one for each evaluation; empty if there
+            are none or they were not recorded.
         start: Evaluation before the first step; None if it was not recorded.
         loss_rows: Loss of every validation row, in thousandths of its unit, by step: before the first step, at rungs
             and after the last step. Empty if it was not recorded.

@@ -1,4 +1,4 @@
-"""Applies a policy to a recording, and returns its exits, its savings and its regret."""
+"""Replays a recording under a policy and reports which jobs exit, how many samples are saved, and the regret."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReplayResult:
     """The outcome of a policy on a recording.
 
     Attributes:
-        winner: Job with the best evaluation seen before it ended; None if no evaluation was finite.
+        winner: Job with the best evaluation that the policy lets the jobs reach; None if no evaluation was finite.
         winner_step: Step of that evaluation; 0 if there is none.
         best_kept: Validation loss of that evaluation; infinity if there is none.
         best_of_all: Validation loss of the best evaluation of the whole recording.
@@ -40,12 +40,13 @@ class ReplayResult:
 
     @property
     def samples_saved(self) -> float:
-        """Share of the budgeted samples that were not trained."""
+        """Fraction of the budgeted samples that were not trained."""
         return 1.0 - self.samples_trained / self.samples_budgeted
 
     @property
     def saved_by(self) -> Mapping[str, float]:
-        """Share of the budgeted samples not trained, by the pattern that saved them; the sum is `samples_saved`."""
+        """Fraction of the budgeted samples that were not trained, by the pattern that saved them; the sum is
+        `samples_saved`."""
         saved: dict[str, float] = {}
         for job in self.jobs:
             if job.exit_reason is not None:
@@ -55,7 +56,7 @@ class ReplayResult:
 
     @property
     def exits(self) -> Mapping[str, tuple[str, int]]:
-        """Reason and step of every job that ended early, by job id."""
+        """Reason and step of every job that was stopped early, by job id."""
         return {job.job: (job.exit_reason, job.steps) for job in self.jobs if job.exit_reason is not None}
 
     @property
@@ -73,9 +74,9 @@ class ReplayResult:
 def replay(recording: Recording, policy: Policy, ema_alpha: float) -> ReplayResult:
     """Run ``policy`` over ``recording`` as the executor would.
 
-    A rung is decided at the first recorded evaluation at or after its step, so a recording whose evaluations miss a
-    rung makes the policy later, not better. If a job has no recorded evaluation before its first step, a rung before
-    its first evaluation ranks it by that evaluation.
+    A rung is decided at the first recorded evaluation at or after its step. Therefore a recording without an evaluation
+    at a rung delays the policy and does not improve it. If a job has no recorded evaluation before its first step, a
+    rung before its first evaluation ranks it by that evaluation.
     """
     selection = Selection(
         policy,

@@ -51,7 +51,7 @@ class Selection:
         rungs: The rungs, and the jobs that compete at them.
 
     Raises:
-        RunError: Raised by every observing method, if the event is not possible in the present state.
+        RunError: Raised by every observing method, if the event is not possible in the current state.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class Selection:
         self._tracks[job] = JobTrack(total_steps, Ema(self._ema_alpha), loss_scale=loss_scale, late_rung=late_rung)
 
     def fork(self, job: str, origin: str) -> None:
-        """Add a job that continues from the present state of ``origin``, which trains.
+        """Add a job that continues from the current state of ``origin``, which trains.
 
         Everything observed of ``origin`` counts for both, but the new job competes in the end with its own
         evaluations."""

@@ -45,8 +45,8 @@ ENDS_COMPETING = (
     ExitReason.FAILED,
     ExitReason.BUDGET,
 )
-"""Reasons after which a job does not compete at later rungs; after overfitting, or a user's rule, its best evaluation
-competes."""
+"""Reasons after which a job is not ranked at later rungs. After overfitting, or after a user's rule, the best
+evaluation of the job is still ranked."""
 
 
 @dataclass(slots=True)
@@ -56,9 +56,10 @@ class JobTrack:
     Attributes:
         late_rung: For a job that was added while others trained: the first rung that it has not reached yet, or that
             was decided without it. None for all other jobs, and once it waits at a rung with them.
-        best, peak: The evaluation that the job competes with in the end, and the one with the best score.
-        competes: Whether the job may still take a place at a rung.
-        judged_from: Number of evaluations that no rule judges again.
+        best, peak: The evaluation that the job is ranked by in the end, and the evaluation with the best score.
+        competes: Whether the job is still ranked at rungs.
+        judged_from: Index of the first evaluation that rules look at. Earlier ones are ignored after a job is resumed
+            or forked.
     """
 
     total_steps: int
@@ -86,7 +87,7 @@ class JobTrack:
 
     @property
     def stands_with(self) -> LossPoint | None:
-        """The evaluation that the job competes with by default; None if it does not compete."""
+        """The evaluation that the job is ranked by if no other is given; None if it is not ranked."""
         if self.trains:
             return self.history[-1] if self.history else None
         return self.best if self.competes else None
@@ -111,11 +112,11 @@ class JobTrack:
         )
 
     def stands_at(self, point: LossPoint, *, is_equal_share: bool) -> bool:
-        """Return whether the job waits at the rung of ``point``, or trained past it and a verdict ended it there.
+        """Return whether the job waits at the rung of ``point``, or trained past it and was stopped there by a verdict.
 
         Args:
-            is_equal_share: Whether jobs are compared at exactly equal shares. A job that finished at the rung must not
-                have an advantage over the others.
+            is_equal_share: Whether jobs are compared at exactly the same fraction of their steps. A job that finished
+                at the rung must not have an advantage over the others.
         """
         if self.finished and self.steps == point.step:
             return is_equal_share
@@ -135,8 +136,8 @@ class JobTrack:
         """Return the value of the job at ``rung``; None if it has not reached it.
 
         Args:
-            row_weights: Weight of every validation row, in the order of evaluation, to interpolate to exactly the share
-                of the rung; None for the first evaluation at or after the rung.
+            row_weights: Weight of every validation row, in the order of evaluation, to interpolate to exactly the
+                fraction of the rung; None for the first evaluation at or after the rung.
         """
         if row_weights is not None:
             return point_at_share(self.history, rung, self.total_steps, self.start, row_weights)

@@ -223,7 +223,7 @@ class Engine:
 
         Args:
             run: The directory of the finished run.
-            to: Folder in which the new run directory is made; None makes it beside ``run``.
+            to: Folder in which the new run directory is made; None creates it next to ``run``.
             trust_remote_code, model, tokenizer: See :meth:`resume`.
 
         Raises:

@@ -82,7 +82,7 @@ def check_refitted(refit: Refit, found: Mapping[str, Any], base: BaseModelSpec) 
         RunChangedError: The winner was trained on another base model.
     """
     remedy = (
-        f"put it back as it was, or tune again on the present model: the winner of {refit.run} was trained on a "
+        f"put it back as it was, or tune again on the current model: the winner of {refit.run} was trained on a "
         "different one"
     )
     _check(Path(refit.run), found, base, remedy)

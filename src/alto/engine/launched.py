@@ -25,7 +25,7 @@ from alto.data import read_task_rows
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, PLAN_ANEW, PLAN_FILE, TRAIN
 from alto.errors import AltoError, ProfileError, RunError, RunNotFoundError, TaskInterruptedError
-from alto.executor import read_refusal
+from alto.executor import read_oom_record
 from alto.records import TaskOutcome, TaskPlan
 from alto.runs import (
     Journal,
@@ -44,8 +44,8 @@ from alto.spec import Task
 from alto.trackers import chosen_trackers
 
 MAX_ATTEMPTS = 3
-"""A rank that is killed, hangs, or runs out of memory ends all ranks. They are restarted until this many attempts in a
-row have made no progress."""
+"""If one rank is killed, hangs, or runs out of memory, all ranks are stopped and restarted, until this many attempts in
+a row have made no progress."""
 
 _SETTINGS = QueueSettings(max_attempts=MAX_ATTEMPTS, backoff_s=0.0)
 
@@ -144,7 +144,7 @@ class LaunchedRunner:
                 cluster, journal, _SETTINGS, begin=begin, show=relay.observe, is_interrupted=self._is_interrupted
             ) as controller,
         ):
-            with contextlib.suppress(TaskInterruptedError):  # the executor's own end says more
+            with contextlib.suppress(TaskInterruptedError):  # the outcome of the executor says more
                 controller.wait()
             status = controller.status().tasks[task.name]
         assert status.ended is not None, "it was launched with all GPUs at once"
@@ -175,16 +175,17 @@ class EventRelay:
 
 
 def how_far(run_dir: RunDir) -> tuple[float, float]:
-    """Return the progress of a run on disk: its last checkpoint, and how short its micro-batches must be. An attempt
-    that changes either has made progress."""
+    """Return the progress of a run on disk: its last checkpoint, and the negative limit of its micro-batches. An
+    attempt that changes one of the two has made progress."""
     checkpoints = (entry.seq for entry in _entries(run_dir) if isinstance(entry.event, CheckpointSaved))
-    refusal = read_refusal(run_dir)
-    max_tokens = refusal["max_tokens_per_pass"] if refusal is not None else float("inf")
+    oom_record = read_oom_record(run_dir)
+    max_tokens = oom_record["max_tokens_per_pass"] if oom_record is not None else float("inf")
     return max(checkpoints, default=0), -max_tokens
 
 
 def _entries(run_dir: RunDir) -> Sequence[JournalEntry]:
-    """Return the entries of a run that has begun; none if it has only been measured."""
+    """Return the intact journal entries of the run; an empty list if there is no journal, or if the journal has only
+    measurement events."""
     try:
         entries = read_intact_entries(run_dir.journal_file)
     except RunNotFoundError:

@@ -75,7 +75,7 @@ class CallbackObserver:
 
     ``args`` holds the job's configuration under the names of task files. ``state`` is a ``TrainerState`` whose
     ``trial_name`` is the job's id (``TASK/JOB`` when many tasks run). ``control`` is only read, because an observer
-    runs beside the training. There is no model, optimizer or data.
+    runs in addition to the training. There is no model, optimizer or data.
 
     Args:
         callback: A callback that overrides only the methods named above.

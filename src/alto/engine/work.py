@@ -39,7 +39,7 @@ class Training:
         self._ended: dict[int, str | BaseException] = {}
 
     def attach(self, run: HostedRun) -> None:
-        """Start or resume a run beside the others.
+        """Start or resume a run in addition to the others.
 
         Raises:
             RunBusyError: The run cannot share the bank of the others; it must be started again alone.

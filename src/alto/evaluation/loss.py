@@ -272,8 +272,7 @@ class Choices:
                     raise
                 if max_tokens <= longest:
                     raise DeviceMemoryError(
-                        f"expected memory for a row of {longest} tokens, found less on {self._backbone.device}; free "
-                        "memory"
+                        f"not enough memory on {self._backbone.device} for a row of {longest} tokens; free memory"
                     ) from None
             release_memory()
             max_tokens = max(longest, max_tokens // 2)

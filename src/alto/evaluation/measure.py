@@ -100,7 +100,7 @@ def measure(
         scoring: The preferred scorer if the metric is ``auto``; it is used if it can score all rows.
 
     Raises:
-        DataError: There are no rows, or they do not have the data that the metric needs.
+        DataError: There are no rows, or the rows do not contain the data that the metric needs.
         SpecError: The settings do not apply to such rows, or to adapters with a classification head.
         ModelError: The base model cannot be used, or an adapter does not fit it.
         NoResultError: A loss is not finite, or the scorer returns no scores.
@@ -352,26 +352,26 @@ class _Bench:
 
 
 def _preferences(log_probs: Sequence[Tensor]) -> list[tuple[float, float]]:
-    """Return reward accuracy and margin of each model, given every model's log-probabilities of chosen and rejected
-    replies, ``[pairs, 2]``; those of the base model are the last."""
+    """Return (reward accuracy, reward margin) for each adapter.
+
+    Args:
+        log_probs: One tensor ``[pairs, 2]`` (chosen, rejected) per adapter, and last the tensor of the base model.
+    """
     *of_adapters, of_base_Q2 = log_probs
     found = [preference_metrics(log_probs_Q2 - of_base_Q2) for log_probs_Q2 in of_adapters]
     return [(float(one["reward_accuracy"].mean()), float(one["reward_margin"].mean())) for one in found]
 
 
 def _check_of_heads(settings: EvaluationSettings) -> None:
-    """Check that no setting is set that does not apply to adapters with a classification head.
+    """Check that every setting that is set applies to adapters with a classification head.
 
     Raises:
-        SpecError: Such a setting is set.
+        SpecError: A setting does not apply.
     """
     defaults = EvaluationSettings()
     for name, why in _NOT_OF_HEADS.items():
         if getattr(settings, name) != getattr(defaults, name):
-            raise SpecError(
-                f"{name}: expected no value for adapters with a classification head ({why}), found that it is set; "
-                "leave it out"
-            )
+            raise SpecError(f"{name}: does not apply to adapters with a classification head ({why}); leave it out")
 
 
 def _check_scorable(conversations: Sequence[Conversation], scoring: Scoring, tokenizer: Any) -> None:
@@ -433,8 +433,8 @@ def _wanted(
             )
         if settings.baseline:
             raise SpecError(
-                "baseline: expected no baseline with the metric preference, which already compares with the base "
-                "model, found that it is set; leave it out"
+                "baseline: does not apply to the metric preference, which already compares with the base model; leave "
+                "it out"
             )
         return ("preference",), None
     if wanted == "preference":

@@ -1,4 +1,4 @@
-"""The scorer that a task or an evaluation names, and the rows that it can score."""
+"""The scorer that a task or an evaluation selects, and the rows that it can score."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class HttpScorer:
     followed, because they would send the headers to another address.
 
     Raises:
-        SpecError: The environment variable for the headers is not set, or does not hold headers.
+        SpecError: The environment variable for the headers is not set, or does not contain headers.
     """
 
     def __init__(self, scoring: Scoring) -> None:
@@ -181,7 +181,7 @@ class PythonScorer:
         name: Dotted name of the function; it is imported and runs with all rights of this process.
 
     Raises:
-        SpecError: There is no such function.
+        SpecError: The function does not exist.
     """
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -240,7 +240,7 @@ def _imported(name: str) -> Callable[..., object]:
 
 
 def _described(error: BaseException) -> str:
-    """Return the type, message and source line of an error."""
+    """Describe an error: its type, its message, and the file and line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     try:
@@ -251,7 +251,7 @@ def _described(error: BaseException) -> str:
 
 
 def scorer_of(scoring: Scoring) -> Scorer:
-    """Return the scorer of generated texts that ``scoring`` names.
+    """Return the scorer of generated texts that ``scoring`` selects.
 
     Raises:
         SpecError: The Python function does not exist, or the request headers are not set.

@@ -7,7 +7,7 @@ from alto.executor.executor import Executor, run_alone
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import resolve_early_exit, resolve_rungs
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import ResumeState, check_base, check_precision, read_refusal, recover
+from alto.executor.recovery import ResumeState, check_base, check_precision, read_oom_record, recover
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import BankSize, SharedBank, build_trainer
 from alto.executor.stages import load_base, with_references
@@ -34,7 +34,7 @@ __all__ = [
     "initial_states",
     "load_base",
     "model_notes",
-    "read_refusal",
+    "read_oom_record",
     "recover",
     "resolve_early_exit",
     "resolve_rungs",

@@ -1,7 +1,7 @@
 """The auxiliary terms of objectives and models: KTO's reference point, and the load balance of routers.
 
-To add one, write a subclass of :class:`alto.objectives.AuxiliaryTerm` and name it in :class:`AuxiliaryTerms`; the
-trainer calls it without knowing what it is.
+To add a term, write a subclass of :class:`alto.objectives.AuxiliaryTerm` and list it in :class:`AuxiliaryTerms`; the
+trainer treats all terms in the same way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AuxiliaryTerms:
         return [Divergence(self._passes, batches, self._start_rows)]
 
     def of_step(self, batches: Sequence[JobBatch]) -> list[AuxiliaryTerm]:
-        """Return the terms of a step of jobs on these rows; ``batches`` are those of all ranks."""
+        """Return the terms of a training step on these rows; ``batches`` contains the batches of all ranks."""
         has_balance = any(job.planned.router_aux_loss_coef for job, _, _ in batches)
         return [*self.of_evaluation(batches), *([RouterBalance(self._passes, batches)] if has_balance else [])]
 
@@ -57,7 +57,8 @@ class Divergence(AuxiliaryTerm):
     model, or the adapter that the jobs of a task begin with (TRL 1.16, ``KTOTrainer`` of a model with a trained
     adapter).
 
-    The estimate is the mean log-ratio of prompts with the replies of other rows, over a job's whole batch; at least 0.
+    The estimate is the mean log-ratio of prompts with the replies of other rows, over a job's complete batch; at least
+    0.
 
     Args:
         start_rows: Rows of the bank by starting adapter; completed by this term.
@@ -141,7 +142,7 @@ def start_weights(
     begun: Mapping[int, StartAdapter],
     start_rows: weakref.WeakKeyDictionary[StartAdapter, Tensor],
 ) -> Iterator[None]:
-    """Put the adapters that jobs began with into their local slots; restore the present adapters bit by bit on exit.
+    """Put the adapters that jobs began with into their local slots; restore the current adapters bit by bit on exit.
 
     Args:
         start_rows: Rows of the bank by starting adapter; new ones are added.
@@ -287,7 +288,8 @@ class RouterBalance(AuxiliaryTerm):
         return run_sums(losses_U, num_runs)
 
     def _sums(self, routers: Sequence[Tensor], runs: Sequence[_Run], parts: Sequence[JobRows]) -> tuple[Tensor, Tensor]:
-        """Return :func:`alto.backbone.router_sums` of the micro-steps in a micro-batch."""
+        """Return, for each micro-step in a micro-batch, the expert counts and the summed probabilities (see
+        :func:`alto.backbone.router_sums`)."""
         lengths = [run.num_tokens for run in runs]
         return router_sums(self._backbone, routers, lengths, _weights(parts, routers[0].device))
 
@@ -320,7 +322,7 @@ class _MicroSteps:
         coefficient: Factor of the load-balancing loss; 0 if it is not added.
         num_rows: Rows of a micro-step; the last may have fewer.
         first_tokens: For each row, the tokens of the batch before it.
-        num_seen: Tokens of the sequences of every micro-step; a pair's prompt counts in both sequences.
+        num_seen: Tokens of the sequences of every micro-step; the prompt of a pair counts for both sequences.
     """
 
     coefficient: float
@@ -351,7 +353,7 @@ class _MicroSteps:
 
 def _weights(parts: Sequence[JobRows], device: torch.device) -> Tensor | None:
     """Return the number of sequences that each token belongs to, ``[T]`` float64: the tokens of a pair's prompt belong
-    to two. None if all tokens belong to one."""
+    to two sequences. None if every token belongs to one sequence."""
     spans = [span for part in parts for row in part.rows for span in part.dataset.spans[row]]
     if not any(span.prefix for span in spans):
         return None

@@ -92,7 +92,7 @@ class RunStart:
 def begin_task(state: RunningTask, start: RunStart, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
     """Record that a task begins, or restore its jobs from the last checkpoint."""
     first = [_resume_event(state, start)] if start.is_resumed else _begin_events(state, start)
-    recorder.begin(first, start.resume_state.refusal)
+    recorder.begin(first, start.resume_state.oom_record)
     _compile_kernels(state, recorder)
     if start.is_resumed:
         _restore_jobs(state, start, lifecycle)
@@ -196,7 +196,8 @@ def _resume_event(state: RunningTask, start: RunStart) -> TaskResumed:
 
 
 def _packing(state: RunningTask) -> dict[str, Any]:
-    """Return the settings that decide which jobs share a forward pass; runs with equal settings are bit-identical."""
+    """Return the settings that determine which jobs share a forward pass; runs with the same settings are
+    bit-identical."""
     task = state.context.task
     return {
         "max_slots": task.max_slots,
@@ -271,7 +272,7 @@ def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
 def _rung_notes(state: RunningTask) -> tuple[str, ...]:
     jobs, policy, task = state.jobs.values(), state.context.policy, state.context.task
     rungs = policy.rungs
-    if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may end jobs
+    if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may stop jobs
         rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
     rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
     return rung_notes(rungs, rises)

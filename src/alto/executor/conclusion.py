@@ -223,6 +223,6 @@ def _score_rung(
 
 
 def _adapter(state: RunningTask, standing: Standing) -> Path:
-    """Return the folder of the adapter that is scored for a job: its present adapter while it trains, or its best
+    """Return the folder of the adapter that is scored for a job: its current adapter while it trains, or its best
     adapter if it has ended."""
     return state.slot_manager.saved(state.jobs[standing.job], "last" if standing.is_training else "best")

@@ -95,7 +95,7 @@ def evaluate_jobs(
 
 
 def finish_jobs(jobs: Sequence[JobState], state: RunningTask, lifecycle: JobLifecycle) -> None:
-    """End jobs of a task without validation rows after their last step: their present adapters are the result."""
+    """End jobs of a task without validation rows after their last step: their current adapters are the result."""
     for job in jobs:
         state.selection.finish(job.id)
         state.slot_manager.keep_best(job)

@@ -102,7 +102,7 @@ class Exploration:
         self._is_exhausted = False
 
     def suggest(self, num_slots: int) -> None:
-        """Add jobs for the slots that no present job of the task can use now. ``num_slots`` is the number of slots that
+        """Add jobs for the slots that no current job of the task can use now. ``num_slots`` is the number of slots that
         the task may have."""
         search = self._task.search
         if search.algorithm != "tpe":
@@ -206,7 +206,7 @@ class Exploration:
         return self._throughput.eval_token_s * self._state.context.evaluation_tokens
 
     def _need(self, job: JobState, time: TimeSpent, *, done: int | None = None) -> Need:
-        """Return the share of the remaining budget that ``job`` needs after ``done`` steps (None: after its present
+        """Return the share of the remaining budget that ``job`` needs after ``done`` steps (None: after its current
         steps)."""
         done = job.step if done is None else done
         share = reserved = 0.0

@@ -23,7 +23,7 @@ from alto.scheduler import RankSlots
 
 class PreparedStep:
     """Batches and schedules of the micro-batches that are expected next, found by their inputs. They are made on the
-    host while the device computes the present step.
+    host while the device computes the current step.
 
     If a step turns out differently (a job ended, or memory ran out and the micro-batches are smaller), it finds nothing
     here and makes its own. The computed values never depend on what was prepared.

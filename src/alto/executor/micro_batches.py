@@ -134,7 +134,7 @@ class MicroBatches:
             self.report(phase, slots, num_tokens)
             if not self._can_retry:
                 raise DeviceMemoryError(
-                    f"expected memory for the {phase} of a micro-batch of {num_tokens:,} tokens, found less; the "
+                    f"not enough memory for the {phase} of a micro-batch of {num_tokens:,} tokens; the "
                     f"next attempt uses micro-batches of at most {self.max_tokens:,} tokens"
                 )
             if (slots, rows) in refused:  # a single row, which cannot be split further

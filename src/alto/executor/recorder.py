@@ -9,7 +9,7 @@ from alto.executor.context import JobState, TaskContext
 from alto.executor.evaluator import Evaluated
 from alto.executor.micro_batches import MemoryEvent
 from alto.executor.ranks import Ranks
-from alto.executor.recovery import note_refusal, refusal_event
+from alto.executor.recovery import oom_record_event, write_oom_record
 from alto.records import ExitDecision, LossPoint
 from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (
@@ -35,15 +35,16 @@ from alto.spec import LOSS
 
 
 class JournalRecorder:
-    """Writes events into the journal: any event with :meth:`append`, and those that take more than their facts with a
-    method of their own.
+    """Writes events into the journal. :meth:`append` writes any event; events that are built from other objects have a
+    separate method.
 
     It changes the state of jobs in one way: recorded losses are removed from ``unsaved_losses`` and
     ``unsaved_router_losses``.
 
     Args:
         journal: Journal of the run; it writes nothing on ranks other than the first.
-        run_dir: The run directory; with several ranks it holds a note of the micro-batch that did not fit into memory.
+        run_dir: The run directory; with several ranks it contains ``oom.json``, the record of the micro-batch that did
+            not fit into memory.
     """
 
     def __init__(self, journal: Journal, run_dir: RunDir, ranks: Ranks) -> None:
@@ -57,24 +58,24 @@ class JournalRecorder:
         """Record an event."""
         self._journal.append(event)
 
-    def begin(self, events: Iterable[Event], refusal: Mapping[str, Any] | None) -> None:
+    def begin(self, events: Iterable[Event], oom_record: Mapping[str, Any] | None) -> None:
         """Record that the task starts or is resumed, then the memory events until now.
 
         Args:
             events: Events to record; the first is ``TaskStarted`` or ``TaskResumed``.
-            refusal: Facts of the ``OutOfMemory`` event that ended the previous attempt, which could not record it.
+            oom_record: Fields of the ``OutOfMemory`` event that ended the previous attempt, which could not record it.
         """
         for event in events:
             self.append(event)
-        if refusal is not None:
-            self.append(refusal_event(refusal))
+        if oom_record is not None:
+            self.append(oom_record_event(oom_record))
         self._has_begun = True
         self._record_memory_events()
 
     def memory_ran_out(self, event: MemoryEvent) -> None:
         """Record a memory event. An event before the task begins is recorded after the task's first event."""
         if not self._ranks.is_alone and event.phase in ("forward", "backward", "evaluation"):
-            note_refusal(self._run_dir, _out_of_memory(event))  # for the next attempt, because this one ends
+            write_oom_record(self._run_dir, _out_of_memory(event))  # for the next attempt, because this attempt ends
             return
         self._unreported.append(event)
         if self._has_begun:
@@ -121,7 +122,7 @@ class JournalRecorder:
         """Record that a job has done all its steps.
 
         Args:
-            slot: The slot that it has left; None if it was in none.
+            slot: The slot that the job has left; None if it was not in a slot.
             best: Its best evaluation; None if no evaluation was finite.
         """
         self.append(JobCompleted(**_ending(job, slot, best)))

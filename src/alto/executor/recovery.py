@@ -1,4 +1,4 @@
-"""Restores the last committed checkpoint of a run whose process has ended."""
+"""Restores the last committed checkpoint of a run whose process has exited."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from alto.runs.events import (
 from alto.runs.events.codec import WIRE_NAMES, event_from
 from alto.spec import QUANTISATION_KEYS, EarlyExit, JobConfig, Refit, Task
 
-_REFUSAL_FILE = "oom.json"
+_OOM_RECORD_FILE = "oom.json"
 
 _ENVELOPE = ("seq", "time", "event")
 """Keys of a journal line that are not fields of its event."""
@@ -46,14 +46,15 @@ class ResumeState:
 
     Attributes:
         lines: The journal up to the checkpoint, as JSON values; empty for a run that begins.
-        notes: Sentences that say what was lost.
-        refusal: Facts of an ``OutOfMemory`` event: the smallest micro-batch that ended an attempt of several ranks.
+        notes: Sentences that describe what was lost.
+        oom_record: Fields of the ``OutOfMemory`` event that ended the last attempt on several ranks; None if there is
+            none.
         extends_run: Whether the run already has a result and a user's command adds more training to it.
     """
 
     lines: Sequence[Mapping[str, Any]] = ()
     notes: tuple[str, ...] = ()
-    refusal: Mapping[str, Any] | None = None
+    oom_record: Mapping[str, Any] | None = None
     extends_run: bool = False
 
     @cached_property
@@ -61,13 +62,13 @@ class ResumeState:
         """The journal up to the checkpoint.
 
         Raises:
-            RunError: A known field of a known event is missing or holds another type.
+            RunError: A known field of a known event is missing or has another type.
         """
         return tuple(decode(line) for line in self.lines)
 
     @property
     def duration_s(self) -> float:
-        """Seconds that the run has taken, without interruptions."""
+        """Duration of the run in seconds, without interruptions."""
         return RunHistory.of(self.entries).duration_s
 
     @property
@@ -100,7 +101,7 @@ class ResumeState:
         """The value of ``max_tokens_per_pass`` after memory last ran out; None if it never did."""
         events = (entry.event for entry in self.entries)
         limits = [event.max_tokens_per_pass for event in events if isinstance(event, OutOfMemory)][-1:]
-        limits += [self.refusal["max_tokens_per_pass"]] if self.refusal is not None else []
+        limits += [self.oom_record["max_tokens_per_pass"]] if self.oom_record is not None else []
         return min(limits, default=None)
 
     @property
@@ -121,8 +122,8 @@ def recover(run: RunDir) -> ResumeState:
     its result, if its last checkpoint is intact. The function is idempotent, even if it is interrupted.
 
     Raises:
-        JobCommandError: A finished run is to train further jobs, and has not kept all states.
-        RunError: A finished run is to train further jobs, and a state of its last checkpoint is missing or damaged.
+        JobCommandError: A finished run should train additional jobs, but has not kept all states.
+        RunError: A finished run should train additional jobs, but a state of its last checkpoint is missing or damaged.
         RunWriteError: The run directory cannot be written.
     """
     entries, is_cut = _readable_entries(run)
@@ -142,7 +143,7 @@ def recover(run: RunDir) -> ResumeState:
     end = next((end for end in reversed(ends) if _is_restored(store, entries[end - 1])), 0)
     if not end:
         store.restore({})
-    refusal, is_damaged = _refusal(run)
+    oom_record, is_damaged = _load_oom_record(run)
     notes = _notes(sum(other > end for other in ends), from_beginning=not end)
     if has_result:
         end = len(entries)  # the result follows its last checkpoint, and changes no state
@@ -150,9 +151,9 @@ def recover(run: RunDir) -> ResumeState:
     if is_cut:
         notes += ("The journal has a damaged line; the events after it are lost.",)
     if is_damaged:
-        notes += (f"{_REFUSAL_FILE} is damaged and is not used; the largest micro-batch that fits is found anew.",)
+        notes += (f"{_OOM_RECORD_FILE} is damaged and is not used; the largest micro-batch that fits is found again.",)
     lines = [encode(entry) for entry in entries[:end]]
-    return ResumeState(lines=lines, notes=notes, refusal=refusal, extends_run=has_result)
+    return ResumeState(lines=lines, notes=notes, oom_record=oom_record, extends_run=has_result)
 
 
 def _readable_entries(run: RunDir) -> tuple[list[JournalEntry], bool]:
@@ -171,32 +172,32 @@ def _readable_entries(run: RunDir) -> tuple[list[JournalEntry], bool]:
     return entries, False
 
 
-def note_refusal(run: RunDir, event: OutOfMemory) -> None:
-    """Write a note for the next attempt about the micro-batch of this attempt that did not fit into memory.
+def write_oom_record(run: RunDir, event: OutOfMemory) -> None:
+    """Write ``oom.json``, which tells the next attempt the size of the micro-batch that did not fit into memory.
 
     Raises:
         RunWriteError: The run directory cannot be written.
     """
     line = encode(JournalEntry(seq=NO_SEQ, time=0.0, event=event))
     facts = {key: value for key, value in line.items() if key not in _ENVELOPE}
-    with writing(run.root, run.root / _REFUSAL_FILE):
-        replace_file(run.root / _REFUSAL_FILE, json.dumps(facts) + "\n")
+    with writing(run.root, run.root / _OOM_RECORD_FILE):
+        replace_file(run.root / _OOM_RECORD_FILE, json.dumps(facts) + "\n")
 
 
-def refusal_event(facts: Mapping[str, Any]) -> OutOfMemory:
-    """Return the event whose facts :func:`note_refusal` has written.
+def oom_record_event(facts: Mapping[str, Any]) -> OutOfMemory:
+    """Return the event that :func:`write_oom_record` wrote as ``facts``.
 
     Raises:
-        TypeError: ``facts`` are not the facts of such an event.
+        TypeError: ``facts`` are not the fields of such an event.
     """
     return cast(OutOfMemory, event_from(WIRE_NAMES[OutOfMemory], facts))
 
 
-def read_refusal(run: RunDir) -> Mapping[str, Any] | None:
-    """Return the facts of the ``OutOfMemory`` event that ended an attempt of several ranks; None if none can be
-    read."""
-    refusal, _ = _refusal(run)
-    return refusal
+def read_oom_record(run: RunDir) -> Mapping[str, Any] | None:
+    """Return the fields of the ``OutOfMemory`` event that ended the last attempt on several ranks; None if ``oom.json``
+    is missing or damaged."""
+    oom_record, _ = _load_oom_record(run)
+    return oom_record
 
 
 def data_fingerprint(data: TaskData, chat_template: str | None = None) -> str:
@@ -208,8 +209,9 @@ def data_fingerprint(data: TaskData, chat_template: str | None = None) -> str:
 def data_fingerprints(data: TaskData, chat_template: str | None = None) -> dict[str, str]:
     """Return the digests of a task's data by name.
 
-    ``fingerprint`` is :func:`data_fingerprint`, which a resumed run checks. The other digests serve to compare runs,
-    and leave out test rows and chat template: one of training and validation rows, and one of validation rows alone.
+    ``fingerprint`` is :func:`data_fingerprint`, which a resumed run checks. The other digests are used to compare
+    runs and do not include test rows and chat template: one covers training and validation rows, the other only
+    validation rows.
     """
     digests = dict(zip(data.named_splits, running_digests(*data.splits), strict=True))
     *_, last = digests.values()
@@ -232,7 +234,7 @@ def check_base(resume_state: ResumeState, found: Mapping[str, Any], *, model: st
         remedy: Advice for a different base model, for the message.
 
     Raises:
-        RunChangedError: The base model is a different one.
+        RunChangedError: The base model is different.
     """
     differences = base_differences(asdict(resume_state.base), found) if resume_state.base is not None else ()
     if differences:
@@ -289,7 +291,7 @@ def check_start(started: TaskStarted, found: StartFact | None) -> None:
         found: The adapter as it is now; None if jobs begin with new adapters.
 
     Raises:
-        RunChangedError: The adapter is a different one.
+        RunChangedError: The adapter is different.
     """
     before = started.init_adapter
     if (None if before is None else before.fingerprint) == (None if found is None else found.fingerprint):
@@ -339,14 +341,17 @@ def check_jobs(started: TaskStarted, configs: Mapping[str, JobConfig], task: Tas
         )
 
 
-def _refusal(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
-    """Return the result of :func:`read_refusal`, and whether its file is damaged."""
+def _load_oom_record(run: RunDir) -> tuple[Mapping[str, Any] | None, bool]:
+    """Read ``oom.json``, the record of the out-of-memory error that ended the last multi-rank attempt.
+
+    Return its contents (None if missing or damaged), and whether the file is damaged.
+    """
     try:
-        facts = read_json(run.root / _REFUSAL_FILE)
+        facts = read_json(run.root / _OOM_RECORD_FILE)
         limit = facts["max_tokens_per_pass"]
         if type(limit) is not int or limit < 1 or not facts.keys().isdisjoint(_ENVELOPE):
             return None, True
-        refusal_event(facts)
+        oom_record_event(facts)
     except FileNotFoundError:
         return None, False
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

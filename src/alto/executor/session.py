@@ -137,7 +137,7 @@ class TaskSession:
             self._interrupt()
 
     def check_jobs(self) -> None:
-        """Check that no job of the task was lost while the bank was made anew.
+        """Check that no job of the task was lost while the bank was rebuilt.
 
         Raises:
             Exception: The error that kept a job from leaving the bank or from entering it again.

@@ -271,7 +271,7 @@ class SharedBank:
         return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
 
     def _note_what_fits(self) -> None:
-        """Remember the present size of micro-batches if out-of-memory events have made it smaller than the members
+        """Remember the current size of micro-batches if out-of-memory events have made it smaller than the members
         allow."""
         if self._size is not None and (tokens := self.trainer.micro_batches.max_tokens) < self._max_tokens:
             self._fitting_tokens = tokens
@@ -352,7 +352,7 @@ class SharedBank:
 
     def _no_bank(self, size: BankSize) -> str:
         return (
-            f"expected memory for one adapter of rank {size.max_rank} on {len(size.modules)} modules with its gradient "
-            f"and optimizer state, {size.bytes_per_slot / 2**20:,.1f} MiB, found less free on {self._backbone.device} "
-            "beside the base model; lower r, target fewer modules, or free memory on the device"
+            f"not enough memory on {self._backbone.device} for the base model and one adapter of rank {size.max_rank} "
+            f"on {len(size.modules)} modules with its gradient and optimizer state "
+            f"({size.bytes_per_slot / 2**20:,.1f} MiB); lower r, target fewer modules, or free memory on the device"
         )

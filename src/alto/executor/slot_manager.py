@@ -52,7 +52,7 @@ class Stopwatch:
 class SlotManager:
     """Moves the jobs of one task between the slots of the bank and their folders.
 
-    Every rank has a slot manager and makes the same calls; a job that is resident on another rank is only noted.
+    Every rank has a slot manager and makes the same calls; a job that is resident on another rank is only recorded.
 
     Args:
         on_memory_event: Called each time memory runs out, with the jobs of this task that are involved.
@@ -60,7 +60,7 @@ class SlotManager:
     Attributes:
         jobs: Every job that may be admitted before the next :meth:`fit`.
         on_lost_slot: Called with a job and its slot, when the job loses the slot because a new bank has fewer slots.
-        error: An error of this task while the bank was made anew. It ends this task at its next turn, and not the task
+        error: An error of this task while the bank was rebuilt. It stops this task at its next turn, but not the task
             that needed the new bank.
     """
 
@@ -111,7 +111,7 @@ class SlotManager:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots of all ranks together."""
+        """Total number of slots over all ranks."""
         return self.bank.num_slots
 
     def is_free(self, slot: int) -> bool:
@@ -165,7 +165,7 @@ class SlotManager:
         return self._free(job)
 
     def leave(self, job: JobState) -> None:
-        """Save a job and free its slot while the bank is made anew. A job that cannot be saved ends this task at its
+        """Save a job and free its slot while the bank is rebuilt. If the job cannot be saved, this task stops at its
         next turn; with several ranks, which have a single task, the error is raised."""
         with self._own_errors():
             self.evict(job)
@@ -191,7 +191,7 @@ class SlotManager:
         job.unsaved_best = (job.step, self.trainer.bank.read(self._local_slot(job)) if self._is_ours(job) else None)
 
     def save(self, job: JobState) -> None:
-        """Save the job's state if it is not on disk already; for a job that has ended for good, only its best
+        """Save the job's state if it is not on disk already; for a job that cannot be resumed, only its best
         adapter."""
         with self.stopwatch.timing("saving"):
             self._save(job)
@@ -223,12 +223,12 @@ class SlotManager:
         self._store.save(job.id, "last", step, fill)
 
     def saved(self, job: JobState, kind: Literal["best", "last"]) -> Path:
-        """Return the folder of the job's present adapter (``last``) or best adapter; save it if it is not on disk."""
+        """Return the folder of the job's current adapter (``last``) or best adapter; save it if it is not on disk."""
         self.save(job)
         return self._store.folder(job.id, kind)
 
     def remove_predecessors(self, jobs: Iterable[JobState]) -> None:
-        """Remove the states that the saved states replace, and the ``last`` states of jobs that have ended for good.
+        """Remove the states that the saved states replace, and the ``last`` states of jobs that cannot be resumed.
         The checkpoint in the journal must refer to none of them."""
         self._store.remove_predecessors()
         for job in jobs:
@@ -245,7 +245,7 @@ class SlotManager:
 
     @contextlib.contextmanager
     def holding_best(self, job: JobState) -> Iterator[None]:
-        """Put the saved best adapter of an ended job into a free slot until the block is left."""
+        """Put the saved best adapter of an ended job into a free slot for the duration of the ``with`` block."""
         job.slot = next(slot for slot in range(self.num_slots) if self.is_free(slot))
         local_slot = self.trainer.passes.local_slot(job)
         if local_slot is not None:
@@ -256,7 +256,7 @@ class SlotManager:
             self._free(job)
 
     def give_start(self, clone: JobState, origin: JobState) -> None:
-        """Let ``clone`` begin with the best adapter of ``origin``."""
+        """Make ``clone`` start from the best adapter of ``origin``."""
         self.save(origin)
         self._ranks.barrier()  # until the rank that saves it has done so
         if self._ranks.is_first:
@@ -266,7 +266,8 @@ class SlotManager:
         clone.starts_warm = True
 
     def give_state(self, fork: JobState, origin: JobState) -> None:
-        """Let ``fork`` continue the training of ``origin``: weights, optimizer state and step are copied bit by bit."""
+        """Make ``fork`` continue the training of ``origin``: weights, optimizer state and step are copied bit by
+        bit."""
         self.save(origin)
         self._ranks.barrier()  # until the rank that saves it has done so
         if self._ranks.is_first:
@@ -319,7 +320,7 @@ class SlotManager:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RunningTask:
-    """The state of a running task, equal on all ranks except for the contents of the banks.
+    """The state of a running task, identical on all ranks except for the contents of the banks.
 
     Attributes:
         jobs: Every job by id; jobs that are added while the task runs come last.

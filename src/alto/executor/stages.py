@@ -41,7 +41,7 @@ from alto.spec import LOAD_IN_4BIT, BaseModelSpec, Job, Task, loss_scale, plain
 def load_base(
     spec: BaseModelSpec, device: torch.device, ranks: Ranks, *, gradient_checkpointing: bool = False
 ) -> Backbone:
-    """Load the base model, or this rank's share of it.
+    """Load the base model, or this rank's part of it.
 
     Raises:
         DeviceMemoryError: The model does not fit.
@@ -56,8 +56,8 @@ def load_base(
             raise
         share = f"its share of {ranks.size}" if ranks.size > 1 else "the whole model"
         raise DeviceMemoryError(
-            f"model: expected memory for the base model {spec.id!r} ({share}) on {device}, found less; set num_gpus "
-            f"to more than {ranks.size}, so that each GPU holds a part, or {LOAD_IN_4BIT}"
+            f"model: not enough memory on {device} for the base model {spec.id!r} ({share}). Set num_gpus above "
+            f"{ranks.size} to shard the model over more GPUs, or set {LOAD_IN_4BIT}"
         ) from error
 
 
@@ -132,7 +132,7 @@ def build_state(
         max_tokens_per_pass: Initial largest number of tokens of a micro-batch.
 
     Raises:
-        DeviceMemoryError: Not even one slot fits beside the base model.
+        DeviceMemoryError: Not even one slot fits into memory together with the base model.
     """
     jobs = initial_states(context)
     for planned, event in _added(context, resume_state):
@@ -214,14 +214,14 @@ def with_references(
     log-probabilities under the starting point of its jobs, which is the base model, or the adapter on it that
     ``init_adapter`` names, as in TRL.
 
-    They are computed once for all jobs. The adapters of a bank are never active meanwhile. Each rank computes its share
+    They are computed once for all jobs. The adapters of a bank are never active meanwhile. Each rank computes a part
     of the rows. The results are cached, except for a base model that was given as an object and that no name loads,
     because its fingerprint only samples its weights.
 
     Args:
-        context: The task's context, equal on all ranks.
+        context: The task's context, identical on all ranks.
         micro_batches: Splits the rows into micro-batches that fit into memory; training starts with their final size.
-        on_turn: Called before every micro-batch, on all ranks; an error that it raises ends the stage.
+        on_turn: Called before every micro-batch, on all ranks; an error that it raises stops the stage.
         restore: Puts the adapters of a bank back after the jobs' starting adapter has replaced them.
 
     Raises:
@@ -297,8 +297,8 @@ def _computed_references(
             )
     except RowTooLargeError as error:
         raise DeviceMemoryError(
-            f"expected memory for the base model alone on a pair of {error.num_tokens:,} tokens, found less on "
-            f"{backbone.device}; lower max_length, or {LOAD_IN_4BIT}"
+            f"not enough memory on {backbone.device} for the base model alone on a pair of {error.num_tokens:,} tokens"
+            f"; lower max_length, or set {LOAD_IN_4BIT}"
         ) from error
     numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0,) * COLUMNS)]
     references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, COLUMNS)

@@ -71,7 +71,7 @@ class Trainer(Evaluator):
         """Give ``local_slot`` of this rank's bank to a job.
 
         Args:
-            weights: Weights that it begins with, or that it had when it was parked; None initialises new ones.
+            weights: Weights that it begins with, or that it had when it was parked; None initializes new ones.
             optimizer: Optimizer state of a parked job; None for a job that has not trained yet.
         """
         self.bank.occupy(local_slot, job.shape)
@@ -200,19 +200,19 @@ class Trainer(Evaluator):
             left = {local_slot: job for local_slot, job in left.items() if not self.has_stepped(job)}
             if is_last_try and len(left) == num_before:
                 raise DeviceMemoryError(
-                    f"expected memory for the optimizer's step of {len(left)} jobs, found none left on "
-                    f"{self.passes.backbone.device}; free memory, or lower max_slots"
+                    f"not enough memory on {self.passes.backbone.device} for the optimizer step of {len(left)} jobs; "
+                    "free memory, or lower max_slots"
                 )
             is_last_try = len(left) == num_before
         assert norms is not None
         return norms
 
     def prepare(self, jobs: Sequence[JobState]) -> None:
-        """Make the batches of the step after the present one, which ``jobs`` have not counted yet, and send them to the
+        """Make the batches of the step after the current one, which ``jobs`` have not counted yet, and send them to the
         device. Called after :meth:`update` and before :meth:`read`, while the device computes.
 
         If the next step has other jobs or smaller micro-batches, it makes its own batches. The same holds if these
-        batches do not fit into memory beside the batches of the present step.
+        batches do not fit into memory together with the batches of the current step.
 
         Raises:
             Exception: A batch cannot be made, for example because rows cannot be read.
@@ -233,7 +233,7 @@ class Trainer(Evaluator):
 
     def read(self, losses: Tensor) -> list[float]:
         """Return the losses of :meth:`backward`, summed over all ranks. Called last: this is the first host-device
-        synchronisation of the step."""
+        synchronization of the step."""
         return self.passes.ranks.sum([float(loss) for loss in losses.tolist()])
 
     def added_losses(self, jobs: Sequence[JobState]) -> Sequence[float | None]:

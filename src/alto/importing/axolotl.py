@@ -337,8 +337,8 @@ def _read_method(draft: Draft) -> str:
     kind = draft.take_text("rl")
     if kind not in _METHODS:
         raise UnsupportedError(
-            f"rl: expected one of {', '.join(filter(None, _METHODS))}, found {quoted(kind)}, which ALTO does "
-            "not train. Give a configuration of another kind."
+            f"rl: ALTO does not support {quoted(kind)}; supported values: {', '.join(filter(None, _METHODS))}. Import "
+            "a configuration with one of these."
         )
     for key in ("reward_model", "process_reward_model"):
         if draft.take(key):

@@ -147,15 +147,15 @@ def _read_info(draft: Draft, folder: object) -> tuple[Mapping[str, Any] | None, 
         return None, draft.folders[0]
     if not isinstance(folder, str) or folder.startswith("REMOTE:"):
         raise UnsupportedError(
-            f"dataset_dir: expected a folder with a {INFO}, found {quoted(folder)}. Download it, and name its folder."
+            f"dataset_dir: expected a local folder with a {INFO}, found {quoted(folder)}. Download the data, and set "
+            "dataset_dir to the downloaded folder."
         )
     looked = [base / part for base in draft.folders for part in (Path(folder).expanduser(), Path())]
     at = next((path for path in looked if (path / INFO).is_file()), None)
     if at is None:
         raise SpecError(
-            f"dataset_dir: expected a folder with a {INFO}, found none in "
-            f"{', '.join(dict.fromkeys(map(str, looked)))}. Correct dataset_dir, or start ALTO in the folder where "
-            "you train with LLaMA-Factory."
+            f"dataset_dir: no {INFO} in {' or '.join(dict.fromkeys(map(str, looked)))}. Correct dataset_dir, or run "
+            "ALTO from the folder where you run LLaMA-Factory."
         )
     try:
         info = read_json(at / INFO)

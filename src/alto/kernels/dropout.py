@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Chris Wellons' low-bias hash finaliser (hash-prospector, "lowbias32").
+# Chris Wellons' low-bias hash finalizer (hash-prospector, "lowbias32").
 _SHIFTS, _FACTORS = (16, 15, 16), (0x7FEB352D, 0x846CA68B)
 _MASK = 0xFFFFFFFF
 

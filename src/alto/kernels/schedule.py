@@ -116,13 +116,16 @@ class TokenSchedule:
         scales: Sequence[float],
         dropout: Sequence[DropoutKey | None] | None = None,
     ) -> TokenSchedule:
-        """Lay the tokens of ``slots`` end to end in the given order; slots without tokens are left out.
+        """Build a schedule in which the tokens of each slot are contiguous, in the order of ``slots``.
+
+        Slots with zero tokens are omitted.
 
         Args:
             dropout: Key of each slot's mask; None for no dropout.
 
         Raises:
-            ShapeError: The sequences differ in length, or a slot appears twice.
+            ShapeError: ``slots``, ``num_tokens``, ``scales`` and ``dropout`` do not have the same length, or a slot
+                appears twice.
         """
         dropout = dropout if dropout is not None else [None] * len(slots)
         if not len(slots) == len(num_tokens) == len(scales) == len(dropout):

@@ -108,7 +108,7 @@ class SlotTensors:
 # A bias per slot, added to the slot's own tokens.
 #
 # One PyTorch implementation serves all backends, because it moves each element once, in a number of launches that does
-# not depend on the jobs. A slot's results are bit-identical whatever other slots are present.
+# not depend on the jobs. A slot's results are bit-identical for any set of other slots.
 #
 # Shapes: ``T`` tokens, ``S`` segments, ``Z`` slots, ``N`` features.
 
@@ -153,5 +153,5 @@ def segment_sums(values_TN: Tensor, schedule: TokenSchedule) -> Tensor:
     """
     values_TN = values_TN.to(torch.promote_types(values_TN.dtype, torch.float32)).contiguous()
     lengths_S = schedule.lengths_of_segments(values_TN.device)
-    # unsafe=True skips the check of the lengths, which are valid; it would synchronise host and device.
+    # unsafe=True skips the check of the lengths, which are valid; it would synchronize host and device.
     return torch.segment_reduce(values_TN, "sum", lengths=lengths_S, axis=0, unsafe=True)

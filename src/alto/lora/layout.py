@@ -22,8 +22,8 @@ class TargetModule:
         is_router: Whether it is the weight of a router that is not a linear layer.
         is_head: Whether it is the model's output head, which reads only positions that predict a trained token.
         is_embedding: Whether it is the token embeddings, whose ``A`` has one row per token.
-        num_experts: ``E``, number of matrices in a parameter of experts, each with its own ``A`` and ``B``; None for a
-            linear module.
+        num_experts: ``E``, number of matrices in a parameter of experts, each with a separate ``A`` and ``B``; None
+            for a linear module.
     """
 
     name: str
@@ -47,11 +47,11 @@ class TargetModule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtraTensor:
-    """A trained tensor of an adapter besides its low-rank matrices, such as a bias.
+    """A trained tensor of an adapter in addition to its low-rank matrices, such as a bias.
 
     It is contiguous in the row of the bank, after all matrices. The clipping norm includes it, and AdamW treats it as
     Hugging Face's trainers and PEFT do: with LoRA+, a vector uses the learning rate of ``B``, and a tensor with more
-    dimensions that of ``A`` (PEFT 0.21, ``create_loraplus_optimizer``).
+    dimensions uses the learning rate of ``A`` (PEFT 0.21, ``create_loraplus_optimizer``).
 
     Attributes:
         name: Full name of the base model's parameter that it replaces, such as ``<module>.bias``; or of a parameter
@@ -84,8 +84,8 @@ class AdapterShape:
         rank: The largest rank of its modules.
         targets: Its modules, in the model's order.
         own_ranks: Rank of every target; empty if all have ``rank``.
-        scale_ratios: Scale of every target's output divided by the job's scale, which the token schedule holds; empty
-            if all are 1.
+        scale_ratios: Scale of every target's output divided by the job's scale, which the token schedule contains;
+            empty if all are 1.
         extras: Its extra tensors, in the model's order.
     """
 
@@ -102,7 +102,7 @@ class AdapterShape:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Scale of every target divided by that of the job."""
+        """Scale of every target divided by the scale of the job."""
         return self.scale_ratios or (1.0,) * len(self.targets)
 
     @property
@@ -120,7 +120,7 @@ class GroupPlace:
 
     Attributes:
         ranks: Rank of every member; 0 if it is not targeted.
-        ratios: Scale of every member divided by that of the job.
+        ratios: Scale of every member divided by the scale of the job.
         a_start: Offset of the members' ``A`` side by side, ``[K, Q]``; for experts, of all their ``A``, ``[E, K, r]``.
         b_starts: Offset of every member's ``B``, ``[r, N]``; for experts, ``[E, r, N]``.
     """
@@ -157,9 +157,9 @@ class BankLayout:
 
     Attributes:
         modules: Every module that at least one job targets, in the model's order.
-        max_rank: ``R``, the largest rank that a slot can hold.
-        rank_step: A common divisor of all ranks that slots may hold; see :attr:`alto.kernels.LoraOperands.alignment`.
-            It does not change the offsets of an adapter.
+        max_rank: ``R``, the largest rank that fits into a slot.
+        rank_step: A common divisor of all ranks that slots may contain; see
+            :attr:`alto.kernels.LoraOperands.alignment`. It does not change the offsets of an adapter.
         shared_inputs: Names of the model's modules that read the same input; ``modules`` may include only some of them.
             See :func:`alto.lora.targets.find_shared_inputs`.
     """
@@ -227,7 +227,7 @@ class BankLayout:
 def _with_extras(
     groups: tuple[GroupPlace, ...], extras: tuple[ExtraTensor, ...], *, a_end: int, b_end: int
 ) -> RowPlaces:
-    """Return the offsets with the extra tensors placed after the matrices, in the order of :class:`RowPlaces`."""
+    """Return the offsets of the matrices, then of the extra tensors in the order that :class:`RowPlaces` defines."""
     kinds = (
         [extra for extra in extras if extra.is_vector and extra.has_decay],
         [extra for extra in extras if not extra.has_decay],

@@ -67,8 +67,8 @@ def write_per_expert(adapter: SavedAdapter, model_type: str, folder: Path) -> No
         folder: Created if absent.
 
     Raises:
-        UnsupportedError: The adapter has no experts, more than one rank or scale, or tensors besides low-rank matrices;
-            or the base model's checkpoint stores its experts stacked.
+        UnsupportedError: The adapter has no experts, more than one rank or scale, or tensors other than low-rank
+            matrices; or the base model's checkpoint stores its experts stacked.
     """
     names = _kind(model_type)
     experts = {name: adapter.weights[name] for name in adapter.weights.experts}

@@ -1,4 +1,4 @@
-"""Optimizers that own one slot each, and the bytes of their states."""
+"""Optimizers that belong to one slot each, and the bytes of their states."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ TORCH_OPTIMIZERS: Mapping[OptimizerName, Callable[..., Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "adafactor": _adafactor,
 }
-"""Constructor of each optimizer, called with parameter groups, which hold learning rate and weight decay, and
+"""Constructor of each optimizer, called with parameter groups, which contain learning rate and weight decay, and
 ``optim_args``."""
 
 _NUM_MOMENTS: Mapping[OptimizerName, int] = {"sgd": 1, "rmsprop": 3, "adagrad": 1}
@@ -86,7 +86,7 @@ class TorchOptimizer:
     contiguous, like PEFT's parameters.
 
     Matrices are named ``<module>.A`` and ``<module>.B`` and have PEFT's orientation: ``[r, K]`` and ``[N, r]``, for
-    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their own names.
+    in-features ``K``, out-features ``N`` and rank ``r``. Extra tensors of the adapter keep their names.
     """
 
     def __init__(self, optim: OptimizerName, *, undecayed: Collection[str] = ()) -> None:
@@ -162,13 +162,13 @@ def check_optimizer(optim: OptimizerName, device: torch.device) -> None:
         return
     if find_spec("bitsandbytes") is None:
         raise UnsupportedError(
-            f"optim: {optim!r} needs the package bitsandbytes, found none; install it with: "
-            f'pip install "alto-lora[bnb]"; or write adamw_torch.'
+            f"optim: {optim!r} needs the package bitsandbytes, which is not installed. Install it with: "
+            f'pip install "alto-lora[bnb]", or set optim to adamw_torch.'
         )
     if optim == "paged_adamw_8bit" and device.type != "cuda":
         raise UnsupportedError(
-            f"optim: expected a CUDA device to page {optim!r} out of, found {device.type!r}; write adamw_8bit, which "
-            f"takes the same steps."
+            f"optim: {optim!r} needs a CUDA device, found {device.type!r}. Set optim to adamw_8bit, which computes the "
+            f"same updates."
         )
 
 
@@ -192,8 +192,8 @@ def eight_bit_bytes(sizes: Iterable[int], dtype: torch.dtype) -> int:
 class EightBitAdamW:
     """The 8-bit AdamW of one adapter.
 
-    It works on contiguous copies of the adapter's matrices in PEFT's layout, because its state is quantised in blocks
-    of neighbouring elements. bitsandbytes keeps the state of tensors with fewer than 4096 elements in 32 bits.
+    It works on contiguous copies of the adapter's matrices in PEFT's layout, because its state is quantized in blocks
+    of neighboring elements. bitsandbytes keeps the state of tensors with fewer than 4096 elements in 32 bits.
 
     Args:
         matrices: The adapter's matrices and extra tensors, any strides; only shapes, dtype and device are used.
@@ -267,7 +267,7 @@ class EightBitAdamW:
         self._set_step(0)
 
     def _parts(self) -> dict[str, Tensor]:
-        # The quantisation maps are constant and shared, so they are not part of the state.
+        # The quantization maps are constant and shared, so they are not part of the state.
         return {
             f"{name}.{part}": self._optimizer.state[parameter][part]
             for name, parameter in self._parameters.items()
@@ -291,11 +291,11 @@ def bank_bytes(
     """Return the memory of an :class:`AdapterBank` and its :class:`SlotAdamW`, in bytes, with the largest adapter in
     every slot and the costliest of ``optims``.
 
-    Paged state counts in full, because it leaves the device only when the device's memory is full.
+    Paged state counts completely, because it leaves the device only when the device's memory is full.
 
     Args:
         working_dtype: Precision of the bank's copies of its weights; None for no copies.
-        state_dtype: Precision of the moments of ``adamw_torch``; None means that of the adapters.
+        state_dtype: Precision of the moments of ``adamw_torch``; None means the precision of the adapters.
     """
     bytes_of_rows = 2 * adapter_dtype.itemsize  # weights and gradients
     if working_dtype is not None:

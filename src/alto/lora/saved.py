@@ -360,7 +360,7 @@ def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
 
 
 def _kinds(extras: Iterable[str]) -> str:
-    """Return a text that names the kinds of tensors besides the matrices."""
+    """Return a text that lists the kinds of tensors other than the matrices."""
     return " and ".join(dict.fromkeys(map(_kind, extras)))
 
 

@@ -67,7 +67,7 @@ def adapter_shape(model: PreTrainedModel, config: JobConfig, labels: LabelSet | 
 def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[str, ...]:
     """Return a notice if a rank exceeds the smaller dimension of a module.
 
-    The product ``A B`` cannot have such a rank; PEFT trains it without complaint.
+    The product ``A B`` cannot reach this rank; PEFT trains it without a warning.
 
     Args:
         model: The base model, with or without weights, with or without injected adapters.
@@ -77,7 +77,7 @@ def rank_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     """
     smallest = min((_smaller_side(module) for module in linear_modules(model)), default=0)
     wide = [config for config in configs if max(config.r, *(rank for _, rank in config.rank_pattern), 0) > smallest]
-    # Most jobs of a search have the same shape.
+    # Compute each distinct shape only once; most jobs of a search share one.
     distinct = {tuple(getattr(config, key) for key in SHAPE_FIELDS): config for config in wide}
     largest: dict[TargetModule, int] = {}
     for config in distinct.values():
@@ -129,7 +129,7 @@ def _targets(model: PreTrainedModel, config: JobConfig) -> tuple[TargetModule, .
 
 
 def _named(model: PreTrainedModel) -> tuple[TargetModule, ...]:
-    """Return the modules that ``target_modules`` may name."""
+    """Return the modules that ``target_modules`` may contain."""
     return tuple(module for module in adaptable(model) if module.num_experts is None and not module.is_router)
 
 
@@ -137,7 +137,7 @@ def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, 
     """Check that an adapter on the output head or the embeddings can be trained with ``config``.
 
     Raises:
-        UnsupportedError: It cannot.
+        UnsupportedError: The adapter cannot be trained.
     """
     what, module = ("output head", head_base(model)) if target.is_head else ("embeddings", embedding_base(model))
     assert module is not None

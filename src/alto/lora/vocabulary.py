@@ -58,7 +58,8 @@ class _VocabularyModule(InjectedModule):
 
 class MultiLoraEmbedding(_VocabularyModule, SettingsModule):
     """Frozen token embeddings with one adapter per slot (``target_modules: [embed_tokens]``), or with a separate table
-    per job (``modules_to_save``). Outside of a schedule they act as the base embeddings."""
+    per job (``modules_to_save``). Without a token schedule, the output is that of the base
+    embeddings."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # writes to the bank, which is outside of graphs
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -188,8 +189,8 @@ class _HeadAdapters:
     def inputs(self, hidden_SH: Tensor) -> Tensor:
         """Return the hidden states, with dropout for the jobs that use it.
 
-        As in every other layer, a token's mask depends on its position among all tokens of its job's batch, trained or
-        not.
+        A token's mask depends on its position among all tokens of its job's batch, trained or not. This matches every
+        other layer.
         """
         schedule = self.schedule
         slots = {slot for slot, key in zip(schedule.slots, schedule.dropout, strict=True) if key is not None}
@@ -201,7 +202,7 @@ class _HeadAdapters:
         return dropped_inputs(hidden_SH, schedule, slots, self.operands.number, self.positions_S - starts_S)
 
     def shrink(self, x_SH: Tensor) -> Tensor:
-        """Return the products with every slot's own ``A``, ``[S, Q]``; columns past a slot's own ranks are
+        """Return the products with the ``A`` of every slot, ``[S, Q]``; columns past the ranks of a slot are
         undefined."""
         s_SQ: Tensor = self.ops.grouped_shrink(x_SH, self.operands, self._part(0, self.schedule.num_tokens))
         return s_SQ
@@ -254,7 +255,7 @@ class _OwnHead:
         return hidden_SH
 
     def shrink(self, x_SH: Tensor) -> Tensor:
-        """Return a tensor without columns."""
+        """Return an empty tensor ``[S, 0]``."""
         return x_SH[:, :0]
 
     def expand(self, s_CQ: Tensor, part: slice, dtype: torch.dtype) -> None:

@@ -1,5 +1,5 @@
-"""The interfaces of objectives, which turn the losses of trained tokens into one loss per job, and of what is added to
-it."""
+"""The interfaces of objectives, which turn the losses of trained tokens into one loss per job, and of the terms that
+are added to this loss."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Terms:
 class ObjectiveImplementation(Protocol):
     """The computation of an objective. It is called after the base model has run, and sees only losses of tokens.
 
-    To add an objective, write a class with these methods whose instances hold no state, and name it in an
+    To add an objective, write a class with these methods whose instances have no state, and name it in an
     :class:`alto.spec.ObjectiveEntry` of your package. ``docs/objectives.md`` has an example.
 
     Compute every job only from its own tokens, and in an order that depends only on them: then no other job changes its
@@ -58,8 +58,8 @@ class ObjectiveImplementation(Protocol):
             settings: Settings of every job, of the class that the entry names.
 
         Raises:
-            DataError: The objective needs pairs and the rows are not pairs, or the other way round.
-            SpecError: A setting is out of its domain.
+            DataError: The objective needs pairs and the rows are not pairs, or the reverse.
+            SpecError: The value of a setting is not allowed.
         """
         ...
 
@@ -136,13 +136,13 @@ class Objective:
         if self.method.entry.is_labelled and dataset.labels is None:
             raise DataError(
                 f"method {self.method.name}: expected replies with labels (columns prompt, completion and label) or "
-                "preference pairs, found rows without labels; write method: sft"
+                "preference pairs, but the dataset has no labels. Add a label column, or set method: sft"
             )
         expects_pairs = self.method.entry.is_paired or (self.needs_reference and not self.method.entry.is_labelled)
         if expects_pairs and not dataset.is_paired:
             raise DataError(
                 f"method {self.method.name}: expected preference pairs (columns prompt, chosen and rejected), found "
-                "rows with one reply; write method: sft, or name a dataset of pairs"
+                "rows with one reply; set method: sft, or use a dataset of pairs"
             )
         if self.method.entry.is_paired is False and dataset.is_paired:
             raise DataError(
@@ -216,8 +216,8 @@ def find_objective(name: str) -> Objective:
 class AuxiliaryTerm:
     """A part of the loss of some jobs that depends on more than one micro-batch, such as a mean over a whole batch.
 
-    One object serves one step, or one evaluation. The trainer calls it without knowing whose it is; a subclass
-    overrides what it needs.
+    One object serves one step, or one evaluation. The trainer treats all terms in the same way; a subclass
+    overrides the methods that it needs.
     """
 
     def prepare(self) -> None:
@@ -241,8 +241,8 @@ class AuxiliaryTerm:
         return nullcontext()
 
     def losses(self, parts: Sequence[JobRows]) -> Tensor | None:
-        """Return the loss to be trained beside that of the objective, for each job of the micro-batch whose forward
-        pass was recorded last: ``[J]`` float32; None if this term has no loss.
+        """Return the loss to be trained in addition to the loss of the objective, for each job of the micro-batch whose
+        forward pass was recorded last: ``[J]`` float32; None if this term has no loss.
 
         If a job's rows are in several micro-batches, its losses add up over them.
         """
@@ -268,7 +268,7 @@ def run_sums(values_S: Tensor, lengths: Sequence[int]) -> Tensor:
     Each run is summed separately, in an order that depends only on its length, so its bits depend on no other run. The
     sums are in float64, because on a CPU they add one value after the other.
     """
-    # `unsafe`: the lengths are valid, and checking them would synchronise host and device.
+    # `unsafe`: the lengths are valid, and checking them would synchronize host and device.
     return torch.segment_reduce(values_S.double(), "sum", lengths=to_device(lengths, values_S.device), unsafe=True)
 
 

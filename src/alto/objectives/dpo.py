@@ -1,4 +1,4 @@
-"""Direct preference optimisation: the chosen reply's log-ratio to the frozen base model should exceed that of the
+"""Direct preference optimization: the chosen reply's log-ratio to the frozen base model should exceed that of the
 rejected reply.
 
 The losses are those of TRL's ``DPOTrainer`` under the same names, per pair; several are added with weights. But

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class ExitReason(StrEnum):
-    """The reasons why a job ended before its last step. A user's rule has a reason of its own."""
+    """The reasons why a job ended before its last step. A user's rule has a separate reason."""
 
     DIVERGING = "diverging"
     OVERFITTING = "overfitting"
@@ -34,8 +34,8 @@ class LossPoint:
         train_ema: Exponentially smoothed training loss after ``step`` steps.
         validation_loss: Loss on the validation set, not smoothed: nats per token; for pairs, in the unit of their loss.
         score: Value of the metric that the task selects by, higher is better; always 0 if that is the loss.
-        score_rows: Score of every validation row, in their order; empty if the metric is the loss or is known only as a
-            mean.
+        score_rows: Per-row scores, in the order of the validation rows; empty if the metric is the loss or is known
+            only as a mean.
         loss_scale: Text with the settings that decide the scale of the loss; losses of different scales are not
             comparable.
         start_loss: Validation loss before the first step; None if it is not known.

@@ -40,8 +40,8 @@ class Sharing:
             Tasks that step together pay it once.
         num_slots: Maximum number of slots that its jobs use.
         slot_bytes: Size of one of its slots. Every slot of a shared bank has the size of the largest.
-        pass_bytes: Memory besides the bank: base model and largest micro-batch. Tasks that share an executor need only
-            the largest of these.
+        pass_bytes: Memory in addition to the bank: base model and largest micro-batch. Tasks that share an executor
+            need only the largest of these.
         capacity_bytes: Memory that plans may use.
     """
 

@@ -35,9 +35,6 @@ from alto.views.metrics import (
 )
 from alto.views.tables import JobRow, JobTable
 
-# Plots the learning rate against the selection metric: one point per job, at an equal share of training and at the
-# job's best.
-
 _KEY = "learning_rate"
 
 MAX_TICKS = 8
@@ -45,11 +42,13 @@ MAX_TICKS = 8
 
 
 def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] | None:
-    """Return the points of all jobs; None if fewer than two rates above 0 were tried, or a mode has no finite value.
+    """Return the plot of the learning rate against the selection metric, with one point per job; None if fewer than two
+    rates above 0 were tried, or a mode has no finite value.
 
     Returns:
-        ``modes``: at an equal share of training, where all jobs can be compared, and at the best of each job; each has
-        a name, a view and a note on what the view leaves out. ``traces``: one per role, with ``y`` for every mode.
+        ``modes``: after the same fraction of training, where all jobs can be compared, and at the best evaluation of
+        each job; each has a name, a view and a note on the points that the view leaves out. ``traces``: one per role,
+        with ``y`` for every mode.
     """
     labels = {row.history.job: row.label for row in rows}
     rates = {name: rate for name, job in history.jobs.items() if (rate := _rate(job)) is not None}
@@ -162,7 +161,7 @@ class Axis:
 
     Attributes:
         positions: Position at which every job crosses the axis; in [0, 1], or above if a value is not finite.
-        ticks: Positions and labels beside the axis.
+        ticks: Positions and labels next to the axis.
     """
 
     name: str

@@ -1,5 +1,5 @@
 """Commands from other processes to a running task or queue: one file per command in ``control/``, with the answer
-beside it.
+next to it.
 
 A command stays there until its effect is committed, so it is not lost if the working process dies or restarts. The
 journal records its id, so that it takes effect only once.
@@ -53,9 +53,9 @@ class QueueAction(StrEnum):
     SUBMIT = "submit"
     CANCEL = "cancel"
     FINISH = "finish"
-    """Accept no more tasks, and end when all tasks have ended."""
+    """Accept no more tasks, and stop when all tasks have ended."""
     DRAIN = "drain"
-    """Let every running task save and end, then end."""
+    """Ask every running task to save and stop, then stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class _Mailbox(ABC, Generic[C]):
         """Return the command with these fields.
 
         Raises:
-            ValueError, TypeError, KeyError: They are not the fields of a command.
+            ValueError, TypeError, KeyError: ``facts`` are not the fields of a command.
         """
 
     def _send(self, facts: Mapping[str, Any]) -> str:
@@ -219,8 +219,7 @@ class _Mailbox(ABC, Generic[C]):
     def _read_answer(self, path: Path) -> Answer:
         try:
             answer = Answer(**read_json(path))
-            if not (isinstance(answer.done, bool) and isinstance(answer.message, str)):
-                raise TypeError("a field of the wrong type")
+            _check_types(done=(answer.done, bool), message=(answer.message, str))
         except (OSError, ValueError, TypeError) as error:
             raise self._error(
                 f"expected the answer of the {self._answerer} at {path}, found invalid content ({error!s:.200}); "
@@ -242,8 +241,8 @@ class Mailbox(_Mailbox[Command]):
 
         Raises:
             MailboxFullError: :data:`MOST_KEPT` commands wait already.
-            JobCommandError: A file is in the place of the mailbox, or the command asks a finished run to train further
-                jobs but the run has not kept all states.
+            JobCommandError: The mailbox's path is a file, or the command asks a finished run to train additional jobs
+                but the run has not kept all states.
             RunWriteError: The run directory cannot be written.
         """
         if (found := self.num_pending) >= MOST_KEPT:
@@ -272,15 +271,14 @@ class Mailbox(_Mailbox[Command]):
 
     @property
     def extends_run(self) -> bool:
-        """Whether a waiting command makes a finished run train on (a clone or a resumed job). Reading it changes
-        nothing."""
+        """Whether a waiting command makes a finished run continue to train (a clone or a resumed job). Reading this
+        property changes nothing."""
         return self.num_waiting(*_EXTENDING) > 0
 
     @staticmethod
     def _parse(facts: dict[str, Any]) -> Command:
         command = Command(**{**facts, "action": JobAction(facts["action"])})
-        if not (isinstance(command.job, str) and isinstance(command.changes, dict) and isinstance(command.warm, bool)):
-            raise TypeError("a field of the wrong type")
+        _check_types(job=(command.job, str), changes=(command.changes, dict), warm=(command.warm, bool))
         return command
 
 
@@ -300,20 +298,34 @@ class QueueMailbox(_Mailbox[QueueCommand]):
         """Write any other command and return its id.
 
         Raises:
-            QueueCommandError: A file is in the place of the mailbox.
+            QueueCommandError: The mailbox's path is a file.
             RunWriteError: The queue's folder cannot be written.
         """
         return self._send({"action": action, "task": task})
 
     @staticmethod
     def _parse(facts: dict[str, Any]) -> QueueCommand:
-        # The file keeps them apart from the task's own values, which they replace.
+        # The file stores tenant and priority separately from the task's values, which they replace.
         given = {"tenant": facts.pop("tenant", ""), "priority": facts.pop("priority", 0)}
         command = QueueCommand(**{**facts, "action": QueueAction(facts["action"])})
-        is_text = isinstance(command.task, str) and isinstance(given["tenant"], str)
-        if not (is_text and isinstance(command.values, dict) and type(given["priority"]) is int):
-            raise TypeError("a field of the wrong type")
+        _check_types(
+            task=(command.task, str),
+            values=(command.values, dict),
+            tenant=(given["tenant"], str),
+            priority=(given["priority"], int),
+        )
         return replace(command, values={**command.values, **given})
+
+
+def _check_types(**fields: tuple[object, type]) -> None:
+    """Check that every field, given as its value and its type, has exactly that type.
+
+    Raises:
+        TypeError: A field has another type.
+    """
+    for name, (value, expected) in fields.items():
+        if type(value) is not expected:
+            raise TypeError(f"{name}: expected {expected.__name__}, found {type(value).__name__}")
 
 
 def _remove(path: Path) -> None:

@@ -238,7 +238,7 @@ class QueueHistory(JournalFold):
         self.notices += event.notes
         self._done.update(event.done)  # the journal may repeat the submission of these tasks later
         for task in self.tasks.values():
-            if task.task in event.done:  # the event of its end may not have reached the disk
+            if task.task in event.done:  # the journal may have lost the event that this task finished
                 self._close(task, self.last_seen_at, outcome="finished", reason="")
                 task.state, task.failure = TaskStage.FINISHED, ""
             elif task.state is TaskStage.RUNNING:

@@ -123,7 +123,7 @@ class RunDir:
     def check_lock(self) -> None:
         """Check before a write that this process still holds the lock of the run.
 
-        A removed lock file is not made again, because another process may have worked on the run since.
+        If the lock file was deleted, it is not created again: another process may have changed the run in the meantime.
 
         Raises:
             RunBusyError: The lock file was removed or replaced, or the run was leased to another process.

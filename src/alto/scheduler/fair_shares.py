@@ -1,6 +1,6 @@
-"""The slots and tokens that each task gets when several share an executor: by weight; unused shares go to the others.
+"""Divides slots and tokens by weight among tasks that share an executor; a task's unused part goes to the others.
 
-Pure: the same tasks in the same order get the same shares.
+Pure functions: the same tasks in the same order get the same parts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 _MOST_DIFFERENCE = 20
-"""Largest difference of priorities that counts; with a larger one, a task would wait forever."""
+"""Cap on the priority difference. A larger difference would starve the lower-priority task."""
 
 
 def task_weights(owners: Mapping[str, tuple[str, int]]) -> dict[str, float]:
@@ -79,15 +79,14 @@ class ReceivedShare:
 
 @dataclass(slots=True)
 class TokenShares:
-    """The choice of the tasks that train in the next step, so that in the long run each trains tokens by its weight.
+    """Chooses the tasks that train in the next step, so that in the long run each trains tokens by its weight.
 
     Start-time fair queueing: a task's clock is its number of trained tokens divided by its weight. The task with the
-    earliest clock trains. So does every task whose clock is earlier than the clock that the first task will have after
-    its step. A task that arrives or returns starts at the earliest clock of the others, so it neither owes nor is owed
-    anything for the time it was absent.
+    earliest clock trains, and every task whose clock is earlier than the clock that this task will have after its step.
+    A task that arrives or returns starts at the earliest clock of the others: the time of its absence has no effect.
 
     Attributes:
-        clocks: Clock of every present task, in tokens of weight 1.
+        clocks: Clock of every task that is currently in the executor, in tokens of weight 1.
         received: Tokens that each task got while other tasks were present.
     """
 
@@ -130,12 +129,12 @@ class TokenShares:
             received.all_tokens += all_tokens
 
     def forget(self, task: str) -> None:
-        """Forget a task that has left."""
+        """Remove a task that has left the executor."""
         self.clocks.pop(task, None)
         self.received.pop(task, None)
 
 
 def jain_index(shares: Mapping[str, float]) -> float:
-    """Return Jain's fairness index of the shares: 1 if all are equal, 1/n if one of n tasks has everything."""
+    """Return Jain's fairness index of the parts: 1 if all are the same, 1/n if one of n tasks gets all tokens."""
     total, squares = sum(shares.values()), sum(share * share for share in shares.values())
     return total * total / (len(shares) * squares) if squares else 1.0

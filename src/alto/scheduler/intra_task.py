@@ -118,7 +118,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentPlan:
-    """The jobs to park, then the jobs to admit, and the waiting jobs that train besides the other residents.
+    """The jobs to park, then the jobs to admit, and the waiting jobs that train in addition to the other residents.
 
     Attributes:
         ahead: Waiting jobs with a slot that continue before their rung is decided.

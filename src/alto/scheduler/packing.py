@@ -122,7 +122,7 @@ def _why_one_slot(request: PackingRequest, memory: MemoryProfile, saturated: int
 
 
 def _fitting_tokens(memory: MemoryProfile, bank_bytes: int) -> int:
-    """Return the tokens of the largest micro-batch that fits beside the bank."""
+    """Return the tokens of the largest micro-batch that fits in addition to the bank."""
     fitting = max_tokens(memory, capacity_bytes=memory.capacity_bytes, margin=memory.margin, bank_bytes=bank_bytes)
     return 2**24 if fitting is None else min(fitting, 2**24)
 

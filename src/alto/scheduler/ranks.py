@@ -47,7 +47,7 @@ class RankDemand:
 
     Attributes:
         num_tokens: Expected tokens of one of its steps, 1 or more.
-        rank: Its present rank; None if moving it costs nothing.
+        rank: Its current rank; None if moving it costs nothing.
     """
 
     job: str
@@ -79,7 +79,7 @@ def assign_ranks(demands: Iterable[RankDemand], slots: RankSlots) -> dict[str, i
 
 
 def _better(ordered: Sequence[RankDemand], slots: RankSlots) -> dict[str, int]:
-    """Return the rank of every job after one round; a job keeps its present rank unless moving improves the balance."""
+    """Return the rank of every job after one round; a job keeps its current rank unless moving improves the balance."""
     ranks = _Ranks(ordered, slots)
     ranks.fill()
     filled, before = ranks.rank_of, ranks.imbalance
@@ -193,7 +193,7 @@ class _Search:
         self._place({}, 0)
 
     def _cost(self, num_moved: int) -> tuple[float, int]:
-        """Return the cost to minimise; it only grows as jobs are added."""
+        """Return the cost to minimize; it only grows as jobs are added."""
         return max(max(self._loads) * len(self._loads) / self._total - 1.0, self._floor), num_moved
 
     def _place(self, rank_of: dict[str, int], num_moved: int) -> None:

@@ -47,7 +47,7 @@ def check_installed() -> None:
 def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -> dict[str, Any] | None:
     """Return the configuration in ``space`` to try next; None if all were tried.
 
-    The result depends only on the arguments: the estimator is built anew from all trials, and its random state comes
+    The result depends only on the arguments: the estimator is built again from all trials, and its random state comes
     from ``seed`` and their number. A trial that ended early counts with its values at the rungs that it has reached:
     trials that came further count as better, and among these, trials with lower values. A trial that is still training
     and has reached no rung counts as a bad one, so that suggestions keep a distance from it. A trial that does not fit
@@ -98,7 +98,7 @@ def _distribution(group: tuple[Axis, ...]) -> Any:
 
 
 def _is_ordered(axis: Axis) -> bool:
-    """Return whether neighbouring values of the list are similar: numbers that rise or fall."""
+    """Return whether neighboring values of the list are similar: numbers that rise or fall."""
     values = axis.draw(0)
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     return len(numbers) == len(values) and numbers in (sorted(numbers), sorted(numbers, reverse=True))

@@ -47,7 +47,7 @@ class Caller:
 
 
 def create_tenant(session: Session, name: str, limits: Mapping[str, Any] | None = None) -> Tenant:
-    """Return the tenant ``name``, creating it if necessary; ``limits`` replace its present limits.
+    """Return the tenant ``name``, creating it if necessary; ``limits`` replace its current limits.
 
     Raises:
         ServiceError: The name is invalid.

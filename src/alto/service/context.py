@@ -104,7 +104,7 @@ def _state_of(run: Path) -> _State | None:
 
 _MOST = 32
 _MOST_AT_ONCE = 2
-"""Maximum number of drafts whose rows are tokenised at the same time."""
+"""Maximum number of drafts whose rows are tokenized at the same time."""
 _MOST_WAITING = 8
 """Maximum number of waiting drafts; each occupies a thread of the server."""
 
@@ -139,8 +139,8 @@ class Previews:
             if self._num_open >= _MOST_AT_ONCE + _MOST_WAITING:
                 raise ApiError(
                     429,
-                    f"expected at most {self._num_open} drafts that read rows at the same time, found one more; "
-                    "send it again in a few seconds, or with num_rows=0",
+                    f"too many previews are being computed (limit {self._num_open}); retry in a few seconds, or send "
+                    "num_rows=0",
                     code="too_many_drafts",
                     headers={"Retry-After": "5"},
                 )

@@ -41,7 +41,7 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
 
 
 def _close_to_others(folder: Path) -> None:
-    """Make a folder private to this user; log a warning if it belongs to another user and others can access it."""
+    """Remove group and other access from ``folder``. If another user owns the folder, only log a warning."""
     state = folder.stat()
     if not state.st_mode & 0o077:
         return

@@ -26,7 +26,7 @@ class TenantError(Exception):
 
 
 class UnknownJobError(TenantError):
-    """The tenant has no such job.
+    """Raised when the tenant has no job of this id.
 
     Args:
         param: Parameter of the request that names the job.
@@ -39,7 +39,7 @@ class UnknownJobError(TenantError):
 
 
 class JobStateError(TenantError):
-    """The job cannot be changed in its present state."""
+    """Raised when the current state of the job does not allow the requested change."""
 
 
 class ReusedKeyError(TenantError):
@@ -59,7 +59,7 @@ class ApiError(Exception):
 
     Args:
         status: HTTP status; never 409, because clients retry it on their own.
-        message: Says what was expected, what was found, and what to do.
+        message: Sentence that says what was expected, what was found, and what to do.
         param: Key of the request that is wrong.
     """
 
@@ -92,12 +92,13 @@ def refused(message: str, param: str | None = None, code: str = "invalid_value")
 
 
 def not_found(kind: str, name: str, param: str = "id", *, of_what: str = "") -> ApiError:
-    """Return a 404 error for an id that does not exist or belongs to another tenant; both look the same.
+    """Return a 404 error for an id that does not exist or belongs to another tenant; the caller cannot tell the
+    two cases apart.
 
     Args:
         kind: Kind of object that the id names, such as "model".
         param: Key of the request that holds the id.
-        of_what: The expected object, if it is not simply one of the tenant's own ``kind``.
+        of_what: Description of the expected object, used instead of the default 'a ``kind`` of yours'.
     """
     return ApiError(
         404,

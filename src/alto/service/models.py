@@ -50,7 +50,7 @@ def alias_name(base: str, tenant: str, suffix: str) -> str:
 
 
 def merged_folder(model: ModelRow) -> str:
-    """Return the artefact folder for the weights of the base model merged with the adapter of ``model``."""
+    """Return the artifact folder for the weights of the base model merged with the adapter of ``model``."""
     return f"merged/{model.tenant}/{model.job}"
 
 

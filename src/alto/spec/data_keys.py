@@ -62,10 +62,13 @@ def check_columns(columns: object) -> dict[str, str]:
     if unknown:
         raise ValueError(
             f"should have roles as keys, found {quoted(unknown[0])}; roles are {', '.join(_COLUMN_ROLES)}. Write the "
-            "dataset's name of the column on the right."
+            "role on the left, and the name of the dataset's column on the right."
         )
     if len(set(columns.values())) < len(columns):
-        raise ValueError(f"should give every role a different column, found {quoted(dict(columns))}. Remove one.")
+        raise ValueError(
+            f"should give every role a different column, found the same column for two roles: {quoted(dict(columns))}"
+            ". Remove one of the two roles, or give it another column."
+        )
     return dict(columns)
 
 

@@ -296,7 +296,7 @@ class JobConfig(SpecModel):
     def _check_warmup_steps(cls, value: float) -> float:
         if value > 1 and not value.is_integer():
             raise ValueError(
-                f"should be a whole number of steps, or a share below 1, found {value}. Write one of the two."
+                f"should be an integer number of steps, or a fraction below 1, found {value}. Set one of the two."
             )
         return int(value) if value.is_integer() else value
 

@@ -60,8 +60,8 @@ def check_metric(metric: str, method: str, scores: tuple[str, ...]) -> None:
     having = [name for name in OWN_METHODS if metric in find_method(name).entry.scores]
     remedy = f"change the method to {' or '.join(having)}" if having else "correct it"
     raise SpecError(
-        f"metric should be {' or '.join((LOSS, *scores))} with method {quoted(method)}, found {quoted(metric)}. "
-        f"Remove the key to choose by the validation loss, or {remedy}."
+        f"metric {quoted(metric)} is not available with method {quoted(method)} (available: "
+        f"{', '.join((LOSS, *scores))}). Remove the key to select by validation loss, or {remedy}."
     )
 
 

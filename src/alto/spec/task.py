@@ -392,8 +392,11 @@ class Task(DataKeys):
         return write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
-        """Return a new, fully checked task with some keys changed. The two keys to validate (or test) replace each
-        other. A model that is an object stays unless another model is given.
+        """Return a new, fully checked task with some keys changed.
+
+        Setting ``validation_dataset`` removes ``validation_split``, and the reverse; the same holds for
+        ``test_dataset`` and ``test_split``. If the model was passed as a Python object, it is kept unless ``model`` is
+        one of the changes.
         """
         changes, objects = with_base_objects(changes)
         changes = _canonical(changes, _method_of({"method": self.method, **changes}))

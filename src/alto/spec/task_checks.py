@@ -259,13 +259,13 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
         return
     if keys.token_cache == "disk":
         raise UnsupportedError(
-            f"token_cache: expected 'auto' or 'memory' with method {method.name!r}, found 'disk', which cannot store "
-            "the labels of texts. Remove the key: the tokens are kept in memory."
+            f"token_cache: 'disk' does not support method {method.name!r}, because the disk cache cannot store labels. "
+            "Remove the key; tokens are then kept in memory."
         )
     if num_gpus > 1:
         raise UnsupportedError(
             f"num_gpus: expected 1 with method {method.name!r}, found {num_gpus}: heads are not trained on "
-            "a base model that is sharded over GPUs. Write num_gpus: 1, or load_in_4bit: true for a large model."
+            "a base model that is sharded over GPUs. Set num_gpus: 1, or load_in_4bit: true for a large model."
         )
     if keys.problem_type is not None and keys.problem_type not in allowed:
         other = "regression" if keys.problem_type == "regression" else "classification"

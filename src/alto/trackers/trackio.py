@@ -1,4 +1,4 @@
-"""Trackio: one run for each job, in a group for the task."""
+"""Logs to Trackio: one run per job; the runs of a task form one group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class TrackioTracker:
     """Reports to the place that Trackio's environment variables name; by default, this machine.
 
     Trackio accepts any step at any time and would store repeated steps twice, so a resumed run makes new, complete runs
-    in a group of their own.
+    in a separate group.
     """
 
     package = "trackio"

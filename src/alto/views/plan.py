@@ -80,7 +80,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
 
 
 def _labelled(lines: Sequence[tuple[str, str]]) -> Table:
-    """Return a table with a label and a text per line; a long text continues below its own start."""
+    """Return a table with a label and a text per line; a long text is wrapped and indented to the start of the text."""
     table = Table.grid()
     table.add_column(width=12, no_wrap=True)
     table.add_column(overflow="fold")
@@ -172,7 +172,7 @@ def preview_text(preview: DataPreview, *, marked: bool) -> RenderableType:
     """Return everything in ``preview``, one fact per line, then the examples.
 
     Args:
-        marked: Whether trained tokens are put between marks instead of coloured.
+        marked: Whether trained tokens are put between marks instead of colored.
     """
     counts, (shortest, median, longest) = preview.counts, preview.row_tokens
     has_labels = preview.form == "text_classification"
@@ -250,7 +250,7 @@ def run_list(runs: Sequence[RunSummary], now: float) -> RenderableType:
     # Commands take this name, so it is never cut.
     table.add_column("run", no_wrap=True, min_width=max((len(clean(run.root.name)) for run in runs), default=0))
     table.add_column("state", no_wrap=True)
-    table.add_column("task")  # may shrink: rich shrinks only columns that may wrap
+    table.add_column("task")  # no `no_wrap` here: rich shrinks only columns that can wrap
     for heading in ("jobs", "best val", "done", "age"):
         table.add_column(heading, justify="right", no_wrap=True)
     for run in runs:

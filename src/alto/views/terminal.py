@@ -33,7 +33,7 @@ from alto.views.plain import PlainView, samples_text
 from alto.views.tables import JobRow, JobTable, job_table, run_notes
 
 GRID_LINES = 3
-"""Lines besides the rows: the headings, the rule, and the line for what does not fit."""
+"""Lines in addition to the rows: the headings, the rule, and the line for what does not fit."""
 
 GAP = 2  # the padding of a cell and the separator that the box draws
 BAR_WIDTH = 10
@@ -275,7 +275,7 @@ class LiveView:
                     self._console.print(Text(f"note: {wording.clean(note)}", style="yellow"))
 
     def show(self, history: RunHistory) -> None:
-        """Replace the shown state by ``history``, a newer state of the same run."""
+        """Replace the displayed state with ``history``, a newer state of the same run."""
         with self._lock:
             self.history = history
             in_slots = (job.job for job in history.jobs.values() if job.slot is not None)

@@ -34,7 +34,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return {"no_memory": f"expected memory for the base model {task.model!r}, found less; load a smaller one"}
+        return {"no_memory": f"not enough memory for the base model {task.model!r}; load a smaller model"}
     return measured.to_dict()
 
 

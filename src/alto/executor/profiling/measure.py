@@ -284,14 +284,14 @@ def _will_fit(memory: Sequence[MemoryPoint], num_tokens: int, room: float) -> bo
 
 def _nothing_fits(num_tokens: int, backbone: Backbone) -> str:
     return (
-        f"expected memory for a training step of one job on a row of {num_tokens} tokens, found less free on "
-        f"{backbone.device} beside the base model; lower max_length or r, set gradient_checkpointing: true, load the "
+        f"not enough memory on {backbone.device} for the base model and a training step of one job on a row of "
+        f"{num_tokens} tokens; lower max_length or r, set gradient_checkpointing: true, load the "
         f"base model in 4 bits with {LOAD_IN_4BIT}, or shard it over more GPUs with num_gpus"
     )
 
 
 def _nothing_more_fits(fitting: int, num_tokens: int, backbone: Backbone) -> str:
     return (
-        f"memory profile: expected memory for steps of two sizes, found that {fitting} tokens fit on {backbone.device} "
-        f"and {num_tokens} do not; lower max_length or r, set gradient_checkpointing: true, or {LOAD_IN_4BIT}"
+        f"memory profile: needs steps of two sizes, but {fitting} tokens fit on {backbone.device} and {num_tokens} do "
+        f"not; lower max_length or r, set gradient_checkpointing: true, or {LOAD_IN_4BIT}"
     )

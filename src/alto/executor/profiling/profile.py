@@ -42,11 +42,12 @@ _ABOUT = 1.2
 """Ratio from which two lengths count as different."""
 
 _SHAPE_KEYS = ("r", *SHAPE_FIELDS[3:])
-"""Settings of a job that decide which products its adapter adds to a step; a scale factor does not change the time."""
+"""Settings of a job that determine which products its adapter adds to a step; a scale factor does not change the
+time."""
 
 _KEYS = ("method", "adapter_dtype", "optim_state_dtype", "gradient_checkpointing", "max_slots", "tenant")
-"""Settings of a task that affect the memory and time of its steps, beside base model, jobs and row lengths. The tenant
-is included because a cache hit is reported, and must not reveal what another tenant has trained."""
+"""Settings of a task that affect the memory and time of its steps, in addition to base model, jobs and row lengths. The
+tenant is included because a cache hit is reported, and must not reveal what another tenant has trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ def profile_task(
     measured = ranks.broadcast(measured, Measured)
     key = _key(task, lengths, device, ranks.size)
     if ranks.is_first:
-        # Processes on CPU slots, each with its share of the memory, use one measurement.
+        # Processes on CPU slots, each with a part of the memory, use one measurement.
         of_machine = replace(measured, capacity_bytes=int(measured.capacity_bytes / memory_share()))
         cache.save("profiles", key, of_machine.to_dict())
     return _profile(measured, cache.name_of(key), is_cached=False)
@@ -238,8 +239,8 @@ def _measured_in_child(
         return Measured.from_dict(found)
     except (IndexError, ValueError, KeyError, TypeError) as error:
         raise ProfileError(
-            f"profile: expected measurements from a separate process, found that it ended with code {code} and "
-            f"printed {message!r}; free memory on this machine, or {_UNMEASURED}"
+            f"profile: the process that measures memory returned no measurements (exit code {code}): {message!r}. If "
+            f"it ran out of memory, free memory on this machine; or {_UNMEASURED}"
         ) from error
 
 
@@ -270,7 +271,7 @@ def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int,
         timer = threading.Timer(CHILD_TIMEOUT_S, stop)
         timer.start()
         try:
-            with contextlib.suppress(BrokenPipeError):  # the process has ended, and its exit code says why
+            with contextlib.suppress(BrokenPipeError):  # the process has exited, and its exit code says why
                 child.stdin.write(request)
                 child.stdin.close()
             for line in child.stdout:
@@ -294,10 +295,10 @@ def _ask_child(request: str, on_progress: Callable[[float], None]) -> tuple[int,
 
 
 _EVERY = 8
-"""Number of steps from which one is noted; counting the tokens of every step would take time too."""
+"""One step out of this many is recorded; counting the tokens of every step would take too much time."""
 
 _LEAST, _MOST = 8, 512
-"""Smallest number of noted steps for a correction, and number of latest steps that it uses."""
+"""Smallest number of recorded steps for a correction, and number of latest steps that the correction uses."""
 
 _CLOSE = 0.1
 """Relative difference below which durations are not corrected, because the throughput model is no more exact."""
@@ -311,7 +312,7 @@ class StepTimes:
     packed as before.
 
     Args:
-        forecast: The plan of the run, with its measured throughput; without it (None), no step is noted.
+        forecast: The plan of the run, with its measured throughput; without it (None), no step is recorded.
     """
 
     def __init__(self, forecast: TaskPlan | None) -> None:
@@ -321,8 +322,8 @@ class StepTimes:
         self._ratios: deque[float] = deque(maxlen=_MOST)
 
     def note(self, jobs: Sequence[JobState], duration_s: float) -> None:
-        """Note a step that ``jobs`` have just taken in ``duration_s`` seconds; their step counts do not include it
-        yet."""
+        """Record a step that ``jobs`` have just taken in ``duration_s`` seconds; their step counts do not include this
+        step yet."""
         self._num_steps += 1
         if self._expected is None or self._num_steps % _EVERY:
             return
@@ -331,8 +332,8 @@ class StepTimes:
 
     def refine(self) -> None:
         """Correct the measurement in the cache if steps were faster than measured, or slower than measured on a busy
-        machine. Nothing is changed if few steps were noted, if they agree with the measurement, or if it was measured
-        again meanwhile."""
+        machine. Nothing is changed if few steps were recorded, if they agree with the measurement, or if the task was
+        measured again in the meantime."""
         if self._expected is None or len(self._ratios) < _LEAST:
             return
         factor, spread = statistics.median(self._ratios), spread_of(self._ratios)

@@ -4,7 +4,7 @@ The first product of a slot's step overwrites the previous step's gradient, whic
 of every written tile is stored, too, so that the norm of a gradient needs no pass over it.
 
 One program owns its part of a gradient and reads the slot's tokens in order, so it needs no atomics and gives the same
-bits every time, whatever other slots are present. A segment of any length is one program's loop. Splitting long
+bits every time, for any set of other slots. A segment of any length is one program's loop. Splitting long
 segments over programs would need a workspace and a second pass; with tiles of 128 columns, one slot of an 8B model
 already starts 32 to 112 programs, and each further slot adds as many.
 """
@@ -52,7 +52,7 @@ def da_kernel(
 
     Args:
         sums_ZC: Sums of squares of gradient tiles; any tensor without ``HAS_SUMS``.
-        adds_S: For every segment 1 to add the product to the present value, 0 to overwrite it, int32.
+        adds_S: For every segment 1 to add the product to the current value, 0 to overwrite it, int32.
         first_sum: Index, in a row of ``places_Z``, of the offset of the sums of ``A``.
     """
     first_wide = tl.program_id(0) * BLOCK_W
@@ -126,7 +126,7 @@ def accumulate_by_own_tile(
     """Accumulate the tokens of a segment into a tile of their slot's gradient.
 
     Args:
-        adds: Address of 1 to add the product to the present value, or of 0 to overwrite it.
+        adds: Address of 1 to add the product to the current value, or of 0 to overwrite it.
         sums: Address at which to store the sum of squares, relative to the offset of the matrix's sums.
         start_of_sums: Address of that offset.
     """

@@ -71,7 +71,7 @@ def members_ending_at(ends_s: Sequence[float], step_shares: Sequence[float]) -> 
     """Return the members of an executor from their known ends: the inverse of :func:`finish_times_s`.
 
     Args:
-        ends_s: When each member ends beside the others, in seconds from now.
+        ends_s: When each member ends if it runs together with the others, in seconds from now.
         step_shares: Share of each member's duration alone that its steps take, in [0, 1].
     """
     unit = [member_of(1.0, share) for share in step_shares]

@@ -26,7 +26,7 @@ from alto.scheduler.inter_task.lists import (
 )
 from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, in_ticks, makespan_of, schedule_from
 
-# Local search for clusters too large to solve as a whole: moves tasks between nodes until all nodes end at about the
+# Local search for clusters that are too large for one model: moves tasks between nodes until all nodes end at about the
 # same time.
 
 _TRIES = 30
@@ -36,7 +36,7 @@ _MAX_COOLINGS = 60
 """Consecutive coolings without improvement after which the search ends."""
 
 _WARMTH = 0.001
-"""Share of the makespan by which a try may be worse at the beginning of a cooling."""
+"""Fraction of the makespan by which a try may be worse at the beginning of a cooling."""
 
 
 def balanced_reservations(
@@ -51,7 +51,7 @@ def balanced_reservations(
 
     Args:
         reservations: Reservations on one node each, without releases, quotas or tasks of a higher priority in the way.
-        bound: The search ends once all tasks end by then.
+        bound: The search stops once all tasks end by this time.
         deadline: When to stop at the latest, by ``time.monotonic``.
     """
     nodes = [_Stack(problem, node.name) for node in problem.nodes]
@@ -170,9 +170,10 @@ NUM_WORKERS = 1
 
 
 class CpModel:
-    """Reservations for the waiting tasks of ``problem``, in whole ticks, beside ``taken`` and the running tasks.
+    """Reservations for the waiting tasks of ``problem``, in integer ticks, in addition to ``taken`` and the running
+    tasks.
 
-    A task has an interval, and on every node that may hold it an optional interval with the same start. If it needs
+    A task has an interval, and on every node that is large enough an optional interval with the same start. If it needs
     several nodes, the number of GPUs on each is also a variable. A tenant's quota is a cumulative constraint over the
     tenant's intervals.
     """
@@ -225,7 +226,7 @@ class CpModel:
                 self._uses[name].append((self._fixed(0, task.remaining_s), count))
             held.setdefault(task.tenant, []).append((task.remaining_s, len(task.gpus)))
         for tenant, uses in self._tenant_uses.items():
-            # A tenant may hold more GPUs than its quota if the quota was lowered; then the last to end count.
+            # A tenant may use more GPUs than its quota if the quota was lowered; then only the last tasks to end count.
             left = self._problem.quotas[tenant]
             for remaining, count in sorted(held.get(tenant, ()), reverse=True):
                 uses.append((self._fixed(0, remaining), min(count, left)))
@@ -334,11 +335,12 @@ _TRIED_SEATS = 6_000
 second."""
 
 _FINISH_SHARE = 0.1
-"""Share of the remaining time for minimizing the sum of completion times, if a gap is allowed."""
+"""Fraction of the remaining time for minimizing the sum of completion times, if a gap is allowed."""
 
 _RESERVE_S = 0.1
 _RESERVE_SHARE = 0.1
-"""Time reserved after the solver, in seconds or as a share of a short limit: to read its answer and to number GPUs."""
+"""Time reserved after the solver, in seconds or as a fraction of a short limit: to read its answer and to number
+GPUs."""
 
 
 def cp_sat_schedule(
@@ -347,10 +349,10 @@ def cp_sat_schedule(
     """Find the schedule with the least makespan, and among those the one with the least sum of completion times.
 
     Priorities are solved one after the other, the highest first; earlier ones are then fixed, and the makespan counts
-    from their end. Times are whole ticks (see :func:`in_ticks`) until the schedule is found. If ticks round, the
+    from their end. Times are integer ticks (see :func:`in_ticks`) until the schedule is found. If ticks round, the
     schedule may end up to one tick per task later than the best, and the bound is lowered accordingly.
 
-    The same problem and hint with unlimited time give the same schedule. If the time limit ends the search, the result
+    The same problem and hint with unlimited time give the same schedule. If the time limit stops the search, the result
     depends on the machine.
 
     Args:
@@ -412,7 +414,7 @@ class _Search:
         self._problem = problem
         self._taken = list(taken)
         self._floor = max((reservation.end for reservation in taken), default=0.0)
-        # Ends are whole ticks.
+        # Ends are integer ticks.
         self.bound = max(math.ceil(makespan_bound(problem) - 1e-6), self._floor)
         self._hinted = {placement.task: placement for placement in hint.placements} if hint is not None else {}
         orders = [
@@ -489,7 +491,7 @@ class _Search:
         )
 
     def _balance(self, deadline: float) -> None:
-        # Try the nodes of the earlier schedule first, stacked without a search.
+        # First try the nodes of the previous schedule (bound=inf: no local search).
         on_hinted = [replace(reservation, counts=self._hinted_counts(reservation)) for reservation in self.best]
         self._keep(balanced_reservations(self._problem, on_hinted, bound=math.inf, deadline=deadline))
         self._keep(balanced_reservations(self._problem, self.best, bound=self.bound, deadline=deadline))

@@ -1,4 +1,4 @@
-"""Schedules by the ALTO paper's own mixed-integer program, for up to a dozen tasks: a cross-check of CP-SAT."""
+"""Schedules by the mixed-integer program of the ALTO paper, for up to a dozen tasks: a cross-check of CP-SAT."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _TOLERANCE = 1e-6
 """Tolerance of SCIP's constraints."""
 
 _BUILD_SHARE = 0.25
-"""Share of the time limit for building a program; a program that takes longer would not be solved in the rest."""
+"""Fraction of the time limit for building a program; a program that takes longer would not be solved in the rest."""
 
 _READ_SHARE = 1.5
 """Time in which SCIP reads and simplifies a program without checking its limit, as a multiple of the build time."""
 
 _Machine = tuple[str, str, int]
-"""A GPU of a node, or a share of a tenant's quota: ``node`` or ``tenant``, the name, and an index."""
+"""A GPU of a node, or one unit of a tenant's quota: ``node`` or ``tenant``, the name, and an index."""
 
 
 def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedule:
@@ -43,8 +43,8 @@ def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedul
     - on_ig - on_jg)``. A task is on one node if any is large enough. A tenant's quota is modeled as that many extra
     GPUs; each of its tasks takes as many of them as of the real GPUs.
 
-    If the time ends before a schedule is found, the schedule of ``lpt`` is returned, with a notice. The time limit
-    includes building the program, which has a constraint for each pair of tasks and each GPU.
+    If the time limit passes before a schedule is found, the schedule of ``lpt`` is returned, with a notice. The time
+    limit includes building the program, which has a constraint for each pair of tasks and each GPU.
 
     Raises:
         UnsupportedError: OR-tools is not installed.
@@ -96,13 +96,13 @@ def _import_pywraplp() -> ModuleType:
 
 
 class _OutOfTimeError(Exception):
-    """The time ended before SCIP could begin."""
+    """Raised when the time limit passes before SCIP can start."""
 
 
 class _Model:
-    """The program for all tasks of ``problem``; the reservations ``taken`` keep their start and nodes.
+    """The mixed-integer program for all tasks of ``problem``; the reservations in ``taken`` are fixed.
 
-    Times are shares of the horizon, so the paper's ``M`` is 1.
+    Times are fractions of the horizon, so the paper's ``M`` is 1.
 
     Args:
         build_by: Deadline for building the program, by ``time.monotonic``.
@@ -193,7 +193,7 @@ class _Model:
         held: list[tuple[_Machine, float]] = []
         for task in sorted(self._problem.running, key=lambda task: -task.remaining_s):
             held += [(("node", gpu.node, gpu.index), task.remaining_s) for gpu in task.gpus]
-            # A tenant may hold more GPUs than its quota if the quota was lowered; then the last to end count.
+            # A tenant may use more GPUs than its quota if the quota was lowered; then only the last tasks to end count.
             for index in [index for index, end in enumerate(shares.get(task.tenant, ())) if not end][: len(task.gpus)]:
                 shares[task.tenant][index] = task.remaining_s
                 held.append((("tenant", task.tenant, index), task.remaining_s))

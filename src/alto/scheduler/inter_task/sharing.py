@@ -136,7 +136,7 @@ class RunningExecutor:
 
 
 def running_executors(problem: SchedulingProblem) -> list[RunningExecutor]:
-    """Return the running executors. Others may join if all its tasks may share and its GPU is present."""
+    """Return the running executors. Others may join if all its tasks may share and its GPU still exists."""
     together: dict[str | int, list[RunningTask]] = {}
     for number, task in enumerate(problem.running):
         together.setdefault(task.executor or number, []).append(task)
@@ -350,7 +350,8 @@ class _Search:
             pass
 
     def _try_counts(self, joined: Sequence[Bin], held_s: Sequence[float]) -> None:
-        """Try ever fewer new executors, beside ``joined``, which already have ``held_s`` seconds of own work each."""
+        """Try fewer and fewer new executors, in addition to ``joined``, which already have ``held_s`` seconds of own
+        work each."""
         taken = {gpu for item in joined for gpu in self._running[item.executor].first.gpus}
         ready_s = sorted(self._free_at_s(taken)) or [0.0]
         for count in _counts(len(self._demands), self._best.problem.num_gpus, has_running=bool(joined)):

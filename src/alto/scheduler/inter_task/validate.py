@@ -100,7 +100,10 @@ def _check_gpus(problem: SchedulingProblem, placement: Placement) -> None:
     )
     nodes = {gpu.node for gpu in placement.gpus}
     if len(nodes) > least:
-        raise ScheduleError(f"{where}: expected GPUs of at most {least} nodes, found {', '.join(sorted(nodes))}")
+        raise ScheduleError(
+            f"{where}: expected GPUs on at most {least} node(s), found GPUs on {len(nodes)} nodes: "
+            f"{', '.join(sorted(nodes))}"
+        )
 
 
 def _uses(problem: SchedulingProblem, schedule: Schedule) -> dict[str | int, _Use]:

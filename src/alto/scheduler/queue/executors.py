@@ -15,7 +15,7 @@ from alto.scheduler.queue.task import LEAST_S, ScheduledTask, TaskState
 
 
 class GpuPool:
-    """The GPUs of a cluster: the present ones, the free ones, and all that were ever declared.
+    """The GPUs of a cluster: the existing ones, the free ones, and all that were ever declared.
 
     Raises:
         SpecError: Two nodes have the same name.
@@ -45,7 +45,7 @@ class GpuPool:
         return gpu in self._present
 
     def lose(self, gpu: Gpu) -> bool:
-        """Remove a lost GPU and return whether it was present."""
+        """Remove a lost GPU and return whether it existed."""
         was_there = gpu in self._present
         self._present.discard(gpu)
         self.free.discard(gpu)

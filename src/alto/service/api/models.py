@@ -93,7 +93,7 @@ class ModelExports:
         self._thread: threading.Thread | None = None
 
     def merge(self, model: ModelRow) -> None:
-        """Queue writing the base model merged with the adapter of ``model`` to the artefacts; do nothing if it is
+        """Queue writing the base model merged with the adapter of ``model`` to the artifacts; do nothing if it is
         already queued.
 
         Raises:

@@ -54,7 +54,7 @@ class Followers:
         if self._following.total() >= self._most:
             raise ApiError(
                 503,
-                f"expected at most {self._most} followers, found more; try again later",
+                f"too many clients are streaming events from this server (limit {self._most}); try again later",
                 code="too_many_followers",
                 headers={"Retry-After": "10"},
             )

@@ -1,4 +1,5 @@
-"""The coordinator: reconciles the cluster with the database. One server at a time drives the control plane."""
+"""The coordinator: starts and stops tasks so that the cluster matches the jobs in the database. Only the server that
+holds the leader lease does this."""
 
 from alto.service.coordinator.coordinator import Coordinator
 

@@ -105,13 +105,13 @@ def keep_house(service: Service) -> None:
 
 TURN_S = 0.25
 MOST_SUBMITTED = 64
-"""Maximum number of jobs in the control plane, besides the limit of two per GPU. The others wait in the database, which
-decides their order."""
+"""Maximum number of jobs in the control plane, in addition to the limit of two per GPU. The others wait in the
+database, which determines their order."""
 _HOUSEKEEPING_S = 60.0
 _FORECAST_S = 5.0
 _RETRY_S = 2.0
 _MOST_RETRY_S = 300.0
-"""Longest wait of a postponed job; each wait is twice as long as the one before."""
+"""Longest wait of a postponed job; each wait is twice as long as the previous wait."""
 _MOST_CHECKED = 16
 """Maximum number of new jobs that are being checked or wait for their check."""
 
@@ -159,7 +159,7 @@ class Coordinator:
         self._thread.start()
 
     def stop(self) -> None:
-        """Let running executors save and end, and wait for them."""
+        """Ask running executors to save and stop, and wait for them."""
         self._is_stopping.set()
         self._service.work.set()
         if self._thread.is_alive():
@@ -175,7 +175,7 @@ class Coordinator:
             except LostLeadershipError as error:
                 _LOG.warning("%s", error)
             except Exception as error:
-                # Whatever the error, nothing is lost: the next turn starts from the state in the database.
+                # No state is lost on an error: the next iteration starts from the database.
                 self.failure = error
                 if is_of_service(error):
                     _LOG.warning("no server can lead: %s", str(error).partition("\n")[0])
@@ -228,7 +228,7 @@ class Coordinator:
             self._silent_since = self.failure = None
 
     def turn(self, plane: ControlPlane, pool: ThreadPoolExecutor) -> None:
-        """Synchronise the control plane with the database once."""
+        """Synchronize the control plane with the database once."""
         self._leadership.renew()
         self._forget_delays()
         self._check_new(plane, pool)
@@ -269,7 +269,7 @@ class Coordinator:
                 session.scalars(
                     select(JobRow)
                     .where(JobRow.status == "validating_files", JobRow.id.not_in([*self._checks, *self._put_off]))
-                    # Jobs that were postponed before come last: they have had their turn.
+                    # Jobs that were postponed before come last: they were tried already.
                     .order_by(JobRow.id.in_([*self._num_delays]), JobRow.number)
                     .limit(left)
                 )
@@ -297,7 +297,7 @@ class Coordinator:
         _, num_gpus = plane.num_gpus()
         states = plane.states()
         begun = {job: live for job, live in self._live.items() if not states[live.order].is_new}
-        # Ended jobs whose results cannot be stored yet take no other job's place.
+        # Ended jobs whose results cannot be stored yet do not count towards the limit.
         working = [live for live in begun.values() if not live.has_ended]
         with self._service.store.reading() as session:
             wanted = wanted_jobs(session, [*begun, *self._put_off])
@@ -362,7 +362,7 @@ class Coordinator:
             live = self._live[job]
             if not live.is_cancelled:
                 live.is_cancelled = True
-                with contextlib.suppress(QueueCommandError):  # it has ended meanwhile
+                with contextlib.suppress(QueueCommandError):  # the task has ended in the meantime
                     plane.cancel(live.order)
 
     def _note_ends(self, plane: ControlPlane) -> None:
@@ -456,7 +456,7 @@ class Coordinator:
             self._fail(job, *code_of(error, code), error)
 
     def _delay(self, job: JobRow, error: Exception) -> None:
-        """Postpone ``job`` until a disk or the artefact store works; report it once, in an event and in the log."""
+        """Postpone ``job`` until a disk or the artifact store works; report it once, in an event and in the log."""
         self._num_delays[job.id] += 1
         pause_s = min(_MOST_RETRY_S, _RETRY_S * 2 ** min(16, self._num_delays[job.id] - 1))
         self._put_off[job.id] = time.monotonic() + pause_s
@@ -483,7 +483,7 @@ class Coordinator:
 
     @property
     def num_put_off(self) -> int:
-        """Number of jobs that are postponed because a disk or the artefact store failed."""
+        """Number of jobs that are postponed because a disk or the artifact store failed."""
         return len(self._put_off)
 
     # -- the database ----------------------------------------------------------------------------------------------

@@ -148,7 +148,7 @@ def _code_of_class(kind: type, code: str) -> tuple[str, str | None]:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Return whether a disk or the artefact store failed, so that the job may succeed later (unless a file is gone)."""
+    """Return whether a disk or the artifact store failed, so that the job may succeed later (unless a file is gone)."""
     return isinstance(error, RunWriteError) or (
         isinstance(error, OSError) and not isinstance(error, AltoError | FileNotFoundError)
     )

@@ -183,11 +183,11 @@ class Publication:
 
 
 def publish(service: Service, job: JobRow) -> Publication:
-    """Store the adapter and the loss curves of the finished run of ``job`` among the artefacts.
+    """Store the adapter and the loss curves of the finished run of ``job`` among the artifacts.
 
     Raises:
         AltoError: The run has no result.
-        OSError: The artefacts cannot be written.
+        OSError: The artifacts cannot be written.
     """
     result = load_run(service.run_of(job))
     adapter = f"models/{job.tenant}/{job.id}"

@@ -34,7 +34,7 @@ def make_run(service: Service, job: JobRow) -> None:
     Raises:
         AltoError: The rows or the base model cannot be used.
         ApiError: A file was deleted meanwhile, or its content is missing.
-        OSError: The artefact store or a disk failed.
+        OSError: The artifact store or a disk failed.
     """
     root = service.run_of(job)
     if (root / "task.yaml").exists():

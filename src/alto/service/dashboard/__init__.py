@@ -1,4 +1,4 @@
-"""The dashboard: web pages that use the same API as programs and the same drawing code as reports."""
+"""The dashboard: web pages built on the public HTTP API and on the plotting code of the reports."""
 
 from fastapi import APIRouter
 

@@ -214,7 +214,7 @@ def keep_file(
 
 
 def artefact_of(row: FileRow) -> str:
-    """Return the artefact name of a file's content."""
+    """Return the artifact name of a file's content."""
     return f"files/{row.tenant}/{row.id}"
 
 

@@ -1,7 +1,7 @@
 """Translation of a fine-tuning request to the keys of an ALTO task.
 
-A number fixes a setting, ``"auto"`` searches the usual values, a list is a grid. ALTO's settings may be among the
-hyperparameters under their own names, except settings that would read files, contact servers or run code on the
+A number fixes a setting, ``"auto"`` searches the usual values, a list is a grid. The hyperparameters may include ALTO's
+settings under ALTO's names, except settings that would read files, contact servers or run code on the
 service's machine.
 """
 
@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 
 
 def check_module_names(values: Mapping[str, Any]) -> None:
-    """Check that settings that name modules have only plain names, also in a search space and in lists.
+    """Check that settings that name modules have only plain names, even in a search space and in lists.
 
     Raises:
         ApiError: A setting has something else.
@@ -53,7 +53,7 @@ def check_module_names(values: Mapping[str, Any]) -> None:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a value; for a mapping, the texts of its keys."""
+    """Yield all strings in a value; for a mapping, its keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple | Mapping):
@@ -164,7 +164,7 @@ def check_grader(grader: Mapping[str, Any]) -> None:
     """Check a grader as if it were ``select_by`` of a job.
 
     Raises:
-        ApiError: A job could not have this grader.
+        ApiError: A job cannot have this grader.
     """
     try:
         parse_select_by(select_by_of(grader))
@@ -290,7 +290,7 @@ def build(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None =
 
 
 def _name_of(key: str) -> str:
-    """Return ALTO's name of a hyperparameter."""
+    """Return the ALTO name for a hyperparameter in an OpenAI request."""
     return _NAMES.get(key) or JOB_ALIASES.get(key) or TASK_ALIASES.get(key, key)
 
 

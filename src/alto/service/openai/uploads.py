@@ -62,7 +62,7 @@ class _Complete(BaseModel):
 
 @router.post("/uploads")
 def create(request: Request, service: ServiceOf, caller: Writer, body: _Upload) -> dict[str, Any]:
-    """Announce a file that is uploaded in parts."""
+    """Create an upload: register a file whose parts the client sends later."""
     check_purpose(body.purpose)
     if body.bytes > service.settings.max_upload_bytes:
         raise refused(f"bytes: expected at most {service.settings.max_upload_bytes}, found {body.bytes}", "bytes")

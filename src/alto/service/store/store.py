@@ -29,7 +29,7 @@ MIGRATIONS = Path(__file__).parent / "migrations"
 BUSY_S = 30.0
 """Longest wait for another writer of an SQLite file."""
 STALLED_S = 30.0
-"""Seconds of silence after which PostgreSQL ends a transaction. Otherwise a leader that hangs, or whose machine is
+"""Seconds of inactivity after which PostgreSQL aborts a transaction. Otherwise a leader that hangs, or whose machine is
 gone, would keep the leader's row locked, and no server could lead."""
 
 _WRITES = "alto_writes"
@@ -76,8 +76,8 @@ class Store:
         except SQLAlchemyError as error:
             cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
             raise ServiceError(
-                "database: expected a database that can be reached and written, found "
-                f"{self.url.render_as_string(hide_password=True)}: {cause}; check the address, and that its server runs"
+                f"database: cannot connect to or write to {self.url.render_as_string(hide_password=True)}: {cause}. "
+                "Check the URL and that the database server is running"
             ) from error
 
     @contextlib.contextmanager
@@ -255,7 +255,7 @@ class RequestMark:
         key forget nothing.
 
         Args:
-            has_database: Whether the database answers. If not, only this process remembers to hide the record.
+            has_database: Whether the database answers. Otherwise only this process remembers to hide the record.
 
         Raises:
             SQLAlchemyError: The database cannot be used.

@@ -200,7 +200,7 @@ class ModelRow(Base):
     """A model that a job has returned.
 
     Attributes:
-        adapter: Folder of the adapter among the artefacts.
+        adapter: Folder of the adapter among the artifacts.
         serving: State of its registration with a vLLM server: ``none``, ``pending``, ``ready`` or ``failed``. A deleted
             model becomes ``none`` once the server has unloaded it.
         serving_details: Why it failed, waits, or is not registered.
@@ -260,7 +260,7 @@ class LeaderRow(Base):
     """The lease of the server that drives the control plane.
 
     Attributes:
-        epoch: Number of the present leader, larger than the numbers of earlier leaders, whose writes are refused.
+        epoch: Number of the current leader, larger than the numbers of earlier leaders, whose writes are refused.
         holder: A random id of the leader, new at each of its starts; empty if no server leads.
         renewed_at: Time of the lease's last renewal, by the clock of the database.
     """

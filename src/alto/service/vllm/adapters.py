@@ -31,7 +31,7 @@ class VllmServer:
         self._upstream = Upstream(settings)
 
     async def names(self) -> frozenset[str]:
-        """Return the names of all models that the server has: its base model and the adapters."""
+        """Return the names of all models that the server serves: the base model and the loaded adapters."""
         async with self._asked("GET", "/v1/models") as reply:
             content = await reply.read()
             if reply.status != 200:
@@ -79,7 +79,7 @@ class VllmServer:
         """Let model ``name`` generate one token, as a chat reply or, if it has no chat template, as a completion.
 
         Raises:
-            AdapterRefusedError: It generates none.
+            AdapterRefusedError: The model generates no token.
         """
         body = {"model": name, "max_tokens": 1, "temperature": 0}
         message = {"role": "user", "content": "Hello"}

@@ -1,4 +1,4 @@
-"""Synchronisation of a vLLM server's adapters with the database: new models are registered, deleted ones removed."""
+"""Synchronization of a vLLM server's adapters with the database: new models are registered, deleted ones removed."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Registrar:
             self._thread.join(_STOP_S)
 
     def turn(self) -> None:
-        """Synchronise the server with the database if something has changed or a check is due.
+        """Synchronize the server with the database if something has changed or a check is due.
 
         Raises:
             SQLAlchemyError: The database cannot be used.
@@ -199,7 +199,7 @@ class Registrar:
             self._hold_back(row)
             self._note(row, "pending", self._shown(error))
             raise
-        except Exception as error:  # refused, or any error of the artefact store: go on with the other models
+        except Exception as error:  # refused, or any error of the artifact store: go on with the other models
             self._hold_back(row)
             self._note(row, "failed", self._shown(error))
             with contextlib.suppress(AdapterRefusedError):
@@ -254,7 +254,7 @@ class Registrar:
         return True
 
     def _folder_of(self, row: ModelRow) -> Path:
-        """Return the adapter's folder on this machine, fetched if the artefacts are in a remote store.
+        """Return the adapter's folder on this machine, fetched if the artifacts are in a remote store.
 
         Raises:
             OSError: The folder does not exist.

@@ -21,7 +21,7 @@ from alto.service.settings import VllmSettings
 
 _PIECE_BYTES = 64 * 1024
 _MOST_BYTES = 32 * 2**20
-"""Maximum size of an answer that is read as a whole."""
+"""Maximum size of an answer that is read completely into memory."""
 
 
 class UpstreamError(ServiceError):
@@ -33,7 +33,7 @@ class UpstreamTimeoutError(UpstreamError):
 
 
 class Upstream:
-    """A client of the vLLM server. Every request has its own connection."""
+    """A client of the vLLM server. Every request uses a separate connection."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -49,7 +49,7 @@ class Upstream:
 
         Raises:
             UpstreamError: There is no connection, or no HTTP answer.
-            UpstreamTimeoutError: It takes too long.
+            UpstreamTimeoutError: The answer takes too long.
         """
         content = b"" if body is None else json.dumps(body).encode()
         target = self._address.path.rstrip("/").removesuffix("/v1") + path
@@ -129,17 +129,17 @@ class Reply:
         """Yield the pieces of the body as they arrive.
 
         Raises:
-            UpstreamError: It ends too early.
+            UpstreamError: The body ends too early.
             UpstreamTimeoutError: The next piece takes too long.
         """
         while isinstance(event := await self._next(), h11.Data):
             yield bytes(event.data)
 
     async def read(self) -> bytes:
-        """Return the whole body.
+        """Return the complete body.
 
         Raises:
-            UpstreamError: It ends too early, or is longer than an answer of a model can be.
+            UpstreamError: The body ends too early, or is longer than an answer of a model can be.
             UpstreamTimeoutError: The next piece takes too long.
         """
         found, num_bytes = list[bytes](), 0
@@ -147,7 +147,7 @@ class Reply:
             found.append(piece)
             num_bytes += len(piece)
             if num_bytes > _MOST_BYTES:
-                raise UpstreamError(f"expected an answer of at most {_MOST_BYTES} bytes, found more")
+                raise UpstreamError(f"the answer of the vLLM server is longer than {_MOST_BYTES} bytes")
         return b"".join(found)
 
     async def close(self) -> None:
@@ -172,14 +172,13 @@ def _translated(timeout_s: float) -> Iterator[None]:
         raise _too_slow(timeout_s) from error
     except (OSError, h11.ProtocolError) as error:
         raise UpstreamError(
-            "expected a complete answer of the vLLM server, found a connection that broke; see its log"
+            "the connection to the vLLM server failed before the answer was complete; see the vLLM log"
         ) from error
 
 
 def _too_slow(timeout_s: float) -> UpstreamTimeoutError:
     return UpstreamTimeoutError(
-        f"expected an answer of the vLLM server within {timeout_s:g} s, found none; see its log, or raise "
-        "vllm.timeout_s"
+        f"the vLLM server did not answer within {timeout_s:g} s; see the vLLM log, or increase vllm.timeout_s"
     )
 
 

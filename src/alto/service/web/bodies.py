@@ -1,4 +1,5 @@
-"""Request bodies: read only from callers with access, and limited in size, time, and the values that they may hold."""
+"""Request bodies: read only from callers with access, and limited in size, time, and the values that they may
+contain."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class BodyRoute(APIRoute):
             try:
                 await run_in_threadpool(caller, request)
             except ApiError as error:
-                if error.status == 429 and not is_form:  # the client repeats it, which must be recognised
+                if error.status == 429 and not is_form:  # the client repeats it, which must be recognized
                     mark_of(request, request.state.tenant, hash_of_json(await request.body()))
                 raise
             # The request caches both, and the framework finds them there. Reading them itself, the framework would hide
@@ -61,7 +62,7 @@ def check_values(value: object) -> None:
     """Check that JSON values can be stored and returned: limited depth, finite numbers, 64-bit integers, valid text.
 
     Raises:
-        ApiError: A value cannot.
+        ApiError: A value cannot be stored.
     """
     level: list[object] = [value]
     for _ in range(_MOST_DEPTH):
@@ -78,7 +79,7 @@ def check_values(value: object) -> None:
             elif isinstance(each, float) and not math.isfinite(each):
                 raise _refused("finite numbers", str(each))
             elif isinstance(each, int) and not -_LARGEST_INTEGER <= each < _LARGEST_INTEGER:
-                raise _refused("whole numbers of 64 bits", f"one of {each.bit_length()} bits")
+                raise _refused("integers from -2**63 to 2**63 - 1", f"an integer of {each.bit_length()} bits")
         level = following
         if not level:
             return
@@ -98,11 +99,11 @@ def _parsed(body: bytes) -> Any:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise _refused("text without the character NUL", "text with it")
+        raise _refused("text without NUL characters", "text with a NUL character")
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise _refused("text of whole characters", "half of a surrogate pair") from None
+        raise _refused("valid Unicode text", "an unpaired surrogate") from None
 
 
 def _refused(expected: str, found: str) -> ApiError:
@@ -115,11 +116,11 @@ _LEAST_BYTES_PER_S = 1024.0
 """Minimum average rate of a body after the first `_IDLE_S` seconds; slower clients hold connections."""
 _UPLOADS = ("/v1/files", "/v1/uploads/")
 _OVERHEAD_BYTES = 64 * 1024
-"""Allowance for a multipart body besides the file itself."""
+"""Additional bytes that a multipart body may have, next to the file itself."""
 
 
 class BodyLimits:
-    """Middleware that ends requests whose bodies are too long or too slow."""
+    """Middleware that aborts requests whose bodies are too long or too slow."""
 
     def __init__(self, app: ASGIApp, *, max_upload_bytes: int, max_request_bytes: int) -> None:
         self._app = app
