@@ -170,7 +170,7 @@ def test_as_few_nodes_as_hold_a_task_are_enough() -> None:
     )
     placement = Placement(task="x", gpus=two, start_s=0.0, duration_s=1.0)
     check_schedule(problem, schedule_of({"x": placement}, bound_s=1.0))
-    with pytest.raises(ScheduleError, match="at most 2 nodes"):
+    with pytest.raises(ScheduleError, match="at most 2 node"):
         check_schedule(problem, schedule_of({"x": dataclasses.replace(placement, gpus=three)}, bound_s=1.0))
 
 

@@ -317,7 +317,7 @@ class QueueMailbox(_Mailbox[QueueCommand]):
         return replace(command, values={**command.values, **given})
 
 
-def _check_types(**fields: tuple[object, type]) -> None:
+def _check_types(**fields: tuple[object, type[object]]) -> None:
     """Check that every field, given as its value and its type, has exactly that type.
 
     Raises:
