@@ -33,6 +33,7 @@ PACKING = {
     "max_tokens_per_pass": 4096,
     "gradient_checkpointing": False,
     "report_to": "none",
+    "checkpoint_interval_s": 86400,  # no checkpoint because the machine is slow
 }
 """Nothing is measured."""
 

@@ -39,6 +39,8 @@ IDS = re.compile(r"\b[0-9a-f]{8,64}\b|\b(?:ftjob|file|ftckpt|ftevent|model|exp|t
 FOLDERS = re.compile(r"/(?:[\w.+-]+/)+")
 DATES = re.compile(r"\d{4}-\d\d-\d\d(?:[T ]\d\d:\d\d(?::\d\d)?(?:\.\d+)?(?:Z|[+-]\d\d:?\d\d| UTC)?)?")
 NUMBERS = re.compile(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?")
+DURATIONS = re.compile(r"\bN (?:min|h)(?: N (?:s|min))?\b")
+"""Durations of a minute or more, as :func:`alto.views.wording.format_duration` writes them, without their numbers."""
 
 
 def check_frozen(name: str, found: Any) -> None:
@@ -96,7 +98,7 @@ def _frozen_adapter(folder: Path) -> dict[str, Any]:
 def _frozen_text(text: str, root: Path) -> list[str]:
     """Return the lines of a text for readers, without its numbers, because times are among them."""
     lines = (" ".join(NUMBERS.sub("N", _mask(line, root)).split()) for line in text.splitlines())
-    return [line for line in lines if line]
+    return [DURATIONS.sub("N s", line) for line in lines if line]
 
 
 def _mask(text: str, root: Path) -> str:
