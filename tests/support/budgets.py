@@ -26,11 +26,11 @@ __all__ = [
 SLOW_KINDS = {
     "benchmarks": "benchmarks at their smallest scale, and their gates",
     "browser": "reports and the dashboard of a service in a real browser",
-    "campaigns": "runs killed and resumed at many instants, damaged in every way, on disks that end",
+    "campaigns": "runs that are killed and resumed at many instants, damaged in many ways, or on full disks",
     "kernels": "every kernel in Triton's interpreter over all shapes, and compiled for every GPU",
-    "models": "architectures, mixtures and quantisations beyond one of each sort, and torch.compile",
-    "queues": "queues that are measured and run by executors of their own, and long listings of the documentation",
-    "ray": "clusters of Ray, with nodes that die",
+    "models": "further architectures, mixtures and quantisations (`make test` has one of each kind), and torch.compile",
+    "queues": "queues that are measured and run by separate executors, and long listings of the documentation",
+    "ray": "Ray clusters whose nodes die",
 }
 """Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
 
