@@ -42,7 +42,7 @@ def _end_to_end(results: Path) -> str:
     datasets = list(dict.fromkeys(row["dataset"] for row in rows))
     found = {(row["system"], row["dataset"]): row for row in rows}
     lines = [
-        f"| | {' | '.join(datasets)} | times as long as ALTO | its test loss over ALTO's |",
+        f"| | {' | '.join(datasets)} | time relative to ALTO | test loss relative to ALTO |",
         "|---" * (len(datasets) + 3) + "|",
     ]
     for system, name in _SYSTEMS.items():
@@ -62,18 +62,18 @@ def _end_to_end(results: Path) -> str:
 def _others(results: Path) -> str:
     dpo, shared, generate = (_read(results, name)["figures"] for name in ("dpo", "shared_prompts", "generate"))
     return (
-        "40 configurations of DPO take TRL's `DPOTrainer`, one job at a time, "
-        f"{dpo['batched_over_sequential']:.1f} times as long as ALTO that trains every job to its end, and "
-        f"{dpo['early_exit_over_sequential']:.1f} times as long as ALTO with early exit. Sharing prompts makes a step "
-        f"of DPO {shared['shared_over_whole']:.1f} times as fast. Answers of eight adapters at once come "
-        f"{generate['generation_speedup']:.1f} times as fast as PEFT's, one adapter at a time."
+        "For 40 DPO configurations, TRL's `DPOTrainer`, one job at a time, needs "
+        f"{dpo['batched_over_sequential']:.1f} times as long as ALTO without early exit, and "
+        f"{dpo['early_exit_over_sequential']:.1f} times as long as ALTO with early exit. A DPO step with shared prompts "
+        f"is {shared['shared_over_whole']:.1f} times as fast as without. Generating with eight adapters at once is "
+        f"{generate['generation_speedup']:.1f} times as fast as PEFT with one adapter at a time."
     )
 
 
 def _policies(results: Path) -> str:
     rows = _read(results, "policies")["rows"]
     lines = [
-        "| policy | samples not trained, mean (least) | validation loss over that of all jobs, mean (worst) |",
+        "| policy | samples saved, mean (minimum) | winner's validation loss relative to the full sweep's, mean (maximum) |",
         "|---|---|---|",
     ]
     for policy in _POLICIES:
