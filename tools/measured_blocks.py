@@ -64,16 +64,16 @@ def _others(results: Path) -> str:
     return (
         "For 40 DPO configurations, TRL's `DPOTrainer`, one job at a time, needs "
         f"{dpo['batched_over_sequential']:.1f} times as long as ALTO without early exit, and "
-        f"{dpo['early_exit_over_sequential']:.1f} times as long as ALTO with early exit. A DPO step with shared prompts "
-        f"is {shared['shared_over_whole']:.1f} times as fast as without. Generating with eight adapters at once is "
-        f"{generate['generation_speedup']:.1f} times as fast as PEFT with one adapter at a time."
+        f"{dpo['early_exit_over_sequential']:.1f} times as long as ALTO with early exit. A DPO step with shared "
+        f"prompts is {shared['shared_over_whole']:.1f} times as fast as without. Generating with eight adapters "
+        f"at once is {generate['generation_speedup']:.1f} times as fast as PEFT with one adapter at a time."
     )
 
 
 def _policies(results: Path) -> str:
     rows = _read(results, "policies")["rows"]
     lines = [
-        "| policy | samples saved, mean (minimum) | winner's validation loss relative to the full sweep's, mean (maximum) |",
+        "| policy | samples saved, mean (minimum) | winner's loss relative to the full sweep's, mean (maximum) |",
         "|---|---|---|",
     ]
     for policy in _POLICIES:

@@ -292,7 +292,7 @@ SETTINGS = st.fixed_dictionaries(
         "adam_epsilon": st.floats(1e-12, 1e-4),
         "seed": st.integers(0, 2**32 - 1),
         "max_length": st.integers(16, 8192),
-        "dtype": st.sampled_from(["float32", "bfloat16"]),
+        "dtype": st.just("bfloat16"),  # Axolotl has no word for float32
         "load_in_4bit": st.booleans(),
         "validation_split": st.floats(0.01, 0.5),
     }
@@ -311,6 +311,7 @@ METHODS = st.one_of(
     st.fixed_dictionaries(
         {
             "method": st.just("kto"),
+            "per_device_train_batch_size": st.integers(2, 64),
             "beta": st.floats(1e-3, 10),
             "desirable_weight": st.floats(0, 5),
             "undesirable_weight": st.floats(0, 5),

@@ -6,13 +6,11 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from forks import run_code
 from tiny import make_task, read_journal
 from typer.main import get_command
 from typer.testing import CliRunner, Result
@@ -289,15 +287,9 @@ def test_reading_a_run_does_not_load_torch(interrupted: Path) -> None:
 
 
 def test_a_run_outlives_the_pipe_it_is_read_from(task_file: Path, tmp_path: Path) -> None:
-    code = f"""
-        import os, subprocess, sys
-        reader = subprocess.Popen(["head", "-n", "1"], stdin=subprocess.PIPE)
-        os.dup2(reader.stdin.fileno(), 1)
-        sys.argv = ["alto", "tune", {str(task_file)!r}, "-o", {str(tmp_path / "runs")!r}]
-        from alto.cli import main
-        main()
-    """
-    done = run_code(textwrap.dedent(code))
+    alto_tune = f"{sys.executable} -c 'from alto.cli import main; main()' tune {task_file}"
+    command = f"{alto_tune} -o {tmp_path / 'runs'} | head -n 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
     assert done.stdout, "the reader has its line"
     assert "Traceback" not in done.stderr
     assert read_journal(run_of(tmp_path / "runs"))[-1]["event"] == "task_completed"

@@ -172,7 +172,7 @@ def test_nodes_that_are_none_are_refused(nodes: Any, message: str) -> None:
         (None, "expected a list of events, found NoneType"),
         (["finished"], "expected events of alto.cluster, found str"),
         ([ExecutorEnded(task="a", attempt=1, outcome="finished")], "expected an outcome .*, found 'finished'"),  # type: ignore[arg-type]
-        ([ended(2)], "ExecutorEnded of attempt 2 at task 'a', of which attempt 1 runs; correct"),
+        ([ended(2)], "ExecutorEnded of attempt 2 at task 'a', of which attempt 1 runs; fix the cluster plugin"),
         ([ended(task="b")], "ExecutorEnded of attempt 1 at task 'b', of which no attempt runs"),
         ([ended(), ended()], "ExecutorEnded of attempt 1 at task 'a', of which no attempt runs"),
         (

@@ -44,7 +44,7 @@ def test_a_gpu_of_another_process_is_refused_by_name_until_that_is_gone(tmp_path
 
 def test_locks_are_given_back_and_may_be_given_back_twice(tmp_path: Path) -> None:
     locks = DeviceLocks(["one"], tmp_path)
-    with pytest.raises(DeviceBusyError, match=f"process {os.getpid()} of this machine"):
+    with pytest.raises(DeviceBusyError, match=f"ALTO process {os.getpid()} on this machine"):
         DeviceLocks(["one"], tmp_path)
     locks.release()
     locks.release()

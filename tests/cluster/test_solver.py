@@ -143,7 +143,7 @@ def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPat
     assert 'pip install "alto-lora[scheduler]"' in schedule.notice
 
 
-_RUN = "runpy.run_module('alto.cluster.solver', run_name='__main__')"
+_RUN = "runpy.run_module('alto.cluster.solver', run_name='__main__', alter_sys=True)"
 
 
 def test_a_mistake_of_the_user_stays_one() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,14 @@ from alto.errors import RunError, RunNotFoundError
 from alto.executor.profiling import planning
 
 SPACE = {"lr": [1e-3, 1e-2, 3e-3]}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache without the measurements of other files of tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALTO_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture(scope="module")

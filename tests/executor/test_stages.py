@@ -188,7 +188,7 @@ def test_jobs_of_several_tasks_on_one_base_train_as_each_alone(max_tokens: int) 
             weights = flat(alone.bank.read(0))
             for name, matrix in flat(trainer.bank.read(together.slot)).items():
                 torch.testing.assert_close(matrix, weights[name], rtol=1e-4, atol=1e-6)
-            alone.release(0)
+            alone.bank.release(0)
 
 
 def ready(task: Task, data: TaskData, backbone: Backbone) -> TaskContext:

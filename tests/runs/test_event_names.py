@@ -27,7 +27,6 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "report/gantt.py": {"planned"},  # names of figures and columns
     "views/terminal.py": {"train"},
     "views/plan.py": {"train"},
-    "report/report.py": {"train"},
     "report/run_drawings.py": {"train"},
     "importing/axolotl.py": {"train"},
     "importing/axolotl_data.py": {"train"},

@@ -207,7 +207,9 @@ def test_a_metric_that_the_method_does_not_measure_is_refused(settings: dict[str
 
 def test_a_method_of_a_package_has_scores_of_its_own() -> None:
     check_metric("win_rate", "my_method", ("win_rate",))
-    with pytest.raises(SpecError, match="loss or win_rate with method 'my_method', found 'reward_accuracy'"):
+    with pytest.raises(
+        SpecError, match=r"'reward_accuracy' is not available with method 'my_method' \(available: loss, win_rate\)"
+    ):
         check_metric("reward_accuracy", "my_method", ("win_rate",))
 
 

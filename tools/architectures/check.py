@@ -199,12 +199,12 @@ def _train_together(folder: Path, data: TaskData) -> tuple[list[_Step], _Exporte
             name: (a, torch.randn(b.shape, generator=generator) * 0.1)
             for name, (a, b) in trainer.bank.read(slot).items()
         }
-        trainer.bank.write(slot, weights)
+        trainer.bank.write(slot, AdapterWeights(weights))
     losses = trainer.backward(jobs).tolist()
     steps = []
     for job, loss in zip(jobs, losses, strict=True):
         matrices = trainer.bank.matrices(trainer.bank.grads_ZP, job.slot)
-        gradients = _named({module.name: (a.clone(), b.clone()) for module, a, b in matrices})
+        gradients = _named(AdapterWeights({module.name: (a.clone(), b.clone()) for module, a, b in matrices}))
         rows = [(data.train.input_ids[row], data.train.targets[row]) for row in job.order.rows_of_step(0)]
         settings = {"r": job.config.r, "lora_alpha": job.config.lora_alpha, "target_modules": targets}
         settings |= {"target_parameters": parameters} if parameters else {}

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 from transformers import PreTrainedModel
 
-from alto.lora import adaptable, as_in_peft
+from alto.lora import AdapterWeights, adaptable, as_in_peft
 
 __all__ = ["renamed_by_peft"]
 
@@ -27,7 +27,7 @@ def renamed_by_peft(model: PreTrainedModel) -> list[str]:
         weights[target.name] = a, torch.zeros(*experts, _RANK, target.out_features)
     tensors = {
         f"base_model.model.{name}.lora_{half}.weight": matrix
-        for name, pair in as_in_peft(weights).items()
+        for name, pair in as_in_peft(AdapterWeights(weights)).items()
         for half, matrix in zip("AB", pair, strict=True)
     }
     config = LoraConfig(r=_RANK, target_modules=list(weights))

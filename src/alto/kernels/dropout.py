@@ -183,4 +183,4 @@ class TokenNoise:
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
     """Return ``tensor`` on ``device``, copied without host-device synchronisation."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
