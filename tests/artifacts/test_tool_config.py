@@ -279,7 +279,7 @@ SETTINGS = st.fixed_dictionaries(
         "per_device_train_batch_size": st.integers(1, 64),
         "r": st.integers(1, 128),
         "lora_alpha": st.floats(0.5, 256),
-        "target_modules": st.sampled_from(["all-linear", ["q_proj"], ["down_proj", "v_proj"], ".*_proj"]),
+        "target_modules": st.sampled_from(["all-linear", ["q_proj"], ["down_proj", "v_proj"]]),
         "use_rslora": st.booleans(),
         "use_dora": st.booleans(),
         "modules_to_save": st.sampled_from([None, ["lm_head"]]),
