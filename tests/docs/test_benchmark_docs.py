@@ -75,4 +75,4 @@ def test_figures_in_pages_written_by_hand_are_made_from_the_results(tmp_path: Pa
     result = json.loads(file.read_text(encoding="utf-8"))
     result["figures"]["generation_speedup"] = 123.4
     file.write_text(json.dumps(result), encoding="utf-8")
-    assert "123.4 times as fast as PEFT's" in generator.with_blocks(page, tmp_path)
+    assert "123.4 times as fast as PEFT with one adapter" in generator.with_blocks(page, tmp_path)
