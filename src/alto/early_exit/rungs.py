@@ -103,7 +103,7 @@ class Rungs:
     # -- who continues ---------------------------------------------------------------------------------------------
 
     def score(self, scores: Sequence[FinalistScore]) -> None:
-        """Let the next rung rank jobs by these scores of their answers; by the metric if there are none."""
+        """Rank jobs at the next rung by ``scores``, the scores of their answers; without scores, by the metric."""
         self._scores = {score.job: score for score in scores}
 
     def hold(self) -> RungResult:
