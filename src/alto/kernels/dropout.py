@@ -182,5 +182,7 @@ class TokenNoise:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``, copied without host-device synchronisation."""
+    """Return a tensor of the host's memory on ``device``; on a GPU the host does not wait for the copy."""
+    if device.type == "cpu":
+        return tensor
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
