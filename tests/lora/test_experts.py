@@ -141,15 +141,17 @@ def test_every_backend_gives_the_same(ops: Any) -> None:
         torch.testing.assert_close(bank.grads_ZP[slot], expected_bank.grads_ZP[slot], rtol=1e-4, atol=1e-5)
 
 
-def test_another_job_changes_no_bit() -> None:
-    """Its tokens go to other experts: the same rows of a job are computed among others."""
+@pytest.mark.parametrize("factor", [3.0, float("nan")], ids=["larger", "nan"])
+def test_another_job_changes_rounding_at_most(factor: float) -> None:
+    """The other job's tokens go to other experts, so the products of an expert have other numbers of rows."""
     backbone = Backbone(build_mixture("mixtral"), None, "tiny")
     bank, other = occupied(backbone.model), occupied(backbone.model)
     before = train(backbone, bank)
-    other.params_ZP[0].mul_(3.0)
+    other.params_ZP[0].mul_(factor)
     after = train(backbone, other)
-    assert torch.equal(before[:20], after[:20])
-    assert torch.equal(bank.grads_ZP[2], other.grads_ZP[2])
+    torch.testing.assert_close(after[:20], before[:20], rtol=1e-6, atol=1e-6)
+    gradients, expected = other.grads_ZP[2], bank.grads_ZP[2]
+    assert float((gradients - expected).norm() / expected.norm()) < 1e-6
     assert not torch.equal(before[20:], after[20:])
 
 
