@@ -305,7 +305,7 @@ def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp
     hosted(host, 1, tasks["cedar"], tmp_path / "cedar", is_interrupted=lambda: is_asked(1))
     session = host._executor.sessions["0"]
     before = list(asked)
-    session._stop_if_asked()
+    session._check_stop()
     assert asked == [before[0] + 1, before[1] + 1]
     assert isinstance(host.turn()[1], RunWriteError)
     is_over.append(True)

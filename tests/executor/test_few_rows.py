@@ -38,7 +38,7 @@ def task_of(**changes: object) -> Task:
 def planned(**changes: object) -> TaskContext:
     """The task in a context of its own, whose evaluations may still be fitted to the machine."""
     task, backbone = task_of(**changes), Backbone(make_model("llama"), None, "unused")
-    return TaskContext.of(task, backbone, ROWS, asked=make(**settings_of(**changes)).early_exit)
+    return TaskContext.of(task, backbone, ROWS, requested_early_exit=make(**settings_of(**changes)).early_exit)
 
 
 def losses_of(run: Run) -> list[tuple[object, ...]]:
@@ -114,7 +114,7 @@ def test_evaluations_that_cost_less_than_usual_are_on_more_rows_and_a_resumed_ru
     assert rows(cheap) > rows(usual) > rows(dear)
     assert cheap.policy == policy_from(cheap.task.early_exit)
     assert usual.at_forward_share(USUAL_FORWARD_SHARE) is usual
-    resumed = replace(usual, asked=None)
+    resumed = replace(usual, requested_early_exit=None)
     assert resumed.at_forward_share(5.0) is resumed
 
 

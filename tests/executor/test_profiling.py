@@ -410,7 +410,7 @@ def test_rungs_of_a_preset_keep_fewer_jobs_where_a_budget_of_time_asks_for_it(
     free = plan(context_of(task))
     limited = task.replace(search={"budget": {"duration_s": 0.7 * free.expected_duration_s}})
     for fits_rungs in (True, False):
-        packed, found = pack(replace(context_of(limited), asked=asked if fits_rungs else None))
+        packed, found = pack(replace(context_of(limited), requested_early_exit=asked if fits_rungs else None))
         assert found is not None
         assert packed.policy.rungs == packed.task.early_exit.selection_rungs
         kept = [rung.min_kept for rung in packed.policy.rungs]

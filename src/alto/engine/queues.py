@@ -135,8 +135,8 @@ class QueueRunner:
         with queue_dir.run.locked():
             answer_past_ends(queue_dir, ends)
             if not keep_open and (past := past_of_finished(queue_dir)):
-                for seen in past:
-                    self._show(replace(seen, is_replayed=True))
+                for past_entry in past:
+                    self._show(replace(past_entry, is_replayed=True))
                 write_report_of(queue_dir)
                 return queue_results(queue_dir)
             with setup.opened() as cluster:

@@ -206,10 +206,10 @@ class TaskRunner:
             objective.check(split, [job.config for job in task.jobs])
         scoring = task.select_by
         judge = None if scoring == "metric" else FinalistJudge(rows.validation, backbone, task.model, scoring)
-        asked = task.early_exit if begins else None
+        requested = task.early_exit if begins else None
         task = resolve_early_exit(task, data, begins=begins)
         start = read_start(task, backbone)
-        context = TaskContext.of(task, backbone, data, self.ranks, start=start, asked=asked)
+        context = TaskContext.of(task, backbone, data, self.ranks, start=start, requested_early_exit=requested)
         sampler = None
         if task.num_samples:
             num_tokens = task.sample_max_new_tokens

@@ -87,14 +87,14 @@ class Divergence(AuxiliaryTerm):
     def _estimated(self) -> Tensor:
         """Return the estimate for each job, ``[len(batches)]`` float64 nats; 0 for jobs that do not need it."""
         passes = self._passes
-        asked = [(index, *batch) for index, batch in enumerate(self._batches) if batch[0].config.objective.needs_kl]
-        made = {(id(dataset), rows): mismatched_rows(dataset, rows) for _, _, dataset, rows in asked}
-        of_asked: list[JobBatch] = [
-            (job, made[id(dataset), rows], tuple(range(len(rows)))) for _, job, dataset, rows in asked
+        with_kl = [(index, *batch) for index, batch in enumerate(self._batches) if batch[0].config.objective.needs_kl]
+        mismatched = {(id(dataset), rows): mismatched_rows(dataset, rows) for _, _, dataset, rows in with_kl}
+        kl_batches: list[JobBatch] = [
+            (job, mismatched[id(dataset), rows], tuple(range(len(rows)))) for _, job, dataset, rows in with_kl
         ]
-        here = passes.here([job for job, _, _ in of_asked])
+        here = passes.here([job for job, _, _ in kl_batches])
         index_of = passes.index_of([job for job, _, _ in self._batches])
-        work, num_micro_batches = passes.work(of_asked, split_jobs=True)
+        work, num_micro_batches = passes.work(kl_batches, split_jobs=True)
         means = torch.zeros(len(self._batches), dtype=torch.float64, device=passes.backbone.device)
 
         def estimate(parts: Sequence[JobRows]) -> None:
@@ -246,7 +246,7 @@ class RouterBalance(AuxiliaryTerm):
                     )
                 for index in jobs:
                     if index not in found:
-                        shape = (len(self._micro_steps[index].num_seen), routers[0].shape[-1])
+                        shape = (len(self._micro_steps[index].num_tokens), routers[0].shape[-1])
                         found[index] = torch.zeros(shape, dtype=torch.float64, device=routers[0].device)
                 if parts:
                     runs = self._runs(parts, [self._index_of[part.slot] for part in parts])
@@ -279,8 +279,8 @@ class RouterBalance(AuxiliaryTerm):
         num_experts, num_layers = chosen_UE.shape[-1], len(routers)
         factors = [
             num_experts
-            / (self._micro_steps[run.job].num_seen[run.number] * num_layers) ** 2
-            / len(self._micro_steps[run.job].num_seen)
+            / (self._micro_steps[run.job].num_tokens[run.number] * num_layers) ** 2
+            / len(self._micro_steps[run.job].num_tokens)
             for run in runs
         ]
         losses_U = (chosen_UE * probabilities_UE).sum(1) * upload(factors, torch.float64, chosen_UE.device)
@@ -322,24 +322,24 @@ class _MicroSteps:
         coefficient: Factor of the load-balancing loss; 0 if it is not added.
         num_rows: Rows of a micro-step; the last may have fewer.
         first_tokens: For each row, the tokens of the batch before it.
-        num_seen: Tokens of the sequences of every micro-step; the prompt of a pair counts for both sequences.
+        num_tokens: Tokens of the sequences of every micro-step; the prompt of a pair counts for both sequences.
     """
 
     coefficient: float
     num_rows: int
     first_tokens: tuple[int, ...]
-    num_seen: tuple[int, ...]
+    num_tokens: tuple[int, ...]
 
     @classmethod
     def of(cls, job: JobState, dataset: EncodedDataset, rows: Sequence[int]) -> Self:
         size = job.config.per_device_train_batch_size
-        seen = [sum(span.prefix + span.length for span in dataset.spans[row]) for row in rows]
+        row_tokens = [sum(span.prefix + span.length for span in dataset.spans[row]) for row in rows]
         starts = itertools.accumulate((dataset.num_row_tokens[row] for row in rows), initial=0)
         return cls(
             coefficient=job.planned.router_aux_loss_coef,
             num_rows=size,
             first_tokens=tuple(starts)[:-1],
-            num_seen=tuple(sum(seen[first : first + size]) for first in range(0, len(rows), size)),
+            num_tokens=tuple(sum(row_tokens[first : first + size]) for first in range(0, len(rows), size)),
         )
 
     def runs(self, part: JobRows) -> list[tuple[int, int]]:

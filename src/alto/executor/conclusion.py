@@ -65,13 +65,13 @@ class _Choice:
 
 
 def conclude(
-    state: RunningTask, recorder: JournalRecorder, run_dir: RunDir, hooks: Hooks, stop_if_asked: Callable[[], None]
+    state: RunningTask, recorder: JournalRecorder, run_dir: RunDir, hooks: Hooks, check_stop: Callable[[], None]
 ) -> None:
     """Choose the winner of a task whose jobs have all ended, generate samples, check the winning adapter, and record
     the result.
 
     Args:
-        stop_if_asked: Raises an error if the run has to stop; called while adapters generate texts.
+        check_stop: Raises an error if the run has to stop; called while adapters generate texts.
 
     Raises:
         NoResultError: No job was ever evaluated with a finite loss.
@@ -84,11 +84,11 @@ def conclude(
             f"found that {_why_there_is_none(state)}"
         )
     if hooks.judge is not None:
-        chosen = _judged(state, recorder, run_dir, hooks.judge, stop_if_asked) or chosen
+        chosen = _judged(state, recorder, run_dir, hooks.judge, check_stop) or chosen
     winner = chosen.winner
     if hooks.generate is not None:
         jobs = [winner.job] if chosen.runner_up is None else [winner.job, chosen.runner_up]
-        samples = hooks.generate({job: run_dir.job(job, "best") for job in jobs}, stop_if_asked)
+        samples = hooks.generate({job: run_dir.job(job, "best") for job in jobs}, check_stop)
         recorder.append(SamplesGenerated(samples=samples.rows, failure=samples.failure))
     if hooks.check is not None and state.context.ranks.is_first:
         recorder.append(AdapterChecked(job=winner.job, **asdict(hooks.check(run_dir.job(winner.job, "best")))))
@@ -120,12 +120,12 @@ def _finished(state: RunningTask) -> LossPoint | None:
 
 
 def _judged(
-    state: RunningTask, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, stop_if_asked: Callable[[], None]
+    state: RunningTask, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, check_stop: Callable[[], None]
 ) -> _Choice | None:
     """Return the finalist with the best answers, the finalists within noise of it, and the runner-up; None if the
     scorer failed."""
     finalists = state.selection.leaders(state.context.task.num_finalists)
-    judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, stop_if_asked)
+    judgement = judge({point.job: run_dir.job(point.job, "best") for point in finalists}, check_stop)
     scores = scores_of(judgement)
     recorder.append(FinalistsJudged(scores=tuple(scores), scorer=judgement.scorer, failure=judgement.failure))
     if judgement.failure:
@@ -166,7 +166,7 @@ def hold_rung(
     recorder: JournalRecorder,
     lifecycle: JobLifecycle,
     judge: Judge | None,
-    stop_if_asked: Callable[[], None],
+    check_stop: Callable[[], None],
 ) -> RungResult:
     """Decide the next rung, which all jobs have reached, and end the jobs that it drops; for the arguments see
     :func:`_score_rung`."""
@@ -176,7 +176,7 @@ def hold_rung(
     # The selection counts the steps of a job that ran ahead, so the journal records them too.
     for job in state.jobs.values():
         recorder.losses(job)
-    _score_rung(state, recorder, judge, stop_if_asked)
+    _score_rung(state, recorder, judge, check_stop)
     result = selection.select()
     dropped = tuple(decision.job for decision in result.dropped)
     recorder.append(WarmupEnded(rung=index, progress=rung.progress, kept=tuple(result.kept), dropped=dropped))
@@ -186,14 +186,14 @@ def hold_rung(
 
 
 def _score_rung(
-    state: RunningTask, recorder: JournalRecorder, judge: Judge | None, stop_if_asked: Callable[[], None]
+    state: RunningTask, recorder: JournalRecorder, judge: Judge | None, check_stop: Callable[[], None]
 ) -> None:
     """Score the jobs at the next rung if the task names this rung in ``select_by.at``. The selection and the journal
     get the scores; if scoring fails, the journal gets the reason and the metric decides.
 
     Args:
         state: State of the task; every job that trains waits at the rung.
-        stop_if_asked: Raises an error if the run has to stop.
+        check_stop: Raises an error if the run has to stop.
 
     Raises:
         TaskInterruptedError: The run was stopped; a resumed run scores the rung again.
@@ -206,7 +206,7 @@ def _score_rung(
     if len(standings) < 2:
         return
     try:
-        judgement = judge({one.job: _adapter(state, one) for one in standings}, stop_if_asked)
+        judgement = judge({one.job: _adapter(state, one) for one in standings}, check_stop)
     finally:
         state.slot_manager.bank.reinject()  # the judge has injected other adapters into the base model
     scores = scores_of(judgement)

@@ -40,8 +40,8 @@ class TaskContext:
         references: Source of the reference log-probs in ``data``; None if there are none.
         start: The adapter that jobs begin with; None if they begin with new adapters.
         ranks: This process among the ranks that train the task; all ranks hold equal contexts.
-        asked: Early-exit settings as the user gave them, before they were fitted to rows and machine; None if they are
-            not to be fitted, as in a resumed run.
+        requested_early_exit: Early-exit settings as the user gave them, before they were fitted to rows and machine;
+            None if they are not to be fitted, as in a resumed run.
     """
 
     task: Task
@@ -54,7 +54,7 @@ class TaskContext:
     references: ReferenceFact | None = None
     start: StartAdapter | None = None
     ranks: Ranks = field(default_factory=Ranks)
-    asked: EarlyExit | None = None
+    requested_early_exit: EarlyExit | None = None
 
     @classmethod
     def of(
@@ -65,14 +65,14 @@ class TaskContext:
         ranks: Ranks | None = None,
         *,
         start: StartAdapter | None = None,
-        asked: EarlyExit | None = None,
+        requested_early_exit: EarlyExit | None = None,
     ) -> Self:
         """Plan every job of ``task``.
 
         Args:
             ranks: This process among the ranks that train the task; None if it is alone.
             start: The adapter that jobs begin with; None if they begin with new adapters.
-            asked: Early-exit settings as the user gave them; None if they are not to be fitted.
+            requested_early_exit: Early-exit settings as the user gave them; None if they are not to be fitted.
 
         Raises:
             TargetModuleError: A job's targets or rank do not fit the base model, or differ from those of ``start``.
@@ -100,16 +100,16 @@ class TaskContext:
             policy=policy_from(task.early_exit),
             start=start,
             ranks=ranks or Ranks(),
-            asked=asked,
+            requested_early_exit=requested_early_exit,
         )
 
     def at_forward_share(self, forward_share: float) -> TaskContext:
         """Return the context with the evaluations that ``early_exit.evaluation_share`` pays for, if evaluating a token
         takes ``forward_share`` times as long as training it."""
-        if self.asked is None:
+        if self.requested_early_exit is None:
             return self
-        asked = self.task.replace(early_exit=self.asked)
-        task = resolve_early_exit(asked, self.data, begins=True, forward_share=forward_share)
+        requested = self.task.replace(early_exit=self.requested_early_exit)
+        task = resolve_early_exit(requested, self.data, begins=True, forward_share=forward_share)
         if task.early_exit == self.task.early_exit:
             return self
         train = self.data.train
@@ -119,7 +119,9 @@ class TaskContext:
     @property
     def fits_rungs(self) -> bool:
         """Whether rungs may keep fewer jobs to fit a time budget."""
-        return self.asked is not None and may_fit_rungs(self.task.replace(early_exit=self.asked))
+        return self.requested_early_exit is not None and may_fit_rungs(
+            self.task.replace(early_exit=self.requested_early_exit)
+        )
 
     @property
     def evaluation_notes(self) -> tuple[str, ...]:

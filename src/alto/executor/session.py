@@ -125,7 +125,7 @@ class TaskSession:
         self._control.apply(self._inputs.commands)
         while selection.rungs.is_ready():
             index = selection.rungs.held
-            result = hold_rung(state, self._recorder, self._lifecycle, self._hooks.judge, self._stop_if_asked)
+            result = hold_rung(state, self._recorder, self._lifecycle, self._hooks.judge, self._check_stop)
             self._exploration.exchange(index, result)
         self._exploration.keep_to_budget(self._inputs.time)
         if not selection.training and self._exploration.can_finish_another(self._inputs.time):
@@ -208,7 +208,7 @@ class TaskSession:
         self.save()
         with self.state.stopwatch.timing("evaluation"):
             measure_best(self.state, self._recorder)
-        conclude(self.state, self._recorder, self._start.run_dir, self._hooks, self._stop_if_asked)
+        conclude(self.state, self._recorder, self._start.run_dir, self._hooks, self._check_stop)
         self._control.close()
 
     @property
@@ -273,7 +273,7 @@ class TaskSession:
         if self._ranks.is_first:
             self._step_times.refine()
 
-    def _stop_if_asked(self) -> None:
+    def _check_stop(self) -> None:
         if self._hooks.is_interrupted():
             self._interrupt()
 

@@ -68,7 +68,7 @@ def state_before_training(
     :class:`alto.executor.TaskSession`."""
     ranks, resume_state = context.ranks, start.resume_state
 
-    def stop_if_asked() -> None:
+    def check_stop() -> None:
         if ranks.broadcast(hooks.is_interrupted(), bool):
             raise TaskInterruptedError(
                 "stopped on request while reference log-probs were precomputed; the finished ones are on disk; "
@@ -82,9 +82,7 @@ def state_before_training(
         can_retry=ranks.is_alone,
         is_padded=context.backbone.is_padded,
     )
-    context = with_references(
-        context, micro_batches, stop_if_asked, bank.reinject if bank is not None else lambda: None
-    )
+    context = with_references(context, micro_batches, check_stop, bank.reinject if bank is not None else lambda: None)
     return build_state(
         context,
         resume_state,
