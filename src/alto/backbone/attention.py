@@ -42,12 +42,12 @@ def sdpa_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: Seque
     outputs = []
     for parts in zip(queries, keys, values, strict=True):
         q, k, v = (part.transpose(0, 1)[None] for part in parts)
-        length, seen = q.shape[2], k.shape[2]
+        length, num_keys = q.shape[2], k.shape[2]
         if softcap is not None:
-            output = _softcapped(q, k, v, _mask(length, seen, window or seen, q.device), scale, softcap)
+            output = _softcapped(q, k, v, _mask(length, num_keys, window or num_keys, q.device), scale, softcap)
         else:
-            is_plain = length == seen and (window is None or seen <= window)
-            mask = None if is_plain else _mask(length, seen, window or seen, q.device)
+            is_plain = length == num_keys and (window is None or num_keys <= window)
+            mask = None if is_plain else _mask(length, num_keys, window or num_keys, q.device)
             output = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
             )
@@ -58,18 +58,18 @@ def sdpa_attention(q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, sequences: Seque
 def _softcapped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float) -> Tensor:
     """Compute the attention of one sequence with capped scores, which PyTorch's attention does not support; the softmax
     is at least float32, as in Gemma 2."""
-    share = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    group_size = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group_size, 1), v.repeat_interleave(group_size, 1)
     scores = torch.tanh(scale * (q @ k.transpose(-1, -2)) / softcap) * softcap
     weights = scores.masked_fill(~mask, float("-inf")).softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return weights.to(q.dtype) @ v
 
 
-def _mask(length: int, seen: int, window: int, device: torch.device) -> Tensor:
-    """Return the mask of the last ``length`` tokens (rows) over ``seen`` keys (columns): each token attends to itself
-    and to the ``window - 1`` tokens before it."""
-    position = torch.arange(seen, device=device)
-    distance = position[seen - length :, None] - position[None, :]
+def _mask(length: int, num_keys: int, window: int, device: torch.device) -> Tensor:
+    """Return the mask of the last ``length`` tokens (rows) over ``num_keys`` keys (columns): each token attends to
+    itself and to the ``window - 1`` tokens before it."""
+    position = torch.arange(num_keys, device=device)
+    distance = position[num_keys - length :, None] - position[None, :]
     return (distance >= 0) & (distance < window)
 
 

@@ -62,8 +62,8 @@ def limits_of(config: PreTrainedConfig) -> ModelLimits:
     number is None if the configuration has no limit: ALiBi, state space models.
     """
     text: Any = config.get_text_config()
-    said = getattr(text, "max_position_embeddings", None)
-    positions = said if isinstance(said, int) and said > 0 else None
+    declared = getattr(text, "max_position_embeddings", None)
+    positions = declared if isinstance(declared, int) and declared > 0 else None
     if positions is not None:
         positions = max(positions, _stretched(text))
     padding = getattr(text, "pad_token_id", None)

@@ -229,12 +229,12 @@ def _pattern(mask: Tensor | None, window: int | None, length: int) -> Pattern | 
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.shape[-2:] != (length, length):
         return None
     if mask.dtype == torch.bool:
-        seen = mask
+        visible = mask
     else:
-        seen = mask == 0
-        if not (seen | (mask <= torch.finfo(mask.dtype).min / 2)).all():
+        visible = mask == 0
+        if not (visible | (mask <= torch.finfo(mask.dtype).min / 2)).all():
             return None
-    first = int(seen[..., 0].sum(-1).max())  # tokens that see the first one
+    first = int(visible[..., 0].sum(-1).max())  # tokens that see the first one
     position = torch.arange(length, device=mask.device)
     distance = position[:, None] - position[None, :]
     is_causal = distance >= 0
@@ -243,7 +243,7 @@ def _pattern(mask: Tensor | None, window: int | None, length: int) -> Pattern | 
         (Pattern(window=first), is_causal & (distance < first)),
         (Pattern(chunk=first), is_causal & (position[:, None] // max(first, 1) == position[None, :] // max(first, 1))),
     ):
-        if bool((seen == expected).all()):
+        if bool((visible == expected).all()):
             return pattern
     return None
 
