@@ -51,15 +51,17 @@ def ending_of_exit(exit_code: int, attempt: AttemptDir | None, rank: int = 0, *,
     reason = f"it could not write down how it ended: the disk of {attempt.run_dir} is full or cannot be written"
     if exit_code == _DISK_FULL:
         return Ending(outcome=Outcome.FAILED, reason=f"{reason}; free disk space", error=DiskFullError.__name__)
-    said = attempt.last_words(rank)
-    return Ending(outcome=outcomes[exit_code], reason=reason + (f"; its log ends with: {said}" if said else ""))
+    last_line = attempt.last_log_line(rank)
+    return Ending(
+        outcome=outcomes[exit_code], reason=reason + (f"; its log ends with: {last_line}" if last_line else "")
+    )
 
 
 def read_ending(path: Path) -> Ending | None:
     """Return how an executor ended, from a JSON file with the fields of `Ending`; None if it has no valid ones."""
     try:
-        said = read_json(path)
-        return Ending(outcome=Outcome(said["outcome"]), reason=f"{said['reason']}", error=f"{said['error']}")
+        fields = read_json(path)
+        return Ending(outcome=Outcome(fields["outcome"]), reason=f"{fields['reason']}", error=f"{fields['error']}")
     except (OSError, ValueError, LookupError, TypeError):
         return None
 
@@ -99,7 +101,7 @@ class AttemptDir:
         """Return the path of the log of a rank."""
         return self.root / f"rank-{rank}.log" if rank else self.stderr
 
-    def last_words(self, rank: int = 0) -> str:
+    def last_log_line(self, rank: int = 0) -> str:
         """Return the last line of a rank's log; empty if there is none."""
         try:
             lines = self.rank_log(rank).read_text(encoding="utf-8", errors="replace").splitlines()

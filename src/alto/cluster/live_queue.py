@@ -230,9 +230,9 @@ class LiveQueue:
     def _cancel_what_waits(self, finished: Collection[str]) -> None:
         """Record cancellations that were sent while no process worked on the queue, so that these tasks are not started
         and cannot block the others if they cannot run any more. The first turn answers the commands."""
-        asked = {command.task for command in self._mailbox.pending() if command.action is QueueAction.CANCEL}
-        for entry in self._queue_dir.read()[0] if asked else ():
-            if entry.task in asked and entry.task not in finished and not entry.is_cancelled:
+        to_cancel = {command.task for command in self._mailbox.pending() if command.action is QueueAction.CANCEL}
+        for entry in self._queue_dir.read()[0] if to_cancel else ():
+            if entry.task in to_cancel and entry.task not in finished and not entry.is_cancelled:
                 self._queue_dir.cancel(entry.task)
 
     def _journal_what_is_missing(self, entries: Sequence[QueueEntry]) -> None:

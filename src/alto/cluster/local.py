@@ -122,9 +122,11 @@ def _lock_name(index: int, name: str) -> str:
     return name if name.startswith("MIG-") else f"{torch.cuda.get_device_properties(index).uuid}"
 
 
-def _num_gpus(asked: int | None, found: int) -> int:
-    if asked is not None and asked < 1:
-        raise SpecError(f"total_gpus: expected at least 1, found {asked}")
-    if found and asked is not None and asked > found:
-        raise SpecError(f"total_gpus: expected at most {found}, as many as this machine has, found {asked}; lower it")
-    return asked or found or 1
+def _num_gpus(requested: int | None, available: int) -> int:
+    if requested is not None and requested < 1:
+        raise SpecError(f"total_gpus: expected at least 1, found {requested}")
+    if available and requested is not None and requested > available:
+        raise SpecError(
+            f"total_gpus: expected at most {available}, as many as this machine has, found {requested}; lower it"
+        )
+    return requested or available or 1

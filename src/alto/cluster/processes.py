@@ -45,6 +45,6 @@ def _is_alive_in(session: int, pid: int) -> bool:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use, at most ``OMP_NUM_THREADS`` if the user has set it."""
-    found = len(os.sched_getaffinity(0))
-    asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
-    return min(found, int(asked)) if asked.isdecimal() and int(asked) > 0 else found
+    available = len(os.sched_getaffinity(0))
+    limit = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # further numbers are for nested regions
+    return min(available, int(limit)) if limit.isdecimal() and int(limit) > 0 else available

@@ -221,10 +221,10 @@ class Zygote:
     def _lose(self) -> None:
         """Handle the death of the zygote: its children run until they notice it; requests that it had not read fail."""
         assert self._server is not None
-        last_words = self._server.last_words()
+        last_log_line = self._server.last_log_line()
         for forked in self._running.values():
             if forked.pid is None:
-                forked.exited(None, f"the process that starts executors has died{last_words}")
+                forked.exited(None, f"the process that starts executors has died{last_log_line}")
             elif not forked.has_exited:
                 self._orphans.append(forked)
         self._running = {}
@@ -258,7 +258,7 @@ class _Started:
                 self._log.close()
                 raise
 
-    def last_words(self) -> str:
+    def last_log_line(self) -> str:
         """Return the end of a sentence that says why the process died; empty if it printed nothing."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
