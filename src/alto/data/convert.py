@@ -394,7 +394,7 @@ def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Messa
         RowError: There is no assistant reply.
     """
     reply = fields.turns_or_text(role, "assistant")
-    if _said(reply[: len(prompt)]) == _said(prompt):
+    if _comparable(reply[: len(prompt)]) == _comparable(prompt):
         reply = reply[len(prompt) :]
     if not any(turn.role == "assistant" for turn in reply):
         raise fields.wrong(
@@ -403,7 +403,7 @@ def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Messa
     return [*_as_context(prompt), *reply]
 
 
-def _said(turns: Sequence[Message]) -> list[tuple[str, str, str]]:
+def _comparable(turns: Sequence[Message]) -> list[tuple[str, str, str]]:
     return [(turn.role, turn.content, turn.extras) for turn in turns]
 
 
@@ -522,7 +522,7 @@ def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
     Raises:
         RowError: They are equal, share no turn, or do not first differ in an assistant reply.
     """
-    chosen, rejected = (_said(conversation) for conversation in conversations)
+    chosen, rejected = (_comparable(conversation) for conversation in conversations)
     if chosen == rejected:
         raise fields.wrong("two different replies", [chosen[-1][1], rejected[-1][1]], FaultKind.EQUAL_REPLIES)
     shared, most = 0, min(len(chosen), len(rejected)) - 1

@@ -285,13 +285,15 @@ def _candidates(form: str, columns: Mapping[str, str]) -> list[Layout]:
     return list(dict.fromkeys(layouts))
 
 
-def _completed(layout: Layout, rows: Sequence[RawRow], seen: set[str], form: str, columns: Mapping[str, str]) -> Layout:
+def _completed(
+    layout: Layout, rows: Sequence[RawRow], present: set[str], form: str, columns: Mapping[str, str]
+) -> Layout:
     """Return ``layout`` with the optional columns that the dataset has, and with its shape of messages named."""
     name = layout.form
     if name == "messages":
         name = form if form != "auto" else _shape(rows, dict(layout.columns)["messages"])
     of_messages = any(_holds_messages(rows, column) for role, column in layout.columns if role in _REPLIES)
-    columns_found = (*layout.columns, *_optional(layout, seen, columns))
+    columns_found = (*layout.columns, *_optional(layout, present, columns))
     return Layout(form=name, columns=columns_found, of_messages=of_messages)
 
 
@@ -301,10 +303,10 @@ def _holds_messages(rows: Sequence[RawRow], column: str) -> bool:
     return isinstance(next((value for value in values if value is not None), None), list | Mapping)
 
 
-def _optional(layout: Layout, seen: set[str], columns: Mapping[str, str]) -> _Columns:
+def _optional(layout: Layout, present: set[str], columns: Mapping[str, str]) -> _Columns:
     """Return the optional columns that the dataset has: those that the task names, and the default ones."""
     roles = _OPTIONAL[layout.form]
-    free = seen.difference(columns.values())
+    free = present.difference(columns.values())
     usual: Mapping[str, str] = {role: role for role in roles}
     if layout.form == "preference":
         ways = () if "prompt" in columns else _PROMPTS

@@ -38,7 +38,7 @@ def preview_rows(
     data = rows.encode(tokenizer, limits)
     is_cut = head is not None and head.is_cut
     # A part of the rows does not show how many validation rows there are, and how many of them are trained too.
-    untold = reading_notes(len(rows.validation), data.num_shared) if is_cut else []
+    unreliable = reading_notes(len(rows.validation), data.num_shared) if is_cut else []
     lengths = data.train.sequence_lengths
     return DataPreview(
         dataset=task.dataset_name,
@@ -48,7 +48,7 @@ def preview_rows(
         max_length=rows.max_length,
         counts=data.counts(),
         row_tokens=(min(lengths), statistics.median(lengths), max(lengths)),
-        notes=tuple(note for note in data.notes if note not in untold),
+        notes=tuple(note for note in data.notes if note not in unreliable),
         examples=tuple(_example(data.train, row, tokenizer) for row in range(min(num_rows, len(data.train)))),
         num_read=head.num_rows if head is not None and is_cut else None,
     )
