@@ -116,8 +116,8 @@ def tool_calls_in(text: str) -> list[dict[str, Any]]:
     A call is a JSON object with ``name`` and ``arguments`` (or ``parameters``): alone, in a list, or under the key
     ``function``. The arguments may be JSON text. Text before ``</think>`` is ignored.
     """
-    _, _, said = text.rpartition(_END_OF_THOUGHT)
-    values = [each for value in _json_values(said) for each in (value if isinstance(value, list) else [value])]
+    _, _, answer = text.rpartition(_END_OF_THOUGHT)
+    values = [each for value in _json_values(answer) for each in (value if isinstance(value, list) else [value])]
     return [call for value in values if (call := _call(value)) is not None]
 
 

@@ -178,7 +178,7 @@ def measure(
                 # Entries are compared by their settings, and earlier versions leave out the default backend and scorer.
                 **({"backend": settings.backend} if is_generated and settings.backend != "alto" else {}),
                 **_shown(scoring),
-                **{key: True for key, is_asked in quantisation_keys(base.quantisation).items() if is_asked},
+                **{key: True for key, is_set in quantisation_keys(base.quantisation).items() if is_set},
             },
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )

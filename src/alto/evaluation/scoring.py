@@ -244,10 +244,10 @@ def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     try:
-        said = str(error)
+        message = str(error)
     except Exception:
-        said = ""
-    return f"{type(error).__name__}{': ' if said else ''}{said:.200}{place}"
+        message = ""
+    return f"{type(error).__name__}{': ' if message else ''}{message:.200}{place}"
 
 
 def scorer_of(scoring: Scoring) -> Scorer:

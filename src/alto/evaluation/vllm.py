@@ -69,9 +69,9 @@ def complete_with_vllm(
                 )
                 for number, adapter in enumerate(adapters, start=1)
             ]
-            asked = [(request, {"prompt_token_ids": list(prompt)}) for request in requests for prompt in prompts]
+            inputs = [(request, {"prompt_token_ids": list(prompt)}) for request in requests for prompt in prompts]
             outputs = engine.generate(
-                [prompt for _, prompt in asked], sampling, lora_request=[request for request, _ in asked]
+                [prompt for _, prompt in inputs], sampling, lora_request=[request for request, _ in inputs]
             )
     except ValueError as error:
         raise DataError(
