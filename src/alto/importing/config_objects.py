@@ -85,7 +85,7 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     adapter, arguments = _sorted(configs)
     overruled = _overruled(values)
     given, defaults = _given(adapter, arguments)
-    asked = {key for key, value in given.items() if key not in defaults or value != defaults[key]}
+    changed = {key for key, value in given.items() if key not in defaults or value != defaults[key]}
     replaced = frozenset({"dataset", *overruled})
     draft = Draft(given=dict(given), folders=(Path.cwd(),), replaced=replaced, is_of_a_class=True)
     method = _method_of(arguments, given.get("task_type"), values)
@@ -105,7 +105,7 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
         found.pop("init_lora_weights")  # the default in PEFT and in ALTO, which init_adapter replaces
     if arguments is not None and not arguments.report_to:
         found.setdefault("report_to", "none")
-    if "gradient_checkpointing" not in asked:
+    if "gradient_checkpointing" not in changed:
         found.pop("gradient_checkpointing", None)  # results do not depend on it; ALTO decides by the available memory
     known = set(given)
     if arguments is not None and _method_by_class(arguments) is not None and not _are_conversations(values):
@@ -118,8 +118,8 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
         notes.append(
             Note(kind=NoteKind.NOT_NEEDED, key="dtype", text="a model that is given as an object keeps its dtype")
         )
-        asked.add("dtype")
-    return {**found, **values}, _reported(notes, asked)
+        changed.add("dtype")
+    return {**found, **values}, _reported(notes, changed)
 
 
 def _overruled(values: Mapping[str, Any]) -> set[str]:
@@ -143,22 +143,22 @@ def _are_conversations(values: Mapping[str, Any]) -> bool:
     return any(isinstance(cell, list) and cell and isinstance(cell[0], Mapping) for cell in row.values())
 
 
-def _reported(notes: Sequence[Note], asked: Collection[str]) -> tuple[str, ...]:
+def _reported(notes: Sequence[Note], changed: Collection[str]) -> tuple[str, ...]:
     """Return the notes about settings that the user changed, and about defaults that ALTO handles differently."""
     changing = (NoteKind.NOT_SUPPORTED, NoteKind.UNKNOWN)
-    refused = [note for note in notes if note.kind in changing and note.key in asked and note.key not in _HARMLESS]
+    refused = [note for note in notes if note.kind in changing and note.key in changed and note.key not in _HARMLESS]
     if refused:
-        lines = "\n".join(f"  {_said(note)}" for note in refused)
+        lines = "\n".join(f"  {_message(note)}" for note in refused)
         raise UnsupportedError(
             f"config: expected settings that ALTO supports, found {len(refused)} that it does not support:\n{lines}\n"
             "Remove them from the configuration, or set the key that a line names in the task, which overrides the "
             "configuration."
         )
-    kept = [note for note in notes if note.key in asked or note.kind in (NoteKind.USED, NoteKind.NOT_SUPPORTED)]
-    return tuple(_said(note) for note in kept)
+    kept = [note for note in notes if note.key in changed or note.kind in (NoteKind.USED, NoteKind.NOT_SUPPORTED)]
+    return tuple(_message(note) for note in kept)
 
 
-def _said(note: Note) -> str:
+def _message(note: Note) -> str:
     return str(note).replace("--set ", "")  # an option of the command line, which does not exist here
 
 
