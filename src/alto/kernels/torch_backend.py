@@ -94,8 +94,8 @@ def grouped_backward_weight(
     schedule: TokenSchedule,
 ) -> None:
     """See :func:`alto.kernels.reference.grouped_backward_weight`."""
-    asked = zip(schedule.slots, operands.adds_gradients(schedule.slots), strict=True)
-    multiply = [_add_product if adds else _write_product for slot, adds in asked if slot in operands.slots]
+    flags = zip(schedule.slots, operands.adds_gradients(schedule.slots), strict=True)
+    multiply = [_add_product if adds else _write_product for slot, adds in flags if slot in operands.slots]
     dys = [dy_TN.to(operands.grads_ZP.dtype) for dy_TN in dys]
     if x_TK is not None:
         x_TK = x_TK.to(operands.grads_ZP.dtype)
