@@ -149,7 +149,7 @@ class AdapterBank:
         group = self.layout.groups[group_index]
         num_experts = group[0].num_experts
 
-        def seen(bank_ZP: Tensor) -> Tensor:
+        def expanded(bank_ZP: Tensor) -> Tensor:
             return bank_ZP.view(1, -1).expand(num_experts * self.num_slots, -1) if num_experts else bank_ZP
 
         square_sums = self.square_sums if group_index in self._gradients else None
@@ -157,12 +157,12 @@ class AdapterBank:
             number=number,
             in_features=group[0].in_features,
             out_features=[module.out_features for module in group],
-            params_ZP=seen(self.params_ZP),
-            grads_ZP=seen(self.grads_ZP),
+            params_ZP=expanded(self.params_ZP),
+            grads_ZP=expanded(self.grads_ZP),
             max_rank=self.layout.max_rank,
             rank_step=self.layout.rank_step,
             gradients=self._gradients.get(group_index),
-            working_ZP=None if self.working_ZP is None else seen(self.working_ZP),
+            working_ZP=None if self.working_ZP is None else expanded(self.working_ZP),
             sums_ZC=None if square_sums is None else square_sums.sums_ZC,
             tiles=None if square_sums is None else square_sums.tiles,
         )

@@ -88,10 +88,10 @@ def bias_notes(model: PreTrainedModel, configs: Iterable[JobConfig]) -> tuple[st
     Args:
         model: The base model, with or without weights, with or without injected adapters.
     """
-    asked = sorted({config.bias for config in configs} - {"none"})
-    if not asked or any(module._parameters.get("bias") is not None for module in base_modules(model).values()):
+    requested = sorted({config.bias for config in configs} - {"none"})
+    if not requested or any(module._parameters.get("bias") is not None for module in base_modules(model).values()):
         return ()
-    return (f"No module of the base model has a bias: bias: {' and '.join(asked)} trains the same as bias: none.",)
+    return (f"No module of the base model has a bias: bias: {' and '.join(requested)} trains the same as bias: none.",)
 
 
 class MultiBiasModule(SettingsModule):
