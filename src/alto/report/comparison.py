@@ -49,8 +49,8 @@ def comparison_table(
         table.add_section()
     for key, values in settings.items():
         table.add_row(f"best job: {wording.clean(wording.short_name(key))}", *map(wording.format_setting, values))
-    said = _warnings(settings, same_data=same_data, same_validation=same_validation, same_loss=same_loss)
-    return Group(table, *map(Text, said))
+    notes = _warnings(settings, same_data=same_data, same_validation=same_validation, same_loss=same_loss)
+    return Group(table, *map(Text, notes))
 
 
 def write_comparison(

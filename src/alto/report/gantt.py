@@ -114,7 +114,7 @@ def _traces(
         trace = by_hue.setdefault(
             hue, {"meta": {"kind": kind, "hue": hue}, "base": [], "x": [], "y": [], "text": [], "customdata": []}
         )
-        said = (
+        hover = (
             f"{html.escape(clean(placement.task))}<br>{kind}: {format_duration(placement.start_s)} to "
             f"{format_duration(placement.end_s)} on {len(placement.gpus)} "
             f"GPU{'s' if len(placement.gpus) > 1 else ''}"
@@ -124,7 +124,7 @@ def _traces(
             trace["x"].append(round(placement.duration_s / seconds, 5))
             trace["y"].append(lane)
             trace["text"].append(html.escape(clean(placement.task)))
-            trace["customdata"].append(said)
+            trace["customdata"].append(hover)
     return [by_hue[hue] for hue in sorted(by_hue)]
 
 
