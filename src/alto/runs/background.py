@@ -89,8 +89,8 @@ class BackgroundObserver:
             if self._has_failed:  # `join` has given up meanwhile, and has warned
                 return
             self._has_failed = True
-            said = " ".join("".join(traceback.format_exception_only(error)).split())
-            self._warn(f"failed and gets no more events; training continues without it. {said}")
+            message = " ".join("".join(traceback.format_exception_only(error)).split())
+            self._warn(f"failed and gets no more events; training continues without it. {message}")
 
     def _warn(self, what: str) -> None:
         _logger.warning("%s %s", self._name, what)
