@@ -91,13 +91,13 @@ def _area_bounds(
     for start in starts[:: max(1, len(starts) // _MAX_RELEASES)]:
         left = sum(area for earliest, area, _ in work if earliest >= start)
         now, number = start, 0
-        for time, gain in gains:
+        for time, added in gains:
             if time > now:
                 if left <= number * (time - now):
                     break
                 left -= number * (time - now)
                 now = time
-            number += gain
+            number += added
         yield now + left / number
 
 

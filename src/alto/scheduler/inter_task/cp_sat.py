@@ -151,8 +151,8 @@ def _try(nodes: Sequence[_Stack], slack: float, generator: random.Random) -> boo
 def _exchange(one: _Stack, mine: TaskDemand, other: _Stack, theirs: TaskDemand | None, limit: float) -> bool:
     """Swap two tasks, or move one, if both nodes then end before ``limit``; return whether they do."""
     back = () if theirs is None else (theirs,)
-    gain = mine.num_gpus * mine.duration_s - sum(task.num_gpus * task.duration_s for task in back)
-    if other.area + gain >= other.size * limit or one.area - gain >= one.size * limit:
+    added_area = mine.num_gpus * mine.duration_s - sum(task.num_gpus * task.duration_s for task in back)
+    if other.area + added_area >= other.size * limit or one.area - added_area >= one.size * limit:
         return False
     there = sorted([*(task for task in other.tasks if task is not theirs), mine], key=_stack_order)
     if other.height_of(there) >= limit:

@@ -70,13 +70,13 @@ def _before(first_s: float, second_s: float) -> bool:
 
 
 def _check_tasks(problem: SchedulingProblem, schedule: Schedule) -> None:
-    asked = {demand.task: demand for demand in problem.pending}
+    pending = {demand.task: demand for demand in problem.pending}
     found = Counter(placement.task for placement in schedule.placements)
-    for task in sorted({*asked, *found}):
-        if found[task] != (task in asked):
-            raise ScheduleError(f"task {task!r}: expected {int(task in asked)} placements, found {found[task]}")
+    for task in sorted({*pending, *found}):
+        if found[task] != (task in pending):
+            raise ScheduleError(f"task {task!r}: expected {int(task in pending)} placements, found {found[task]}")
     for placement in schedule.placements:
-        demand = asked[placement.task]
+        demand = pending[placement.task]
         where = f"task {placement.task!r}"
         if len(placement.gpus) != demand.num_gpus or len(set(placement.gpus)) != demand.num_gpus:
             raise ScheduleError(f"{where}: expected {demand.num_gpus} different GPUs, found {placement.gpus}")
@@ -132,8 +132,8 @@ def _own_s(demand: TaskDemand) -> float:
 
 
 def _check_shared(problem: SchedulingProblem, executor: str, use: _Use) -> None:
-    asked = {demand.task: demand for demand in problem.pending}
-    demands = [asked[placement.task] for placement in use.placed]
+    pending = {demand.task: demand for demand in problem.pending}
+    demands = [pending[placement.task] for placement in use.placed]
     where = f"executor {executor!r}"
     tasks: list[RunningTask | TaskDemand] = [*use.running, *demands]
     sharings = [task.sharing for task in tasks if task.sharing is not None]

@@ -107,7 +107,7 @@ class Queue:
         reasons = [reason for event in events if (reason := self._take_in(event, actions))]
         if len(self._pool) != num_gpus:
             self._note_what_is_missing(*self._waiting)
-        reasons += self._came_due(actions)
+        reasons += self._handle_due_tasks(actions)
         self._take_offers(actions)
         if reasons and self._waiting:
             actions += self._replan("; ".join(reasons))
@@ -307,9 +307,9 @@ class Queue:
         task.state = state
         task.ended_s = self._now_s
 
-    def _came_due(self, actions: list[Action]) -> list[str]:
+    def _handle_due_tasks(self, actions: list[Action]) -> list[str]:
         """Handle tasks whose pause or release time is over."""
-        due = []
+        reasons = []
         while self._to_come and self._to_come[0][0] <= self._now_s:
             wake = heapq.heappop(self._to_come)
             if not _waits_until(*wake):
@@ -317,10 +317,10 @@ class Queue:
             task = wake[2]
             if self._is_spent(task):
                 self._waiting.remove(task)
-                due.append(self._give_up_spent(task, actions))
+                reasons.append(self._give_up_spent(task, actions))
             else:
-                due.append(f"{task.name} may start")
-        return due
+                reasons.append(f"{task.name} may start")
+        return reasons
 
     # The plan.
 

@@ -40,7 +40,7 @@ class Work:
     Attributes:
         left_s: Seconds of work that remained at the start of the latest attempt, when run alone.
         done_s: Seconds of `left_s` that the latest attempt had done when its executor last changed.
-        has_told: Whether the latest attempt has reported its remaining time.
+        has_reported: Whether the latest attempt has reported its remaining time.
     """
 
     task: SimulatedTask
@@ -50,7 +50,7 @@ class Work:
     gpus: tuple[Gpu, ...] = ()
     started_s: float = 0.0
     done_s: float = 0.0
-    has_told: bool = False
+    has_reported: bool = False
 
     @property
     def remaining_s(self) -> float:
@@ -70,13 +70,13 @@ class Forecast:
     Attributes:
         end_s: When the task ends or is lost, by the virtual clock.
         is_lost: Whether the task is then lost together with its executor.
-        told_s: When the task reports its remaining time; None if it does not.
+        reported_s: When the task reports its remaining time; None if it does not.
     """
 
     work: Work
     end_s: float
     is_lost: bool = False
-    told_s: float | None = None
+    reported_s: float | None = None
     remaining_s: float = 0.0
 
 
@@ -98,7 +98,7 @@ class SimulatedExecutor:
 
     def join(self, work: Work, now_s: float) -> None:
         self._advance(now_s)
-        work.started_s, work.done_s, work.has_told = now_s, 0.0, False
+        work.started_s, work.done_s, work.has_reported = now_s, 0.0, False
         self.works.append(work)
 
     def leave(self, work: Work, now_s: float) -> None:
@@ -115,9 +115,11 @@ class SimulatedExecutor:
                 yield Forecast(work=work, end_s=self.crash_s, is_lost=True)
                 continue
             half_s = (1 - _TOLD_AT) * work.left_s
-            told_s = max(end_s - half_s / rate, self._since_s)
-            remaining_s = half_s if len(members) == 1 else max(self._since_s + last_s - told_s, 0.0)
-            yield Forecast(work=work, end_s=end_s, told_s=None if work.has_told else told_s, remaining_s=remaining_s)
+            reported_s = max(end_s - half_s / rate, self._since_s)
+            remaining_s = half_s if len(members) == 1 else max(self._since_s + last_s - reported_s, 0.0)
+            yield Forecast(
+                work=work, end_s=end_s, reported_s=None if work.has_reported else reported_s, remaining_s=remaining_s
+            )
 
     def _advance(self, now_s: float) -> None:
         for work, rate in zip(self.works, alone_rates([work.member for work in self.works]), strict=True):
@@ -257,11 +259,11 @@ class World:
         """Schedule the events of the tasks of ``executor``, valid while it does not change."""
         for forecast in executor.forecasts():
             name, attempt, end_s = forecast.work.task.name, forecast.work.attempt, forecast.end_s
-            if forecast.told_s is not None:
+            if forecast.reported_s is not None:
                 progress = Progressed(
-                    time_s=forecast.told_s, task=name, attempt=attempt, remaining_s=forecast.remaining_s
+                    time_s=forecast.reported_s, task=name, attempt=attempt, remaining_s=forecast.remaining_s
                 )
-                self._at(forecast.told_s, progress, executor)
+                self._at(forecast.reported_s, progress, executor)
             end: QueueEvent = Finished(time_s=end_s, task=name, attempt=attempt)
             if forecast.is_lost:
                 end = Failed(time_s=end_s, task=name, attempt=attempt, reason="crashed", is_retryable=True)
@@ -275,7 +277,7 @@ class World:
                 # An attempt that was lost with its GPU sends no more events.
                 if work.attempt != event.attempt or not work.gpus:
                     return []
-                work.has_told = work.has_told or isinstance(event, Progressed)
+                work.has_reported = work.has_reported or isinstance(event, Progressed)
                 if isinstance(event, Failed):
                     return [self._fail(work, event.reason)]
                 if isinstance(event, Finished):
