@@ -70,8 +70,8 @@ def next_configuration(space: SearchSpace, trials: Sequence[Trial], seed: int) -
             )
         study = optuna.create_study(sampler=sampler)
         study.add_trials(known)
-        asked = study.ask(distributions)
-        values = _values(space, asked.params, seed)
+        suggested = study.ask(distributions)
+        values = _values(space, suggested.params, seed)
         if tuple(values.items()) not in tried:
             return values
     drawn = space.sample(min(len(tried) + 1, space.num_distinct), seed)
