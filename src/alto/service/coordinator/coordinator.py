@@ -73,7 +73,7 @@ def _asked_task(job: JobRow, run: RunDir) -> Task:
     return portable(Task(**job.task, **files, name=job.id, tenant=job.tenant, report_to="none"))
 
 
-def keep_house(service: Service) -> None:
+def delete_expired(service: Service) -> None:
     """Delete expired request records, files and uploads; files that an open job needs stay until it ends."""
     with service.store.writing() as session:
         forget_old_replays(session)
@@ -243,7 +243,7 @@ class Coordinator:
     def _clean(self) -> None:
         """Delete expired and unneeded files; what a disk refuses to delete now is tried again next time."""
         try:
-            keep_house(self._service)
+            delete_expired(self._service)
             clear_ended_runs(self._service, self._live)
         except OSError as error:
             _LOG.warning("unneeded files cannot be removed: %s", error)

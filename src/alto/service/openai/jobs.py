@@ -70,7 +70,7 @@ class JobRequest(BaseModel):
         """Type of the method."""
         return "supervised" if self.method is None else self.method.type
 
-    def asked(self) -> dict[str, Any]:
+    def checked_hyperparameters(self) -> dict[str, Any]:
         """Return the hyperparameters.
 
         Raises:
@@ -193,7 +193,7 @@ def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
             "integrations",
             "unsupported",
         )
-    hyperparameters = body.asked()
+    hyperparameters = body.checked_hyperparameters()
     values = task_values(body.kind, hyperparameters, seed=body.seed)
     values |= base_model_of(service.settings, body.model)
     task = build({**values, "name": "task", "dataset": "training.jsonl", "report_to": "none"}, hyperparameters)

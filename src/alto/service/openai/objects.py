@@ -61,9 +61,9 @@ def part_object(row: PartRow) -> dict[str, Any]:
 
 def job_object(row: JobRow) -> dict[str, Any]:
     """Return the object of a fine-tuning job."""
-    asked = row.request.get("method") or {}
-    kind = asked.get("type", "supervised")
-    given = (asked.get(kind) or {}).get("hyperparameters") or row.request.get("hyperparameters") or {}
+    method = row.request.get("method") or {}
+    kind = method.get("type", "supervised")
+    given = (method.get(kind) or {}).get("hyperparameters") or row.request.get("hyperparameters") or {}
     chosen = (row.result or {}).get("hyperparameters", {})
     shown = _hyperparameters(given, chosen)
     extra = {key: value for key, value in given.items() if key not in (*_TYPED, "beta")}

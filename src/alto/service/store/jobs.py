@@ -144,10 +144,10 @@ def in_turns(jobs: Sequence[tuple[str, str]], num_live: Mapping[str, int]) -> li
         jobs: Id and tenant; jobs of the same tenant in the order of their priorities.
         num_live: Number of jobs of each tenant in the control plane.
     """
-    seen, keys = Counter(num_live), dict[str, tuple[int, int]]()
+    num_submitted, keys = Counter(num_live), dict[str, tuple[int, int]]()
     for place, (job, tenant) in enumerate(jobs):
-        keys[job] = seen[tenant], place
-        seen[tenant] += 1
+        keys[job] = num_submitted[tenant], place
+        num_submitted[tenant] += 1
     return sorted(keys, key=keys.__getitem__)
 
 

@@ -32,7 +32,7 @@ class VllmServer:
 
     async def names(self) -> frozenset[str]:
         """Return the names of all models that the server serves: the base model and the loaded adapters."""
-        async with self._asked("GET", "/v1/models") as reply:
+        async with self._request("GET", "/v1/models") as reply:
             content = await reply.read()
             if reply.status != 200:
                 raise UpstreamError(f"expected a list of models from the vLLM server, found status {reply.status}")
@@ -48,7 +48,7 @@ class VllmServer:
             AdapterRefusedError: The server refuses the adapter.
         """
         body = {"lora_name": name, "lora_path": str(folder)}
-        async with self._asked("POST", "/v1/load_lora_adapter", body) as reply:
+        async with self._request("POST", "/v1/load_lora_adapter", body) as reply:
             content = await reply.read()
             if reply.status == 200 or "already been loaded" in message_of(content):
                 return
@@ -68,7 +68,7 @@ class VllmServer:
         Raises:
             AdapterRefusedError: The server keeps the adapter.
         """
-        async with self._asked("POST", "/v1/unload_lora_adapter", {"lora_name": name}) as reply:
+        async with self._request("POST", "/v1/unload_lora_adapter", {"lora_name": name}) as reply:
             content = await reply.read()
             if reply.status not in (200, 404):
                 raise AdapterRefusedError(
@@ -83,9 +83,9 @@ class VllmServer:
         """
         body = {"model": name, "max_tokens": 1, "temperature": 0}
         message = {"role": "user", "content": "Hello"}
-        status, content = await self._written("/v1/chat/completions", {**body, "messages": [message]})
+        status, content = await self._post("/v1/chat/completions", {**body, "messages": [message]})
         if status == 400:
-            status, content = await self._written("/v1/completions", {**body, "prompt": "Hello"})
+            status, content = await self._post("/v1/completions", {**body, "prompt": "Hello"})
         if status != 200:
             raise AdapterRefusedError(f"expected one token of the model, found status {status} ({message_of(content)})")
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -93,12 +93,12 @@ class VllmServer:
                 return
         raise AdapterRefusedError("expected one token of the model, found an answer without one")
 
-    async def _written(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
-        async with self._asked("POST", path, body) as reply:
+    async def _post(self, path: str, body: Mapping[str, Any]) -> tuple[int, bytes]:
+        async with self._request("POST", path, body) as reply:
             return reply.status, await reply.read()
 
     @contextlib.asynccontextmanager
-    async def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[Reply]:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> AsyncIterator[Reply]:
         reply = await self._upstream.send(method, path, body)
         try:
             if reply.status in (401, 403):

@@ -123,7 +123,7 @@ class Registrar:
         """
         if self._server is None or self._clock() < self._rest_until:
             return
-        if self._clock() < self._look_at and not self._has_news():
+        if self._clock() < self._look_at and not self._has_changes():
             return
         try:
             asyncio.run(self._reconcile(self._server))
@@ -161,7 +161,7 @@ class Registrar:
             self._running = (asyncio.get_running_loop(), task)
         return not self._is_stopping.is_set()
 
-    def _has_news(self) -> bool:
+    def _has_changes(self) -> bool:
         rows = self._rows(
             or_(
                 and_(
