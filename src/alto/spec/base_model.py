@@ -125,11 +125,11 @@ def check_object_keys(task: Any, objects: BaseObjects) -> None:
             f"dtype: expected {objects.dtype}, the precision of the model that is given as an object, found "
             f"{task.dtype!r}; convert the model (model.to), or remove the key"
         )
-    asked = next((key for key, off in _LOADED_ALREADY.items() if getattr(task, key) != off), None)
-    if asked is not None:
+    set_key = next((key for key, off in _LOADED_ALREADY.items() if getattr(task, key) != off), None)
+    if set_key is not None:
         raise UnsupportedError(
-            f"{asked}: expected no such key with a model that is given as an object and is therefore already loaded, "
-            f"found {getattr(task, asked)!r}; remove the key, or name the model by its id"
+            f"{set_key}: expected no such key with a model that is given as an object and is therefore already loaded, "
+            f"found {getattr(task, set_key)!r}; remove the key, or name the model by its id"
         )
 
 
