@@ -202,7 +202,7 @@ class PlainView:
                     self._say(f"{self._name(job)} completed")
                     return
                 measured = "validation loss " if self.history.metric == LOSS else ""
-                self._say(f"{self._name(job)} completed, best {measured}{self._worth(job)}")
+                self._say(f"{self._name(job)} completed, best {measured}{self._best_value(job)}")
 
     def _on_started(self, started: events.TaskStarted) -> None:
         history = self.history
@@ -275,7 +275,9 @@ class PlainView:
             return
         self._num_bests_reported += 1
         self._best_reported = self._score(best)
-        self._say(f"best so far {self._worth(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}")
+        self._say(
+            f"best so far {self._best_value(best)}: {self._name(best)} at step {best.best_step} of {best.total_steps}"
+        )
 
     def _on_exited(self, job: JobHistory) -> None:
         # The line of the rung already counts the underperforming jobs.
@@ -287,7 +289,7 @@ class PlainView:
     def _on_rung(self) -> None:
         self._report_admitted()
         rung, best = self.history.rungs[-1], self.history.best
-        leader = f"; best {self._worth(best)}: {self._name(best)}" if best is not None else ""
+        leader = f"; best {self._best_value(best)}: {self._name(best)}" if best is not None else ""
         self._say(
             f"rung at {format_share(rung.progress)}: {len(rung.kept)} kept, {len(rung.dropped)} ended as "
             f"underperforming{leader}"
@@ -311,7 +313,7 @@ class PlainView:
     def _on_completed(self) -> None:
         self._report_admitted()
         history, best = self.history, self.history.best
-        outcome = f"best {self._worth(best)}: {self._name(best)}" if best is not None else "no usable job"
+        outcome = f"best {self._best_value(best)}: {self._name(best)}" if best is not None else "no usable job"
         if history.refit is not None and best is not None:
             outcome = describe_refit(history.refit)
         if best is not None and (tested := describe_test(history, best)):
@@ -329,7 +331,7 @@ class PlainView:
         """Return the sort key of a job's best value; lower is better."""
         return job.best_validation_loss if self.history.metric == LOSS else -job.best_score
 
-    def _worth(self, job: JobHistory) -> str:
+    def _best_value(self, job: JobHistory) -> str:
         """Return a job's best value as text."""
         metric = self.history.metric
         if metric == LOSS:

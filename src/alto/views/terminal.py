@@ -51,7 +51,7 @@ OUTCOME_STYLES = {
     "underperforming": "dim",
     "pending": "dim",
 }
-# The order in which columns are dropped on a narrow terminal; a column of worth STAYS is never dropped. Settings and
+# The order in which columns are dropped on a narrow terminal; a column of priority STAYS is never dropped. Settings and
 # metrics are dropped from the last to the first. The best loss and the first metric belong to the checkpoint that is
 # kept, so they are dropped after the losses of the latest step.
 BAR, NOTE, TRAIN, LATEST, METRIC, SETTING, FIRST_METRIC, STAYS = range(8)
@@ -59,12 +59,12 @@ BAR, NOTE, TRAIN, LATEST, METRIC, SETTING, FIRST_METRIC, STAYS = range(8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Column:
-    """A column of the table; the columns with the lowest ``worth`` are dropped first."""
+    """A column of the table; the columns with the lowest ``priority`` are dropped first."""
 
     name: str
     cells: Sequence[RenderableType]
     width: int
-    worth: tuple[int, int]
+    priority: tuple[int, int]
     is_number: bool = False
 
 
@@ -91,7 +91,7 @@ class JobGrid:
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", expand=True
         )
         for column in columns:
-            is_note = column.worth[0] == NOTE
+            is_note = column.priority[0] == NOTE
             grid.add_column(
                 Text(column.name),
                 justify="right" if column.is_number else "left",
@@ -100,7 +100,7 @@ class JobGrid:
                 no_wrap=True,
                 overflow="ellipsis",
             )
-        if not any(column.worth[0] == NOTE for column in columns):
+        if not any(column.priority[0] == NOTE for column in columns):
             grid.add_column("", ratio=1)
         for index, row in enumerate(self._shown):
             grid.add_row(*(column.cells[index] for column in columns), style="bold green" if row.is_best else None)
@@ -117,31 +117,33 @@ class JobGrid:
         columns = [_text_column("job", [f"{'★' if row.is_best else ' '} {row.job}" for row in rows], widest=WIDEST_JOB)]
         for index, name in enumerate(self.settings):
             cells = [row.settings[index] for row in rows]
-            worth = (SETTING, len(self.settings) - index)
-            columns.append(_text_column(name, cells, worth=worth, widest=WIDEST_SETTING, is_number=True))
+            priority = (SETTING, len(self.settings) - index)
+            columns.append(_text_column(name, cells, priority=priority, widest=WIDEST_SETTING, is_number=True))
         stages = [Text(row.outcome, style="" if row.is_best else OUTCOME_STYLES.get(row.outcome, "")) for row in rows]
         # As wide as the longest outcome of all jobs, so that columns keep their places when other rows are shown.
         stage_width = max((cell_len(row.outcome) for row in self.rows), default=0)
-        columns.append(_Column(name="stage", cells=stages, width=max(5, stage_width), worth=(STAYS, 0)))
+        columns.append(_Column(name="stage", cells=stages, width=max(5, stage_width), priority=(STAYS, 0)))
         bars = [_bar(row) for row in rows]
-        columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, worth=(BAR, 0)))
+        columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, priority=(BAR, 0)))
         losses = {
             "done": ([wording.format_share(row.progress) for row in rows], STAYS),
             "train": ([_loss(row.history.train_loss) for row in rows], TRAIN),
             "val": ([_loss(row.history.validation_loss) for row in rows], LATEST),
             "best val": ([_loss(_finite(row.history.best_validation_loss)) for row in rows], STAYS),
         }
-        for name, (cells, worth_of) in losses.items():
-            columns.append(_text_column(name, cells, worth=(worth_of, 0), narrowest=6, is_number=True))
+        for name, (cells, level) in losses.items():
+            columns.append(_text_column(name, cells, priority=(level, 0), narrowest=6, is_number=True))
         for index, metric in enumerate(self.metrics):
             cells = [format_metric(metric, row.metrics[index]) for row in rows]
-            worth = (METRIC if index else FIRST_METRIC, len(self.metrics) - index)
-            columns.append(_text_column(short_metric(metric), cells, worth=worth, narrowest=6, is_number=True))
+            priority = (METRIC if index else FIRST_METRIC, len(self.metrics) - index)
+            columns.append(_text_column(short_metric(metric), cells, priority=priority, narrowest=6, is_number=True))
         if any(row.raw_score is not None for row in self.rows):
-            columns.append(_text_column("score", [row.score for row in rows], worth=(FIRST_METRIC, 0), is_number=True))
+            columns.append(
+                _text_column("score", [row.score for row in rows], priority=(FIRST_METRIC, 0), is_number=True)
+            )
         if any(self.notes):
             notes = [Text(note, style="dim") for note in self.notes[: len(rows)]]
-            columns.append(_Column(name=self.note_name, cells=notes, width=NARROWEST_NOTE, worth=(NOTE, 0)))
+            columns.append(_Column(name=self.note_name, cells=notes, width=NARROWEST_NOTE, priority=(NOTE, 0)))
         return columns
 
     def _remainder(self, left_out: Sequence[str], width: int) -> str:
@@ -160,14 +162,18 @@ def _text_column(
     name: str,
     cells: Sequence[str],
     *,
-    worth: tuple[int, int] = (STAYS, 0),
+    priority: tuple[int, int] = (STAYS, 0),
     narrowest: int = 0,
     widest: int = WIDEST_SETTING,
     is_number: bool = False,
 ) -> _Column:
     width = min(widest, max(map(cell_len, (name, *cells))))
     return _Column(
-        name=name, cells=[Text(cell) for cell in cells], width=max(narrowest, width), worth=worth, is_number=is_number
+        name=name,
+        cells=[Text(cell) for cell in cells],
+        width=max(narrowest, width),
+        priority=priority,
+        is_number=is_number,
     )
 
 
@@ -175,8 +181,8 @@ def _fit(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[st
     """Return the columns that fit into ``width``, and the names of the other columns."""
     kept = list(columns)
     while sum(column.width for column in kept) + GAP * len(kept) > width:
-        least = min(kept, key=lambda column: column.worth)
-        if least.worth[0] == STAYS:
+        least = min(kept, key=lambda column: column.priority)
+        if least.priority[0] == STAYS:
             break
         kept.remove(least)
     return kept, [column.name for column in columns if column not in kept and column.name]
