@@ -84,14 +84,14 @@ class Selection:
         The first loss that is not finite ends the job at its step; later losses are ignored.
         """
         track = self._tracks[job]
-        due = track.ema.count + 1
+        expected = track.ema.count + 1
         _require(track.trains, f"{job} to train, found that it has ended")
         last = first_step + len(losses) - 1
         _require(
             not losses or not self.rungs.is_waiting(job) or last <= self.rungs.furthest_stop(job),
             f"{job} to wait for its rung, found that it continued",
         )
-        _require(first_step == due, f"step {due} of {job}, found step {first_step}")
+        _require(first_step == expected, f"step {expected} of {job}, found step {first_step}")
         for step, loss in enumerate(losses, start=first_step):
             verdict = patterns.judge_step_loss(job, step, loss)
             if verdict is not None:
