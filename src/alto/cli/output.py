@@ -46,13 +46,13 @@ class Interrupt:
         self.announce: Callable[[str], None] = _write
         self._what = what
         self._num_announced = 0
-        self._is_asked = False
+        self._is_polled = False
         self._has_begun = what == "run"  # before a queue begins, its tasks are measured
         self._has_ended = False
 
     def requested(self) -> bool:
         """Return whether a signal has come. Training calls this, so from the first call on it can stop cleanly."""
-        self._is_asked = True
+        self._is_polled = True
         return self.exit_code != 0
 
     def observe(self, entry: JournalEntry) -> None:
@@ -106,7 +106,7 @@ class Interrupt:
 
     @property
     def _can_stop_cleanly(self) -> bool:
-        return self._is_asked and not self._has_ended
+        return self._is_polled and not self._has_ended
 
 
 def _write(text: str) -> None:
