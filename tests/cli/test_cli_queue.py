@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from alto.cli import app
 from alto.errors import QueueCommandError
-from alto.runs import Answer, Journal, QueueCommand, QueueDir, QueueEntry, QueueMailbox, RunDir
+from alto.runs import CommandAnswer, Journal, QueueCommand, QueueDir, QueueEntry, QueueMailbox, RunDir
 
 SETTINGS = {"method": "lpt", "strategy": "single", "cluster": "local", "total_gpus": None, "quotas": {}}
 PATIENCE_S = "20"
@@ -28,7 +28,7 @@ def queue(tmp_path: Path) -> QueueDir:
 
 
 @contextmanager
-def worked_on(queue: QueueDir, answer: Callable[[QueueCommand], Answer | None]) -> Iterator[None]:
+def worked_on(queue: QueueDir, answer: Callable[[QueueCommand], CommandAnswer | None]) -> Iterator[None]:
     """By a process that answers commands until ``answer`` has none: then it ends."""
     box, has_begun, is_over = QueueMailbox(queue.run), threading.Event(), threading.Event()
 
@@ -60,9 +60,9 @@ def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir,
         files.append(tmp_path / f"{name}.yaml")
         files[-1].write_text(make_task(tmp_path, name=name).to_yaml(), encoding="utf-8")
 
-    def answer(command: QueueCommand) -> Answer:
+    def answer(command: QueueCommand) -> CommandAnswer:
         name = command.values["name"]
-        return Answer(done=name == "good", message=f"{name} it is")
+        return CommandAnswer(done=name == "good", message=f"{name} it is")
 
     with worked_on(queue, answer):
         said = invoke("submit", queue.root, *files)
@@ -95,7 +95,7 @@ def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monke
         """At the second look the process has answered, and ended."""
         found = next(looks)
         for command in [] if found else box.pending():
-            box.answer(command.id, Answer(done=True, message="t is cancelled."))
+            box.answer(command.id, CommandAnswer(done=True, message="t is cancelled."))
         return found
 
     monkeypatch.setattr("alto.cli.control._LOOK_S", 0.0)
@@ -142,7 +142,7 @@ def test_tasks_of_a_finished_queue_are_not_cancelled(tmp_path: Path) -> None:
     assert "takes effect with: alto resume" in accepted.stdout, "which would try it again"
     with queue.run.locked():
         (command,) = QueueMailbox(queue.run).pending()
-        QueueMailbox(queue.run).answer(command.id, Answer(done=True, message=""))
+        QueueMailbox(queue.run).answer(command.id, CommandAnswer(done=True, message=""))
     with Journal(queue.run.journal_file) as journal:
         journal.append(event("queue_resumed", done=["a"]))
         journal.append(event("queue_completed"))

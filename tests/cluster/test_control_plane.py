@@ -38,7 +38,7 @@ from alto.engine.queue_setup import journal_begin
 from alto.errors import QueueCommandError
 from alto.records import Gpu, Node, TaskEstimate
 from alto.runs import (
-    Answer,
+    CommandAnswer,
     JobAction,
     Journal,
     JournalEntry,
@@ -184,7 +184,7 @@ class Executors:
         commands = Mailbox(RunDir(Path(launch.run_dir)))
         with self._world.unharmed():
             for command in commands.pending():
-                commands.answer(command.id, Answer(done=True, message="done"))
+                commands.answer(command.id, CommandAnswer(done=True, message="done"))
                 self._world.answered[command.id] += 1
 
 

@@ -16,7 +16,16 @@ from journals import event
 from alto.cluster import ClusterEvent, Controller, EntryWritten, GpuCame, GpuGone, Launch, Outcome, Retrying, TaskTicket
 from alto.errors import QueueCommandError, SpecError, TaskInterruptedError
 from alto.records import Gpu
-from alto.runs import Answer, JobAction, Journal, JournalEntry, Mailbox, TaskStage, read_events, read_queue_history
+from alto.runs import (
+    CommandAnswer,
+    JobAction,
+    Journal,
+    JournalEntry,
+    Mailbox,
+    TaskStage,
+    read_events,
+    read_queue_history,
+)
 from alto.runs.events import TaskRelayed, decode
 
 
@@ -397,12 +406,12 @@ def test_a_job_command_reaches_the_executor_and_its_answer_comes_back(live: tupl
         mailbox = Mailbox(bench.queue_dir.run_of("a"))
         for command in mailbox.pending():
             seen.append((command.action, command.job, dict(command.changes)))
-            mailbox.answer(command.id, Answer(done=True, message="cloned"))
+            mailbox.answer(command.id, CommandAnswer(done=True, message="cloned"))
         return ()
 
     bench.cluster.script = answer
     found = controller.job_command("a", JobAction.CLONE, "job-000", changes={"r": 4})
-    assert found == Answer(done=True, message="cloned")
+    assert found == CommandAnswer(done=True, message="cloned")
     assert seen == [(JobAction.CLONE, "job-000", {"r": 4})]
     with pytest.raises(QueueCommandError, match="not in the queue"):
         controller.job_command("x", JobAction.STOP, "job-000")

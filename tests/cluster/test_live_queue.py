@@ -17,7 +17,7 @@ import alto
 from alto.cluster import Controller, LiveQueue, QueueIntake, answer_past_ends, past_ends
 from alto.errors import DiskFullError, QueueCommandError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.records import Node, TaskEstimate
-from alto.runs import Answer, Journal, QueueAction, QueueDir, QueueEntry, QueueMailbox, read_events
+from alto.runs import CommandAnswer, Journal, QueueAction, QueueDir, QueueEntry, QueueMailbox, read_events
 from alto.runs.events import Event, TaskSubmitted
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
@@ -64,7 +64,7 @@ class Bench:
                 live.begin(controller, ())
                 yield live, controller
 
-    def answer(self, command: str) -> Answer:
+    def answer(self, command: str) -> CommandAnswer:
         found = self.box.wait_for_answer(command, 0)
         assert found is not None
         return found
@@ -79,7 +79,7 @@ def test_a_task_is_submitted_by_command_with_the_tenant_of_whoever_submits(tmp_p
     with bench.working() as (live, controller):
         command = bench.box.submit(claims.to_dict(), tenant="guest", priority=2)
         controller.turn()
-        assert bench.answer(command) == Answer(done=True, message="t was submitted.")
+        assert bench.answer(command) == CommandAnswer(done=True, message="t was submitted.")
         live.finish()
         live.wait()
     (entry,) = bench.queue_dir.read()[0]
@@ -138,7 +138,7 @@ def test_a_command_whose_answer_was_lost_takes_effect_once(lost: str, tmp_path: 
     with bench.working() as (live, _):
         live.finish()
         live.wait()
-    assert bench.answer(command) == Answer(done=True, message="t was submitted.")
+    assert bench.answer(command) == CommandAnswer(done=True, message="t was submitted.")
     assert [entry.task for entry in bench.queue_dir.read()[0]] == ["t"]
     assert bench.kinds().count("task_submitted") == 1
 
@@ -166,7 +166,7 @@ def test_a_task_is_cancelled_by_command_and_stays_so(tmp_path: Path) -> None:
         assert bench.answer(again).done
         unknown = bench.box.ask(QueueAction.CANCEL, "x")
         controller.turn()
-        assert bench.answer(unknown) == Answer(
+        assert bench.answer(unknown) == CommandAnswer(
             done=False,
             message="expected a task of this queue that waits or runs, found 'x', which is not in the queue",
         )

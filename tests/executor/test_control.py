@@ -17,7 +17,7 @@ from alto.early_exit import audit, selection_of
 from alto.errors import NoResultError
 from alto.lora import read_adapter
 from alto.records import ExitReason, TaskOutcome
-from alto.runs import Answer, JobAction, Mailbox, RunDir, read_history
+from alto.runs import CommandAnswer, JobAction, Mailbox, RunDir, read_history
 from alto.spec import EarlyExit
 
 SPACE = {"lr": [1e-3, 1e-2, 1e30], "batch_size": [8]}
@@ -48,7 +48,7 @@ class Commanded:
         self.mailbox = Mailbox(self.run_dir)
         self._plan: list[tuple[Callable[[Mapping[str, Any]], bool], Callable[[], str]]] = []
         self._ids: list[str] = []
-        self.answers: list[Answer | None] = []
+        self.answers: list[CommandAnswer | None] = []
         self.result: TaskOutcome | None = None
 
     def at(
@@ -88,7 +88,9 @@ def test_a_stopped_job_ends_and_the_others_do_not_notice(tmp_path: Path) -> None
     commanded.at(JobAction.STOP, "job-000", event="eval", step=3)
     events = commanded.run()
     assert commanded.outcome("job-000") == (ExitReason.STOPPED, 3)
-    assert commanded.answers == [Answer(done=True, message="job-000 is stopped after 3 of 15 steps; it can be resumed")]
+    assert commanded.answers == [
+        CommandAnswer(done=True, message="job-000 is stopped after 3 of 15 steps; it can be resumed")
+    ]
     alone = Commanded(tmp_path / "b")
     others = curves_of(alone.run())["job-001"]
     assert list(curves_of(events)["job-001"].train.values()) == pytest.approx(list(others.train.values()), rel=1e-5)
@@ -314,4 +316,4 @@ def test_a_command_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
     commanded.at(JobAction.STOP, "job-001", event="task_completed", of=None)
     commanded._plan[0] = (lambda line: line["event"] == "task_completed", commanded._plan[0][1])
     commanded.run()
-    assert commanded.answers == [Answer(done=False, message="the task has just ended; give the command again")]
+    assert commanded.answers == [CommandAnswer(done=False, message="the task has just ended; give the command again")]

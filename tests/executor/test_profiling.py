@@ -19,7 +19,7 @@ from alto.engine import Engine
 from alto.errors import DeviceMemoryError, ProfileError, SpecError
 from alto.executor import TaskContext, cache, resolve_early_exit
 from alto.executor.profiling import measure, meter, pack, plan, planning, profile
-from alto.executor.profiling.budget import MeasuringBudget, Packing, packings
+from alto.executor.profiling.budget import MeasuringBudget, StepShape, step_shapes
 from alto.executor.profiling.measure import Measured
 from alto.executor.profiling.sketch import RowLength, SpanLength, lengths_of, synthetic_rows
 from alto.objectives import job_losses
@@ -78,13 +78,13 @@ def test_pairs_are_measured_as_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_packings_double_their_rows_by_turns_of_few_jobs_and_of_many():
-    assert packings(3, 2) == (
-        Packing(num_jobs=1, batch_size=1),
-        Packing(num_jobs=2, batch_size=1),
-        Packing(num_jobs=2, batch_size=2),
-        Packing(num_jobs=3, batch_size=2),
+    assert step_shapes(3, 2) == (
+        StepShape(num_jobs=1, batch_size=1),
+        StepShape(num_jobs=2, batch_size=1),
+        StepShape(num_jobs=2, batch_size=2),
+        StepShape(num_jobs=3, batch_size=2),
     )
-    shapes = [(packing.num_jobs, packing.batch_size) for packing in packings(16, 8)]
+    shapes = [(packing.num_jobs, packing.batch_size) for packing in step_shapes(16, 8)]
     assert shapes == [(1, 1), (2, 1), (1, 4), (8, 1), (2, 8), (16, 2), (8, 8), (16, 8)]
 
 
@@ -176,7 +176,7 @@ def test_a_step_that_is_not_expected_to_fit_is_not_taken(context: TaskContext, m
     steps = measure._steps_s
     monkeypatch.setattr(measure, "_steps_s", lambda *given, **more: taken.append(1) or steps(*given, **more))
     found = take_measures(context)
-    all_of_them = len(packings(4, 4))
+    all_of_them = len(step_shapes(4, 4))
     assert 2 <= len(found.memory) < all_of_them
 
 

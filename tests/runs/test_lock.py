@@ -14,7 +14,7 @@ import pytest
 
 from alto.base.files import LockFile, scratch_folder
 from alto.errors import RunBusyError
-from alto.runs import Answer, Journal, Mailbox, RunDir, read_entries, read_events
+from alto.runs import CommandAnswer, Journal, Mailbox, RunDir, read_entries, read_events
 from alto.runs.events import CheckpointSaved, TaskInterrupted
 
 
@@ -62,7 +62,7 @@ def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: 
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
                 journal.append(CheckpointSaved(jobs={}))
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
-                Mailbox(run).answer("x", Answer(done=True, message=""))
+                Mailbox(run).answer("x", CommandAnswer(done=True, message=""))
     assert len(read_events(run.journal_file)) == 1
     assert not run.control.exists()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from alto.errors import JobCommandError, MailboxFullError
-from alto.runs import Answer, JobAction, Mailbox, RunDir
+from alto.runs import CommandAnswer, JobAction, Mailbox, RunDir
 from alto.runs.mailbox import MOST_KEPT
 
 NAME = "00001-x"
@@ -76,8 +76,8 @@ def test_an_answer_that_is_none_is_an_error_that_names_it(run: RunDir, make: Cal
 def test_an_answer_takes_the_place_of_whatever_is_there(run: RunDir, make: Callable[[Path], object]) -> None:
     run.control.mkdir()
     make(run.control / f"{NAME}.answer.json")
-    Mailbox(run).answer(NAME, Answer(done=True, message="done"))
-    assert Mailbox(run).wait_for_answer(NAME, 0) == Answer(done=True, message="done")
+    Mailbox(run).answer(NAME, CommandAnswer(done=True, message="done"))
+    assert Mailbox(run).wait_for_answer(NAME, 0) == CommandAnswer(done=True, message="done")
 
 
 def test_a_file_in_the_place_of_the_mailbox_disturbs_nobody_and_is_named_to_who_asks(run: RunDir) -> None:
@@ -95,7 +95,7 @@ def test_a_command_arrives_and_its_answer_comes_back(run: RunDir) -> None:
     assert (command.id, command.action, command.job) == (sent, JobAction.CLONE, "job-000")
     assert (command.changes, command.warm) == ({"r": 4}, True)
     assert mailbox.wait_for_answer(sent, 0) is None
-    mailbox.answer(sent, Answer(done=True, message="yes"))
+    mailbox.answer(sent, CommandAnswer(done=True, message="yes"))
     assert mailbox.pending() == []
     assert json.loads((run.control / f"{sent}.answer.json").read_text()) == {"done": True, "message": "yes"}
 
@@ -116,5 +116,5 @@ def test_a_mailbox_does_not_grow_without_bound(run: RunDir) -> None:
             with pytest.raises(MailboxFullError, match=f"expected fewer than {MOST_KEPT} commands"):
                 mailbox.send(JobAction.RESUME, "job-000")
             for command in commands:
-                mailbox.answer(command, Answer(done=True, message=command))
+                mailbox.answer(command, CommandAnswer(done=True, message=command))
     assert sorted(path.name for path in run.control.iterdir()) == [f"{command}.answer.json" for command in commands]

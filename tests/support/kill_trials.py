@@ -33,7 +33,7 @@ from tiny import make_task, save_model
 import alto
 from alto.early_exit import audit
 from alto.executor import JobState, checkpoint, session
-from alto.executor.slot_manager import RunningTask
+from alto.executor.slot_manager import TrainingState
 from alto.runs import JobAction, Mailbox, RunDir, read_events
 from alto.runs import journal as journal_module
 
@@ -93,15 +93,15 @@ class Instants:
                 die()
 
         checkpoint.save_file = save
-        active = RunningTask.active
+        active = TrainingState.active
 
-        def about_to_train(state: RunningTask) -> list[JobState]:
+        def about_to_train(state: TrainingState) -> list[JobState]:
             jobs = active(state)
             if any(state.selection.rungs.is_waiting(job.id) for job in jobs) and self.is_reached("ahead"):
                 die()
             return jobs
 
-        RunningTask.active = about_to_train  # type: ignore[method-assign]
+        TrainingState.active = about_to_train  # type: ignore[method-assign]
 
     def _on_audit(self, event: str, args: Any, root: str) -> None:
         if event in FILE_EVENTS and args and str(args[0]).startswith(root):

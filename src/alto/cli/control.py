@@ -13,7 +13,7 @@ from alto.base import resume_command
 from alto.cli.options import Overrides, Run, complete_job_key, complete_queue, reachable
 from alto.errors import JobCommandError, QueueCommandError
 from alto.runs import (
-    Answer,
+    CommandAnswer,
     JobAction,
     Mailbox,
     QueueAction,
@@ -32,7 +32,7 @@ _LOOK_S = 1.0
 
 def wait_for_answer(
     run: RunDir, mailbox: Mailbox | QueueMailbox, command: str, wait_s: float
-) -> tuple[bool, Answer | None]:
+) -> tuple[bool, CommandAnswer | None]:
     """Return whether a process works on the run or queue, and its answer; stop waiting when the process ends.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 from alto.cluster.base import Cluster, TaskTicket
 from alto.cluster.dispatcher import ControllerStatus, Dispatcher, Retrying
 from alto.errors import QueueCommandError, TaskInterruptedError
-from alto.runs import Answer, JobAction, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
+from alto.runs import CommandAnswer, JobAction, Journal, JournalEntry, JournalTail, Mailbox, Observer, RunDir
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings, Solve
 
@@ -180,7 +180,7 @@ class Controller:
         changes: Mapping[str, Any] | None = None,
         warm: bool = False,
         timeout_s: float = 60.0,
-    ) -> Answer | None:
+    ) -> CommandAnswer | None:
         """Stop, resume or clone a job of a task; see :meth:`alto.engine.task_queue.TaskQueue.job_command`."""
         ticket = self.call(lambda: self._dispatcher.ticket_of(task))
         mailbox = Mailbox(RunDir(Path(ticket.run_dir)))

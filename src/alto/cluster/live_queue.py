@@ -15,7 +15,7 @@ from alto.cluster.controller import Controller, interruption
 from alto.errors import AltoError, QueueCommandError, RunBusyError, RunWriteError, UntrustedCodeError
 from alto.records import TaskEstimate
 from alto.runs import (
-    Answer,
+    CommandAnswer,
     Journal,
     QueueAction,
     QueueCommand,
@@ -122,14 +122,14 @@ class LiveQueue:
     def _carry_out_commands(self) -> None:
         for command in self._mailbox.pending():
             try:
-                answer = Answer(done=True, message=self._carry_out(command))
+                answer = CommandAnswer(done=True, message=self._carry_out(command))
             except RunBusyError:  # the queue has failed; it will answer the command when it is resumed
                 raise
             except AltoError as error:
                 if isinstance(error, RunWriteError) and self._is_noted(command):
                     # The effect is on disk but not in the journal: stop, so that resuming the queue repairs it.
                     raise
-                answer = Answer(done=False, message=str(error))
+                answer = CommandAnswer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
 
     def _is_noted(self, command: QueueCommand) -> bool:
@@ -271,4 +271,4 @@ def answer_past_ends(queue_dir: QueueDir, commands: Collection[str]) -> None:
     mailbox = QueueMailbox(queue_dir.run)
     for command in mailbox.pending():
         if command.id in commands:
-            mailbox.answer(command.id, Answer(done=True, message="The queue had ended already."))
+            mailbox.answer(command.id, CommandAnswer(done=True, message="The queue had ended already."))

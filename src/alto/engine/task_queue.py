@@ -16,7 +16,7 @@ from alto.errors import AltoError, RunBusyError, RunError, TasksFailedError
 from alto.report import write_queue_report
 from alto.results import TaskResult
 from alto.runs import (
-    Answer,
+    CommandAnswer,
     JobAction,
     JournalEntry,
     QueueDir,
@@ -152,7 +152,7 @@ class TaskQueue:
         changes: Mapping[str, Any] | None = None,
         warm: bool = False,
         timeout_s: float = 60.0,
-    ) -> Answer | None:
+    ) -> CommandAnswer | None:
         """Stop, resume or clone a job of a task, as ``alto job`` does.
 
         Args:

@@ -38,7 +38,7 @@ class AuxiliaryTerms:
         """Return the terms of an evaluation of jobs on these rows."""
         if not any(job.config.objective.needs_kl for job, _, _ in batches):
             return []
-        return [Divergence(self._passes, batches, self._start_rows)]
+        return [ReferenceKl(self._passes, batches, self._start_rows)]
 
     def of_step(self, batches: Sequence[JobBatch]) -> list[AuxiliaryTerm]:
         """Return the terms of a training step on these rows; ``batches`` contains the batches of all ranks."""
@@ -52,7 +52,7 @@ class AuxiliaryTerms:
         return replace(batch, kl_J=torch.zeros(len(batch.slots), dtype=torch.float64, device=device))
 
 
-class Divergence(AuxiliaryTerm):
+class ReferenceKl(AuxiliaryTerm):
     """The divergence of jobs from their reference, an estimate that KTO's loss needs. The reference is the frozen base
     model, or the adapter that the jobs of a task begin with (TRL 1.16, ``KTOTrainer`` of a model with a trained
     adapter).

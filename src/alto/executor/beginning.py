@@ -19,7 +19,7 @@ from alto.executor.lifecycle import JobLifecycle
 from alto.executor.profiling.planning import disk_bytes, disk_notes, free_bytes
 from alto.executor.recorder import JournalRecorder, describe_job
 from alto.executor.recovery import ResumeState, data_fingerprints, refit_fact
-from alto.executor.slot_manager import RunningTask
+from alto.executor.slot_manager import TrainingState
 from alto.lora import bias_notes, rank_notes, tying_notes, untrained_notes
 from alto.records import TaskPlan, Throughput
 from alto.runs import Event, RunDir
@@ -89,7 +89,7 @@ class RunStart:
         return next((event.throughput for event in events if isinstance(event, ProfileMeasured)), None)
 
 
-def begin_task(state: RunningTask, start: RunStart, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
+def begin_task(state: TrainingState, start: RunStart, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
     """Record that a task begins, or restore its jobs from the last checkpoint."""
     first = [_resume_event(state, start)] if start.is_resumed else _begin_events(state, start)
     recorder.begin(first, start.resume_state.oom_record)
@@ -101,7 +101,7 @@ def begin_task(state: RunningTask, start: RunStart, recorder: JournalRecorder, l
             evaluate_base(state, recorder)
 
 
-def _compile_kernels(state: RunningTask, recorder: JournalRecorder) -> None:
+def _compile_kernels(state: TrainingState, recorder: JournalRecorder) -> None:
     """Compile the kernels that the first step would otherwise wait for, and record the progress."""
     configs = [job.config for job in state.jobs.values()]
     began_s = reported_s = time.monotonic()
@@ -112,7 +112,7 @@ def _compile_kernels(state: RunningTask, recorder: JournalRecorder) -> None:
             recorder.append(KernelsCompiled(done=done, total=total, duration_s=now_s - began_s))
 
 
-def _restore_jobs(state: RunningTask, start: RunStart, lifecycle: JobLifecycle) -> None:
+def _restore_jobs(state: TrainingState, start: RunStart, lifecycle: JobLifecycle) -> None:
     """Restore every job as the checkpoint recorded it."""
     assert start.resume_state.checkpoint is not None
     for job_id, saved in start.resume_state.checkpoint.jobs.items():
@@ -125,7 +125,7 @@ def _restore_jobs(state: RunningTask, start: RunStart, lifecycle: JobLifecycle) 
             lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
 
 
-def _begin_events(state: RunningTask, start: RunStart) -> Iterator[Event]:
+def _begin_events(state: TrainingState, start: RunStart) -> Iterator[Event]:
     """Yield the events before the first job is admitted: the task's description, its expected memory and duration."""
     context, jobs = state.context, list(state.jobs.values())
     task, data, configs = context.task, context.data, [job.config for job in jobs]
@@ -183,7 +183,7 @@ def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
     return {**data.counts(), **how, **fingerprints}
 
 
-def _resume_event(state: RunningTask, start: RunStart) -> TaskResumed:
+def _resume_event(state: TrainingState, start: RunStart) -> TaskResumed:
     """Return the event of a resumed run. It describes the base model if the journal does not yet."""
     return TaskResumed(
         notes=start.resume_state.notes,
@@ -195,7 +195,7 @@ def _resume_event(state: RunningTask, start: RunStart) -> TaskResumed:
     )
 
 
-def _packing(state: RunningTask) -> dict[str, Any]:
+def _packing(state: TrainingState) -> dict[str, Any]:
     """Return the settings that determine which jobs share a forward pass; runs with the same settings are
     bit-identical."""
     task = state.context.task
@@ -220,7 +220,7 @@ def _refit_notes(context: TaskContext) -> tuple[str, ...]:
     )
 
 
-def _disk_notes(state: RunningTask, run_dir: RunDir) -> tuple[str, ...]:
+def _disk_notes(state: TrainingState, run_dir: RunDir) -> tuple[str, ...]:
     needed = disk_bytes(state.context, state.slot_manager.num_slots)
     return disk_notes(needed, free_bytes(run_dir.root), run_dir.root)
 
@@ -235,7 +235,7 @@ def _padding_notes(backbone: Backbone) -> tuple[str, ...]:
     )
 
 
-def compile_notes(state: RunningTask) -> tuple[str, ...]:
+def compile_notes(state: TrainingState) -> tuple[str, ...]:
     """Return a note on how many groups of linear layers have their adapters inside the compiled layers, and why not
     all."""
     if not state.context.backbone.is_compiled:
@@ -269,7 +269,7 @@ def _object_notes(base: BaseModelSpec) -> tuple[str, ...]:
     )
 
 
-def _rung_notes(state: RunningTask) -> tuple[str, ...]:
+def _rung_notes(state: TrainingState) -> tuple[str, ...]:
     jobs, policy, task = state.jobs.values(), state.context.policy, state.context.task
     rungs = policy.rungs
     if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may stop jobs

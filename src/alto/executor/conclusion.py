@@ -13,7 +13,7 @@ from alto.early_exit import choose, scores_of
 from alto.errors import NoResultError
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.recorder import JournalRecorder
-from alto.executor.slot_manager import RunningTask
+from alto.executor.slot_manager import TrainingState
 from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint, RungResult, Samples, Standing
 from alto.runs import RunDir
 from alto.runs.events import AdapterChecked, FinalistsJudged, RungScored, SamplesGenerated, WarmupEnded
@@ -65,7 +65,7 @@ class _Choice:
 
 
 def conclude(
-    state: RunningTask, recorder: JournalRecorder, run_dir: RunDir, hooks: Hooks, check_stop: Callable[[], None]
+    state: TrainingState, recorder: JournalRecorder, run_dir: RunDir, hooks: Hooks, check_stop: Callable[[], None]
 ) -> None:
     """Choose the winner of a task whose jobs have all ended, generate samples, check the winning adapter, and record
     the result.
@@ -95,7 +95,7 @@ def conclude(
     recorder.task_completed(winner, chosen.tied, state.jobs.values(), state.stopwatch.time_s)
 
 
-def _first_choice(state: RunningTask) -> _Choice | None:
+def _first_choice(state: TrainingState) -> _Choice | None:
     """Return the job that the metric chooses, or without validation the job that did all its steps; None if there is
     none."""
     if not state.context.data.has_validation:
@@ -108,7 +108,7 @@ def _first_choice(state: RunningTask) -> _Choice | None:
     return _Choice(winner=leaders[0], tied=state.selection.within_noise_of_winner(), runner_up=runner_up)
 
 
-def _finished(state: RunningTask) -> LossPoint | None:
+def _finished(state: TrainingState) -> LossPoint | None:
     """Return the last step of the job that did all its steps without validation; None if the job ended early."""
     done = (job for job in state.jobs.values() if state.selection.decision_on(job.id) is None)
     nan = math.nan
@@ -120,7 +120,7 @@ def _finished(state: RunningTask) -> LossPoint | None:
 
 
 def _judged(
-    state: RunningTask, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, check_stop: Callable[[], None]
+    state: TrainingState, recorder: JournalRecorder, run_dir: RunDir, judge: Judge, check_stop: Callable[[], None]
 ) -> _Choice | None:
     """Return the finalist with the best answers, the finalists within noise of it, and the runner-up; None if the
     scorer failed."""
@@ -136,7 +136,7 @@ def _judged(
     return _Choice(winner=winner, tied=tied, runner_up=runner_up)
 
 
-def _why_there_is_none(state: RunningTask) -> str:
+def _why_there_is_none(state: TrainingState) -> str:
     decisions = [state.selection.decision_on(job) for job in state.jobs]
     failed = [decision for decision in decisions if decision and "row_tokens" in decision.evidence]
     unpaid = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]
@@ -162,7 +162,7 @@ def _why_there_is_none(state: RunningTask) -> str:
 
 
 def hold_rung(
-    state: RunningTask,
+    state: TrainingState,
     recorder: JournalRecorder,
     lifecycle: JobLifecycle,
     judge: Judge | None,
@@ -186,7 +186,7 @@ def hold_rung(
 
 
 def _score_rung(
-    state: RunningTask, recorder: JournalRecorder, judge: Judge | None, check_stop: Callable[[], None]
+    state: TrainingState, recorder: JournalRecorder, judge: Judge | None, check_stop: Callable[[], None]
 ) -> None:
     """Score the jobs at the next rung if the task names this rung in ``select_by.at``. The selection and the journal
     get the scores; if scoring fails, the journal gets the reason and the metric decides.
@@ -222,7 +222,7 @@ def _score_rung(
     selection.observe_scores(scores)
 
 
-def _adapter(state: RunningTask, standing: Standing) -> Path:
+def _adapter(state: TrainingState, standing: Standing) -> Path:
     """Return the folder of the adapter that is scored for a job: its current adapter while it trains, or its best
     adapter if it has ended."""
     return state.slot_manager.saved(state.jobs[standing.job], "last" if standing.is_training else "best")

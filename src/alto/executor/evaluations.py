@@ -10,13 +10,13 @@ from alto.executor.evaluator import Evaluated
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
-from alto.executor.slot_manager import RunningTask
+from alto.executor.slot_manager import TrainingState
 from alto.executor.start_adapter import beginning_with
 from alto.records import LossPoint, StartValue
 from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 
 
-def evaluate_base(state: RunningTask, recorder: JournalRecorder) -> None:
+def evaluate_base(state: TrainingState, recorder: JournalRecorder) -> None:
     """Evaluate the starting point of the jobs once and record it as the start value of every job.
 
     Nothing is recorded in three cases: there are no validation rows; the jobs have classification heads, which the base
@@ -59,7 +59,7 @@ def evaluate_base(state: RunningTask, recorder: JournalRecorder) -> None:
 
 
 def evaluate_jobs(
-    jobs: Sequence[JobState], state: RunningTask, recorder: JournalRecorder, lifecycle: JobLifecycle
+    jobs: Sequence[JobState], state: TrainingState, recorder: JournalRecorder, lifecycle: JobLifecycle
 ) -> int:
     """Evaluate the jobs that are due, keep new best adapters, and end jobs as the policy decides.
 
@@ -94,7 +94,7 @@ def evaluate_jobs(
     return len(jobs)
 
 
-def finish_jobs(jobs: Sequence[JobState], state: RunningTask, lifecycle: JobLifecycle) -> None:
+def finish_jobs(jobs: Sequence[JobState], state: TrainingState, lifecycle: JobLifecycle) -> None:
     """End jobs of a task without validation rows after their last step: their current adapters are the result."""
     for job in jobs:
         state.selection.finish(job.id)
@@ -105,7 +105,7 @@ def finish_jobs(jobs: Sequence[JobState], state: RunningTask, lifecycle: JobLife
 
 
 def _evaluated(
-    jobs: Sequence[JobState], state: RunningTask, lifecycle: JobLifecycle
+    jobs: Sequence[JobState], state: TrainingState, lifecycle: JobLifecycle
 ) -> tuple[Sequence[JobState], Sequence[Evaluated]]:
     """Evaluate ``jobs``; a job with a row that does not fit into memory ends."""
     order = state.context.evaluation_order
@@ -119,7 +119,7 @@ def _evaluated(
     return (), ()
 
 
-def measure_best(state: RunningTask, recorder: JournalRecorder) -> None:
+def measure_best(state: TrainingState, recorder: JournalRecorder) -> None:
     """Measure the best adapters of the leading jobs, among which the winner is chosen, and test the adapters that may
     win. Do nothing if every evaluation was on all rows.
 
@@ -144,7 +144,7 @@ def measure_best(state: RunningTask, recorder: JournalRecorder) -> None:
         recorder.best_measured(best, value, context, tested.get(best.job))
 
 
-def _tested_best(state: RunningTask, measured: Sequence[LossPoint]) -> dict[str, Evaluated]:
+def _tested_best(state: TrainingState, measured: Sequence[LossPoint]) -> dict[str, Evaluated]:
     """Return the losses on the test rows of the measured jobs that may win, by job."""
     found: dict[str, Evaluated] = {}
     if state.context.data.test is None or state.context.task.test_jobs == "all":
@@ -159,7 +159,7 @@ def _tested_best(state: RunningTask, measured: Sequence[LossPoint]) -> dict[str,
     return found
 
 
-def _tested_losses(state: RunningTask, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
+def _tested_losses(state: TrainingState, jobs: Sequence[JobState]) -> dict[str, Evaluated]:
     """Return the losses of resident ``jobs`` on the test rows, by job; omit jobs whose test rows do not fit into
     memory."""
     while jobs and state.context.data.test is not None:
@@ -170,7 +170,7 @@ def _tested_losses(state: RunningTask, jobs: Sequence[JobState]) -> dict[str, Ev
     return {}
 
 
-def _to_be_tested(state: RunningTask, best: Sequence[JobState]) -> Sequence[JobState]:
+def _to_be_tested(state: TrainingState, best: Sequence[JobState]) -> Sequence[JobState]:
     """Return the jobs among ``best``, which have a new best evaluation, whose test loss the result may need.
 
     If the lowest validation loss decides alone, that is the current leader: the winner has led since its best

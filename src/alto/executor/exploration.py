@@ -12,7 +12,7 @@ from typing import Any
 from alto.errors import JobCommandError, SpecError
 from alto.executor.context import JobState
 from alto.executor.lifecycle import JobLifecycle
-from alto.executor.slot_manager import RunningTask
+from alto.executor.slot_manager import TrainingState
 from alto.records import ExitReason, LossPoint, RungResult, Throughput
 from alto.search import Need, TimeSpent, Trial, beyond_budget, forks_of, next_configuration
 from alto.spec import JOB_FIELDS, LOSS, Job, JobConfig, Sampled, Task, find_method
@@ -83,7 +83,7 @@ class Exploration:
 
     def __init__(
         self,
-        state: RunningTask,
+        state: TrainingState,
         lifecycle: JobLifecycle,
         *,
         spent_before_s: float,

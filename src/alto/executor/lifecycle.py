@@ -9,7 +9,7 @@ from alto.executor.context import JobState
 from alto.executor.evaluator import Evaluated
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
-from alto.executor.slot_manager import RunningTask
+from alto.executor.slot_manager import TrainingState
 from alto.records import ExitDecision, ExitReason, Throughput
 from alto.runs import RunDir
 from alto.runs.events import GpusOffered, JobReopened
@@ -24,7 +24,7 @@ class JobLifecycle:
         run_dir: The run directory; its lock is checked before states are saved.
     """
 
-    def __init__(self, state: RunningTask, recorder: JournalRecorder, run_dir: RunDir) -> None:
+    def __init__(self, state: TrainingState, recorder: JournalRecorder, run_dir: RunDir) -> None:
         self._state = state
         self._recorder = recorder
         self._run_dir = run_dir
@@ -182,7 +182,7 @@ class JobLifecycle:
         state.slot_manager.commit()
 
 
-def start_like_others(clone: JobState, state: RunningTask, recorder: JournalRecorder) -> None:
+def start_like_others(clone: JobState, state: TrainingState, recorder: JournalRecorder) -> None:
     """Give a clone or suggestion that begins with new weights the start value of a job with the same objective
     settings."""
     metric = state.context.task.metric
@@ -198,10 +198,10 @@ def start_like_others(clone: JobState, state: RunningTask, recorder: JournalReco
             return
 
 
-class Admission:
+class JobAdmitter:
     """Admits and parks jobs."""
 
-    def __init__(self, state: RunningTask, lifecycle: JobLifecycle) -> None:
+    def __init__(self, state: TrainingState, lifecycle: JobLifecycle) -> None:
         self._state = state
         self._lifecycle = lifecycle
         self._planned_for: tuple[int, ResidentLimits] | None = None
@@ -271,7 +271,7 @@ class GpuOffers:
         throughput: Measured duration of steps on the ranks of this executor; without it (None), nothing is offered.
     """
 
-    def __init__(self, state: RunningTask, recorder: JournalRecorder, throughput: Throughput | None) -> None:
+    def __init__(self, state: TrainingState, recorder: JournalRecorder, throughput: Throughput | None) -> None:
         self._state = state
         self._recorder = recorder
         self._throughput = throughput

@@ -15,16 +15,16 @@ from alto.executor.conclusion import Hooks, conclude, hold_rung
 from alto.executor.context import JobState, TaskContext
 from alto.executor.evaluations import evaluate_jobs, finish_jobs, measure_best
 from alto.executor.exploration import EXPLORING_SHARE, Exploration, clone_job, describe_changes
-from alto.executor.lifecycle import Admission, GpuOffers, JobLifecycle, start_like_others
+from alto.executor.lifecycle import GpuOffers, JobAdmitter, JobLifecycle, start_like_others
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.profiling.profile import StepTimes
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
 from alto.executor.shared_bank import SharedBank
-from alto.executor.slot_manager import RunningTask
+from alto.executor.slot_manager import TrainingState
 from alto.executor.stages import state_before_training
 from alto.records import ExitReason
-from alto.runs import Answer, Command, Event, JobAction, Journal, Mailbox
+from alto.runs import Command, CommandAnswer, Event, JobAction, Journal, Mailbox
 from alto.runs.events import CommandRefused, JobAdded, JobExited, JobReopened, ShareReceived, TaskInterrupted
 from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
@@ -96,7 +96,7 @@ class TaskSession:
         except BaseException:
             state.slot_manager.detach()  # other tasks may use the bank
             raise
-        self._admission = Admission(state, lifecycle)
+        self._admitter = JobAdmitter(state, lifecycle)
         self._gpu_offers = GpuOffers(state, recorder, throughput)
         self._step_times = StepTimes(start.forecast)
         self._save_interval_s = state.context.task.checkpoint_interval_s
@@ -155,7 +155,7 @@ class TaskSession:
         num_slots = self.state.slot_manager.num_slots
         if self._exploration.spent_share(self._inputs.time) < EXPLORING_SHARE:
             self._exploration.suggest(num_slots if share is None else min(share, num_slots))
-        if self._admission.admit_jobs(share, taken):
+        if self._admitter.admit_jobs(share, taken):
             self._gpu_offers.offer()
 
     def stepped(self, losses: Sequence[tuple[JobState, float, float | None]]) -> None:
@@ -301,7 +301,7 @@ class Control:
 
     def __init__(
         self,
-        state: RunningTask,
+        state: TrainingState,
         lifecycle: JobLifecycle,
         recorder: JournalRecorder,
         mailbox: Mailbox,
@@ -342,21 +342,21 @@ class Control:
     def close(self) -> None:
         """Refuse the remaining commands, because the task has ended."""
         for command in self.pending() if self._is_first else ():
-            answer = Answer(done=False, message="the task has just ended; give the command again")
+            answer = CommandAnswer(done=False, message="the task has just ended; give the command again")
             self._mailbox.answer(command.id, answer)
 
     @property
     def _is_first(self) -> bool:
         return self._state.context.ranks.is_first
 
-    def _try(self, command: Command) -> Answer:
+    def _try(self, command: Command) -> CommandAnswer:
         try:
-            return Answer(done=True, message=self._carry_out(command))
+            return CommandAnswer(done=True, message=self._carry_out(command))
         except (RunBusyError, RunWriteError):
             raise  # the command is not the cause, and its effect may be missing in the journal
         except AltoError as error:
             self._recorder.append(CommandRefused(command=command.id, job=command.job, why=str(error)))
-            return Answer(done=False, message=str(error))
+            return CommandAnswer(done=False, message=str(error))
 
     def _carry_out(self, command: Command) -> str:
         job = self._state.jobs.get(command.job)
@@ -425,15 +425,15 @@ class Control:
             )
 
 
-def _answered(event: Event) -> tuple[str, Answer] | None:
+def _answered(event: Event) -> tuple[str, CommandAnswer] | None:
     """Return the command that caused an event, and its answer; None for events that no command caused."""
     match event:
         case CommandRefused(command=command, why=why):
-            return command, Answer(done=False, message=why)
+            return command, CommandAnswer(done=False, message=why)
         case (
             JobAdded(command=str(command), job=job)
             | JobExited(command=str(command), job=job)
             | JobReopened(command=str(command), job=job)
         ):
-            return command, Answer(done=True, message=f"{job}: done before the run was resumed")
+            return command, CommandAnswer(done=True, message=f"{job}: done before the run was resumed")
     return None

@@ -319,7 +319,7 @@ class SlotManager:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RunningTask:
+class TrainingState:
     """The state of a running task, identical on all ranks except for the contents of the banks.
 
     Attributes:

@@ -30,7 +30,7 @@ from alto.executor.ranks import Ranks
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
 from alto.executor.shared_bank import SharedBank
-from alto.executor.slot_manager import RunningTask, SlotManager, Stopwatch
+from alto.executor.slot_manager import SlotManager, Stopwatch, TrainingState
 from alto.executor.start_adapter import Within, beginning_with
 from alto.objectives import reference_sums
 from alto.runs import RunDir
@@ -63,7 +63,7 @@ def load_base(
 
 def state_before_training(
     context: TaskContext, recorder: JournalRecorder, start: RunStart, hooks: Hooks, bank: SharedBank | None
-) -> RunningTask:
+) -> TrainingState:
     """Run the stages between the context and the training; for arguments and errors see
     :class:`alto.executor.TaskSession`."""
     ranks, resume_state = context.ranks, start.resume_state
@@ -120,7 +120,7 @@ def build_state(
     *,
     max_tokens_per_pass: int,
     on_memory_event: OnMemoryEvent,
-) -> RunningTask:
+) -> TrainingState:
     """Build the bank and the state of every job as of the run's last checkpoint; no job is resident yet.
 
     Args:
@@ -144,7 +144,7 @@ def build_state(
     before = None if resume_state.checkpoint is None else resume_state.checkpoint.time_s
     slot_manager = SlotManager(bank, context, run_dir, on_memory_event, Stopwatch(before))
     slot_manager.attach([job for job in jobs if job.fits], max_tokens_per_pass=max_tokens_per_pass)
-    return RunningTask(
+    return TrainingState(
         context=context,
         jobs={job.id: job for job in jobs},
         selection=_selection(context, jobs, resume_state),

@@ -18,7 +18,7 @@ from alto.runs.journal import (
     read_intact_entries,
     read_intact_events,
 )
-from alto.runs.mailbox import Answer, Command, JobAction, Mailbox, QueueAction, QueueCommand, QueueMailbox
+from alto.runs.mailbox import Command, CommandAnswer, JobAction, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.overview import RunState, RunSummary, find_runs, latest_run, summarise
 from alto.runs.queue_dir import QueueDir, QueueEntry
 from alto.runs.queue_history import (
@@ -37,10 +37,10 @@ __all__ = [
     "FLUSH_TIMEOUT_S",
     "METRICS_NAME",
     "NOT_FOLDABLE",
-    "Answer",
     "Attempt",
     "BackgroundObserver",
     "Command",
+    "CommandAnswer",
     "Event",
     "JobAction",
     "JobHistory",

@@ -92,7 +92,7 @@ class QueueCommand:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class CommandAnswer:
     """Whether a command took effect, and a message."""
 
     done: bool
@@ -159,7 +159,7 @@ class _Mailbox(ABC, Generic[C]):
             try:
                 commands.append(self._read(name.removesuffix(_COMMAND), self._folder / name))
             except RunError as error:
-                self.answer(name.removesuffix(_COMMAND), Answer(done=False, message=str(error)))
+                self.answer(name.removesuffix(_COMMAND), CommandAnswer(done=False, message=str(error)))
         return commands
 
     def _names(self, ending: str = _COMMAND) -> list[str]:
@@ -169,7 +169,7 @@ class _Mailbox(ABC, Generic[C]):
         except OSError:
             return []
 
-    def answer(self, command_id: str, answer: Answer) -> None:
+    def answer(self, command_id: str, answer: CommandAnswer) -> None:
         """Answer a command and remove it.
 
         Raises:
@@ -186,7 +186,7 @@ class _Mailbox(ABC, Generic[C]):
 
     def wait_for_answer(
         self, command_id: str, timeout_s: float, *, sleep: Callable[[float], object] = time.sleep
-    ) -> Answer | None:
+    ) -> CommandAnswer | None:
         """Read and remove the answer; return None if there is none within ``timeout_s``.
 
         Args:
@@ -216,9 +216,9 @@ class _Mailbox(ABC, Generic[C]):
                 f"use {self._writers}"
             ) from None
 
-    def _read_answer(self, path: Path) -> Answer:
+    def _read_answer(self, path: Path) -> CommandAnswer:
         try:
-            answer = Answer(**read_json(path))
+            answer = CommandAnswer(**read_json(path))
             _check_types(done=(answer.done, bool), message=(answer.message, str))
         except (OSError, ValueError, TypeError) as error:
             raise self._error(
@@ -254,7 +254,7 @@ class Mailbox(_Mailbox[Command]):
             check_can_continue(self._run)
         return self._send({"action": action, "job": job, "changes": changes or {}, "warm": warm})
 
-    def answer(self, command_id: str, answer: Answer) -> None:
+    def answer(self, command_id: str, answer: CommandAnswer) -> None:
         super().answer(command_id, answer)
         # Delete the oldest answers: some are never read, because the sender no longer waits.
         for name in self._names(_ANSWER)[:-MOST_KEPT]:

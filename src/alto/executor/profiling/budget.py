@@ -39,7 +39,7 @@ _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Packing:
+class StepShape:
     """A step size: ``num_jobs`` jobs that take a step of ``batch_size`` rows each."""
 
     num_jobs: int
@@ -50,18 +50,18 @@ class Packing:
         return self.num_jobs * self.batch_size
 
 
-def packings(num_jobs: int, largest_batch: int) -> tuple[Packing, ...]:
+def step_shapes(num_jobs: int, largest_batch: int) -> tuple[StepShape, ...]:
     """Return the step sizes to measure: the number of rows about doubles each time, with alternately the fewest and the
     most jobs."""
     jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
     sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
-    by_rows: dict[int, list[Packing]] = {}
+    by_rows: dict[int, list[StepShape]] = {}
     for count in jobs:
         for size in sizes:
-            by_rows.setdefault(count * size, []).append(Packing(num_jobs=count, batch_size=size))
+            by_rows.setdefault(count * size, []).append(StepShape(num_jobs=count, batch_size=size))
     if len(by_rows) == 1:  # one job with one row per step, but a second size is needed
-        by_rows[2] = [Packing(num_jobs=1, batch_size=2)]
-    chosen: list[Packing] = []
+        by_rows[2] = [StepShape(num_jobs=1, batch_size=2)]
+    chosen: list[StepShape] = []
     for rows, alike in sorted(by_rows.items()):
         is_last = rows == max(by_rows)
         if not chosen or rows >= 2 * chosen[-1].num_rows or is_last:
@@ -110,7 +110,7 @@ class MeasuringBudget:
         num_jobs = min(MAX_JOBS, num_jobs)
         mean = statistics.fmean(length.num_tokens for length in lengths)
         samples = sum(job.config.samples_after(job.config.total_steps(num_rows), num_rows) for job in task.jobs)
-        sizes = [round(num_ranks * packing.num_rows * mean) for packing in packings(num_jobs, largest_batch)]
+        sizes = [round(num_ranks * shape.num_rows * mean) for shape in step_shapes(num_jobs, largest_batch)]
         most = num_ranks * max_tokens
         num_evaluated = num_ranks * min(NUM_EVALUATED[device.type], num_jobs * largest_batch)
         return cls(

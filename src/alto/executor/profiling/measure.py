@@ -20,7 +20,7 @@ from alto.errors import DeviceMemoryError
 from alto.executor.context import JobState, TaskContext
 from alto.executor.micro_batches import MemoryEvent, MicroBatches, RowTooLargeError
 from alto.executor.planned_job import PlannedJob, plan_jobs
-from alto.executor.profiling.budget import LEAST_TIMED_S, MAX_JOBS, MOST_TIMES, MeasuringBudget, Packing, packings
+from alto.executor.profiling.budget import LEAST_TIMED_S, MAX_JOBS, MOST_TIMES, MeasuringBudget, StepShape, step_shapes
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak, spread_of
 from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows
 from alto.executor.ranks import Ranks
@@ -112,10 +112,10 @@ def measure(
     fitting = (MARGIN * capacity - backbone.num_bytes) / 2 / size.bytes_per_slot
     num_jobs = _measured_jobs(task, len(jobs), fitting, ranks)
     bank = num_jobs * size.bytes_per_slot
-    todo = packings(num_jobs, largest_batch)
+    todo = step_shapes(num_jobs, largest_batch)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
     is_labelled = find_method(task.method).entry.is_labelled
-    num_synthetic = max(packing.num_rows for packing in todo)
+    num_synthetic = max(shape.num_rows for shape in todo)
     rows = synthetic_rows(
         lengths,
         vocabulary,
@@ -144,8 +144,8 @@ def measure(
     )
     token_s = 0.0
     try:
-        for packing in todo:
-            admitted = _admitted(chosen, packing, len(rows.train), ranks)
+        for shape in todo:
+            admitted = _admitted(chosen, shape, len(rows.train), ranks)
             of_all = sum(rows.train.num_row_tokens[row] for job in admitted for row in job.order.rows_of_step(0))
             parts = [JobRows(rows.train, slot, tuple(job.order.rows_of_step(0))) for slot, job in enumerate(admitted)]
             num_tokens = trainer.micro_batches.num_tokens(parts) // ranks.size
@@ -162,7 +162,7 @@ def measure(
             if refused:
                 break
             peak = int(ranks.max(peak_bytes(backbone.device) - bank))
-            memory.append(MemoryPoint(num_jobs=packing.num_jobs, num_tokens=num_tokens, peak_bytes=peak))
+            memory.append(MemoryPoint(num_jobs=shape.num_jobs, num_tokens=num_tokens, peak_bytes=peak))
             durations.append(
                 ThroughputPoint(num_jobs=len(admitted), num_tokens=of_all, duration_s=seconds, spread=spread)
             )
@@ -172,7 +172,7 @@ def measure(
             raise DeviceMemoryError(_nothing_fits(refused[0].num_tokens, backbone))
         if not _has_two_sizes(memory):
             raise DeviceMemoryError(_nothing_more_fits(memory[-1].num_tokens, num_tokens, backbone))
-        evaluated = _admitted(chosen, Packing(num_jobs=1, batch_size=1), 1, ranks)
+        evaluated = _admitted(chosen, StepShape(num_jobs=1, batch_size=1), 1, ranks)
         is_warm = backbone.device.type == "cpu"
         seconds = ranks.max(
             statistics.median(_timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm))
@@ -232,16 +232,16 @@ def _trainer(context: TaskContext, size: BankSize, refused: list[MemoryEvent]) -
     return trainer
 
 
-def _admitted(chosen: Sequence[JobState], packing: Packing, num_rows: int, ranks: Ranks) -> list[JobState]:
-    """Return the first of ``chosen`` on every rank, with batches of the packing's size."""
+def _admitted(chosen: Sequence[JobState], shape: StepShape, num_rows: int, ranks: Ranks) -> list[JobState]:
+    """Return the first of ``chosen`` on every rank, with batches of the size in ``shape``."""
     return [
         replace(
             job,
             slot=rank * len(chosen) + local_slot,
-            planned=replace(job.planned, order=DataOrder(num_rows, packing.batch_size, local_slot)),
+            planned=replace(job.planned, order=DataOrder(num_rows, shape.batch_size, local_slot)),
         )
         for rank in range(ranks.size)
-        for local_slot, job in enumerate(chosen[: packing.num_jobs])
+        for local_slot, job in enumerate(chosen[: shape.num_jobs])
     ]
 
 
