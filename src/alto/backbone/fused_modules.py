@@ -47,7 +47,7 @@ def is_near(found: Tensor, expected: Tensor, limit: float) -> bool:
 
 
 @dataclass(slots=True)
-class Trial:
+class FusionTrial:
     """The use of a fused forward pass, beginning with the model's trial pass.
 
     Attributes:
@@ -73,7 +73,7 @@ class FusedForward:
     def __init__(self, module: nn.Module, *signature: Any) -> None:
         self._module = weakref.ref(module)
         self.signature = (self.op, *signature)
-        self.trial = Trial()
+        self.trial = FusionTrial()
 
     @property
     def module(self) -> Any:
@@ -343,7 +343,7 @@ class Rotation:
         dtypes: frozenset[tuple[torch.dtype, torch.dtype]],
     ) -> None:
         self._function, self._functions, self._dtypes = function, functions, dtypes
-        self.trial = Trial()
+        self.trial = FusionTrial()
         self._seen: set[tuple[Any, ...]] = set()
 
     def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
