@@ -27,7 +27,7 @@ from alto.version import version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
+class DatasetPreset:
     """A hub dataset and its defaults, which a task's own keys override.
 
     Attributes:
@@ -50,7 +50,7 @@ class Preset:
 
 
 PRESETS = (
-    Preset(
+    DatasetPreset(
         names=("gsm8k", "math/gsm8k"),
         hub_id="openai/gsm8k",
         max_length=512,
@@ -58,20 +58,20 @@ PRESETS = (
         form="prompt_completion",
         test_split="test",
     ),
-    Preset(
+    DatasetPreset(
         names=("tulu-3", "tulu3"),
         hub_id="allenai/tulu-3-sft-mixture",
         max_length=4096,
         form="messages",
         row_counts=(9_000, 1_000, 1_000),
     ),
-    Preset(
+    DatasetPreset(
         names=("openthoughts3", "openthoughts-3"),
         hub_id="open-thoughts/OpenThoughts3-1.2M",
         max_length=16384,
         form="sharegpt",
     ),
-    Preset(
+    DatasetPreset(
         names=("ultrafeedback",),
         hub_id="HuggingFaceH4/ultrafeedback_binarized",
         max_length=1024,
@@ -82,7 +82,7 @@ PRESETS = (
 )
 
 
-def find_preset(name: str) -> Preset | None:
+def find_preset(name: str) -> DatasetPreset | None:
     """Return the preset called ``name``, in upper or lower case."""
     wanted = name.lower()
     return next((preset for preset in PRESETS if wanted in (*preset.names, preset.hub_id.lower())), None)
@@ -318,7 +318,7 @@ def open_source(name: str, key: str, task: DataKeys) -> Source:
     if preset is None:
         if not _is_hub_id(name):
             raise _not_found(name, path, key)
-        preset = Preset(names=(), hub_id=name, form="auto", max_length=DEFAULT_MAX_LENGTH)
+        preset = DatasetPreset(names=(), hub_id=name, form="auto", max_length=DEFAULT_MAX_LENGTH)
     config = task.dataset_config if is_own else None
     splits = load_hub_dataset(preset.hub_id, config or preset.config, key)
     own_split = task.dataset_train_split if is_own else None
