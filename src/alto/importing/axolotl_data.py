@@ -11,7 +11,7 @@ from alto.importing.draft import Draft, checked
 from alto.importing.keys import ExportedJob
 from alto.importing.sources import (
     BUILDERS,
-    Source,
+    ImportedSource,
     builder_of,
     message_form,
     put_sources,
@@ -153,7 +153,7 @@ def read_datasets(draft: Draft, method: Method) -> None:
         )
 
 
-def _are_alike(first: Source, second: Source) -> bool:
+def _are_alike(first: ImportedSource, second: ImportedSource) -> bool:
     is_readable = first.is_file or (first.has_usual_split and first.config is None)
     return is_readable and (first.form, first.columns) == (second.form, second.columns)
 
@@ -166,7 +166,7 @@ def _listed(given: object, key: str) -> list[Any]:
     return given
 
 
-def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) -> Source:
+def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) -> ImportedSource:
     form, columns = _form(draft, entry, where, method)
     for key, text in _REPORTED.items():
         if entry.get(key) not in (None, False):
@@ -185,7 +185,9 @@ def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) 
             "different template in the task's chat_template",
         )
     split = _split(draft, entry.get("split"), where)
-    return Source(path=_path(draft, entry, where), form=form, columns=columns, config=entry.get("name"), split=split)
+    return ImportedSource(
+        path=_path(draft, entry, where), form=form, columns=columns, config=entry.get("name"), split=split
+    )
 
 
 def _split(draft: Draft, given: object, where: str) -> str | None:

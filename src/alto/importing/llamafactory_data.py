@@ -12,7 +12,7 @@ from alto.errors import SpecError, UnsupportedError
 from alto.importing.draft import Draft, checked
 from alto.importing.keys import ExportedJob
 from alto.importing.sources import (
-    Source,
+    ImportedSource,
     builder_of,
     message_form,
     put_sources,
@@ -121,15 +121,17 @@ def _data_names(given: object) -> list[str]:
     return [str(name).strip() for name in listed]
 
 
-def _weighted(source: Source, weight: str) -> Source:
+def _weighted(source: ImportedSource, weight: str) -> ImportedSource:
     try:
         share = float(weight)
     except ValueError:
         raise SpecError(f"interleave_probs: expected numbers, found {quoted(weight)}. Correct it.") from None
-    return Source(path=source.path, form=source.form, columns=source.columns, config=source.config, weight=share)
+    return ImportedSource(
+        path=source.path, form=source.form, columns=source.columns, config=source.config, weight=share
+    )
 
 
-def _put_validation(draft: Draft, found: Source, sources: list[Source]) -> None:
+def _put_validation(draft: Draft, found: ImportedSource, sources: list[ImportedSource]) -> None:
     like = sources[0]
     if len(sources) == 1 and (found.form, found.columns) == (like.form, like.columns) and found.has_usual_split:
         draft.put("validation_dataset", found.path)
@@ -166,9 +168,9 @@ def _read_info(draft: Draft, folder: object) -> tuple[Mapping[str, Any] | None, 
     return info, at
 
 
-def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, method: Method) -> Source:
+def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, method: Method) -> ImportedSource:
     if info is None:
-        return Source(path=name, form="alpaca")
+        return ImportedSource(path=name, form="alpaca")
     entry, where = info.get(name), f"the dataset {quoted(name)} of {at / INFO}"
     if not isinstance(entry, Mapping):
         raise SpecError(f"{where}: expected a mapping, found {quoted(entry)}. Correct the name, or add the dataset.")
@@ -186,7 +188,7 @@ def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, m
     form, roles = _form(entry, columns, where, method)
     for part, known in ((entry, _KEYS), (columns or {}, _COLUMNS), (entry.get("tags") or {}, _TAGS)):
         draft.report_unread(part, known, f"{INFO}[{name}]")
-    source = Source(
+    source = ImportedSource(
         path=_path(draft, entry, at, where),
         form=form,
         columns=roles,

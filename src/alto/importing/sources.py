@@ -46,7 +46,7 @@ _ONLY_SHAREGPT = ("human", "gpt", "chatgpt", "model", "observation", "function_c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ImportedSource:
     """One dataset of a task, or one source of a mixture.
 
     Attributes:
@@ -82,13 +82,13 @@ class Source:
         return {**form, **{key: value for key, value in given.items() if value is not None}}
 
 
-def report_split(draft: Draft, source: Source, key: str) -> None:
+def report_split(draft: Draft, source: ImportedSource, key: str) -> None:
     """Report that all rows of a file are used, if the configuration names a split of it."""
     if source.is_file and not source.has_usual_split:
         draft.not_supported(key, "a file has no splits: all of its rows are used; write max_samples for a part of them")
 
 
-def put_sources(draft: Draft, sources: Sequence[Source], key: str) -> None:
+def put_sources(draft: Draft, sources: Sequence[ImportedSource], key: str) -> None:
     """Set the dataset of the task: a single source, or a mixture of several.
 
     Args:
@@ -110,7 +110,7 @@ def put_sources(draft: Draft, sources: Sequence[Source], key: str) -> None:
         )
 
 
-def _name(source: Source, others: Sequence[Mapping[str, Any]]) -> str:
+def _name(source: ImportedSource, others: Sequence[Mapping[str, Any]]) -> str:
     taken = {other["name"] for other in others}
     name = default_name(source.path)[:_MAX_NAME_CHARS]
     number = 2

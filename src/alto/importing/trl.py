@@ -11,7 +11,7 @@ from alto.errors import SpecError, UnsupportedError
 from alto.importing import trainer
 from alto.importing.draft import Draft, checked
 from alto.importing.keys import CHECKPOINTING_KEY, OUTPUT_KEY, TRAINER_KEYS, ExportedJob, Key, KeyTable, ToolFiles, same
-from alto.importing.sources import BUILDERS, Source, builder_of, put_sources, readable_path, report_split
+from alto.importing.sources import BUILDERS, ImportedSource, builder_of, put_sources, readable_path, report_split
 from alto.spec import KTO_LOSS_TYPES, LOSS_TYPES, NOT_NEEDED_KEYS, PEFT_DEFAULT, TEMPLATE_NAME, find_method
 
 FORM = "dataset_format"
@@ -285,7 +285,7 @@ def _read_dataset(draft: Draft) -> None:
         return
     if name is None:
         return
-    source = Source(path=readable_path(draft, name, "dataset_name"), config=config, split=train)
+    source = ImportedSource(path=readable_path(draft, name, "dataset_name"), config=config, split=train)
     report_split(draft, source, "dataset_train_split")
     put_sources(draft, [source], "dataset_name")
     if test not in (None, "test"):
@@ -298,7 +298,7 @@ def _read_dataset(draft: Draft) -> None:
             )
 
 
-def _entry(draft: Draft, item: Any, index: int) -> Source:
+def _entry(draft: Draft, item: Any, index: int) -> ImportedSource:
     where = f"datasets[{index}]"
     if not isinstance(item, Mapping):
         raise SpecError(f"{where}: expected a mapping with a path, found {quoted(item)}. Correct it.")
@@ -317,7 +317,7 @@ def _entry(draft: Draft, item: Any, index: int) -> Source:
             "weight, the dataset's share of every epoch; an epoch has as many rows as all datasets together, and rows "
             "of small datasets repeat; TRL trains on the first rows of each dataset, so few that no row repeats",
         )
-    source = Source(
+    source = ImportedSource(
         path=readable_path(draft, files or path, where),
         config=item.get("name"),
         split=item.get("split"),
