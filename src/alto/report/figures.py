@@ -16,7 +16,7 @@ from typing import Any
 from alto.runs import JobHistory, RunHistory
 from alto.spec import source_of
 from alto.views.metrics import is_share, metric_name
-from alto.views.tables import JobRow
+from alto.views.tables import JobTableRow
 from alto.views.wording import describe_rung, format_count, format_duration, format_loss, format_share
 
 FAR = 10
@@ -71,7 +71,7 @@ def metric_quantity(metric: str) -> Quantity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class VisibleRange:
     """The range of values that a figure shows at first, and what it leaves out at the end of the worse values.
 
     Attributes:
@@ -120,12 +120,12 @@ class CurveFigure:
 
     traces: list[dict[str, Any]]
     rungs: list[tuple[float, str, str]]
-    view: View | None
+    view: VisibleRange | None
 
 
 def choose_view(
     curves: Mapping[str, Sequence[float]], *, more_is_better: bool = False, is_bounded: bool = False, best: str = ""
-) -> View | None:
+) -> VisibleRange | None:
     """Choose the range that shows the jobs worth comparing, however far other jobs diverge; None without finite values.
 
     The best quarter of the curves (by lowest loss) sets the scale: its extent runs from the lowest loss to the typical
@@ -156,7 +156,9 @@ def choose_view(
     return _view(list(finite.values()), limit, extent, sign, num_not_finite)
 
 
-def point_view(values: Sequence[float], *, more_is_better: bool = False, is_bounded: bool = False) -> View | None:
+def point_view(
+    values: Sequence[float], *, more_is_better: bool = False, is_bounded: bool = False
+) -> VisibleRange | None:
     """Choose the range that shows one value of every job; None without finite values.
 
     It leaves out values that are not finite and far outliers: values more than three interquartile ranges above the
@@ -176,7 +178,9 @@ def point_view(values: Sequence[float], *, more_is_better: bool = False, is_boun
     return _view([[value] for value in finite], limit, extent, sign, len(values) - len(finite))
 
 
-def _view(curves: Sequence[Sequence[float]], limit: float, extent: float, sign: float, num_not_finite: int) -> View:
+def _view(
+    curves: Sequence[Sequence[float]], limit: float, extent: float, sign: float, num_not_finite: int
+) -> VisibleRange:
     """Return the view from the lowest value up to ``limit``, at least ``extent`` high.
 
     Args:
@@ -187,7 +191,7 @@ def _view(curves: Sequence[Sequence[float]], limit: float, extent: float, sign: 
     high = max(value for curve in curves for value in curve if value <= limit)
     margin = 0.06 * max(high - low, extent)
     ends = sorted((sign * (low - margin), sign * (high + margin)))
-    return View(
+    return VisibleRange(
         low=ends[0],
         high=ends[1],
         more_is_better=sign < 0,
@@ -203,7 +207,7 @@ def _outer_fence(values: Sequence[float]) -> float:
     return upper + 3 * (upper - lower)
 
 
-def curve_figure(history: RunHistory, rows: Iterable[JobRow], quantity: Quantity) -> CurveFigure:
+def curve_figure(history: RunHistory, rows: Iterable[JobTableRow], quantity: Quantity) -> CurveFigure:
     """Draw one curve per job over the share of its own steps, with a line at every rung; the best job is drawn last."""
     evaluated = [job for job in history.jobs.values() if job.evaluations]
     best = history.best
@@ -245,7 +249,7 @@ def curve_data(figure: CurveFigure, title: str, tick_format: str = "") -> dict[s
     }
 
 
-def occupancy_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any]:
+def occupancy_figure(history: RunHistory, rows: Iterable[JobTableRow]) -> dict[str, Any]:
     """Draw one horizontal bar for each stay of a job in a slot, grouped by outcome, over the time of work on the run.
 
     Interruptions are cut out of the axis. If the clock was set back, bars become shorter, but never negative.

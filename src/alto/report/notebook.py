@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from alto.report.figures import VALIDATION_LOSS, CurveFigure, View, curve_figure
+from alto.report.figures import VALIDATION_LOSS, CurveFigure, VisibleRange, curve_figure
 from alto.report.pages import render_fragment
 from alto.runs import RunHistory
 from alto.views.choice import choice_notes
@@ -43,7 +43,7 @@ def result_html(history: RunHistory, run_dir: str) -> str:
     )
 
 
-def _drawing(figure: CurveFigure, view: View) -> dict[str, Any]:
+def _drawing(figure: CurveFigure, view: VisibleRange) -> dict[str, Any]:
     """Return curves in pixels, split where values are missing, with ticks, rungs, a legend and a note on the view."""
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 

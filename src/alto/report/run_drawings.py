@@ -33,7 +33,7 @@ from alto.views.metrics import (
     metric_name,
     shown_metrics,
 )
-from alto.views.tables import JobRow, JobTable
+from alto.views.tables import JobTable, JobTableRow
 
 _KEY = "learning_rate"
 
@@ -41,7 +41,7 @@ MAX_TICKS = 8
 """Largest number of rates with a tick each; with more rates, the axis has logarithmic ticks."""
 
 
-def rate_figure(history: RunHistory, rows: Iterable[JobRow]) -> dict[str, Any] | None:
+def rate_figure(history: RunHistory, rows: Iterable[JobTableRow]) -> dict[str, Any] | None:
     """Return the plot of the learning rate against the selection metric, with one point per job; None if fewer than two
     rates above 0 were tried, or a mode has no finite value.
 
@@ -156,7 +156,7 @@ FIFTHS = ("best fifth", "second fifth", "third fifth", "fourth fifth", "last fif
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class PlotAxis:
     """One vertical axis.
 
     Attributes:
@@ -217,7 +217,7 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
     }
 
 
-def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
+def setting_axis(name: str, values: Mapping[str, Any]) -> PlotAxis:
     """Return the axis of one setting; ``values`` holds the jobs by their loss, the best first."""
     numbers = {job: float(value) for job, value in values.items() if _is_number(value)}
     # Numbers with the same formatted text are one value.
@@ -236,26 +236,26 @@ def setting_axis(name: str, values: Mapping[str, Any]) -> Axis:
     # If there are too many values, only every n-th gets a label.
     stride = math.ceil(len(ordered) / MOST_BANDS)
     ticks = [((band + 0.5) * height, text) for band, text in enumerate(ordered)][::stride]
-    return Axis(name=name, positions=positions, ticks=tuple(ticks))
+    return PlotAxis(name=name, positions=positions, ticks=tuple(ticks))
 
 
-def result_axis(name: str, values: Mapping[str, float]) -> Axis:
+def result_axis(name: str, values: Mapping[str, float]) -> PlotAxis:
     """Return the axis of the best values, lowest at the bottom; values that are not finite are above its end."""
     axis = _continuous(name, {job: value for job, value in values.items() if math.isfinite(value)})
     missing = {job: NOT_FINITE_AT for job, value in values.items() if not math.isfinite(value)}
     ticks = (*axis.ticks, (NOT_FINITE_AT, "none finite")) if missing else axis.ticks
-    return Axis(name=axis.name, positions={**axis.positions, **missing}, ticks=ticks)
+    return PlotAxis(name=axis.name, positions={**axis.positions, **missing}, ticks=ticks)
 
 
-def _continuous(name: str, numbers: Mapping[str, float]) -> Axis:
+def _continuous(name: str, numbers: Mapping[str, float]) -> PlotAxis:
     if not numbers:
-        return Axis(name=name, positions={}, ticks=())
+        return PlotAxis(name=name, positions={}, ticks=())
     low, high = min(numbers.values()), max(numbers.values())
     is_log = low > 0 and math.log10(high / low) >= DECADES_FOR_LOG
     scale = math.log10 if is_log else float
     bottom, extent = scale(low), (scale(high) - scale(low)) or 1.0
     ticks = [value for value in (_log_ticks(low, high) if is_log else _linear_ticks(low, high)) if low <= value <= high]
-    return Axis(
+    return PlotAxis(
         name=name,
         positions={job: (scale(value) - bottom) / extent for job, value in numbers.items()},
         ticks=tuple(((scale(value) - bottom) / extent, wording.format_setting(value)) for value in ticks or [low]),
