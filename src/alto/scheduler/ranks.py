@@ -87,7 +87,7 @@ def _better(ordered: Sequence[RankDemand], slots: RankSlots) -> dict[str, int]:
         return filled
     ranks.even_out()
     found = ranks.rank_of if ranks.imbalance < before else filled
-    return _Search(ordered, slots, found).best if len(ordered) <= MAX_EXACT_JOBS else found
+    return _AssignmentSearch(ordered, slots, found).best if len(ordered) <= MAX_EXACT_JOBS else found
 
 
 class _Ranks:
@@ -163,7 +163,7 @@ class _Ranks:
         self._put(job, rank)
 
 
-class _Search:
+class _AssignmentSearch:
     """Depth-first search for the best assignment: balanced, or as balanced as possible, with the fewest moves.
 
     Args:

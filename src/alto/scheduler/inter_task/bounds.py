@@ -26,16 +26,16 @@ def makespan_bound(problem: SchedulingProblem) -> float:
     - the same bounds for every tenant within its quota.
     """
     held_on = _held_by_node(problem)
-    rooms = [_Room(len(node.gpus), held_on.get(node.name, ())) for node in problem.nodes]
+    rooms = [_FreeGpus(len(node.gpus), held_on.get(node.name, ())) for node in problem.nodes]
     bounds = list(_bounds(problem.pending, rooms, lambda demand: fewest_nodes(problem.nodes, demand.num_gpus)))
     for tenant, quota in problem.quotas.items():
         theirs = [demand for demand in problem.pending if demand.tenant == tenant]
         held = [(task.remaining_s, len(task.gpus)) for task in problem.running if task.tenant == tenant]
-        bounds += _bounds(theirs, [_Room(quota, held)], lambda _: 1)
+        bounds += _bounds(theirs, [_FreeGpus(quota, held)], lambda _: 1)
     return max(bounds, default=0.0)
 
 
-class _Room:
+class _FreeGpus:
     """The GPUs of a node, or of a quota, that running tasks leave free, by time."""
 
     def __init__(self, size: int, held: Iterable[tuple[float, int]]) -> None:
@@ -59,7 +59,7 @@ def _held_by_node(problem: SchedulingProblem) -> dict[str, list[tuple[float, int
 
 
 def _bounds(
-    demands: Sequence[TaskDemand], rooms: Sequence[_Room], num_rooms: Callable[[TaskDemand], int]
+    demands: Sequence[TaskDemand], rooms: Sequence[_FreeGpus], num_rooms: Callable[[TaskDemand], int]
 ) -> Iterator[float]:
     inside = [demand for demand in demands if num_rooms(demand) == 1]
     sizes = sorted({demand.num_gpus for demand in inside})

@@ -372,7 +372,7 @@ def cp_sat_schedule(
     for number, demands in enumerate(classes):
         now = time.monotonic()
         share = now + (deadline - now) / (len(classes) - number)
-        search = _Search(cp_model, replace(ticks, pending=demands), reservations, hint, gap)
+        search = _ReservationSearch(cp_model, replace(ticks, pending=demands), reservations, hint, gap)
         search.run(share)
         reservations += search.best
         is_proven = is_proven and search.is_proven
@@ -398,7 +398,7 @@ def _import_cp_model() -> ModuleType:
     return cp_model
 
 
-class _Search:
+class _ReservationSearch:
     """The search for reservations of one priority; ``best`` is the best result so far, ``bound`` the lower bound."""
 
     def __init__(

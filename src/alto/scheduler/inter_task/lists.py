@@ -156,7 +156,7 @@ def reservations_in_order(
     return _Machine(problem, taken, is_strict=is_strict).run(order)
 
 
-class _Room:
+class _GpuPool:
     """GPUs of a node, or of a tenant's quota, under a clock."""
 
     __slots__ = ("_ends", "_reserved", "free")
@@ -216,10 +216,10 @@ class _Machine:
             span = (reservation.start, reservation.end, reservation.demand.num_gpus)
             reserved.setdefault(("tenant", reservation.demand.tenant), []).append(span)
         self._nodes = {
-            node.name: _Room(len(node.gpus), reserved.get(("node", node.name), ())) for node in problem.nodes
+            node.name: _GpuPool(len(node.gpus), reserved.get(("node", node.name), ())) for node in problem.nodes
         }
         self._tenants = {
-            name: _Room(quota, reserved.get(("tenant", name), ())) for name, quota in problem.quotas.items()
+            name: _GpuPool(quota, reserved.get(("tenant", name), ())) for name, quota in problem.quotas.items()
         }
         self._rooms = [*self._nodes.values(), *self._tenants.values()]
         self._changes = sorted(

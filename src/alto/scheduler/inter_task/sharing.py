@@ -273,7 +273,7 @@ def colocated(problem: SchedulingProblem) -> Colocation:
     for kind in sorted(with_choice, key=lambda kind: (-kind.priority, -work_s[kind], kind)):
         num_tries = min(_MAX_TRIES, _MAX_PLACED // len(problem.pending)) // len(with_choice)
         best.num_left = max(best.num_left + num_tries, _LEAST_TRIES)
-        _Search(best, kinds[kind], joinable.get(kind, ())).run()
+        _DivisionSearch(best, kinds[kind], joinable.get(kind, ())).run()
     return best.colocation
 
 
@@ -328,7 +328,7 @@ class _Best:
         return tuple(ends.values())
 
 
-class _Search:
+class _DivisionSearch:
     """The search for a division of the tasks of one kind, given the best groups of other kinds."""
 
     def __init__(self, best: _Best, demands: Sequence[TaskDemand], running: Sequence[RunningExecutor]) -> None:
