@@ -32,7 +32,7 @@ from alto.views.wording import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRow:
+class JobTableRow:
     """One line of the job table.
 
     Attributes:
@@ -76,7 +76,7 @@ class JobTable:
 
     columns: tuple[str, ...]
     metrics: tuple[str, ...]
-    rows: tuple[JobRow, ...]
+    rows: tuple[JobTableRow, ...]
 
     @property
     def has_scores(self) -> bool:
@@ -94,10 +94,10 @@ def job_table(history: RunHistory) -> JobTable:
     scores = {score.job: score for scored in history.rung_scores for score in scored.scores}
     scores |= {score.job: score for score in history.finalists}
     best = history.best
-    rows: list[JobRow] = []
+    rows: list[JobTableRow] = []
     for job in history.ranked():
         config, score = configs[job.job], scores.get(job.job)
-        row = JobRow(
+        row = JobTableRow(
             job=clean(job.job),
             history=job,
             origin=describe_origin(job),

@@ -30,7 +30,7 @@ from alto.views import wording
 from alto.views.choice import choice_notes
 from alto.views.metrics import describe_metrics, describe_test, format_metric, metric_name, short_metric
 from alto.views.plain import PlainView, samples_text
-from alto.views.tables import JobRow, JobTable, job_table, run_notes
+from alto.views.tables import JobTable, JobTableRow, job_table, run_notes
 
 GRID_LINES = 3
 """Lines in addition to the rows: the headings, the rule, and the line for what does not fit."""
@@ -80,7 +80,7 @@ class JobGrid:
 
     settings: tuple[str, ...]
     metrics: tuple[str, ...]
-    rows: Sequence[JobRow]
+    rows: Sequence[JobTableRow]
     notes: Sequence[str]
     note_name: str
     max_rows: int | None
@@ -109,7 +109,7 @@ class JobGrid:
             yield Text(remainder, style="dim", no_wrap=True, overflow="ellipsis")
 
     @property
-    def _shown(self) -> Sequence[JobRow]:
+    def _shown(self) -> Sequence[JobTableRow]:
         return self.rows if self.max_rows is None else self.rows[: self.max_rows]
 
     def _columns(self) -> list[_Column]:
@@ -188,7 +188,7 @@ def _fit(columns: Sequence[_Column], width: int) -> tuple[list[_Column], list[st
     return kept, [column.name for column in columns if column not in kept and column.name]
 
 
-def _bar(row: JobRow) -> ProgressBar:
+def _bar(row: JobTableRow) -> ProgressBar:
     style = "green" if row.is_best else "cyan"
     return ProgressBar(total=1.0, completed=row.progress, width=BAR_WIDTH, complete_style=style, finished_style=style)
 
