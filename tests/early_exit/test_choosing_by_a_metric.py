@@ -26,7 +26,7 @@ from alto.early_exit import (
     selection_of,
 )
 from alto.errors import RunError
-from alto.records import ExitReason, FinalistScore, Judgement, LossPoint, Rung, RungResult, Standing
+from alto.records import Candidate, ExitReason, FinalistScore, Judgement, LossPoint, Rung, RungResult
 from alto.spec.early_exit import EarlyExit
 from alto.spec.scoring import score_of
 
@@ -34,16 +34,16 @@ HALF = Rung(progress=0.1, keep=0.5)
 LEAST = score_of("x", {"x": math.nan})
 
 
-def select(rung: Rung, standings: list[Standing]) -> RungResult:
-    return policy.select(math.ceil(rung.keep * len(standings)), standings)
+def select(rung: Rung, candidates: list[Candidate]) -> RungResult:
+    return policy.select(math.ceil(rung.keep * len(candidates)), candidates)
 
 
-def standing(job: str, score: float, loss: float, *, is_training: bool = True) -> Standing:
-    return Standing(job=job, step=5, validation_loss=loss, score=score, is_training=is_training)
+def candidate(job: str, score: float, loss: float, *, is_training: bool = True) -> Candidate:
+    return Candidate(job=job, step=5, validation_loss=loss, score=score, is_training=is_training)
 
 
 @pytest.mark.parametrize(
-    ("case", "standings", "kept"),
+    ("case", "candidates", "kept"),
     [
         ("more is better, whatever the loss", [("a", 0.6, 0.1), ("b", 0.7, 9.0)], ["b"]),
         ("ties by the loss", [("a", 0.7, 0.6), ("b", 0.7, 0.5)], ["b"]),
@@ -54,12 +54,12 @@ def standing(job: str, score: float, loss: float, *, is_training: bool = True) -
         ("a negative margin is less than none", [("a", -0.1, 0.1), ("b", 0.0, 0.7)], ["b"]),
     ],
 )
-def test_who_is_kept_at_a_rung(case: str, standings: list[tuple[str, float, float]], kept: list[str]) -> None:
-    assert list(select(HALF, [standing(*one) for one in standings]).kept) == kept
+def test_who_is_kept_at_a_rung(case: str, candidates: list[tuple[str, float, float]], kept: list[str]) -> None:
+    assert list(select(HALF, [candidate(*one) for one in candidates]).kept) == kept
 
 
 def test_evidence_has_the_scores_that_decided() -> None:
-    (verdict,) = select(HALF, [standing("a", 0.6, 0.1), standing("b", 0.7, 0.9)]).dropped
+    (verdict,) = select(HALF, [candidate("a", 0.6, 0.1), candidate("b", 0.7, 0.9)]).dropped
     assert (verdict.job, verdict.reason) == ("a", ExitReason.UNDERPERFORMING)
     assert verdict.evidence == {
         "rank": 2.0, "validation_loss": 0.1, "score": 0.6, "num_competing": 2.0, "num_kept": 1.0, "cutoff_loss": 0.9,
@@ -112,9 +112,9 @@ def test_nobody_is_certain_of_a_place_that_others_may_take_by_their_gain() -> No
     st.randoms(use_true_random=False),
 )
 def test_the_order_of_telling_does_not_matter(worth: dict[str, tuple[float, float]], draw: random.Random) -> None:
-    standings = [standing(job, score, loss) for job, (score, loss) in worth.items()]
-    shuffled = draw.sample(standings, len(standings))
-    assert select(HALF, shuffled) == select(HALF, standings)
+    candidates = [candidate(job, score, loss) for job, (score, loss) in worth.items()]
+    shuffled = draw.sample(candidates, len(candidates))
+    assert select(HALF, shuffled) == select(HALF, candidates)
 
 
 # -- journals and recordings --------------------------------------------------------------------------------------

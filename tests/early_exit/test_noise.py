@@ -271,6 +271,6 @@ def test_a_rung_between_two_evaluations_takes_the_near_one_on_the_rows_of_the_ot
         rows = [loss - gain for loss in easy_and_hard]
         found.observe_losses(job, 1, [1.0, 1.0])
         found.observe(job, 2, mean_loss(rows, WEIGHTS), loss_rows=rows)
-    standings = {one.job: one.validation_loss for one in found.rungs.standings()}
+    candidates = {one.job: one.validation_loss for one in found.rungs.candidates()}
     mean = mean_loss(easy_and_hard, WEIGHTS)
-    assert standings == pytest.approx({"a": mean - 0.5 * 0.75, "b": mean - 0.4 * 0.75})
+    assert candidates == pytest.approx({"a": mean - 0.5 * 0.75, "b": mean - 0.4 * 0.75})

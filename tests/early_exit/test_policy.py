@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, Policy, Selection, policy_from
 from alto.errors import RunError
-from alto.records import ExitReason, Rung, Standing
+from alto.records import Candidate, ExitReason, Rung
 from alto.spec.early_exit import EarlyExit
 
 
@@ -98,17 +98,17 @@ def test_a_disabled_policy_never_ends_a_job_otherwise(history) -> None:
 
 
 def test_select_ranks_at_the_rung_asked_for() -> None:
-    standings = [Standing(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
+    candidates = [Candidate(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
     policy = policy_from(EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2))))
-    assert len(policy.select(0, standings).kept) == 5
-    assert len(policy.select(1, standings).kept) == 1, "half, and of those a fifth"
-    assert len(policy.select(1, standings, 40).kept) == 4, "of the 40 that were ranked at the first"
+    assert len(policy.select(0, candidates).kept) == 5
+    assert len(policy.select(1, candidates).kept) == 1, "half, and of those a fifth"
+    assert len(policy.select(1, candidates, 40).kept) == 4, "of the 40 that were ranked at the first"
 
 
 def test_places_of_the_paper_are_a_share_of_those_ranked_at_the_rung() -> None:
-    standings = [Standing(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
+    candidates = [Candidate(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
     policy = policy_from(EarlyExit(policy="paper", rungs=((0.025, 0.5), (0.05, 0.2))))
-    assert len(policy.select(1, standings, 40).kept) == 2
+    assert len(policy.select(1, candidates, 40).kept) == 2
 
 
 @pytest.mark.parametrize(

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 from alto.early_exit import Selection, policy_from
 from alto.early_exit.noise import ranked_configurations
 from alto.early_exit.policy import select
-from alto.records import ExitDecision, ExitReason, Standing
+from alto.records import Candidate, ExitDecision, ExitReason
 from alto.spec import EarlyExit
 from alto.spec.scoring import LEAST_SCORE
 
 PAIRS = {"a1": "a1", "a2": "a1", "b1": "b1", "b2": "b1"}
 
 
-def standing(job: str, loss: float, **facts: object) -> Standing:
-    return Standing(**{"job": job, "step": 5, "validation_loss": loss} | facts)  # type: ignore[arg-type]
+def candidate(job: str, loss: float, **facts: object) -> Candidate:
+    return Candidate(**{"job": job, "step": 5, "validation_loss": loss} | facts)  # type: ignore[arg-type]
 
 
-def standings(losses: Mapping[str, float]) -> list[Standing]:
-    return [standing(job, loss) for job, loss in losses.items()]
+def candidates(losses: Mapping[str, float]) -> list[Candidate]:
+    return [candidate(job, loss) for job, loss in losses.items()]
 
 
 @pytest.mark.parametrize(
@@ -41,13 +41,13 @@ def standings(losses: Mapping[str, float]) -> list[Standing]:
 def test_all_jobs_of_a_configuration_are_kept_or_none(
     losses: Mapping[str, float], places: int, kept: Sequence[str], dropped: Sequence[str]
 ) -> None:
-    result = select(places, standings(losses), configuration_of=PAIRS)
+    result = select(places, candidates(losses), configuration_of=PAIRS)
     assert list(result.kept) == kept
     assert [decision.job for decision in result.dropped] == dropped
 
 
 def test_evidence_counts_configurations() -> None:
-    result = select(1, standings({"a1": 1.0, "a2": 3.0, "b1": 1.5, "b2": 1.7}), configuration_of=PAIRS)
+    result = select(1, candidates({"a1": 1.0, "a2": 3.0, "b1": 1.5, "b2": 1.7}), configuration_of=PAIRS)
     assert result.dropped[0].evidence == {
         "rank": 2.0,
         "validation_loss": 1.0,
@@ -59,7 +59,7 @@ def test_evidence_counts_configurations() -> None:
 
 
 def test_a_configuration_with_a_failed_job_comes_after_all_others() -> None:
-    items = standings({"a1": 1.0, "b1": 5.0, "b2": 5.0})
+    items = candidates({"a1": 1.0, "b1": 5.0, "b2": 5.0})
     order = [group.mean.job for group in ranked_configurations(items, PAIRS, failed={"a1"})]
     assert order == ["b1", "a1"]
 
@@ -73,7 +73,7 @@ def test_rows_of_scores_are_averaged_and_decide_within_noise() -> None:
         "b2": (1.0, 1.0, 1.0, 1.0),
     }
     losses = {"a1": 2.0, "a2": 2.0, "b1": 1.0, "b2": 1.0}
-    items = [standing(job, losses[job], score=sum(rows[job]) / 4, score_rows=rows[job]) for job in rows]
+    items = [candidate(job, losses[job], score=sum(rows[job]) / 4, score_rows=rows[job]) for job in rows]
     first, second = ranked_configurations(items, PAIRS)
     assert (first.mean.job, second.mean.job) == ("b1", "a1")
     assert second.mean.score_rows == (1.0, 1.0, 1.0, 0.5)
@@ -83,8 +83,8 @@ def test_rows_of_scores_are_averaged_and_decide_within_noise() -> None:
 @given(st.permutations(list(PAIRS)), st.lists(st.floats(0.1, 9), min_size=4, max_size=4))
 def test_the_order_in_which_jobs_are_given_does_not_matter(order: Sequence[str], losses: Sequence[float]) -> None:
     known = dict(zip(PAIRS, losses, strict=True))
-    expected = select(1, standings(known), configuration_of=PAIRS)
-    assert select(1, standings({job: known[job] for job in order}), configuration_of=PAIRS) == expected
+    expected = select(1, candidates(known), configuration_of=PAIRS)
+    assert select(1, candidates({job: known[job] for job in order}), configuration_of=PAIRS) == expected
 
 
 def trained(losses: Mapping[str, tuple[float, float]], configuration_of: Mapping[str, str]) -> Selection:
@@ -140,9 +140,9 @@ def test_places_are_counted_in_configurations() -> None:
 def test_scores_that_are_not_finite_make_the_least_of_means() -> None:
     """``LEAST_SCORE`` twice has no sum; beside a high score its mean would be one."""
     items = [
-        *(standing(job, 1.0, score=LEAST_SCORE) for job in ("a1", "a2")),
-        *(standing(job, 2.0, score=score) for job, score in {"b1": LEAST_SCORE, "b2": 0.9}.items()),
-        standing("c", 9.0, score=-5.0),
+        *(candidate(job, 1.0, score=LEAST_SCORE) for job in ("a1", "a2")),
+        *(candidate(job, 2.0, score=score) for job, score in {"b1": LEAST_SCORE, "b2": 0.9}.items()),
+        candidate("c", 9.0, score=-5.0),
     ]
     order = ranked_configurations(items, PAIRS)
     assert [group.mean.job for group in order] == ["c", "a1", "b1"]
@@ -151,7 +151,7 @@ def test_scores_that_are_not_finite_make_the_least_of_means() -> None:
 
 def test_rows_that_are_not_finite_are_not_averaged() -> None:
     rows = {"a1": (math.inf, 0.0), "a2": (-math.inf, 0.0), "b1": (1.0, 0.0), "b2": (0.0, 0.0)}
-    items = [standing(job, 1.0, score=0.5, score_rows=values) for job, values in rows.items()]
+    items = [candidate(job, 1.0, score=0.5, score_rows=values) for job, values in rows.items()]
     found = {group.mean.job: group.mean.score_rows for group in ranked_configurations(items, PAIRS)}
     assert found == {"a1": (), "b1": (0.5, 0.0)}
 
@@ -177,7 +177,7 @@ def test_a_configuration_with_a_failed_job_is_not_named_as_within_noise_of_the_w
 
 def test_what_is_left_of_a_configuration_has_its_id() -> None:
     """The first of its jobs has no evaluation."""
-    order = ranked_configurations(standings({"a2": 1.0, "b1": 2.0, "b2": 2.0}), PAIRS, failed={"a1"})
+    order = ranked_configurations(candidates({"a2": 1.0, "b1": 2.0, "b2": 2.0}), PAIRS, failed={"a1"})
     assert [(group.mean.job, [one.job for one in group.members]) for group in order] == [
         ("b1", ["b1", "b2"]),
         ("a1", ["a2"]),
@@ -185,17 +185,17 @@ def test_what_is_left_of_a_configuration_has_its_id() -> None:
 
 
 def test_a_loss_that_is_nan_ranks_its_configuration_last() -> None:
-    items = standings({"a1": math.nan, "a2": 1.0, "b1": 9.0, "b2": 9.0})
+    items = candidates({"a1": math.nan, "a2": 1.0, "b1": 9.0, "b2": 9.0})
     assert [group.mean.validation_loss for group in ranked_configurations(items, PAIRS)] == [9.0, math.inf]
 
 
 def test_a_configuration_trains_as_long_as_one_of_its_jobs() -> None:
     """So at the finish no other one continues beside it."""
     items = [
-        standing("a1", 1.0, is_training=False),
-        standing("a2", 1.0, is_training=True),
-        standing("b1", 2.0),
-        standing("b2", 2.0),
+        candidate("a1", 1.0, is_training=False),
+        candidate("a2", 1.0, is_training=True),
+        candidate("b1", 2.0),
+        candidate("b2", 2.0),
     ]
     assert select(1, items, is_finish=True, configuration_of=PAIRS).kept == ("a1", "a2")
     ended = [replace(item, is_training=item.job.startswith("b")) for item in items]
@@ -205,10 +205,10 @@ def test_a_configuration_trains_as_long_as_one_of_its_jobs() -> None:
 def test_losses_of_other_scales_are_compared_as_shares_of_the_mean_base_loss() -> None:
     """Where the base's loss is known for all jobs of a configuration; seeds may see other noise there."""
     items = [
-        standing("a1", 1.0, loss_scale="x", start_loss=2.0),
-        standing("a2", 1.0, loss_scale="x", start_loss=4.0),
-        standing("b1", 2.0, loss_scale="y", start_loss=8.0),
-        standing("b2", 2.0, loss_scale="y", start_loss=8.0),
+        candidate("a1", 1.0, loss_scale="x", start_loss=2.0),
+        candidate("a2", 1.0, loss_scale="x", start_loss=4.0),
+        candidate("b1", 2.0, loss_scale="y", start_loss=8.0),
+        candidate("b2", 2.0, loss_scale="y", start_loss=8.0),
     ]
     order = ranked_configurations(items, PAIRS)
     assert [(group.mean.job, group.mean.start_loss) for group in order] == [("b1", 8.0), ("a1", 3.0)]

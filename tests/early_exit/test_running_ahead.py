@@ -128,7 +128,7 @@ def test_a_job_runs_ahead_to_the_next_rung_and_waits_there() -> None:
     selection.observe_losses("f", 1, [math.nan])
     assert selection.select().kept == ("a", "b", "c")
     assert selection.rungs.is_waiting("a")
-    assert selection.rungs.standings()[0].validation_loss == 0.7
+    assert selection.rungs.candidates()[0].validation_loss == 0.7
 
 
 def test_the_rung_ranks_by_the_value_there_and_counts_who_broke_after_it() -> None:
@@ -159,7 +159,7 @@ def test_a_job_that_a_user_stops_while_it_runs_ahead_stands_no_more() -> None:
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     run_ahead(selection, "a", {4: 0.9})
     selection.end(ExitDecision(job="a", step=4, reason=ExitReason.STOPPED))
-    assert "a" not in {standing.job for standing in selection.rungs.standings()}
+    assert "a" not in {candidate.job for candidate in selection.rungs.candidates()}
 
 
 def test_a_rung_is_held_though_those_who_passed_it_have_all_ended() -> None:

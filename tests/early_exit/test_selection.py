@@ -7,7 +7,7 @@ import pytest
 
 from alto.early_exit import Policy, Selection, policy_from
 from alto.errors import RunError
-from alto.records import ExitDecision, ExitReason, Rung, Standing
+from alto.records import Candidate, ExitDecision, ExitReason, Rung
 from alto.spec.early_exit import EarlyExit
 
 HALF_THEN_HALF = Policy(rungs=(Rung(progress=0.1, keep=0.5), Rung(progress=0.5, keep=0.5)))
@@ -75,7 +75,7 @@ def test_a_diverged_job_does_not_stand_at_the_rung() -> None:
     selection.observe_losses("a", 2, [math.nan])
     train_to(selection, "b", 2, 2.0)
     train_to(selection, "c", 2, 3.0)
-    assert [standing.job for standing in selection.rungs.standings()] == ["b", "c"]
+    assert [candidate.job for candidate in selection.rungs.candidates()] == ["b", "c"]
     assert selection.select().kept == ("b",)
     assert selection.winner().job == "a"
 
@@ -107,10 +107,10 @@ def test_a_job_that_overfit_competes_with_its_best_and_is_applied_before_the_run
     assert verdict.reason is ExitReason.OVERFITTING
     for job, loss in {"b": 1.1, "c": 1.3, "d": 1.4}.items():
         train_to(selection, job, 2, loss, train_loss=loss)
-    assert selection.rungs.standings()[0] == Standing(job="a", step=2, validation_loss=1.2, is_training=False)
+    assert selection.rungs.candidates()[0] == Candidate(job="a", step=2, validation_loss=1.2, is_training=False)
     assert selection.select().kept == ("b", "a")
     train_to(selection, "b", 5, 1.0, train_loss=1.0)
-    assert [standing.job for standing in selection.rungs.standings()] == ["a", "b"]
+    assert [candidate.job for candidate in selection.rungs.candidates()] == ["a", "b"]
     assert selection.select().kept == ("b",)
 
 
@@ -123,7 +123,7 @@ def test_an_ended_job_that_was_not_kept_competes_no_more() -> None:
     assert selection.select().kept == ("b", "c")
     train_to(selection, "b", 5, 1.0)
     train_to(selection, "c", 5, 1.0)
-    assert [standing.job for standing in selection.rungs.standings()] == ["b", "c"]
+    assert [candidate.job for candidate in selection.rungs.candidates()] == ["b", "c"]
     assert exits(selection)["a"] == ("overfitting", 1)
 
 
@@ -169,7 +169,7 @@ def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason, ste
         train_to(selection, "b", step, 0.5)
     selection.end(ExitDecision(job="b", step=step, reason=reason))
     assert selection.rungs.is_ready()
-    assert [standing.job for standing in selection.rungs.standings()] == ["a"]
+    assert [candidate.job for candidate in selection.rungs.candidates()] == ["a"]
 
 
 def test_leaders_are_the_best_of_each_job_best_first() -> None:

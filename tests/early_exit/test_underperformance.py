@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.early_exit import policy
-from alto.records import ExitReason, Rung, RungResult, Standing
+from alto.records import Candidate, ExitReason, Rung, RungResult
 from alto.spec.early_exit import ceil_share
 
 INF, NAN = math.inf, math.nan
 
 
-def standings(losses: dict[str, float], ended: str = "") -> list[Standing]:
+def candidates(losses: dict[str, float], ended: str = "") -> list[Candidate]:
     return [
-        Standing(job=job, step=5, validation_loss=loss, is_training=job not in ended) for job, loss in losses.items()
+        Candidate(job=job, step=5, validation_loss=loss, is_training=job not in ended) for job, loss in losses.items()
     ]
 
 
-def select(rung: Rung, ranked: list[Standing]) -> RungResult:
+def select(rung: Rung, ranked: list[Candidate]) -> RungResult:
     return policy.select(ceil_share(rung.keep, len(ranked)), ranked)
 
 
@@ -46,13 +46,13 @@ def dropped(rung_result) -> list[str]:
     ],
 )
 def test_who_is_kept(case, losses, ended, keep, kept, out) -> None:
-    rung_result = select(Rung(progress=0.05, keep=keep), standings(losses, ended))
+    rung_result = select(Rung(progress=0.05, keep=keep), candidates(losses, ended))
     assert list(rung_result.kept) == kept
     assert dropped(rung_result) == out
 
 
 def test_evidence() -> None:
-    rung_result = select(Rung(progress=0.05, keep=0.5), standings({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}))
+    rung_result = select(Rung(progress=0.05, keep=0.5), candidates({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0}))
     verdict = rung_result.dropped[1]
     assert (verdict.job, verdict.step, verdict.reason) == ("d", 5, ExitReason.UNDERPERFORMING)
     assert verdict.evidence == {
@@ -65,7 +65,7 @@ def test_evidence() -> None:
 
 
 def test_there_is_no_cutoff_where_nobody_is_kept() -> None:
-    assert "cutoff_loss" not in select(Rung(progress=0.05, keep=0.5), standings({"a": NAN})).dropped[0].evidence
+    assert "cutoff_loss" not in select(Rung(progress=0.05, keep=0.5), candidates({"a": NAN})).dropped[0].evidence
 
 
 losses_of_jobs = st.dictionaries(
@@ -77,7 +77,7 @@ losses_of_jobs = st.dictionaries(
 def test_exactly_the_share_is_kept_whatever_the_order(
     losses: dict[str, float], percent: int, draw: random.Random
 ) -> None:
-    rung, everybody = Rung(progress=0.05, keep=percent / 100), standings(losses)
+    rung, everybody = Rung(progress=0.05, keep=percent / 100), candidates(losses)
     rung_result = select(rung, everybody)
     finite = sum(math.isfinite(loss) for loss in losses.values())
     assert len(rung_result.kept) == min(ceil_share(percent / 100, len(losses)), finite)
@@ -93,7 +93,7 @@ def test_exactly_the_share_is_kept_whatever_the_order(
 def test_only_the_order_of_losses_matters(losses: dict[str, float], percent: int) -> None:
     rung = Rung(progress=0.05, keep=percent / 100)
     doubled = {job: loss * 2 for job, loss in losses.items()}
-    assert select(rung, standings(losses)).kept == select(rung, standings(doubled)).kept
+    assert select(rung, candidates(losses)).kept == select(rung, candidates(doubled)).kept
 
 
 LEADING = [1.0, 2.0, 1.5, 1.2, 0.8, 1.1]
@@ -116,10 +116,10 @@ LEADING = [1.0, 2.0, 1.5, 1.2, 0.8, 1.1]
 def test_a_job_that_lies_clearly_behind_the_best_does_not_continue_though_there_is_a_place(
     case: str, behind: list[float], start_loss: float | None, is_kept: bool
 ) -> None:
-    first = Standing(job="a", step=5, validation_loss=1.27, start_loss=start_loss, loss_rows=tuple(LEADING))
+    first = Candidate(job="a", step=5, validation_loss=1.27, start_loss=start_loss, loss_rows=tuple(LEADING))
     rows = tuple(one + more for one, more in zip(LEADING, behind, strict=False))
     mean = sum(behind) / len(behind) if behind and all(map(math.isfinite, behind)) else 0.2
-    second = Standing(job="b", step=5, validation_loss=1.27 + mean, start_loss=start_loss, loss_rows=rows)
+    second = Candidate(job="b", step=5, validation_loss=1.27 + mean, start_loss=start_loss, loss_rows=rows)
     for ranked in ([first, second], [second, first]):
         found = policy.select(2, ranked, ends_clear_losers=True)
         assert list(found.kept) == (["a", "b"] if is_kept else ["a"]), case
@@ -131,7 +131,7 @@ def test_a_job_that_lies_clearly_behind_the_best_does_not_continue_though_there_
 def test_repetitions_of_a_configuration_are_not_ended_as_clear_losers() -> None:
     jobs = {"a": 1.0, "b": 1.0, "c": 1.5, "d": 1.5}
     ranked = [
-        Standing(job=job, step=5, validation_loss=loss, start_loss=3.0, loss_rows=(loss,) * 6)
+        Candidate(job=job, step=5, validation_loss=loss, start_loss=3.0, loss_rows=(loss,) * 6)
         for job, loss in jobs.items()
     ]
     found = policy.select(2, ranked, ends_clear_losers=True, configuration_of=dict.fromkeys("ab", "a"))

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from alto.early_exit.patterns import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
 from alto.early_exit.policy import select
-from alto.records import FinalistScore, LossPoint, Standing
+from alto.records import Candidate, FinalistScore, LossPoint
 from alto.report.report import write_report
 from alto.runs import JobHistory, RunHistory, Stage
 from alto.runs.progress import exit_totals
@@ -92,7 +92,7 @@ def test_every_rule_of_early_exit_is_told_in_words():
         judge_step_loss("a", 3, math.nan),
         select(
             1,
-            [Standing(job=name, step=1, validation_loss=loss) for name, loss in (("a", 2.0), ("b", 1.0))],
+            [Candidate(job=name, step=1, validation_loss=loss) for name, loss in (("a", 2.0), ("b", 1.0))],
         ).dropped[0],
     ]
     sentences = [explain_exit(exited(found.reason, found.evidence), rung_progress=0.025) for found in decisions]

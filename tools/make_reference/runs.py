@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from alto.early_exit import Divergence, OverfittingGap, OverfittingUpturn, judge_step_loss
 from alto.early_exit.patterns import judge_point
 from alto.early_exit.policy import select
-from alto.records import ExitDecision, ExitReason, LossPoint, Standing
+from alto.records import Candidate, ExitDecision, ExitReason, LossPoint
 from alto.runs import queue_dir, run_dir
 from tools.make_reference.markdown import code, table
 
@@ -100,15 +100,15 @@ def exits() -> list[tuple[str, ExitDecision]]:
     """Return every kind of verdict that ends a job, made by the rules themselves on suitable curves."""
     rising, turning = _curve([1.0, 2.0, 3.0, 4.0]), _curve([3.0, 2.0, 1.0, 2.0, 3.0])
     apart = _curve([2.0, 2.0], train=1.0)
-    standings = [Standing(job=f"job-{number}", step=1, validation_loss=float(number)) for number in range(2)]
-    gaining = [dataclasses.replace(standing, score=-standing.validation_loss) for standing in standings]
+    candidates = [Candidate(job=f"job-{number}", step=1, validation_loss=float(number)) for number in range(2)]
+    gaining = [dataclasses.replace(candidate, score=-candidate.validation_loss) for candidate in candidates]
     decisions = [
         ("both losses rise", Divergence().judge(rising)),
         ("a training loss is not finite", judge_step_loss("job", 1, float("nan"))),
         ("a validation loss is not finite", judge_point(_curve([float("nan")])[0])),
         ("validation has turned upward (`policy: alto`)", OverfittingUpturn(tau_noise=0).judge(turning)),
         ("validation lies above training (`policy: paper`)", OverfittingGap().judge(apart)),
-        ("not kept at a rung", select(1, standings).dropped[0]),
+        ("not kept at a rung", select(1, candidates).dropped[0]),
         ("not kept at a rung, by a `metric`", select(1, gaining).dropped[0]),
     ]
     return [(why, decision) for why, decision in decisions if decision is not None]

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from alto.records import FinalistScore, Judgement, LossPoint, Standing, StartValue
+from alto.records import Candidate, FinalistScore, Judgement, LossPoint, StartValue
 from alto.records.evaluation import student_quantile
 from alto.spec import LEAST_SCORE
 
-Scored: TypeAlias = LossPoint | Standing
+Scored: TypeAlias = LossPoint | Candidate
 """An evaluation, or a job's state at a rung."""
 
 S = TypeVar("S", bound=Scored)
@@ -202,8 +202,8 @@ def _mean(name: str, group: Sequence[S]) -> S:
     losses, scores = [item.validation_loss for item in group], [item.score for item in group]
     starts = [item.start_loss for item in group if item.start_loss is not None]
     facts: dict[str, Any] = {}
-    if isinstance(first, Standing):
-        facts["is_training"] = any(isinstance(item, Standing) and item.is_training for item in group)
+    if isinstance(first, Candidate):
+        facts["is_training"] = any(isinstance(item, Candidate) and item.is_training for item in group)
     return replace(
         first,
         job=name,

@@ -11,7 +11,7 @@ from alto.base import naming_errors
 from alto.early_exit import patterns
 from alto.early_exit.noise import Repeated, ranked_configurations
 from alto.errors import UnsupportedError
-from alto.records import ExitDecision, ExitReason, LossPoint, Rung, RungResult, Standing
+from alto.records import Candidate, ExitDecision, ExitReason, LossPoint, Rung, RungResult
 from alto.spec import RULES, EarlyExit, Rule, places_at
 
 CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
@@ -21,14 +21,14 @@ this fraction of the best one's improvement."""
 
 def select(
     places: int,
-    standings: Collection[Standing],
+    candidates: Collection[Candidate],
     *,
     is_finish: bool = False,
     ends_clear_losers: bool = False,
     configuration_of: Mapping[str, str] | None = None,
     failed: Collection[str] = (),
 ) -> RungResult:
-    """Keep the best ``places`` configurations of ``standings``, independent of their order; at least one.
+    """Keep the best ``places`` configurations of ``candidates``, independent of their order; at least one.
 
     With ``is_finish``, a configuration whose jobs are no longer training does not use up a slot of the selection: the
     best configuration that is still training also continues. With ``ends_clear_losers``, configurations that are
@@ -48,7 +48,7 @@ def select(
     Args:
         configuration_of, failed: See ``ranked_configurations``.
     """
-    ranked = ranked_configurations(standings, configuration_of or {}, failed)
+    ranked = ranked_configurations(candidates, configuration_of or {}, failed)
     finite = [group for group in ranked if math.isfinite(group.mean.validation_loss)]
     kept = finite[: max(1, places)]
     if ends_clear_losers:
@@ -64,25 +64,25 @@ def select(
     kept_jobs = {member.job for group in kept for member in group.members}
     dropped = tuple(
         ExitDecision(
-            job=standing.job,
-            step=standing.step,
+            job=candidate.job,
+            step=candidate.step,
             reason=ExitReason.UNDERPERFORMING,
             evidence={
                 "rank": float(rank),
-                "validation_loss": standing.validation_loss,
-                **({"score": standing.score} if has_scores else {}),
+                "validation_loss": candidate.validation_loss,
+                **({"score": candidate.score} if has_scores else {}),
                 **({"mean_loss": group.mean.validation_loss} if len(group.members) > 1 else {}),
                 **shared,
             },
         )
         for rank, group in enumerate(ranked, start=1)
-        for standing in group.members
-        if standing.is_training and standing.job not in kept_jobs
+        for candidate in group.members
+        if candidate.is_training and candidate.job not in kept_jobs
     )
     return RungResult(kept=tuple(member.job for group in kept for member in group.members), dropped=dropped)
 
 
-def _is_clearly_behind(one: Repeated[Standing], first: Repeated[Standing]) -> bool:
+def _is_clearly_behind(one: Repeated[Candidate], first: Repeated[Candidate]) -> bool:
     """Return whether a configuration is clearly worse than the best one; False if unknown, or if one of the two is
     repeated."""
     if len(one.members) > 1 or len(first.members) > 1 or first.mean.start_loss is None:
@@ -133,23 +133,23 @@ class Policy:
     def select(
         self,
         rung_index: int,
-        standings: Collection[Standing],
+        candidates: Collection[Candidate],
         num_entered: int | None = None,
         *,
         configuration_of: Mapping[str, str] | None = None,
         failed: Collection[str] = (),
     ) -> RungResult:
-        """Rank ``standings`` at rung number ``rung_index`` (from 0) and keep the best of them.
+        """Rank ``candidates`` at rung number ``rung_index`` (from 0) and keep the best of them.
 
         Args:
             num_entered: Number of configurations that were ever ranked, including these; None means the number ranked
                 here.
         """
         known = configuration_of or {}
-        num_ranked = len({known.get(standing.job, standing.job) for standing in standings})
+        num_ranked = len({known.get(candidate.job, candidate.job) for candidate in candidates})
         return select(
             self._places(rung_index, num_entered or num_ranked, num_ranked),
-            standings,
+            candidates,
             is_finish=self.rungs[rung_index].max_kept is not None,
             ends_clear_losers=self.rungs[rung_index].ends_clear_losers,
             configuration_of=known,

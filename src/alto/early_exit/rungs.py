@@ -10,7 +10,7 @@ from dataclasses import replace
 from alto.early_exit.noise import on_one_scale
 from alto.early_exit.policy import Policy
 from alto.early_exit.track import JobTrack, failed_configurations
-from alto.records import ExitDecision, FinalistScore, LossPoint, Rung, RungResult, Standing
+from alto.records import Candidate, ExitDecision, FinalistScore, LossPoint, Rung, RungResult
 from alto.spec import rung_step
 
 UNBEATABLE = sys.float_info.max  # above every score
@@ -42,7 +42,7 @@ class Rungs:
         self._tracks = tracks
         self._configuration_of = configuration_of
         self._row_weights = row_weights
-        self._ranked_at: list[list[Standing]] = []
+        self._ranked_at: list[list[Candidate]] = []
         self._scores: dict[str, FinalistScore] = {}
 
     # -- the steps at which jobs wait ----------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class Rungs:
         """Return whether the next rung can be decided: a job has reached it, and all training jobs that are not late
         wait at it."""
         on_time = (job for job, track in self._tracks.items() if track.trains and track.late_rung is None)
-        return all(map(self.is_waiting, on_time)) and any(map(self._stands, self._tracks))
+        return all(map(self.is_waiting, on_time)) and any(map(self._is_at_next_rung, self._tracks))
 
     # -- who competes ----------------------------------------------------------------------------------------------
 
@@ -88,15 +88,15 @@ class Rungs:
         points = (self.at(job, index) for index in range(len(self._policy.rungs)))
         return tuple(itertools.takewhile(lambda point: point is not None, points))  # type: ignore[arg-type]
 
-    def standings(self) -> tuple[Standing, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """Return the states of all jobs that compete at the next rung, by job id."""
         points = []
         for job, track in sorted(self._tracks.items()):
-            point = self.at(job, self.held) if self._stands(job) else track.stands_with
+            point = self.at(job, self.held) if self._is_at_next_rung(job) else track.ranking_point
             if point is not None and track.late_rung is None:
                 points.append(point)
         return tuple(
-            self._tracks[point.job].standing(point, self._scores.get(point.job))
+            self._tracks[point.job].candidate(point, self._scores.get(point.job))
             for point in on_one_scale(points, self._row_weights)
         )
 
@@ -108,13 +108,13 @@ class Rungs:
 
     def hold(self) -> RungResult:
         """Decide the next rung: rank the jobs. The caller ends the jobs that it drops."""
-        standings = self.standings()
-        result = self._select(self.held, standings)
-        for standing in standings:
-            self._tracks[standing.job].competes &= standing.job in result.kept
-            self._tracks[standing.job].was_ranked = True
+        candidates = self.candidates()
+        result = self._select(self.held, candidates)
+        for candidate in candidates:
+            self._tracks[candidate.job].competes &= candidate.job in result.kept
+            self._tracks[candidate.job].was_ranked = True
         self._scores = {}
-        self._ranked_at.append(list(standings))
+        self._ranked_at.append(list(candidates))
         self.held += 1
         return result
 
@@ -124,14 +124,14 @@ class Rungs:
         A job is certain if it would be kept even if all jobs still to come were better. Only users can undo this.
         """
         coming = {job for job, track in self._tracks.items() if track.trains and not self.is_waiting(job)}
-        present = [standing for standing in self.standings() if standing.job not in coming]
-        if self.next is None or not any(standing.is_training for standing in present):
+        present = [candidate for candidate in self.candidates() if candidate.job not in coming]
+        if self.next is None or not any(candidate.is_training for candidate in present):
             return frozenset()
-        may_change = self.next.ends_clear_losers or any(standing.score_rows for standing in present)
+        may_change = self.next.ends_clear_losers or any(candidate.score_rows for candidate in present)
         if may_change or self._configuration_of:
             # A job still to come may change a configuration's mean, or which jobs are within noise or clearly behind.
             return frozenset()
-        better = [Standing(job=job, step=0, validation_loss=0.0, score=UNBEATABLE) for job in sorted(coming)]
+        better = [Candidate(job=job, step=0, validation_loss=0.0, score=UNBEATABLE) for job in sorted(coming)]
         kept = self._select(self.held, [*present, *better]).kept
         return frozenset(
             job for job in kept if self.is_waiting(job) and self._tracks[job].steps < self.furthest_stop(job)
@@ -147,8 +147,8 @@ class Rungs:
                 break
             if point is None:
                 break
-            standing, ranked = track.standing(point), self._ranked_at[track.late_rung]
-            ranked.append(standing)
+            candidate, ranked = track.candidate(point), self._ranked_at[track.late_rung]
+            ranked.append(candidate)
             result = self._select(track.late_rung, ranked)
             track.was_ranked = True
             if job not in result.kept:
@@ -158,11 +158,11 @@ class Rungs:
             track.late_rung += 1
         return None
 
-    def _select(self, index: int, standings: Sequence[Standing]) -> RungResult:
-        entered = {job for job, track in self._tracks.items() if track.was_ranked} | {one.job for one in standings}
+    def _select(self, index: int, candidates: Sequence[Candidate]) -> RungResult:
+        entered = {job for job, track in self._tracks.items() if track.was_ranked} | {one.job for one in candidates}
         return self._policy.select(
             index,
-            standings,
+            candidates,
             len({self._configuration_of.get(job, job) for job in entered}),
             configuration_of=self._configuration_of,
             failed=failed_configurations(self._tracks, self._configuration_of),
@@ -172,9 +172,9 @@ class Rungs:
         rungs, total_steps = self._policy.rungs, self._tracks[job].total_steps
         return rung_step(rungs[index], total_steps) if index < len(rungs) else total_steps
 
-    def _stands(self, job: str) -> bool:
+    def _is_at_next_rung(self, job: str) -> bool:
         """Return whether ``job`` waits at the next rung, or trained past it and a verdict ended it there."""
         point, track = self.at(job, self.held), self._tracks[job]
         if point is None or track.late_rung is not None:
             return False
-        return track.stands_at(point, is_equal_share=self._policy.equal_shares)
+        return track.is_at_rung_of(point, equal_shares=self._policy.equal_shares)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from alto.early_exit.noise import is_better, is_within_noise, on_scale_of
 from alto.early_exit.progress import point_at_share
 from alto.errors import SpecError
-from alto.records import ExitDecision, ExitReason, FinalistScore, LossPoint, Rung, Standing, StartValue
+from alto.records import Candidate, ExitDecision, ExitReason, FinalistScore, LossPoint, Rung, StartValue
 from alto.spec import rung_step
 
 
@@ -86,7 +86,7 @@ class JobTrack:
         return self.history[-1].step if self.history else 0
 
     @property
-    def stands_with(self) -> LossPoint | None:
+    def ranking_point(self) -> LossPoint | None:
         """The evaluation that the job is ranked by if no other is given; None if it is not ranked."""
         if self.trains:
             return self.history[-1] if self.history else None
@@ -97,9 +97,9 @@ class JobTrack:
         """Whether the job ended for a reason that concerns its configuration, not only its rank."""
         return self.decision is not None and self.decision.reason in (ExitReason.DIVERGING, ExitReason.FAILED)
 
-    def standing(self, point: LossPoint, score: FinalistScore | None = None) -> Standing:
+    def candidate(self, point: LossPoint, score: FinalistScore | None = None) -> Candidate:
         """Return the state of the job at a rung with ``point``, one of its evaluations."""
-        return Standing(
+        return Candidate(
             job=point.job,
             step=self.ema.count,
             validation_loss=point.validation_loss,
@@ -111,15 +111,15 @@ class JobTrack:
             is_training=self.trains,
         )
 
-    def stands_at(self, point: LossPoint, *, is_equal_share: bool) -> bool:
+    def is_at_rung_of(self, point: LossPoint, *, equal_shares: bool) -> bool:
         """Return whether the job waits at the rung of ``point``, or trained past it and was stopped there by a verdict.
 
         Args:
-            is_equal_share: Whether jobs are compared at exactly the same fraction of their steps. A job that finished
+            equal_shares: Whether jobs are compared at exactly the same fraction of their steps. A job that finished
                 at the rung must not have an advantage over the others.
         """
         if self.finished and self.steps == point.step:
-            return is_equal_share
+            return equal_shares
         return self.trains or self.ended_after(point)
 
     def keep_best(self, point: LossPoint, row_weights: Sequence[float]) -> None:

@@ -14,7 +14,7 @@ from alto.errors import NoResultError
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TrainingState
-from alto.records import AdapterCheck, ExitReason, Judgement, LossPoint, RungResult, Samples, Standing
+from alto.records import AdapterCheck, Candidate, ExitReason, Judgement, LossPoint, RungResult, Samples
 from alto.runs import RunDir
 from alto.runs.events import AdapterChecked, FinalistsJudged, RungScored, SamplesGenerated, WarmupEnded
 
@@ -202,11 +202,11 @@ def _score_rung(
     rung, index = selection.rungs.next, selection.rungs.held
     if judge is None or rung is None or scoring is None or not scoring.is_at(rung.progress):
         return
-    standings = [one for one in selection.rungs.standings() if math.isfinite(one.validation_loss)]
-    if len(standings) < 2:
+    candidates = [one for one in selection.rungs.candidates() if math.isfinite(one.validation_loss)]
+    if len(candidates) < 2:
         return
     try:
-        judgement = judge({one.job: _adapter(state, one) for one in standings}, check_stop)
+        judgement = judge({one.job: _adapter(state, one) for one in candidates}, check_stop)
     finally:
         state.slot_manager.bank.reinject()  # the judge has injected other adapters into the base model
     scores = scores_of(judgement)
@@ -222,7 +222,7 @@ def _score_rung(
     selection.observe_scores(scores)
 
 
-def _adapter(state: TrainingState, standing: Standing) -> Path:
+def _adapter(state: TrainingState, candidate: Candidate) -> Path:
     """Return the folder of the adapter that is scored for a job: its current adapter while it trains, or its best
     adapter if it has ended."""
-    return state.slot_manager.saved(state.jobs[standing.job], "last" if standing.is_training else "best")
+    return state.slot_manager.saved(state.jobs[candidate.job], "last" if candidate.is_training else "best")

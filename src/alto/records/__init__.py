@@ -22,6 +22,7 @@ from alto.records.evaluation import (
     ScorerName,
 )
 from alto.records.jobs import (
+    Candidate,
     ExitDecision,
     ExitReason,
     JobResult,
@@ -29,7 +30,6 @@ from alto.records.jobs import (
     Rung,
     RungResult,
     SplitLoss,
-    Standing,
     StartValue,
     exit_reason,
 )
@@ -74,6 +74,7 @@ __all__ = [
     "UNSTEADY",
     "AdapterCheck",
     "AdapterEvaluation",
+    "Candidate",
     "DataPreview",
     "Demand",
     "Evaluation",
@@ -113,7 +114,6 @@ __all__ = [
     "Sharing",
     "SimulationOutcome",
     "SplitLoss",
-    "Standing",
     "StartValue",
     "TaskEstimate",
     "TaskOutcome",

@@ -126,7 +126,7 @@ class Rung:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class Candidate:
     """The state of a job when a rung ranks it.
 
     Attributes:
