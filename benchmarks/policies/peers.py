@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from alto.early_exit import RecordedJob, Recording, point_at_share
+from alto.early_exit import RecordedJob, Recording, point_at_fraction
 from alto.records import LossPoint, Rung
 
 __all__ = ["PEERS", "Kept", "asha", "hyperband", "median", "synchronous_halving"]
@@ -140,7 +140,7 @@ def value_at(job: RecordedJob, share: float) -> float:
         )
         for step, loss, score, _ in job.scored_evaluations
     ]
-    point = point_at_share(points, Rung(progress=share, keep=1.0), job.total_steps, job.start)
+    point = point_at_fraction(points, Rung(progress=share, keep=1.0), job.total_steps, job.start)
     if point is None or not math.isfinite(point.validation_loss):
         return math.inf
     return -point.score if job.scores else point.validation_loss

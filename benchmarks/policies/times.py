@@ -28,7 +28,7 @@ from alto.early_exit import (
     replay,
 )
 from alto.records import LossPoint
-from alto.spec.early_exit import ceil_share
+from alto.spec.early_exit import ceil_fraction
 from alto.spec.scoring import loss_scale
 from benchmarks.common import option_parser, publish_figures
 from benchmarks.paper import curves
@@ -242,7 +242,7 @@ def planned(job: RecordedJob, settings: EarlyExit, num_rows: int) -> list[tuple[
         return [(step, loss, num_rows) for step, loss in job.evaluations]
     counts: dict[int, int] = {}
     for progress, count in settings.evaluations:
-        wanted = max(1, ceil_share(progress, job.total_steps))
+        wanted = max(1, ceil_fraction(progress, job.total_steps))
         step = next((step for step, _ in job.evaluations if step >= wanted), job.evaluations[-1][0])
         counts[step] = max(count, counts.get(step, 0))
     losses = dict(job.evaluations)

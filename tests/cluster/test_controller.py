@@ -272,7 +272,7 @@ def share_done_once_told(bench: Bench, attempt: int, entries: list[JournalEntry]
     with bench.controller() as controller:
         while not told:
             controller.turn()
-        return controller.status().tasks["a"].share_done
+        return controller.status().tasks["a"].fraction_done
 
 
 def test_what_an_earlier_attempt_has_done_counts_for_the_next(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_task_is_submitted_while_others_run(live: tuple[Bench, Controller]) ->
     assert controller.submit(new_run(bench, "d", tenant="t", priority=7)) == "d"
     assert controller.wait("d")
     status = controller.status().tasks["d"]
-    assert (status.tenant, status.priority, status.has_ended, status.share_done) == ("t", 7, True, 1.0)
+    assert (status.tenant, status.priority, status.has_ended, status.fraction_done) == ("t", 7, True, 1.0)
     (event,) = bench.events("task_submitted")
     assert (event["task"], event["tenant"], event["priority"], event["duration_s"]) == ("d", "t", 7, 5.0)
     assert controller.status().open_tasks

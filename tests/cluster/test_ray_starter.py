@@ -50,7 +50,7 @@ def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
 
 
 def started(launch: Launch, *, has_gpus: bool = False) -> Starter:
-    found = Starter(has_gpus=has_gpus, core_share=0.5, timeouts=TIMEOUTS)
+    found = Starter(has_gpus=has_gpus, core_fraction=0.5, timeouts=TIMEOUTS)
     found.start(launch)
     return found
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from journals import entries
 
-from alto.early_exit import Policy, Selection, audit, point_at_share, selection_of
+from alto.early_exit import Policy, Selection, audit, point_at_fraction, selection_of
 from alto.early_exit.noise import is_within_noise
 from alto.errors import RunError
 from alto.records import ExitDecision, ExitReason, LossPoint, Rung, StartValue
@@ -44,7 +44,7 @@ def points(*evaluations: tuple[int, float, float]) -> list[LossPoint]:
     ],
 )
 def test_the_value_at_a_share(case, evaluations, progress, total_steps, start, expected) -> None:
-    found = point_at_share(points(*evaluations), Rung(progress=progress, keep=0.5), total_steps, start)
+    found = point_at_fraction(points(*evaluations), Rung(progress=progress, keep=0.5), total_steps, start)
     if expected is None:
         assert found is None
         return
@@ -58,8 +58,8 @@ def test_validation_rows_are_interpolated_as_their_mean_is() -> None:
     (exact,) = points((3, 1.0, 0.75))
     (late,) = points((1, 0.9, 0.75))
     exact, late = replace(exact, score_rows=rows), replace(late, score_rows=rows)
-    there = point_at_share([exact], Rung(progress=0.03, keep=0.5), 100, start)
-    before = point_at_share([late], Rung(progress=0.025, keep=0.5), 15, start)
+    there = point_at_fraction([exact], Rung(progress=0.03, keep=0.5), 100, start)
+    before = point_at_fraction([late], Rung(progress=0.025, keep=0.5), 15, start)
     assert (there.score, there.score_rows) == (0.75, rows)
     assert before.score == pytest.approx(0.5 + 0.375 * 0.25)
     assert sum(before.score_rows) / 48 == pytest.approx(before.score)
@@ -68,13 +68,13 @@ def test_validation_rows_are_interpolated_as_their_mean_is() -> None:
 
 def test_a_side_without_rows_makes_the_rows_unknown() -> None:
     (late,) = points((1, 0.9, 0.75))
-    found = point_at_share([replace(late, score_rows=(1.0, 0.5))], Rung(progress=0.025, keep=0.5), 10, START)
+    found = point_at_fraction([replace(late, score_rows=(1.0, 0.5))], Rung(progress=0.025, keep=0.5), 10, START)
     assert (found.score, found.score_rows) == (pytest.approx(0.5625), ())
 
 
 def test_a_score_that_was_not_finite_is_not_interpolated() -> None:
     start = StartValue(validation_loss=4.0, score=LEAST_SCORE)
-    found = point_at_share(points((1, 2.0, 0.7)), Rung(progress=0.025, keep=0.5), 10, start)
+    found = point_at_fraction(points((1, 2.0, 0.7)), Rung(progress=0.025, keep=0.5), 10, start)
     assert (found.validation_loss, found.score) == (3.5, 0.7)
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from alto.early_exit import budgeted
 from alto.early_exit.evaluation_budget import (
     FEW_JOBS,
+    FRACTION_AT_END,
     LEAST_ROWS,
     LEAST_ROWS_OF_FEW,
     LEAST_ROWS_OF_MANY,
     MOST_MEASURED,
-    SHARE_AT_END,
 )
 from alto.spec import EarlyExit
 from alto.spec.early_exit import places_at
@@ -53,10 +53,10 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     arrivals = (num_jobs, *(places_at(rungs, index, num_jobs) for index in range(len(rungs))))
     at_rungs = sum(count * (LEAST_ROWS_OF_MANY if count > FEW_JOBS else LEAST_ROWS_OF_FEW) for count in arrivals[:-1])
     least = row_cost * (at_rungs + LEAST_ROWS * arrivals[-1])
-    assert evaluating <= (1 - SHARE_AT_END) * share * training + least
+    assert evaluating <= (1 - FRACTION_AT_END) * share * training + least
     assert found.final_evaluations is not None
     count, rows = found.final_evaluations
-    paid = SHARE_AT_END * share * training / row_cost
+    paid = FRACTION_AT_END * share * training / row_cost
     if num_rows * row_cost <= share * training * (1 - 1e-6):
         assert rows == num_rows, "one job is measured on all rows where its share of all evaluations pays for that"
     elif num_rows * row_cost > share * training * (1 + 1e-6):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from alto.early_exit import evaluation_steps, rung_notes
 from alto.errors import SpecError
 from alto.records import Rung
-from alto.spec.early_exit import ceil_share, rung_step
+from alto.spec.early_exit import ceil_fraction, rung_step
 
 
 @pytest.mark.parametrize(
@@ -27,12 +27,12 @@ from alto.spec.early_exit import ceil_share, rung_step
     ],
 )
 def test_ceil_share(share: float, total: int, expected: int) -> None:
-    assert ceil_share(share, total) == expected
+    assert ceil_fraction(share, total) == expected
 
 
 @given(st.integers(1, 1000), st.integers(0, 100_000))
 def test_ceil_share_of_written_decimals_is_exact(thousandths: int, total: int) -> None:
-    assert ceil_share(thousandths / 1000, total) == math.ceil(Fraction(thousandths, 1000) * total)
+    assert ceil_fraction(thousandths / 1000, total) == math.ceil(Fraction(thousandths, 1000) * total)
 
 
 @pytest.mark.parametrize(("progress", "total", "step"), [(0.05, 1, 1), (0.05, 90, 5), (0.025, 10, 1), (0.05, 720, 36)])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from alto.early_exit import policy
 from alto.records import Candidate, ExitReason, Rung, RungResult
-from alto.spec.early_exit import ceil_share
+from alto.spec.early_exit import ceil_fraction
 
 INF, NAN = math.inf, math.nan
 
@@ -21,7 +21,7 @@ def candidates(losses: dict[str, float], ended: str = "") -> list[Candidate]:
 
 
 def select(rung: Rung, ranked: list[Candidate]) -> RungResult:
-    return policy.select(ceil_share(rung.keep, len(ranked)), ranked)
+    return policy.select(ceil_fraction(rung.keep, len(ranked)), ranked)
 
 
 def dropped(rung_result) -> list[str]:
@@ -80,7 +80,7 @@ def test_exactly_the_share_is_kept_whatever_the_order(
     rung, everybody = Rung(progress=0.05, keep=percent / 100), candidates(losses)
     rung_result = select(rung, everybody)
     finite = sum(math.isfinite(loss) for loss in losses.values())
-    assert len(rung_result.kept) == min(ceil_share(percent / 100, len(losses)), finite)
+    assert len(rung_result.kept) == min(ceil_fraction(percent / 100, len(losses)), finite)
     assert sorted([*rung_result.kept, *dropped(rung_result)]) == sorted(losses)
     worst = max((losses[job] for job in rung_result.kept), default=-INF)
     assert all(not losses[job] < worst for job in dropped(rung_result))

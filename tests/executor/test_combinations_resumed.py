@@ -127,7 +127,7 @@ RUNG: dict[str, Any] = {"rungs": [[0.5, 1.0]], "detect_divergence": False, "dete
 def test_a_run_that_is_killed_and_resumed_is_equal_to_the_last_bit(
     method: str, jobs: slice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("alto.executor.session.MAX_SAVING_SHARE", 1e9)
+    monkeypatch.setattr("alto.executor.session.MAX_SAVING_FRACTION", 1e9)
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     task, data = METHODS[method](jobs, name="killed", max_slots=2, max_steps=6, eval_steps=0.5, early_exit=RUNG)
     whole = Run(tmp_path / "whole", task, model=llama, data=data)

@@ -36,7 +36,7 @@ def assert_equal_runs(found: Run, expected: Run) -> None:
 
 @pytest.fixture(autouse=True)
 def saves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alto.executor.session.MAX_SAVING_SHARE", 1e9)
+    monkeypatch.setattr("alto.executor.session.MAX_SAVING_FRACTION", 1e9)
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
 
 

@@ -367,7 +367,7 @@ class TestABudget:
 
         def noted(exploration: Exploration) -> bool:
             if exploration._state.selection.training:
-                beside_others.append(exploration.spent_share(TimeSpent()))
+                beside_others.append(exploration.spent_fraction(TimeSpent()))
             return add(exploration)
 
         monkeypatch.setattr(Exploration, "_add_suggestion", noted)
@@ -378,14 +378,14 @@ class TestABudget:
         assert len(beside_others) > 2
         assert max(beside_others) < 0.4
         beside_others.clear()
-        monkeypatch.setattr(session, "EXPLORING_SHARE", 1.0)
+        monkeypatch.setattr(session, "EXPLORING_FRACTION", 1.0)
         Run(tmp_path / "further", make(search, **settings)).train()
         assert max(beside_others) > 0.5
 
     def test_once_all_have_ended_another_is_tried(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from alto.executor import session
 
-        monkeypatch.setattr(session, "EXPLORING_SHARE", 0.0)
+        monkeypatch.setattr(session, "EXPLORING_FRACTION", 0.0)
         search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"samples": 900}}
         run = Run(tmp_path / "run", make(search, max_slots=3, early_exit=False)).train()
         assert run.added()
@@ -447,18 +447,18 @@ class TestWhatIsSpent:
         with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
             first, second = session.state.jobs.values()
             first.step, second.step = 3, 0
-            assert session._exploration.spent_share(TimeSpent()) < 1
+            assert session._exploration.spent_fraction(TimeSpent()) < 1
             second.step = 1
-            assert session._exploration.spent_share(TimeSpent()) >= 1, "3 * 4 + 4 rows are exactly the budget"
+            assert session._exploration.spent_fraction(TimeSpent()) >= 1, "3 * 4 + 4 rows are exactly the budget"
             session.state.selection.end(ExitDecision(job=first.id, step=3, reason=ExitReason.STOPPED))
-            assert session._exploration.spent_share(TimeSpent()) >= 1
+            assert session._exploration.spent_fraction(TimeSpent()) >= 1
 
     def test_money_is_spent_on_every_gpu(self, tmp_path: Path) -> None:
         budget = {"cost": 1, "gpu_hour_price": 1}
         task = make({"budget": budget}, search_space={"lr": [1e-4, 1e-3]})
         with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
             exploration, spent = session._exploration, TimeSpent(spent_s=1900)
-            assert exploration.spent_share(spent) < 1
+            assert exploration.spent_fraction(spent) < 1
             session.state.context.ranks.size = 2
-            assert exploration.spent_share(spent) >= 1
+            assert exploration.spent_fraction(spent) >= 1
             session.state.context.ranks.size = 1

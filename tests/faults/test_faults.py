@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def checkpoint_as_often_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MAX_SAVING_SHARE", 1e9)
+    monkeypatch.setattr(session, "MAX_SAVING_FRACTION", 1e9)
 
 
 def task_in(folder: Path, model: Path, **changes: Any) -> alto.Task:
@@ -332,7 +332,7 @@ FILL_THE_DISK = """
     import sys
     import alto
     from alto.executor import session
-    session.MAX_SAVING_SHARE = 1e9
+    session.MAX_SAVING_FRACTION = 1e9
     {before}
     engine = alto.Engine(output_dir={runs!r})
     try:

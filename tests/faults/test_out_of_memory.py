@@ -108,7 +108,7 @@ def test_a_task_on_a_small_device_ends_as_on_a_large_one(
 def test_the_limit_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_device(monkeypatch, lambda batch: sum(batch.job_tokens) <= 50)
     run = run_in(tmp_path, checkpoint_interval_s=0)
-    monkeypatch.setattr(session, "MAX_SAVING_SHARE", 1e9)
+    monkeypatch.setattr(session, "MAX_SAVING_FRACTION", 1e9)
     update = Trainer.update
 
     def dies(self: Trainer, jobs: Any) -> torch.Tensor:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from journals import Journal, entries
 
 from alto.report.figures import VALIDATION_LOSS, choose_view, curve_figure, occupancy_figure
-from alto.report.importance import first_equal_share
+from alto.report.importance import first_equal_fraction
 from alto.runs import RunHistory
 from alto.views.tables import job_table
 
@@ -152,7 +152,7 @@ def test_a_rung_is_drawn_where_a_job_could_be():
         "after 8.3 %, rung at 1 %: 1 kept", "after 25 %, rung at 20 % keep 50 %", "25 % keep 100 %"
     ]  # fmt: skip
     assert [short for *_, short in figure.rungs] == ["1 %: 1 kept", "20 % keep 50 %", "25 % keep 100 %"]
-    assert first_equal_share(history) == 1 / 12
+    assert first_equal_fraction(history) == 1 / 12
 
 
 def test_an_open_stay_lasts_until_now(small_run):

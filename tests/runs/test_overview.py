@@ -24,12 +24,12 @@ def test_a_finished_run_an_interrupted_one_and_one_that_is_worked_on(
 ) -> None:
     finished = summarise(write_run(tmp_path, "done", small_run, start=START))
     assert (finished.state, finished.tasks, finished.num_jobs) == (RunState.FINISHED, ("maths",), 4)
-    assert (finished.best_validation_loss, finished.share_done, finished.problem) == (1.9, 1.0, "")
+    assert (finished.best_validation_loss, finished.fraction_done, finished.problem) == (1.9, 1.0, "")
     # a, b and c have done a tenth; b and c wait for the rung, d has all to do, and two of the three continue.
     stopped = write_run(tmp_path, "stopped", small_run[:13], start=START)
     found = summarise(stopped)
     assert (found.state, found.best_validation_loss) == (RunState.INTERRUPTED, 2.2)
-    assert found.share_done == pytest.approx(300 / (300 + 1900))
+    assert found.fraction_done == pytest.approx(300 / (300 + 1900))
     with RunDir(stopped).locked():
         assert summarise(stopped).state is RunState.RUNNING
     # Chosen by accuracy: the loss is that of the chosen job, not the lowest.
@@ -39,7 +39,7 @@ def test_a_finished_run_an_interrupted_one_and_one_that_is_worked_on(
 def test_a_run_that_has_only_been_made_is_listed(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, make_task(tmp_path))
     found = summarise(run.root)
-    assert (found.state, found.tasks, found.num_jobs, found.share_done) == (RunState.INTERRUPTED, (), None, 0.0)
+    assert (found.state, found.tasks, found.num_jobs, found.fraction_done) == (RunState.INTERRUPTED, (), None, 0.0)
 
 
 def test_jobs_that_were_added_are_counted_of_a_finished_run_too(tmp_path: Path, interrupted_run: Events) -> None:
@@ -55,7 +55,7 @@ def test_a_queue_sums_up_its_tasks(tmp_path: Path, small_run: Events) -> None:
     found = summarise(queue.root)
     assert (found.is_queue, found.state, found.tasks) == (True, RunState.INTERRUPTED, ("a", "b"))
     assert (found.num_jobs, found.best_validation_loss) == (4, None)  # losses of several tasks are not compared
-    assert found.share_done == pytest.approx((300 / 2200 + 0.0) / 2)
+    assert found.fraction_done == pytest.approx((300 / 2200 + 0.0) / 2)
     queue.run_of("b").task_file.unlink()
     assert "task b: expected the task of the run" in summarise(queue.root).problem
 

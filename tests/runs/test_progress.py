@@ -14,7 +14,7 @@ from tiny import make_task
 from alto.records import Rung
 from alto.runs import JournalEntry, QueueDir, QueueEntry, QueueProgress, RunHistory, events
 from alto.runs.history import Pace
-from alto.runs.progress import expected_samples_left, next_stop, outlook, share_done
+from alto.runs.progress import expected_samples_left, fraction_done, next_stop, outlook
 
 
 def pace_of(*points) -> Pace:
@@ -74,7 +74,7 @@ def test_before_anything_is_trained_the_estimate_is_the_plan(small_run):
     assert outlook(history, start).remaining_s == 100.0
     assert outlook(history, start + 30.0).remaining_s == 70.0
     assert outlook(history, start + 500.0).remaining_s == 0.0
-    assert (outlook(history, start).share_done, outlook(history, start).tokens_per_s) == (0.0, None)
+    assert (outlook(history, start).fraction_done, outlook(history, start).tokens_per_s) == (0.0, None)
     unplanned = RunHistory.of(entries(small_run[:3]))
     assert outlook(unplanned, start + 30.0).remaining_s is None
 
@@ -85,7 +85,7 @@ def test_the_more_is_trained_the_less_the_plan_counts(small_run):
     assert outlook(unplanned, now).remaining_s == pytest.approx(76.0)
     found = outlook(RunHistory.of(entries(planned(small_run)[:14])), now)
     share = 300 / 2200
-    assert found.share_done == pytest.approx(share)
+    assert found.fraction_done == pytest.approx(share)
     assert found.remaining_s == pytest.approx((1 - share) * (1 - share) * 100.0 + share * 76.0)
 
 
@@ -117,8 +117,8 @@ def test_tokens_per_second_are_those_of_the_rows_trained(small_run):
 
 def test_a_finished_run_is_done_and_one_without_jobs_is_not(small_run):
     finished = outlook(RunHistory.of(entries(small_run)), small_run[-1]["time"])
-    assert (finished.share_done, finished.remaining_s) == (1.0, 0.0)
-    assert share_done(RunHistory()) == 0.0
+    assert (finished.fraction_done, finished.remaining_s) == (1.0, 0.0)
+    assert fraction_done(RunHistory()) == 0.0
 
 
 def test_early_exit_settings_that_are_not_valid_change_no_estimate(small_run):
@@ -163,7 +163,9 @@ def past() -> list[dict[str, Any]]:
 
 
 def facts(progress: QueueProgress) -> list[tuple[str, float, float | None]]:
-    return [(task.task, progress.share(task), progress.best_loss(task)) for task in progress.queue.tasks.values()]
+    return [
+        (task.task, progress.fraction_done(task), progress.best_loss(task)) for task in progress.queue.tasks.values()
+    ]
 
 
 def relayed(task: str, entry: JournalEntry) -> JournalEntry:

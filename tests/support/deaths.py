@@ -57,7 +57,7 @@ class Training(work.Training):
         self.is_usable = False  # what an instant does is changed for the whole process
 
     def attach(self, run: HostedRun) -> None:
-        session.MAX_SAVING_SHARE = 1e9
+        session.MAX_SAVING_FRACTION = 1e9
         death = _death_of(Path(run.ticket.run_dir))
         if death is not None and death[0] == int(os.environ["RANK"]):
             _, instant, number, which = death

@@ -116,7 +116,7 @@ def die() -> None:
 
 def live(folder: Path, model: Path, instants: Instants, report: Path | None = None) -> None:
     """Live one life: begin the run in ``folder``, or continue it."""
-    session.MAX_SAVING_SHARE = 1e9  # a checkpoint whenever the task asks for one
+    session.MAX_SAVING_FRACTION = 1e9  # a checkpoint whenever the task asks for one
     transformers.logging.set_verbosity_error()
     runs = folder / "runs"
     instants.watch(runs)

@@ -23,8 +23,8 @@ from alto.views.wording import (
     describe_time,
     format_duration,
     format_loss,
+    format_percent,
     format_setting,
-    format_share,
     tidy_config,
     varying_keys,
 )
@@ -99,7 +99,7 @@ def test_format_duration(seconds, expected):
 
 
 def test_format_share_keeps_half_percents():
-    assert (format_share(0.025), format_share(0.5), format_share(1.0)) == ("2.5 %", "50 %", "100 %")
+    assert (format_percent(0.025), format_percent(0.5), format_percent(1.0)) == ("2.5 %", "50 %", "100 %")
 
 
 def test_describe_rungs():

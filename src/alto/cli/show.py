@@ -14,7 +14,7 @@ from rich.console import Console
 from alto.cli.options import AnyRun, Run, reachable, run_to_show
 from alto.cli.output import print_interrupted, print_json
 from alto.runs import QueueDir, QueueProgress, RunDir, RunHistory, RunStatus, TaskStage, gpus_to_json, read_history
-from alto.runs.progress import outlook, share_done
+from alto.runs.progress import fraction_done, outlook
 
 
 def show(
@@ -88,7 +88,7 @@ def _queue_facts(queue: Path, progress: QueueProgress, *, is_live: bool, now: fl
                 "state": task.state.value,
                 "num_gpus": task.demand.num_gpus,
                 "expected_s": task.demand.duration_s,
-                "done": progress.share(task),
+                "done": progress.fraction_done(task),
                 **_outlook(progress.runs.get(task.task), is_live=is_live and task.state is TaskStage.RUNNING, now=now),
                 "best_validation_loss": progress.best_loss(task),
                 "failure": task.failure or None,
@@ -142,7 +142,7 @@ def _facts(run: RunDir, history: RunHistory, *, is_live: bool, now: float) -> di
         ],
         "samples": [dataclasses.asdict(sample) for sample in history.samples],
         "sampling_failure": history.sampling_failure or None,
-        "done": share_done(history),
+        "done": fraction_done(history),
         "decided": history.decided_share,
         **_outlook(history, is_live=is_live and history.result is None, now=now),
         "time_s": {**history.time_s, "measuring": history.measuring_s},

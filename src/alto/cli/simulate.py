@@ -153,7 +153,7 @@ def _facts(outcome: SimulationOutcome) -> dict[str, object]:
 
 def _table(outcomes: list[SimulationOutcome]) -> Table:
     """Return a table of the outcomes that fits a terminal of 80 columns; times in hours."""
-    from alto.views.wording import format_share
+    from alto.views.wording import format_percent
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
     for heading in ("method", "", "makespan h", "mean h", "p99 h", "GPUs used", "starts", "failed"):
@@ -164,7 +164,7 @@ def _table(outcomes: list[SimulationOutcome]) -> Table:
             found.method,
             found.label,
             *(f"{time / 3600:,.2f}" for time in times),
-            format_share(found.utilisation),
+            format_percent(found.utilisation),
             *(f"{count:,}" for count in (found.num_attempts, found.num_failed)),
         )
     return table

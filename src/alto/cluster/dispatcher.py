@@ -27,7 +27,7 @@ from alto.records import MAX_DURATION_S, Demand, Gpu, Node
 from alto.runs import NOT_FOLDABLE, Journal, JournalEntry, Observer, RunDir, RunHistory, has_result, history_before
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
-from alto.runs.progress import remaining_duration_s, share_done
+from alto.runs.progress import fraction_done, remaining_duration_s
 from alto.scheduler.queue import (
     Action,
     Cancelled,
@@ -69,7 +69,7 @@ class RunningAttempt:
     start_s: float = 0.0
     history: RunHistory = field(default_factory=RunHistory)
     began_at: float | None = None
-    share_before: float = 0.0
+    fraction_before: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class TaskStatus(Demand):
     Attributes:
         gpus: Its GPUs while it runs; otherwise empty.
         attempt: Number of executors that were started for it.
-        share_done: Share of its expected training samples that it has trained, in [0, 1], as last reported.
+        fraction_done: Fraction of its expected training samples that it has trained, in [0, 1], as last reported.
         num_failures: Number of executors in a row that ended with a failure that counts.
         ended: End of its latest executor; None if none has ended.
     """
@@ -87,7 +87,7 @@ class TaskStatus(Demand):
     state: TaskState
     gpus: tuple[Gpu, ...]
     attempt: int
-    share_done: float
+    fraction_done: float
     num_failures: int
     reason: str
     ended: ExecutorEnded | None
@@ -299,7 +299,7 @@ class Dispatcher:
         )
         event = written.entry.event
         if isinstance(event, journaled.TaskStarted | journaled.TaskResumed):
-            attempt.began_at, attempt.share_before = self._clock(), share_done(attempt.history)
+            attempt.began_at, attempt.fraction_before = self._clock(), fraction_done(attempt.history)
             attempt.start_s = attempt.began_at - attempt.launched_at
             return Started(time_s=self._now_s(), task=written.task, attempt=written.attempt)
         if isinstance(event, journaled.GpusOffered) and _is_valid(event):
@@ -316,8 +316,8 @@ class Dispatcher:
             remaining_s = remaining_duration_s(
                 self._expected_s(attempt, elapsed_s),
                 elapsed_s=elapsed_s,
-                share_before=attempt.share_before,
-                share_done=share_done(attempt.history),
+                fraction_before=attempt.fraction_before,
+                fraction_done=fraction_done(attempt.history),
             )
             return Progressed(time_s=self._now_s(), task=written.task, attempt=written.attempt, remaining_s=remaining_s)
         return None
@@ -357,7 +357,7 @@ class Dispatcher:
             reason=ended.reason,
             is_retryable=ended.outcome is Outcome.LOST
             or (ended.outcome is Outcome.INTERRUPTED and self.retrying.interrupted),
-            remaining_s=max(attempt.expected_s * (1.0 - share_done(attempt.history)), 1.0),
+            remaining_s=max(attempt.expected_s * (1.0 - fraction_done(attempt.history)), 1.0),
             came_further=any(new > old for new, old in zip(self.retrying.progress(ticket), attempt.far, strict=True)),
         )
 
@@ -450,7 +450,7 @@ class Dispatcher:
             state=state,
             gpus=task.gpus if attempt is not None else (),
             attempt=task.attempt,
-            share_done=_share_of(state, attempt),
+            fraction_done=_fraction_of(state, attempt),
             num_failures=task.num_failures,
             reason=task.reason,
             ended=ended,
@@ -460,10 +460,10 @@ class Dispatcher:
         return self._clock() - self._began_at
 
 
-def _share_of(state: TaskState, attempt: RunningAttempt | None) -> float:
+def _fraction_of(state: TaskState, attempt: RunningAttempt | None) -> float:
     if state is TaskState.FINISHED:
         return 1.0
-    return share_done(attempt.history) if attempt is not None else 0.0
+    return fraction_done(attempt.history) if attempt is not None else 0.0
 
 
 def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskState:

@@ -196,7 +196,7 @@ class RayCluster:
             )
             .remote(
                 has_gpus=self.has_gpus,
-                core_share=num_gpus / self._nodes.num_slots(launch.gpus[0].node),
+                core_fraction=num_gpus / self._nodes.num_slots(launch.gpus[0].node),
                 timeouts=self._timeouts,
             )
         )

@@ -15,12 +15,12 @@ class Starter:
 
     Args:
         has_gpus: Whether ``CUDA_VISIBLE_DEVICES`` names the actor's GPUs; otherwise CPU slots take their place.
-        core_share: Share of this machine's cores that the executors' threads may use, in (0, 1].
+        core_fraction: Fraction of this machine's cores that the executors' threads may use, in (0, 1].
     """
 
-    def __init__(self, *, has_gpus: bool, core_share: float, timeouts: Timeouts) -> None:
+    def __init__(self, *, has_gpus: bool, core_fraction: float, timeouts: Timeouts) -> None:
         self._has_gpus = has_gpus
-        self._core_share = core_share
+        self._core_fraction = core_fraction
         self._machine = Machine(timeouts, idle_timeout_s=float("inf"))  # this actor is ended when it is idle
         self._events: list[ClusterEvent] = []
         self._num_forgotten = 0
@@ -44,9 +44,9 @@ class Starter:
             return
         shape = ProcessShape(
             devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if self._has_gpus else (),
-            num_threads=max(1, round(len(os.sched_getaffinity(0)) * self._core_share)),
+            num_threads=max(1, round(len(os.sched_getaffinity(0)) * self._core_fraction)),
             num_ranks=launch.num_ranks,
-            memory_share=1.0 if self._has_gpus else self._core_share,
+            memory_share=1.0 if self._has_gpus else self._core_fraction,
         )
         self._machine.start(launch, shape)
 

@@ -44,7 +44,7 @@ from alto.errors import DataError, DataFormatError, RunWriteError, UnsupportedEr
 from alto.records import LabelSet, ModelLimits
 from alto.spec import DataKeys, Task, TrainOn, find_method
 
-DEFAULT_VALIDATION_SHARE = 0.1
+DEFAULT_VALIDATION_SPLIT = 0.1
 """Default share of validation rows, if neither the task nor its dataset defines them."""
 
 LARGE_BYTES = 256 * 2**20
@@ -244,8 +244,8 @@ class _Reader:
             validation = other.train
             bad += other.bad_rows
         else:
-            share = (keys.validation_split or DEFAULT_VALIDATION_SHARE) * num_rows / len(train)
-            train, validation = split_rows(train, share, keys.data_seed, store=self.store)
+            fraction = (keys.validation_split or DEFAULT_VALIDATION_SPLIT) * num_rows / len(train)
+            train, validation = split_rows(train, fraction, keys.data_seed, store=self.store)
         return replace(
             found,
             train=self.learned(train),

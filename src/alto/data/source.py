@@ -214,13 +214,13 @@ def sample_rows(rows: Sequence[Item], count: int | None, seed: int, *, store: Ro
 
 
 def split_rows(
-    rows: Sequence[Item], share: float, seed: int, *, key: str = "validation_split", store: RowStore = MEMORY
+    rows: Sequence[Item], fraction: float, seed: int, *, key: str = "validation_split", store: RowStore = MEMORY
 ) -> tuple[Sequence[Item], Sequence[Item]]:
     """Split off rows drawn with a fixed seed; return training rows and rows set aside, each in original order.
 
     Args:
-        share: Share of the rows to set aside, in (0, 1).
-        key: The task's key for that share, for messages.
+        fraction: Fraction of the rows to set aside, in (0, 1).
+        key: The task's key for that fraction, for messages.
 
     Raises:
         DataError: There are fewer than two rows to split.
@@ -230,7 +230,7 @@ def split_rows(
             f"{key}: expected at least 2 rows to split, found {len(rows)}; "
             f"add rows or name a {key.replace('split', 'dataset')}"
         )
-    count = min(len(rows) - 1, max(1, round(share * len(rows))))
+    count = min(len(rows) - 1, max(1, round(fraction * len(rows))))
     chosen = set(random.Random(seed).sample(range(len(rows)), count))
     left = array("q", (index for index in range(len(rows)) if index not in chosen))
     return store.choose(rows, left), store.choose(rows, sorted(chosen))

@@ -184,9 +184,9 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
             f"template rewrites earlier turns. So there are {total} examples."
         )
     if dataset.num_truncated:
-        share = dataset.num_truncated / total
-        advice = f"; {limit.remedy}" if share > MUCH_CUT else ""
-        notes.append(f"{_counted(dataset.num_truncated, row)} of {total} ({share:.1%}) cut at {limit.name}{advice}.")
+        fraction = dataset.num_truncated / total
+        advice = f"; {limit.remedy}" if fraction > MUCH_CUT else ""
+        notes.append(f"{_counted(dataset.num_truncated, row)} of {total} ({fraction:.1%}) cut at {limit.name}{advice}.")
     if dataset.num_shortened:
         replies = "reply" if dataset.num_shortened == 1 else "replies"
         notes.append(

@@ -18,7 +18,7 @@ from alto.early_exit.patterns import (
     verdict_in_a_row,
 )
 from alto.early_exit.policy import Policy, policy_from
-from alto.early_exit.progress import evaluation_steps, point_at_share, rung_notes
+from alto.early_exit.progress import evaluation_steps, point_at_fraction, rung_notes
 from alto.early_exit.recording import RecordedJob, Recording
 from alto.early_exit.replay import ReplayResult, replay
 from alto.early_exit.selection import Selection
@@ -49,7 +49,7 @@ __all__ = [
     "judge_step_loss",
     "magnitude",
     "mean_loss",
-    "point_at_share",
+    "point_at_fraction",
     "policy_from",
     "replay",
     "rung_notes",

@@ -15,15 +15,15 @@ from alto.spec import EarlyExit, places_at, rung_step
 
 # Source of the numbers below: replays on the recorded sweeps (benchmarks/policies/times.py).
 
-SHARE_AT_END = 0.4
+FRACTION_AT_END = 0.4
 """Fraction of the evaluation time that is reserved for measuring the best adapters at the end."""
 
 MOST_MEASURED = 2
 """Maximum number of jobs whose best adapters are measured at the end."""
 
-FEW_JOBS, SHARE_OF_FEW = 8, 0.4
+FEW_JOBS, FRACTION_FOR_FEW = 8, 0.4
 """If more jobs than ``FEW_JOBS`` reach a rung, a few rows are enough, because the worst jobs are far behind. With
-``FEW_JOBS`` or fewer, jobs are compared on more rows, up to ``SHARE_OF_FEW`` of their training time."""
+``FEW_JOBS`` or fewer, jobs are compared on more rows, up to ``FRACTION_FOR_FEW`` of their training time."""
 
 LEAST_ROWS_OF_MANY, LEAST_ROWS_OF_FEW, LEAST_ROWS, LEAST_PAIRS = 6, 16, 12, 32
 """Minimum numbers of validation rows: at a rung that many jobs reach, at a rung that few jobs reach (jobs are compared
@@ -57,7 +57,7 @@ def budgeted(
     """
     total_share = settings.evaluation_share
     assert total_share != "all", "there is a share to keep to"
-    share_at_end = SHARE_AT_END * total_share
+    share_at_end = FRACTION_AT_END * total_share
     share = total_share - share_at_end
 
     def affordable(time: float, least: int) -> int:
@@ -132,7 +132,9 @@ class _RungPlan:
         for index in chosen:
             rung, part = given[index], num_left / len(steps)
             trained = rung.progress - before
-            least = min(LEAST_ROWS_OF_FEW, math.floor(SHARE_OF_FEW * trained / row_cost)) if num_left <= FEW_JOBS else 0
+            least = (
+                min(LEAST_ROWS_OF_FEW, math.floor(FRACTION_FOR_FEW * trained / row_cost)) if num_left <= FEW_JOBS else 0
+            )
             rows = affordable(share * trained, max(least, LEAST_ROWS_OF_MANY))
             reached = [rung_step(rung, total) for total in steps]
             # A job that is at the same step as at the rung before is evaluated only once.

@@ -89,11 +89,11 @@ def _ordered_inside(group: list[S]) -> list[S]:
     if len({item.loss_scale for item in group}) == 1:
         return sorted(group, key=lambda item: (item.validation_loss, item.job))
     if all(item.start_loss is not None and 0 < item.start_loss < math.inf for item in group):
-        return sorted(group, key=_by_share_of_the_base_loss)
+        return sorted(group, key=_by_relative_loss)
     return sorted(group, key=_by_score)
 
 
-def _by_share_of_the_base_loss(item: Scored) -> tuple[float, str]:
+def _by_relative_loss(item: Scored) -> tuple[float, str]:
     assert item.start_loss is not None
     return (item.validation_loss / item.start_loss, item.job)
 
@@ -288,9 +288,9 @@ def choose(
     return winner, tied
 
 
-def _wilson(share: float, num_rows: int) -> tuple[float, float]:
-    """Return Wilson's score interval of a share, whose width is not zero even if all rows are equal."""
+def _wilson(proportion: float, num_rows: int) -> tuple[float, float]:
+    """Return Wilson's score interval of a proportion, whose width is not zero even if all rows are equal."""
     squared = _NORMAL**2 / num_rows
-    middle = (share + squared / 2) / (1 + squared)
-    half = math.sqrt(share * (1 - share) * squared + squared**2 / 4) / (1 + squared)
+    middle = (proportion + squared / 2) / (1 + squared)
+    half = math.sqrt(proportion * (1 - proportion) * squared + squared**2 / 4) / (1 + squared)
     return max(0.0, middle - half), min(1.0, middle + half)

@@ -180,8 +180,8 @@ def validation_noise(history: Sequence[LossPoint]) -> float | None:
     """
     residuals = []
     for before, point, after in zip(history, history[1:], history[2:], strict=False):
-        share = (point.step - before.step) / (after.step - before.step)
-        on_the_line = before.validation_loss + share * (after.validation_loss - before.validation_loss)
-        unit = math.sqrt(1.0 + share**2 + (1.0 - share) ** 2)
+        fraction = (point.step - before.step) / (after.step - before.step)
+        on_the_line = before.validation_loss + fraction * (after.validation_loss - before.validation_loss)
+        unit = math.sqrt(1.0 + fraction**2 + (1.0 - fraction) ** 2)
         residuals.append(abs(point.validation_loss - on_the_line) / unit)
     return statistics.median(residuals) / MEDIAN_OF_NORMAL if residuals else None

@@ -14,7 +14,7 @@ from alto.errors import UnsupportedError
 from alto.records import Candidate, ExitDecision, ExitReason, LossPoint, Rung, RungResult
 from alto.spec import RULES, EarlyExit, Rule, places_at
 
-CLEAR_ERRORS, CLEAR_SHARE = 3.0, 0.05
+CLEAR_ERRORS, CLEAR_FRACTION = 3.0, 0.05
 """A configuration is clearly worse if it trails the best one by more than this many standard errors and by more than
 this fraction of the best one's improvement."""
 
@@ -93,7 +93,7 @@ def _is_clearly_behind(one: Repeated[Candidate], first: Repeated[Candidate]) -> 
     error = statistics.stdev(differences) / math.sqrt(len(differences))
     behind = one.mean.validation_loss - first.mean.validation_loss
     gained = first.mean.start_loss - first.mean.validation_loss
-    return behind > CLEAR_ERRORS * error and behind > CLEAR_SHARE * gained > 0
+    return behind > CLEAR_ERRORS * error and behind > CLEAR_FRACTION * gained > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,13 @@ from dataclasses import replace
 from alto.early_exit.noise import on_scale_of
 from alto.errors import SpecError
 from alto.records import LossPoint, Rung, StartValue
-from alto.spec import EARLIEST_IN_WARMUP, LEAST_SCORE, ceil_share, rung_step
+from alto.spec import EARLIEST_IN_WARMUP, LEAST_SCORE, ceil_fraction, rung_step
 
 # An evaluation counts as at the rung if it is closer than this, relative to the distance of the two around the rung.
 _EXACT = 1e-9
 
 
-def point_at_share(
+def point_at_fraction(
     history: Sequence[LossPoint],
     rung: Rung,
     total_steps: int,
@@ -46,35 +46,35 @@ def point_at_share(
     if index:
         before = history[index - 1]
         near: LossPoint | StartValue | None = before
-        share = math.log(exact / before.step) / math.log(point.step / before.step)
+        fraction = math.log(exact / before.step) / math.log(point.step / before.step)
     else:
-        near, share = start, exact / point.step
-    if near is None or share >= 1.0 - _EXACT:
+        near, fraction = start, exact / point.step
+    if near is None or fraction >= 1.0 - _EXACT:
         return point
     near = on_scale_of(point, near, row_weights)
-    loss = _between(near.validation_loss, point.validation_loss, share)
+    loss = _between(near.validation_loss, point.validation_loss, fraction)
     if not math.isfinite(loss):
         return point
     if LEAST_SCORE in (near.score, point.score):
         return replace(point, validation_loss=loss)
     rows: tuple[float, ...] = ()
     if len(near.score_rows) == len(point.score_rows):
-        rows = tuple(_between(old, new, share) for old, new in zip(near.score_rows, point.score_rows, strict=True))
-    return replace(point, validation_loss=loss, score=_between(near.score, point.score, share), score_rows=rows)
+        rows = tuple(_between(old, new, fraction) for old, new in zip(near.score_rows, point.score_rows, strict=True))
+    return replace(point, validation_loss=loss, score=_between(near.score, point.score, fraction), score_rows=rows)
 
 
-def _between(old: float, new: float, share: float) -> float:
-    return old + share * (new - old)
+def _between(old: float, new: float, fraction: float) -> float:
+    return old + fraction * (new - old)
 
 
-def rung_notes(rungs: Sequence[Rung], lr_warmup_shares: Iterable[float] = ()) -> tuple[str, ...]:
+def rung_notes(rungs: Sequence[Rung], lr_warmup_fractions: Iterable[float] = ()) -> tuple[str, ...]:
     """Return notices about rungs that come early in the longest learning-rate warmup.
 
     Args:
         rungs: Rungs of the task that may end a job.
-        lr_warmup_shares: For every job, the share of its steps in which the learning rate rises.
+        lr_warmup_fractions: For every job, the fraction of its steps in which the learning rate rises.
     """
-    longest = max(lr_warmup_shares, default=0.0)
+    longest = max(lr_warmup_fractions, default=0.0)
     earliest = EARLIEST_IN_WARMUP * longest
     if not rungs or longest <= 0 or rungs[0].progress > earliest:
         return ()
@@ -107,7 +107,7 @@ def evaluation_steps(total_steps: int, every: float, rungs: Iterable[Rung]) -> t
         )
     if every * total_steps <= 1.0:
         return tuple(range(1, total_steps + 1))
-    regular = (ceil_share(count * every, total_steps) for count in range(1, math.ceil(1.0 / every) + 1))
+    regular = (ceil_fraction(count * every, total_steps) for count in range(1, math.ceil(1.0 / every) + 1))
     steps = {min(step, total_steps) for step in regular}
     steps.update(rung_step(rung, total_steps) for rung in rungs)
     steps.add(total_steps)

@@ -115,7 +115,7 @@ class Recording:
         configs = (
             JobConfig(**{key: value for key, value in job.config.items() if key in JOB_FIELDS}) for job in self.jobs
         )
-        return max(config.lr_warmup_share(job.total_steps) for config, job in zip(configs, self.jobs, strict=True))
+        return max(config.lr_warmup_fraction(job.total_steps) for config, job in zip(configs, self.jobs, strict=True))
 
     def samples_after(self, job: RecordedJob, step: int) -> int:
         """Return how many rows ``job`` has trained after ``step`` steps; the last step of an epoch may be short."""

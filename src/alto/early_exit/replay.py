@@ -50,8 +50,8 @@ class ReplayResult:
         saved: dict[str, float] = {}
         for job in self.jobs:
             if job.exit_reason is not None:
-                share = (job.samples_budgeted - job.samples_trained) / self.samples_budgeted
-                saved[job.exit_reason] = saved.get(job.exit_reason, 0.0) + share
+                fraction = (job.samples_budgeted - job.samples_trained) / self.samples_budgeted
+                saved[job.exit_reason] = saved.get(job.exit_reason, 0.0) + fraction
         return saved
 
     @property

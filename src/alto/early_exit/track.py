@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from alto.early_exit.noise import is_better, is_within_noise, on_scale_of
-from alto.early_exit.progress import point_at_share
+from alto.early_exit.progress import point_at_fraction
 from alto.errors import SpecError
 from alto.records import Candidate, ExitDecision, ExitReason, FinalistScore, LossPoint, Rung, StartValue
 from alto.spec import rung_step
@@ -140,7 +140,7 @@ class JobTrack:
                 fraction of the rung; None for the first evaluation at or after the rung.
         """
         if row_weights is not None:
-            return point_at_share(self.history, rung, self.total_steps, self.start, row_weights)
+            return point_at_fraction(self.history, rung, self.total_steps, self.start, row_weights)
         step = rung_step(rung, self.total_steps)
         return next((point for point in self.history if point.step >= step), None)
 

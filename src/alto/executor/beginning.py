@@ -274,7 +274,7 @@ def _rung_notes(state: TrainingState) -> tuple[str, ...]:
     rungs = policy.rungs
     if task.search.algorithm == "grid":  # other algorithms add jobs, so that any rung may stop jobs
         rungs = policy.ending_rungs(len({task.repetitions.get(job, job) for job in state.jobs}))
-    rises = [job.config.lr_warmup_share(job.total_steps) for job in jobs]
+    rises = [job.config.lr_warmup_fraction(job.total_steps) for job in jobs]
     return rung_notes(rungs, rises)
 
 

@@ -61,7 +61,7 @@ def next_id(ids: Iterable[str]) -> str:
     return f"job-{max(map(int, numbers)) + 1:0{max(map(len, numbers))}d}"
 
 
-EXPLORING_SHARE = 0.4
+EXPLORING_FRACTION = 0.4
 """Spent share of a budget (samples, time or money) from which the search adds no job while any job trains. Free slots
 then go to the training jobs, so that the best of them reach their last step. Source: two searches of 150 s."""
 
@@ -159,20 +159,20 @@ class Exploration:
             turn_s=max((taken for taken, _ in self._turns), default=0.0),
         )
 
-    def spent_share(self, time: TimeSpent) -> float:
-        """Return the spent share of the task's budget: the largest of its samples, time and money; 0 without limits."""
-        share = 0.0
+    def spent_fraction(self, time: TimeSpent) -> float:
+        """Return the spent fraction of the task's budget: the largest for samples, time and money; 0 without limits."""
+        fraction = 0.0
         if self._max_duration_s is not None:
-            share = time.spent_s / self._max_duration_s
+            fraction = time.spent_s / self._max_duration_s
         if (most := self._task.search.budget.samples) is not None:
-            share = max(share, self._num_samples / most)
-        return share
+            fraction = max(fraction, self._num_samples / most)
+        return fraction
 
     def keep_to_budget(self, time: TimeSpent) -> None:
         """End jobs so that the leading job can reach its last step within the budget; end all jobs if the budget is
         spent."""
         selection = self._state.selection
-        if self.spent_share(time) >= 1:
+        if self.spent_fraction(time) >= 1:
             self._end(selection.training)
         elif self._is_limited:
             needs = {job: self._need(self._state.jobs[job], time) for job in selection.training}
@@ -183,7 +183,7 @@ class Exploration:
         if not self._is_limited:
             return True
         jobs = self._state.jobs.values()
-        return self.spent_share(time) < 1 and all(self._need(job, time, done=0).reserved < 1 for job in jobs)
+        return self.spent_fraction(time) < 1 and all(self._need(job, time, done=0).reserved < 1 for job in jobs)
 
     @property
     def _max_duration_s(self) -> float | None:

@@ -129,8 +129,8 @@ class Passes:
             shares = self.backbone.shares_beginnings and job.planned.treats_tokens_alike
             part = JobRows(dataset, self.slots.local_slot_of(slot), rows, factors=factors, shares_beginnings=shares)
             if job.is_data_parallel:
-                for work, share in zip(of_rank, share_rows(part, len(of_rank)), strict=True):
-                    work += [share] if share is not None else []
+                for work, part_of_rank in zip(of_rank, share_rows(part, len(of_rank)), strict=True):
+                    work += [part_of_rank] if part_of_rank is not None else []
             else:
                 of_rank[self.slots.rank_of(slot)].append(part)
         if self.ranks.is_alone:
@@ -174,7 +174,7 @@ class Passes:
 def divided(rows: JobRows, micro_batches: MicroBatches, ranks: Ranks) -> tuple[list[JobRows], int]:
     """Return this rank's share of rows that belong to no single job, and the largest number of micro-batches of any
     rank."""
-    work = [[] if share is None else [share] for share in share_rows(rows, ranks.size)]
+    work = [[] if part is None else [part] for part in share_rows(rows, ranks.size)]
     return work[ranks.rank], max(micro_batches.count(of_one, split_jobs=True) for of_one in work)
 
 

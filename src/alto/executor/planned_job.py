@@ -15,7 +15,7 @@ from alto.early_exit import budgeted, evaluation_steps, policy_from
 from alto.errors import SpecError
 from alto.lora import AdapterShape, adapter_shape, check_optimizer
 from alto.search import population_rungs
-from alto.spec import LOSS, OWN_METHODS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_share, find_method, rung_step
+from alto.spec import LOSS, OWN_METHODS, SHAPE_FIELDS, Job, JobConfig, Task, ceil_fraction, find_method, rung_step
 
 USUAL_FORWARD_SHARE = 0.45
 """Time to evaluate a token divided by the time to train it, used if it is not measured. Source: two CPU cores,
@@ -89,7 +89,7 @@ def plan_job(
     is_validated = task.refit is None
     rows: dict[int, int] = {}
     for progress, num_rows_then in (task.early_exit.evaluations or ()) if is_validated else ():
-        step = max(1, ceil_share(progress, total_steps))
+        step = max(1, ceil_fraction(progress, total_steps))
         rows[step] = max(num_rows_then, rows.get(step, 0))
     points = rows or (evaluation_steps(total_steps, task.eval_steps, rungs) if is_validated else ())
     ranking = (total_steps, *(rung_step(rung, total_steps) for rung in rungs)) if is_validated else ()
@@ -178,10 +178,10 @@ def resolve_rungs(task: Task, num_rows: int, *, begins: bool = True) -> Task:
     if task.scoring is not None and not is_scored and early_exit.finish_from is None:
         early_exit = early_exit.replace(finish_from=1.0)
     configs = [job.config for job in task.jobs]
-    shares = [config.lr_warmup_share(config.total_steps(num_rows)) for config in configs]
+    warmups = [config.lr_warmup_fraction(config.total_steps(num_rows)) for config in configs]
     steps = {config.total_steps(num_rows) for config in (*configs, *task.extreme_configs())}
     is_fitted = begins and (task.scoring is None or not task.scoring.rungs)  # the user has chosen the scored rungs
-    return task.replace(early_exit=early_exit.resolved(lr_warmup=max(shares), steps=steps if is_fitted else ()))
+    return task.replace(early_exit=early_exit.resolved(lr_warmup=max(warmups), steps=steps if is_fitted else ()))
 
 
 def resolve_early_exit(task: Task, data: TaskData, *, begins: bool, forward_share: float = USUAL_FORWARD_SHARE) -> Task:

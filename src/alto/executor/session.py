@@ -14,7 +14,7 @@ from alto.executor.beginning import RunStart, begin_task
 from alto.executor.conclusion import Hooks, conclude, hold_rung
 from alto.executor.context import JobState, TaskContext
 from alto.executor.evaluations import evaluate_jobs, finish_jobs, measure_best
-from alto.executor.exploration import EXPLORING_SHARE, Exploration, clone_job, describe_changes
+from alto.executor.exploration import EXPLORING_FRACTION, Exploration, clone_job, describe_changes
 from alto.executor.lifecycle import GpuOffers, JobAdmitter, JobLifecycle, start_like_others
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.profiling.profile import StepTimes
@@ -30,7 +30,7 @@ from alto.scheduler import ReceivedShare
 from alto.search import TimeSpent
 
 # Saving takes at most this share of the time, for adapters of any size.
-MAX_SAVING_SHARE = 0.05
+MAX_SAVING_FRACTION = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class TaskSession:
             taken: Slots held by jobs of other tasks.
         """
         num_slots = self.state.slot_manager.num_slots
-        if self._exploration.spent_share(self._inputs.time) < EXPLORING_SHARE:
+        if self._exploration.spent_fraction(self._inputs.time) < EXPLORING_FRACTION:
             self._exploration.suggest(num_slots if share is None else min(share, num_slots))
         if self._admitter.admit_jobs(share, taken):
             self._gpu_offers.offer()
@@ -255,7 +255,7 @@ class TaskSession:
         self._lifecycle.save()
         self._control.send_answers()
         now = time.monotonic()
-        self._next_save_at = now + max(self._save_interval_s, (now - began) / MAX_SAVING_SHARE)
+        self._next_save_at = now + max(self._save_interval_s, (now - began) / MAX_SAVING_FRACTION)
 
     def _record_measurements(self) -> None:
         """Record its share of the tokens, and correct the profile by the steps that were trained."""

@@ -54,9 +54,9 @@ def load_base(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        share = f"its share of {ranks.size}" if ranks.size > 1 else "the whole model"
+        which_part = f"its share of {ranks.size}" if ranks.size > 1 else "the whole model"
         raise DeviceMemoryError(
-            f"model: not enough memory on {device} for the base model {spec.id!r} ({share}). Set num_gpus above "
+            f"model: not enough memory on {device} for the base model {spec.id!r} ({which_part}). Set num_gpus above "
             f"{ranks.size} to shard the model over more GPUs, or set {LOAD_IN_4BIT}"
         ) from error
 

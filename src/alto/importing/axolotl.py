@@ -291,7 +291,7 @@ def read_axolotl(draft: Draft, method_name: str | None) -> None:
     draft.put("method", method.name)
     draft.put("model", trainer.local_model(draft, draft.take("base_model")))
     read_datasets(draft, method)
-    trainer.validation_share(draft, "val_set_size")
+    trainer.validation_split(draft, "val_set_size")
     _read_template(draft)
     names = KEYS.names(method)
     for key in _RENAMED_FIRST:

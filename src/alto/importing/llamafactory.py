@@ -207,7 +207,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
     draft.put("method", method.name)
     draft.put("model", trainer.local_model(draft, draft.take("model_name_or_path")))
     read_datasets(draft, method)
-    trainer.validation_share(draft, "val_size")
+    trainer.validation_split(draft, "val_size")
     template = draft.take_text("template")
     if template is not None:
         trainer.report_own_template(draft, "template", template, "LLaMA-Factory")

@@ -123,11 +123,11 @@ def _data_names(given: object) -> list[str]:
 
 def _weighted(source: ImportedSource, weight: str) -> ImportedSource:
     try:
-        share = float(weight)
+        probability = float(weight)
     except ValueError:
         raise SpecError(f"interleave_probs: expected numbers, found {quoted(weight)}. Correct it.") from None
     return ImportedSource(
-        path=source.path, form=source.form, columns=source.columns, config=source.config, weight=share
+        path=source.path, form=source.form, columns=source.columns, config=source.config, weight=probability
     )
 
 

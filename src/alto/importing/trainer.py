@@ -96,8 +96,8 @@ def set_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:
         draft.values.setdefault(key, value)
 
 
-def validation_share(draft: Draft, key: str) -> None:
-    """Read the share of validation rows from ``key``, which holds a share or a number of rows."""
+def validation_split(draft: Draft, key: str) -> None:
+    """Read the fraction of validation rows from ``key``, which contains a fraction or a number of rows."""
     size = draft.take(key, 0)
     if draft.values.get("validation_dataset") is not None or "validation_split" in draft.replaced:
         return

@@ -273,11 +273,13 @@ def _read_dataset(draft: Draft) -> None:
         return
     listed = draft.take_list("datasets")
     name, config, train, test = (draft.take(key) for key in keys)
-    share = draft.take("test_split_size")
-    if isinstance(share, float) and 0 < share < 1:
-        draft.put("validation_split", share)
-    elif share is not None:
-        draft.not_supported("test_split_size", f"{quoted(share)} is not a share of the rows; write validation_split")
+    split_size = draft.take("test_split_size")
+    if isinstance(split_size, float) and 0 < split_size < 1:
+        draft.put("validation_split", split_size)
+    elif split_size is not None:
+        draft.not_supported(
+            "test_split_size", f"{quoted(split_size)} is not a share of the rows; write validation_split"
+        )
     if listed:
         if name is not None:
             draft.not_needed("dataset_name", "'datasets' overrides it")

@@ -59,9 +59,11 @@ class Kto(ObjectiveImplementation):
         )
         losses_Q = weights_Q * (1 - torch.sigmoid(signs_Q * beta_Q * (log_ratios_Q - kl_Q)))
         # Weights for means over the rows of one label, because their sum is divided by the number of all rows.
-        chosen_Q = repeated([_share(all_, of) for all_, of in zip(batch.job_weights, batch.job_desirable, strict=True)])
+        chosen_Q = repeated(
+            [_mean_weight(all_, of) for all_, of in zip(batch.job_weights, batch.job_desirable, strict=True)]
+        )
         rejected_Q = repeated(
-            [_share(all_, all_ - of) for all_, of in zip(batch.job_weights, batch.job_desirable, strict=True)]
+            [_mean_weight(all_, all_ - of) for all_, of in zip(batch.job_weights, batch.job_desirable, strict=True)]
         )
         rewards_Q = beta_Q * log_ratios_Q.detach()
         metrics = {
@@ -82,7 +84,7 @@ def _kl(batch: TokenBatch, settings: Sequence[KtoSettings], like_Q: Tensor) -> T
     return torch.where(needs_kl_Q, batch.kl_J.index_select(0, indices_Q), 0.0)
 
 
-def _share(num_rows: int, num_labelled: int) -> float:
+def _mean_weight(num_rows: int, num_labelled: int) -> float:
     """Return the weight of a row in a mean over ``num_labelled`` rows that is later divided by ``num_rows``; 0 if there
     are no such rows."""
     return num_rows / num_labelled if num_labelled else 0.0

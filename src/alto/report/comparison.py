@@ -184,7 +184,7 @@ def _format(name: str, value: Any) -> str:
     if name == "seconds":
         return wording.format_duration(value)
     if name == "samples saved":
-        return wording.format_share(value)
+        return wording.format_percent(value)
     if isinstance(value, float):
         return wording.format_loss(value)
     return f"{value:,}" if isinstance(value, int) else wording.format_setting(value)

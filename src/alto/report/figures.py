@@ -15,9 +15,9 @@ from typing import Any
 
 from alto.runs import JobHistory, RunHistory
 from alto.spec import source_of
-from alto.views.metrics import is_share, metric_name
+from alto.views.metrics import is_fraction, metric_name
 from alto.views.tables import JobTableRow
-from alto.views.wording import describe_rung, format_count, format_duration, format_loss, format_share
+from alto.views.wording import describe_rung, format_count, format_duration, format_loss, format_percent
 
 FAR = 10
 """Losses further above the lowest loss than this multiple of the scale belong to diverged jobs. The scale is the extent
@@ -63,10 +63,10 @@ def metric_quantity(metric: str) -> Quantity:
     """Return the quantity of a metric, for which higher is better, or of the loss on a source of a mixture."""
     return Quantity(
         values_of=lambda job: [metrics.get(metric, math.nan) for metrics in job.metrics],
-        hover=f"{html.escape(metric_name(metric))} %{{y:{'.1%' if is_share(metric) else '.4f'}}}",
-        tick_format=".0%" if is_share(metric) else "",
+        hover=f"{html.escape(metric_name(metric))} %{{y:{'.1%' if is_fraction(metric) else '.4f'}}}",
+        tick_format=".0%" if is_fraction(metric) else "",
         more_is_better=source_of(metric) is None,
-        is_bounded=is_share(metric),
+        is_bounded=is_fraction(metric),
     )
 
 
@@ -315,10 +315,10 @@ def _rung_labels(history: RunHistory) -> list[tuple[float, str, str]]:
     labels = []
     for rung in history.rung_settings:
         outcome = next((found for found in history.rungs if math.isclose(found.progress, rung.progress)), None)
-        kept = f"{format_share(rung.progress)}: {len(outcome.kept)} kept" if outcome is not None else ""
-        share, label = history.share_after(rung), kept or describe_rung(rung)
-        is_exact = math.isclose(share, rung.progress)
-        labels.append((share, label if is_exact else f"after {format_share(share)}, rung at {label}", label))
+        kept = f"{format_percent(rung.progress)}: {len(outcome.kept)} kept" if outcome is not None else ""
+        reached, label = history.fraction_after(rung), kept or describe_rung(rung)
+        is_exact = math.isclose(reached, rung.progress)
+        labels.append((reached, label if is_exact else f"after {format_percent(reached)}, rung at {label}", label))
     return labels
 
 

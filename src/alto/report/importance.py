@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from alto.early_exit import point_at_share
+from alto.early_exit import point_at_fraction
 from alto.records import ExitReason, LossPoint, Rung
 from alto.runs import JobHistory, RunHistory
 from alto.views.wording import format_setting, tidy_config, varying_keys
@@ -103,11 +103,11 @@ class Importance:
 
 def importance_of_settings(history: RunHistory) -> Importance | None:
     """Return the importance of the settings that vary; None if there are too few jobs or settings."""
-    first = _compared(history, first_equal_share(history))
+    first = _compared(history, first_equal_fraction(history))
     best = history.best
     if first is None or best is None:
         return None
-    later = {*map(history.share_after, history.rung_settings), 1.0}
+    later = {*map(history.fraction_after, history.rung_settings), 1.0}
     found = (_compared(history, progress) for progress in sorted(later, reverse=True) if progress > first.progress)
     last = next((comparison for comparison in found if comparison is not None), None)
     config = tidy_config(best.config)
@@ -118,11 +118,11 @@ def importance_of_settings(history: RunHistory) -> Importance | None:
     )
 
 
-def first_equal_share(history: RunHistory) -> float:
+def first_equal_fraction(history: RunHistory) -> float:
     """Return the share of its steps after which every job can be compared: the share at the first rung, or without
     rungs the last share that all jobs have reached; 0 if no job was evaluated."""
     reached = [job.evaluations[-1].progress for job in history.jobs.values() if job.evaluations and not job.origin]
-    return min(map(history.share_after, history.rung_settings), default=min(reached)) if reached else 0.0
+    return min(map(history.fraction_after, history.rung_settings), default=min(reached)) if reached else 0.0
 
 
 def point_at(job: JobHistory, progress: float) -> LossPoint | None:
@@ -130,7 +130,7 @@ def point_at(job: JobHistory, progress: float) -> LossPoint | None:
     the job has not reached it."""
     if not job.evaluations or not 0 < progress <= 1:
         return None
-    return point_at_share(job.evaluations, Rung(progress=progress, keep=1.0), job.total_steps, job.start)
+    return point_at_fraction(job.evaluations, Rung(progress=progress, keep=1.0), job.total_steps, job.start)
 
 
 def _compared(history: RunHistory, progress: float) -> Comparison | None:

@@ -16,7 +16,7 @@ from alto.runs import RunHistory
 from alto.views.choice import choice_notes
 from alto.views.metrics import describe_test, loss_unit
 from alto.views.tables import job_table
-from alto.views.wording import describe_refit, describe_task, format_share
+from alto.views.wording import describe_refit, describe_task, format_percent
 
 _MAX_ROWS = 12
 _WIDTH, _HEIGHT = 720, 300
@@ -52,10 +52,10 @@ def _drawing(figure: CurveFigure, view: VisibleRange) -> dict[str, Any]:
 
     def y_of(value: float) -> float:
         # A point far outside of the view only has to be outside: huge numbers are not valid coordinates.
-        share = min(max((value - view.low) / (view.high - view.low), -1.0), 2.0)
-        return round(bottom - share * (bottom - _TOP), 1)
+        fraction = min(max((value - view.low) / (view.high - view.low), -1.0), 2.0)
+        return round(bottom - fraction * (bottom - _TOP), 1)
 
-    shares = [index / (_NUM_TICKS - 1) for index in range(_NUM_TICKS)]
+    fractions = [index / (_NUM_TICKS - 1) for index in range(_NUM_TICKS)]
     curves = [
         {
             "role": trace["meta"]["role"],
@@ -73,7 +73,7 @@ def _drawing(figure: CurveFigure, view: VisibleRange) -> dict[str, Any]:
         "top": _TOP,
         "bottom": bottom,
         "curves": curves,
-        "x_ticks": [(x_of(share), format_share(share)) for share in shares],
+        "x_ticks": [(x_of(fraction), format_percent(fraction)) for fraction in fractions],
         "y_ticks": [(y_of(value), label) for value, label in _round_ticks(view.low, view.high)],
         "rungs": [x_of(progress) for progress, *_ in figure.rungs],
         "legend": [(html.unescape(trace["name"]), trace["meta"]["role"]) for trace in legend],

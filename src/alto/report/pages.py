@@ -50,7 +50,7 @@ def page_environment(*packages: str) -> Environment:
         "loss": wording.format_loss,
         "money": wording.format_money,
         "setting": wording.format_setting,
-        "share": wording.format_share,
+        "percent": wording.format_percent,
         "finite": _finite,
         "short_name": wording.short_name,
         "metric": lambda value, name: metrics.format_metric(name, value),

@@ -20,14 +20,14 @@ from alto.report.figures import (
     role_of,
     sorted_roles,
 )
-from alto.report.importance import first_equal_share, point_at
+from alto.report.importance import first_equal_fraction, point_at
 from alto.runs import JobHistory, RunHistory
 from alto.spec import LEAST_SCORE, LOSS
 from alto.views import wording
 from alto.views.metrics import (
     describe_metrics,
     format_metric,
-    is_share,
+    is_fraction,
     loss_unit,
     metric_meaning,
     metric_name,
@@ -55,9 +55,12 @@ def rate_figure(history: RunHistory, rows: Iterable[JobTableRow]) -> dict[str, A
     distinct = sorted(set(rates.values()))
     if len(distinct) < 2:
         return None
-    share = first_equal_share(history)
+    progress = first_equal_fraction(history)
     modes: list[tuple[str, Callable[[JobHistory], float | None]]] = [
-        (f"after {wording.format_share(share)} of the steps", lambda job: _value_at(job, share, history.metric)),
+        (
+            f"after {wording.format_percent(progress)} of the steps",
+            lambda job: _value_at(job, progress, history.metric),
+        ),
         ("at its best", lambda job: _best_value(job, history.metric)),
     ]
     values = [{name: value_of(history.jobs[name]) for name in rates} for _, value_of in modes]
@@ -72,7 +75,7 @@ def rate_figure(history: RunHistory, rows: Iterable[JobTableRow]) -> dict[str, A
             for role in sorted_roles(roles.values())
         ],
         "yTitle": html.escape("validation loss" if history.metric == LOSS else metric_name(history.metric)),
-        "yTickFormat": ".0%" if is_share(history.metric) else "",
+        "yTickFormat": ".0%" if is_fraction(history.metric) else "",
         "xTicks": [[rate, wording.format_setting(rate)] for rate in distinct] if len(distinct) <= MAX_TICKS else [],
     }
 
@@ -84,8 +87,8 @@ def _rate(job: JobHistory) -> float | None:
     return None
 
 
-def _value_at(job: JobHistory, share: float, metric: str) -> float | None:
-    point = None if job.origin else point_at(job, share)
+def _value_at(job: JobHistory, progress: float, metric: str) -> float | None:
+    point = None if job.origin else point_at(job, progress)
     if point is None:
         return None
     if metric == LOSS:
@@ -104,7 +107,7 @@ def _mode(history: RunHistory, name: str, values: dict[str, float | None]) -> di
     view = point_view(
         [math.nan if value is None else value for value in values.values()],
         more_is_better=history.metric != LOSS,
-        is_bounded=is_share(history.metric),
+        is_bounded=is_fraction(history.metric),
     )
     if view is None:
         return None
@@ -150,7 +153,7 @@ def _finite(value: float | None) -> float | None:
 
 MOST_BANDS = 12
 DECADES_FOR_LOG = 1.0
-BAND_SHARE = 0.6
+BAND_FRACTION = 0.6
 NOT_FINITE_AT = 1.1
 FIFTHS = ("best fifth", "second fifth", "third fifth", "fourth fifth", "last fifth")
 
@@ -232,7 +235,7 @@ def setting_axis(name: str, values: Mapping[str, Any]) -> PlotAxis:
         jobs = [job for job in texts if texts[job] == text]
         for index, job in enumerate(jobs):
             offset = (index + 0.5) / len(jobs) - 0.5
-            positions[job] = (band + 0.5 + BAND_SHARE * offset) * height
+            positions[job] = (band + 0.5 + BAND_FRACTION * offset) * height
     # If there are too many values, only every n-th gets a label.
     stride = math.ceil(len(ordered) / MOST_BANDS)
     ticks = [((band + 0.5) * height, text) for band, text in enumerate(ordered)][::stride]
@@ -349,5 +352,5 @@ def run_figures(history: RunHistory, table: JobTable) -> RunFigures:
             "slots": occupancy_figure(history, table.rows),
         },
         # Early rungs would crowd everything at the left edge of a linear axis.
-        opens_logarithmic=any(history.share_after(rung) <= 0.2 for rung in history.rung_settings),
+        opens_logarithmic=any(history.fraction_after(rung) <= 0.2 for rung in history.rung_settings),
     )

@@ -154,7 +154,7 @@ class RunHistory(JournalFold):
             return ()
         return early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
 
-    def share_after(self, rung: Rung) -> float:
+    def fraction_after(self, rung: Rung) -> float:
         """Return the share at or after ``rung`` that a job reaches after whole steps: 8.3 % for a rung at 1 % of 12
         steps."""
         totals = [job.total_steps for job in self.jobs.values() if job.total_steps]

@@ -144,12 +144,12 @@ def _lead(
     if num_rows < 2 or num_rows != len(lower) or (weights and len(weights) != num_rows):
         return None
     differences = [a - b for a, b in zip(higher, lower, strict=True)]
-    shares = weights or [1.0] * num_rows
-    total = sum(shares)
-    mean = sum(share * difference for share, difference in zip(shares, differences, strict=True)) / total
+    row_weights = weights or [1.0] * num_rows
+    total = sum(row_weights)
+    mean = sum(weight * difference for weight, difference in zip(row_weights, differences, strict=True)) / total
     try:
         residuals = sum(
-            (share * (difference - mean)) ** 2 for share, difference in zip(shares, differences, strict=True)
+            (weight * (difference - mean)) ** 2 for weight, difference in zip(row_weights, differences, strict=True)
         )
     except OverflowError:
         return None

@@ -19,7 +19,7 @@ from alto.runs.events import JobAdded, TaskCompleted, TaskStarted, decode, decod
 from alto.runs.history import RunHistory
 from alto.runs.job_history import RunStatus
 from alto.runs.journal import NOT_FOLDABLE, read_events
-from alto.runs.progress import share_done
+from alto.runs.progress import fraction_done
 from alto.runs.queue_dir import QueueDir
 from alto.runs.queue_history import QueueHistory, TaskStage, read_queue_history
 from alto.runs.run_dir import RunDir
@@ -47,8 +47,8 @@ class RunSummary:
         num_jobs: Jobs of all its tasks; None if unknown.
         best_validation_loss: Loss of the chosen job, or the best so far. None if there is none, and for a queue of
             several tasks, whose losses cannot be compared.
-        share_done: Share of the samples expected to be trained in total that are trained, in [0, 1]; for a queue the
-            mean over its tasks. None if unknown.
+        fraction_done: Fraction of the samples expected to be trained in total that are trained, in [0, 1]; for a queue
+            the mean over its tasks. None if unknown.
         problem: Damage and remedy; empty if nothing is damaged.
     """
 
@@ -59,7 +59,7 @@ class RunSummary:
     tasks: tuple[str, ...] = ()
     num_jobs: int | None = None
     best_validation_loss: float | None = None
-    share_done: float | None = None
+    fraction_done: float | None = None
     problem: str = ""
 
 
@@ -110,7 +110,7 @@ def _of_run(root: Path, started_at: float) -> RunSummary:
         tasks=() if history.started is None else (history.name,),
         num_jobs=None if history.started is None else len(history.jobs),
         best_validation_loss=loss if math.isfinite(loss) else None,
-        share_done=share_done(history),
+        fraction_done=fraction_done(history),
     )
 
 
@@ -140,17 +140,17 @@ def _of_queue(root: Path, started_at: float) -> RunSummary:
         tasks=tuple(history.tasks),
         num_jobs=sum(known) if known else None,
         best_validation_loss=losses[0] if len(losses) == 1 else None,
-        share_done=_mean_share(history, runs),
+        fraction_done=_mean_fraction(history, runs),
         problem="; ".join(f"task {run.root.name}: {run.problem}" for run in runs if run.problem),
     )
 
 
-def _mean_share(history: QueueHistory, runs: Sequence[RunSummary]) -> float | None:
-    shares = [
-        1.0 if task.state is TaskStage.FINISHED else run.share_done or 0.0
+def _mean_fraction(history: QueueHistory, runs: Sequence[RunSummary]) -> float | None:
+    fractions = [
+        1.0 if task.state is TaskStage.FINISHED else run.fraction_done or 0.0
         for task, run in zip(history.tasks.values(), runs, strict=True)
     ]
-    return sum(shares) / len(shares) if shares else None
+    return sum(fractions) / len(fractions) if fractions else None
 
 
 def _is_queue(root: Path) -> bool:

@@ -21,13 +21,13 @@ class Outlook:
     """The progress of a run, its speed and its remaining time.
 
     Attributes:
-        share_done: Share of the samples expected to be trained in total that are trained, in [0, 1].
+        fraction_done: Fraction of the samples expected to be trained in total that are trained, in [0, 1].
         remaining_s: Seconds until its end; None if nothing was measured beforehand and nothing was trained.
         tokens_per_s: Tokens trained per second over the last three minutes, evaluations included. None if nothing was
             trained since the run began or was resumed, or the journal does not have the tokens of the rows.
     """
 
-    share_done: float
+    fraction_done: float
     remaining_s: float | None
     tokens_per_s: float | None
 
@@ -90,7 +90,7 @@ def outlook(history: RunHistory, now: float) -> Outlook:
     Later the run's own pace gets more and more weight.
     """
     left, rate = expected_samples_left(history), history.pace.per_second(now)
-    done = _share(history, left)
+    done = _fraction_done(history, left)
     by_pace_s = left / rate if rate else None
     if history.result is not None or done == 1.0:
         remaining_s: float | None = 0.0
@@ -100,24 +100,24 @@ def outlook(history: RunHistory, now: float) -> Outlook:
         remaining_s = remaining_duration_s(
             history.forecast.expected_duration_s,
             elapsed_s=history.worked_s(now),
-            share_before=0.0,
-            share_done=done,
+            fraction_before=0.0,
+            fraction_done=done,
             by_pace_s=by_pace_s,
         )
     row_tokens = _row_tokens(history)
     return Outlook(
-        share_done=done,
+        fraction_done=done,
         remaining_s=remaining_s,
         tokens_per_s=rate * row_tokens if rate and row_tokens else None,
     )
 
 
-def share_done(history: RunHistory) -> float:
-    """Return the share of the samples expected to be trained in total that are trained, in [0, 1]."""
-    return _share(history, expected_samples_left(history))
+def fraction_done(history: RunHistory) -> float:
+    """Return the fraction of the samples expected to be trained in total that are trained, in [0, 1]."""
+    return _fraction_done(history, expected_samples_left(history))
 
 
-def _share(history: RunHistory, samples_left: float) -> float:
+def _fraction_done(history: RunHistory, samples_left: float) -> float:
     if history.result is not None:
         return 1.0
     total = history.samples_trained + samples_left
@@ -127,17 +127,17 @@ def _share(history: RunHistory, samples_left: float) -> float:
 
 
 def remaining_duration_s(
-    expected_s: float, *, elapsed_s: float, share_before: float, share_done: float, by_pace_s: float | None = None
+    expected_s: float, *, elapsed_s: float, fraction_before: float, fraction_done: float, by_pace_s: float | None = None
 ) -> float:
     """Return the remaining seconds of a running task: the estimate, with more and more weight on the task's own pace.
 
     Args:
         expected_s: Remaining seconds estimated when the task began, ``elapsed_s`` seconds ago.
         elapsed_s: Seconds since the task began.
-        share_before, share_done: Values of :func:`share_done` when the task began and now.
+        fraction_before, fraction_done: Values of :func:`fraction_done` when the task began and now.
         by_pace_s: Remaining seconds by its recent pace; None uses its mean pace since it began.
     """
-    weight = (share_done - share_before) / (1.0 - share_before) if share_before < 1.0 else 1.0
+    weight = (fraction_done - fraction_before) / (1.0 - fraction_before) if fraction_before < 1.0 else 1.0
     if weight <= 0.0:
         return max(expected_s - elapsed_s, 0.0)
     if by_pace_s is None:
@@ -171,24 +171,24 @@ def expected_samples_left(history: RunHistory) -> float:
     for job in history.jobs.values():
         if job.has_ended:
             continue
-        share, at, survival = 0.0, job.progress, 1.0
+        fraction, at, survival = 0.0, job.progress, 1.0
         for (_, rung), kept in zip(ahead, survivals, strict=True):
             reached = max(at, rung.progress)
-            share += survival * (reached - at)
+            fraction += survival * (reached - at)
             at, survival = reached, survival * kept
-        samples += (share + survival * (1.0 - at)) * job.samples_budgeted
+        samples += (fraction + survival * (1.0 - at)) * job.samples_budgeted
     return samples
 
 
 def _survivals(history: RunHistory, ahead: list[int]) -> list[float]:
-    """Return, for each rung ahead, the share of the jobs reaching it that continue."""
+    """Return, for each rung ahead, the fraction of the jobs reaching it that continue."""
     rungs, num_jobs = history.rung_settings, len(history.jobs)
-    num_left, shares = sum(not job.has_ended for job in history.jobs.values()), []
+    num_left, survivals = sum(not job.has_ended for job in history.jobs.values()), []
     for index in ahead:
         num_kept = min(num_left, places_at(rungs, index, num_jobs))
-        shares.append(num_kept / max(1, num_left))
+        survivals.append(num_kept / max(1, num_left))
         num_left = num_kept
-    return shares
+    return survivals
 
 
 def next_stop(history: RunHistory, job: JobHistory) -> tuple[str, float]:

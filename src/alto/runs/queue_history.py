@@ -15,7 +15,7 @@ from alto.runs.events import Event, JournalEntry, MeasuringBegun, TaskMeasured, 
 from alto.runs.history import RunHistory, history_before, read_history
 from alto.runs.job_history import RunStatus
 from alto.runs.journal import JournalFold
-from alto.runs.progress import share_done
+from alto.runs.progress import fraction_done
 from alto.runs.queue_dir import QueueDir
 
 
@@ -372,12 +372,12 @@ class QueueProgress:
             case _:
                 self.queue.apply(entry)
 
-    def share(self, task: TaskHistory) -> float:
-        """Return the share of the task's expected samples that is trained, in [0, 1]."""
+    def fraction_done(self, task: TaskHistory) -> float:
+        """Return the fraction of the task's expected samples that is trained, in [0, 1]."""
         if task.state is TaskStage.FINISHED:
             return 1.0
         run = self.runs.get(task.task)
-        return 0.0 if run is None else share_done(run)
+        return 0.0 if run is None else fraction_done(run)
 
     def best_loss(self, task: TaskHistory) -> float | None:
         """Return the best validation loss so far, in nats per token; None if there is none."""

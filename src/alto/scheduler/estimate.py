@@ -10,8 +10,8 @@ from alto.records import Rung, Throughput
 from alto.scheduler.intra_task import JobDemand, ResidentLimits, plan_residents
 from alto.spec import places_at
 
-_SHARES_KEPT = (0.75, 0.5, 0.25, 0.0)
-"""Shares of their usual number of jobs that rungs may keep to fit a time budget, the largest first."""
+_FRACTIONS_KEPT = (0.75, 0.5, 0.25, 0.0)
+"""Fractions of their usual number of jobs that rungs may keep to fit a time budget, the largest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +107,10 @@ def fitted_rungs(
     """
     usual = [places_at(rungs, index, len(jobs)) for index in range(len(rungs))]
     found = tuple(rungs)
-    for share in _SHARES_KEPT:
+    for fraction in _FRACTIONS_KEPT:
         if expected_duration_s(jobs, throughput, limits, validation_tokens=validation_tokens, rungs=found) <= limit_s:
             break
-        kept = [max(1, math.ceil(share * places)) for places in usual]
+        kept = [max(1, math.ceil(fraction * places)) for places in usual]
         found = tuple(
             rung if rung.max_kept else replace(rung, keep=min(1.0, places / before), min_kept=places)
             for rung, places, before in zip(rungs, kept, (len(jobs), *kept), strict=False)

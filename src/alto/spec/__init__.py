@@ -23,7 +23,7 @@ from alto.spec.data_keys import (
     default_name,
     is_template_text,
 )
-from alto.spec.early_exit import EARLIEST_IN_WARMUP, EarlyExit, ceil_share, places_at, rung_step
+from alto.spec.early_exit import EARLIEST_IN_WARMUP, EarlyExit, ceil_fraction, places_at, rung_step
 from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, SHAPE_FIELDS, InitLoraWeights, JobConfig
 from alto.spec.keys import (
     JOB_ALIASES,
@@ -155,7 +155,7 @@ __all__ = [
     "auto_space",
     "build_task",
     "canonical_keys",
-    "ceil_share",
+    "ceil_fraction",
     "chat_template_text",
     "default_name",
     "find_method",

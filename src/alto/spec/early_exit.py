@@ -30,27 +30,27 @@ from alto.spec.validation import is_finite_number, parsed, plain
 ROUNDING = 1e-9
 
 
-def ceil_share(share: float, total: int) -> int:
-    """Return ``ceil(share * total)``, unaffected by float rounding of the product."""
-    product = share * total
+def ceil_fraction(fraction: float, total: int) -> int:
+    """Return ``ceil(fraction * total)``, unaffected by float rounding of the product."""
+    product = fraction * total
     nearest = round(product)
     return nearest if abs(product - nearest) <= ROUNDING * max(1, nearest) else math.ceil(product)
 
 
 def rung_step(rung: Rung, total_steps: int) -> int:
     """Return the number of steps, at least 1, after which a job of ``total_steps`` steps reaches ``rung``."""
-    return max(1, ceil_share(rung.progress, total_steps))
+    return max(1, ceil_fraction(rung.progress, total_steps))
 
 
 def places_at(rungs: Sequence[Rung], index: int, num_jobs: int) -> int:
     """Return how many of ``num_jobs`` jobs continue from rung number ``index`` (from 0).
 
-    The shares of all rungs up to it are multiplied, and only their product is rounded:
+    The fractions kept at all rungs up to it are multiplied, and only their product is rounded:
     ``max(ceil(keep_0 * … * keep_index * num_jobs), min(min_kept, num_jobs))``, and at most ``max_kept``.
     """
     rung = rungs[index]
-    share = math.prod(earlier.keep for earlier in rungs[: index + 1])
-    places = max(ceil_share(share, num_jobs), min(rung.min_kept, num_jobs))
+    fraction = math.prod(earlier.keep for earlier in rungs[: index + 1])
+    places = max(ceil_fraction(fraction, num_jobs), min(rung.min_kept, num_jobs))
     return places if rung.max_kept is None else min(places, rung.max_kept)
 
 

@@ -411,7 +411,7 @@ class JobConfig(SpecModel):
             return int(self.warmup_steps)
         return math.ceil(total_steps * (self.warmup_steps or self.warmup_ratio))
 
-    def lr_warmup_share(self, total_steps: int) -> float:
+    def lr_warmup_fraction(self, total_steps: int) -> float:
         """Return the share of ``total_steps`` in which the learning rate rises, at most 1."""
         return min(1.0, self.num_warmup_steps(total_steps) / total_steps)
 

@@ -202,18 +202,18 @@ class Scoring(SpecModel):
     @field_validator("at", mode="before")
     @classmethod
     def _check_at(cls, at: object) -> object:
-        shares = plain(at)
-        if shares == "finalists":
-            return shares
-        is_list = isinstance(shares, tuple) and bool(shares)
-        if not is_list or not all(isinstance(share, float) and 0 < share < 1 for share in shares):
+        rungs = plain(at)
+        if rungs == "finalists":
+            return rungs
+        is_list = isinstance(rungs, tuple) and bool(rungs)
+        if not is_list or not all(isinstance(rung, float) and 0 < rung < 1 for rung in rungs):
             raise ValueError(
                 f"should be 'finalists', or a list of rungs (shares of the steps above 0 and below 1), found "
                 f"{quoted(at)}. Write for example [0.1, 0.25]."
             )
-        if any(later <= earlier for earlier, later in itertools.pairwise(shares)):
+        if any(later <= earlier for earlier, later in itertools.pairwise(rungs)):
             raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
-        return shares
+        return rungs
 
     @field_validator("keys", mode="before")
     @classmethod
@@ -314,7 +314,7 @@ class Scoring(SpecModel):
 
     def is_at(self, progress: float) -> bool:
         """Return whether jobs are scored at the rung at the share ``progress`` of their steps."""
-        return any(math.isclose(share, progress, rel_tol=1e-9) for share in self.rungs)
+        return any(math.isclose(rung, progress, rel_tol=1e-9) for rung in self.rungs)
 
     @property
     def address(self) -> str:

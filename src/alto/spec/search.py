@@ -170,7 +170,7 @@ AUTO = "auto"
 
 _REFERENCE_RATE, _REFERENCE_SIZE, _EXPONENT = 5e-4, 2000, 0.781
 _LEAST_RATE = 3e-4
-_SHARE_OF_PREFERENCES = 0.1
+_PREFERENCE_FACTOR = 0.1
 _FACTOR = 5.0
 _RANKS = (8, 16, 32, 64)
 _BATCH_SIZES = (2, 4, 8)
@@ -180,13 +180,13 @@ _SPREAD = 3.0
 """Factor that is one standard deviation of the first learning rates of a search, in the logarithm."""
 _UNMOVED = 4
 """Every fourth of these rates stays uniform over the whole range, so that an unusual optimum is still found."""
-_LEAST_SHARE = 1e-9
+_LEAST_QUANTILE = 1e-9
 
 
 def usual_learning_rate(hidden_size: int, *, compares_replies: bool = False) -> float:
     """Return the learning rate that is usually good for a base model of ``hidden_size``, for any rank."""
     rate = max(_LEAST_RATE, _REFERENCE_RATE * math.pow(_REFERENCE_SIZE / hidden_size, _EXPONENT))
-    return _SHARE_OF_PREFERENCES * rate if compares_replies else rate
+    return _PREFERENCE_FACTOR * rate if compares_replies else rate
 
 
 def auto_space(
@@ -229,9 +229,9 @@ def near_usual_rate(drawn: Sequence[dict[str, Any]], space: SearchSpace, rate: f
     least, most = near.cdf(low), near.cdf(high)
 
     def moved(configuration: Mapping[str, Any]) -> dict[str, Any]:
-        share = (math.log(configuration["learning_rate"]) - low) / (high - low)
-        share = min(max(least + (most - least) * share, _LEAST_SHARE), 1 - _LEAST_SHARE)
-        found = math.exp(near.inv_cdf(share))
+        quantile = (math.log(configuration["learning_rate"]) - low) / (high - low)
+        quantile = min(max(least + (most - least) * quantile, _LEAST_QUANTILE), 1 - _LEAST_QUANTILE)
+        found = math.exp(near.inv_cdf(quantile))
         return {**configuration, "learning_rate": min(max(found, least_rate), most_rate)}
 
     return [one if number % _UNMOVED == 0 else moved(one) for number, one in enumerate(drawn, start=1)]

@@ -186,13 +186,13 @@ class Sampled:
         """Return the values for ``key``; they depend on the key and the seed, not on the rest of the search space."""
         return _drawn(self, key, seed)
 
-    def quantile(self, share: float) -> float:
-        """Return the value below which ``share`` of the distribution lies."""
+    def quantile(self, fraction: float) -> float:
+        """Return the value below which ``fraction`` of the distribution lies."""
         # Integers get equal shares of [min, max + 1), so that the two ends are as likely as the others.
         low, high = self.min, self.max + 1 if self.is_integer else self.max
         if self.log:
             low, high = math.log(low), math.log(high)
-        value = low + (high - low) * share
+        value = low + (high - low) * fraction
         if self.log:
             value = math.exp(value)
         # Rounding may go past an end of the range.
@@ -377,15 +377,15 @@ class SearchSpace:
                 )
         return list(found.values())
 
-    def at(self, shares: Sequence[float], seed: int) -> dict[str, Any]:
-        """Return the configuration at a share in [0, 1) of each group; ``seed`` decides sampled values of pairings."""
+    def at(self, fractions: Sequence[float], seed: int) -> dict[str, Any]:
+        """Return the configuration at a fraction in [0, 1) of each group; ``seed`` decides the values of pairings."""
         values = {}
-        for group, share in zip(self.groups, shares, strict=True):
+        for group, fraction in zip(self.groups, fractions, strict=True):
             for axis in group:
                 if len(group) == 1 and isinstance(axis.values, Sampled):
-                    values[axis.key] = axis.values.quantile(share)
+                    values[axis.key] = axis.values.quantile(fraction)
                 else:
-                    values[axis.key] = axis.draw(seed)[int(share * len(axis))]
+                    values[axis.key] = axis.draw(seed)[int(fraction * len(axis))]
         return values
 
     @property

@@ -136,10 +136,10 @@ def check_scored_rungs(scoring: Scoring | None, early_exit: EarlyExit, search: S
             f"reach a rung after the others, found {list(scoring.rungs)}. Remove 'at', or set search: random."
         )
     rungs = early_exit.selection_rungs if early_exit.enabled and early_exit.select else ()
-    shares = [rung.progress for rung in rungs]
-    unknown = [share for share in scoring.rungs if not any(math.isclose(share, at, rel_tol=1e-9) for at in shares)]
+    known_rungs = [rung.progress for rung in rungs]
+    unknown = [rung for rung in scoring.rungs if not any(math.isclose(rung, at, rel_tol=1e-9) for at in known_rungs)]
     if unknown:
-        known = ", ".join(f"{share:g}" for share in shares) or "none, as no jobs are ranked"
+        known = ", ".join(f"{rung:g}" for rung in known_rungs) or "none, as no jobs are ranked"
         raise SpecError(
             f"select_by.at should be rungs of early_exit ({known}), found {unknown[0]:g}. Correct it, or set "
             "early_exit.rungs."

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from alto.errors import AltoError
 from alto.runs import JobHistory, RunHistory
 from alto.spec import find_method, source_of
-from alto.views.wording import clean, format_loss, format_share
+from alto.views.wording import clean, format_loss, format_percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +72,15 @@ def metric_meaning(metric: str) -> str:
     return _WORDS[metric].meaning if metric in _WORDS else ""
 
 
-def is_share(metric: str) -> bool:
+def is_fraction(metric: str) -> bool:
     """Return whether the values of the metric are fractions, judged by its name."""
     return metric.endswith("accuracy") and source_of(metric) is None
 
 
 def format_metric(metric: str, value: float | None) -> str:
     """Format a value: a fraction in percent, any other value like a loss, a missing value as a dash."""
-    if value is not None and is_share(metric) and math.isfinite(value):
-        return format_share(value)
+    if value is not None and is_fraction(metric) and math.isfinite(value):
+        return format_percent(value)
     return format_loss(value)
 
 

@@ -42,7 +42,7 @@ from alto.views.wording import (
     format_count_of,
     format_duration,
     format_loss,
-    format_share,
+    format_percent,
     tidy_config,
     varying_keys,
 )
@@ -159,7 +159,7 @@ class PlainView:
                 self._report_notes(notes)
             case events.TaskInterrupted():
                 self._report_admitted()
-                self._say(f"interrupted with {format_share(self.history.decided_share)} of the sweep decided")
+                self._say(f"interrupted with {format_percent(self.history.decided_share)} of the sweep decided")
             case events.TaskCompleted():
                 self._on_completed()
             case events.WarmupEnded():
@@ -172,7 +172,7 @@ class PlainView:
                 self._say(describe_memory_event(event))
             case events.RungScored():
                 what = describe_finalists(event.scores) if event.scores else f"the scorer failed: {event.failure}"
-                self._say(f"answers at the rung at {format_share(event.progress)}: {clean(what)}")
+                self._say(f"answers at the rung at {format_percent(event.progress)}: {clean(what)}")
             case events.FinalistsJudged():
                 if event.failure:
                     self._say(describe_scoring(event.scores, self.history.scorer, event.failure))
@@ -236,7 +236,7 @@ class PlainView:
         num_ended = sum(job.has_ended for job in history.jobs.values())
         self._say(
             f"resumed{ranks}: {num_ended} of {len(history.jobs)} jobs have ended, "
-            f"{format_share(history.decided_share)} of the sweep decided"
+            f"{format_percent(history.decided_share)} of the sweep decided"
         )
 
     def _on_added(self, event: events.JobAdded) -> None:
@@ -283,7 +283,7 @@ class PlainView:
         # The line of the rung already counts the underperforming jobs.
         if job.exit_reason != ExitReason.UNDERPERFORMING:
             self._say(
-                f"{self._name(job)} ended at {format_share(job.progress)}, {clean(job.outcome)}: {explain_exit(job)}"
+                f"{self._name(job)} ended at {format_percent(job.progress)}, {clean(job.outcome)}: {explain_exit(job)}"
             )
 
     def _on_rung(self) -> None:
@@ -291,7 +291,7 @@ class PlainView:
         rung, best = self.history.rungs[-1], self.history.best
         leader = f"; best {self._best_value(best)}: {self._name(best)}" if best is not None else ""
         self._say(
-            f"rung at {format_share(rung.progress)}: {len(rung.kept)} kept, {len(rung.dropped)} ended as "
+            f"rung at {format_percent(rung.progress)}: {len(rung.kept)} kept, {len(rung.dropped)} ended as "
             f"underperforming{leader}"
         )
         if best is not None:
@@ -305,7 +305,7 @@ class PlainView:
         self._tenths_reported = tenths
         facts = [
             describe_samples_trained(history),
-            f"{format_share(history.saved_share)} saved",
+            f"{format_percent(history.saved_share)} saved",
             *describe_outlook(outlook(history, history.last_seen_at or 0.0)),
         ]
         self._say(f"{tenths * 10} % of the sweep decided: {', '.join(facts)}")

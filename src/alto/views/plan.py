@@ -19,7 +19,7 @@ from alto.views.wording import (
     format_count_of,
     format_duration,
     format_loss,
-    format_share,
+    format_percent,
 )
 
 _MIB = 2**20
@@ -45,7 +45,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
             "memory",
             f"{_size(memory.fixed_bytes)} + {memory.bytes_per_token / 1024:,.1f} KiB per token of a micro-batch "
             f"+ {_size(plan.slot_bytes)} per slot, of {_size(planned)} "
-            f"({format_share(memory.margin)} of {_size(memory.capacity_bytes)})",
+            f"({format_percent(memory.margin)} of {_size(memory.capacity_bytes)})",
         ),
         (
             "",
@@ -155,7 +155,9 @@ def _memory_error(memory: MemoryProfile) -> str:
     """Describe how well the memory model fits the measured steps; two points say nothing, as any line fits them."""
     if len({point.num_tokens for point in memory.points}) == 2:
         return "too few to know the memory estimate error"
-    return f"memory estimate error {format_share(memory.error_median)} (at worst {format_share(memory.error_worst)})"
+    return (
+        f"memory estimate error {format_percent(memory.error_median)} (at worst {format_percent(memory.error_worst)})"
+    )
 
 
 # Shows a task's data in the terminal, before anything is trained.
@@ -260,7 +262,7 @@ def run_list(runs: Sequence[RunSummary], now: float) -> RenderableType:
             Text(_task(run), no_wrap=True, overflow="ellipsis"),
             "–" if run.num_jobs is None else format_count(run.num_jobs),
             format_loss(run.best_validation_loss),
-            "–" if run.share_done is None else format_share(run.share_done),
+            "–" if run.fraction_done is None else format_percent(run.fraction_done),
             format_age(now - run.started_at),
         )
     problems = [Text(f"{clean(run.root.name)}: {clean(run.problem)}", style="yellow") for run in runs if run.problem]

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from alto.runs import JournalEntry, QueueHistory, QueueProgress, RunStatus, TaskHistory, TaskStage, events
-from alto.views.wording import clean, describe_measuring, format_count_of, format_duration, format_loss, format_share
+from alto.views.wording import clean, describe_measuring, format_count_of, format_duration, format_loss, format_percent
 
 REFRESHES_PER_SECOND = 2
 STYLES = {
@@ -174,7 +174,7 @@ def task_list(progress: QueueProgress) -> RenderableType:
             clean(task.demand.tenant),
             str(task.demand.priority),
             str(task.demand.num_gpus),
-            format_share(progress.share(task)),
+            format_percent(progress.fraction_done(task)),
         )
     return Group(table, *_unreadable(progress))
 
@@ -220,7 +220,7 @@ def _plan_line(queue: QueueHistory, now: float) -> str:
 
 
 def _gap(makespan_s: float, bound_s: float) -> str:
-    return format_share(makespan_s / bound_s - 1.0) if bound_s else "?"
+    return format_percent(makespan_s / bound_s - 1.0) if bound_s else "?"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,16 +249,16 @@ class _TaskTable:
             table.add_column("loss", justify="right", no_wrap=True, min_width=6)
         table.add_column("time", justify="right", no_wrap=True, overflow="ellipsis")
         for task in self.tasks:
-            share, loss = self.progress.share(task), self.progress.best_loss(task)
+            done, loss = self.progress.fraction_done(task), self.progress.best_loss(task)
             is_interrupted = task.state is TaskStage.RUNNING and not self.is_live
             state = RunStatus.INTERRUPTED.value if is_interrupted else task.state.value
-            bar = ProgressBar(total=1.0, completed=share, width=_BAR, complete_style="cyan", finished_style="green")
+            bar = ProgressBar(total=1.0, completed=done, width=_BAR, complete_style="cyan", finished_style="green")
             table.add_row(
                 Text(clean(task.task), no_wrap=True, overflow="ellipsis"),
                 Text(state, style=STYLES[task.state]),
                 Text(_gpus(task)),
                 *([bar] if has_bar else []),
-                format_share(share),
+                format_percent(done),
                 *(["" if loss is None else format_loss(loss)] if has_losses else []),
                 _time(task, self.now, is_short=not has_bar),
             )

@@ -22,9 +22,9 @@ from alto.views.wording import (
     describe_origin,
     format_count,
     format_loss,
+    format_percent,
     format_score,
     format_setting,
-    format_share,
     short_name,
     tidy_config,
     varying_keys,
@@ -183,8 +183,8 @@ def _explain_overfitting(evidence: Mapping[str, float]) -> str | None:
         )
     if {"gap", "tau_gap", "validation_loss", "train_ema"} <= evidence.keys():
         return (
-            f"validation {format_loss(evidence['validation_loss'])} was {format_share(evidence['gap'])} above train "
-            f"{format_loss(evidence['train_ema'])}{_times(evidence)} (allowed: {format_share(evidence['tau_gap'])})"
+            f"validation {format_loss(evidence['validation_loss'])} was {format_percent(evidence['gap'])} above train "
+            f"{format_loss(evidence['train_ema'])}{_times(evidence)} (allowed: {format_percent(evidence['tau_gap'])})"
         )
     return None
 
@@ -194,7 +194,7 @@ def _explain_underperforming(evidence: Mapping[str, float], progress: float, *, 
         return None
     what = " configurations" if has_repetitions else ""
     return (
-        f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}{what} at {format_share(progress)}: "
+        f"rank {evidence['rank']:.0f} of {evidence['num_competing']:.0f}{what} at {format_percent(progress)}: "
         f"{evidence['num_kept']:.0f} kept"
     )
 

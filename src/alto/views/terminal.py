@@ -126,7 +126,7 @@ class JobGrid:
         bars = [_bar(row) for row in rows]
         columns.append(_Column(name="", cells=bars, width=BAR_WIDTH, priority=(BAR, 0)))
         losses = {
-            "done": ([wording.format_share(row.progress) for row in rows], STAYS),
+            "done": ([wording.format_percent(row.progress) for row in rows], STAYS),
             "train": ([_loss(row.history.train_loss) for row in rows], TRAIN),
             "val": ([_loss(row.history.validation_loss) for row in rows], LATEST),
             "best val": ([_loss(_finite(row.history.best_validation_loss)) for row in rows], STAYS),
@@ -343,15 +343,15 @@ class LiveView:
         line.add_column(ratio=1)
         line.add_column(justify="right")
         line.add_row(
-            ProgressBar(total=1.0, completed=found.share_done, complete_style="cyan", finished_style="green"),
-            Text(wording.format_share(found.share_done)),
+            ProgressBar(total=1.0, completed=found.fraction_done, complete_style="cyan", finished_style="green"),
+            Text(wording.format_percent(found.fraction_done)),
         )
         facts = [f"{wording.format_duration(history.worked_s(now))} so far"]
-        if found.share_done < 1.0:
+        if found.fraction_done < 1.0:
             facts[:0] = wording.describe_outlook(found) or ["time left: after the first evaluations"]
         facts_line = " · ".join([*facts, _samples(history)])
         if cell_len(facts_line) > self._console.size.width:
-            facts_line = " · ".join([*facts, f"{wording.format_share(history.saved_share)} saved"])
+            facts_line = " · ".join([*facts, f"{wording.format_percent(history.saved_share)} saved"])
         return [line, Text(facts_line, style="dim", no_wrap=True, overflow="ellipsis")]
 
     def _next_stop(self, job: JobHistory, now: float) -> str:
@@ -396,7 +396,7 @@ def final_summary(
         rows = tuple(replace(row, outcome=status.value) if row.outcome == Stage.TRAINING else row for row in rows)
     state = "not finished" if status is RunStatus.RUNNING else status.value
     totals = [total for total in exit_totals(history) if total.samples_saved]
-    saved = [f"{wording.clean(total.outcome)} {wording.format_share(total.share)}" for total in totals]
+    saved = [f"{wording.clean(total.outcome)} {wording.format_percent(total.share)}" for total in totals]
     lines: list[RenderableType] = [
         Text.assemble((wording.clean(history.name), "bold"), f" {state} after {_wall_time(history)}"),
         *(Text(f"note: {note}", style="yellow") for note in run_notes(history)),
@@ -418,7 +418,7 @@ def final_summary(
     if status is RunStatus.RUNNING and now is not None:
         found = outlook(history, now)
         lines.append(
-            Text(" · ".join([f"{wording.format_share(found.share_done)} done", *wording.describe_outlook(found)]))
+            Text(" · ".join([f"{wording.format_percent(found.fraction_done)} done", *wording.describe_outlook(found)]))
         )
     lines += samples_text(history)
     if run_dir is not None and history.best is not None:

@@ -121,8 +121,8 @@ def describe_rungs(rungs: Sequence[Rung]) -> str:
 
 def describe_rung(rung: Rung) -> str:
     """Describe a rung: ``2.5 % keep 20 %``, or ``40 % only the best``."""
-    kept = f"keep {format_share(rung.keep)}" if rung.max_kept is None else "only the best"
-    return f"{format_share(rung.progress)} {kept}"
+    kept = f"keep {format_percent(rung.keep)}" if rung.max_kept is None else "only the best"
+    return f"{format_percent(rung.progress)} {kept}"
 
 
 def describe_finalists(finalists: Sequence[FinalistScore]) -> str:
@@ -272,7 +272,7 @@ def format_loss(loss: float | None) -> str:
     return _format_float(float(f"{loss:.3g}"))
 
 
-def format_share(share: float) -> str:
+def format_percent(share: float) -> str:
     """Format a fraction in percent: ``2.5 %`` for ``0.025``."""
     return f"{round(share * 100, 1):g} %"
 
@@ -284,10 +284,10 @@ def describe_samples_trained(history: RunHistory) -> str:
 
 def describe_savings(history: RunHistory) -> str:
     """Describe what early exit saved and a budget cut off: ``60 % saved, 38 % cut off by the budget``."""
-    saved = f"{format_share(history.saved_share)} saved"
+    saved = f"{format_percent(history.saved_share)} saved"
     if not history.samples_cut_off:
         return saved
-    return f"{saved}, {format_share(history.samples_cut_off / history.samples_budgeted)} cut off by the budget"
+    return f"{saved}, {format_percent(history.samples_cut_off / history.samples_budgeted)} cut off by the budget"
 
 
 def describe_time(history: RunHistory) -> list[str]:
@@ -298,7 +298,7 @@ def describe_time(history: RunHistory) -> list[str]:
         return []
     spent = {**history.time_s, "measuring": history.measuring_s}
     words = {"training": "training", "evaluation": "evaluating", "measuring": "measuring", "saving": "saving"}
-    shares = ", ".join(f"{word} {format_share(spent.get(name, 0.0) / total_s)}" for name, word in words.items())
+    shares = ", ".join(f"{word} {format_percent(spent.get(name, 0.0) / total_s)}" for name, word in words.items())
     whole_s = history.training_all_s
     if whole_s is None or history.samples_trained == history.samples_budgeted:
         return [f"time: {shares}"]

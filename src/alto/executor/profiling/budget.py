@@ -22,7 +22,7 @@ NUM_SIZES = 2
 _LEAST_BUDGET_S = {"cpu": 8.0, "cuda": 60.0}
 """Smallest budget in seconds; larger on a GPU, where kernels are compiled before the first step."""
 
-_BUDGET_SHARE = 0.005
+_BUDGET_FRACTION = 0.005
 """Budget as a share of the task's duration without early exit; at most a twentieth of its duration with early exit."""
 
 _FLOPS_PER_TOKEN = 6
@@ -124,7 +124,7 @@ class MeasuringBudget:
     def allows(self, num_tokens: int, *, token_s: float, spent_s: float) -> bool:
         """Return whether steps of ``num_tokens`` can still be measured after ``spent_s`` seconds, if a token takes
         ``token_s``."""
-        budget_s = max(self.least_s, _BUDGET_SHARE * self.task_tokens * token_s)
+        budget_s = max(self.least_s, _BUDGET_FRACTION * self.task_tokens * token_s)
         return spent_s + _timed_s(num_tokens * token_s, self.warms_up) <= budget_s
 
     def remaining_s(self, num_measured: int, *, token_s: float, spent_s: float) -> float:

@@ -334,11 +334,11 @@ _TRIED_SEATS = 6_000
 """Number of tasks placed in list schedules of other orders, before the solver runs; this takes a fraction of a
 second."""
 
-_FINISH_SHARE = 0.1
+_FINISH_FRACTION = 0.1
 """Fraction of the remaining time for minimizing the sum of completion times, if a gap is allowed."""
 
 _RESERVE_S = 0.1
-_RESERVE_SHARE = 0.1
+_RESERVE_FRACTION = 0.1
 """Time reserved after the solver, in seconds or as a fraction of a short limit: to read its answer and to number
 GPUs."""
 
@@ -362,7 +362,7 @@ def cp_sat_schedule(
         UnsupportedError: OR-tools is not installed.
     """
     cp_model = _import_cp_model()
-    deadline = time.monotonic() + time_limit_s - min(_RESERVE_S, _RESERVE_SHARE * time_limit_s)
+    deadline = time.monotonic() + time_limit_s - min(_RESERVE_S, _RESERVE_FRACTION * time_limit_s)
     ticks, tick_s, is_exact = in_ticks(problem)
     classes = priority_classes(ticks)
     # If ticks round, the schedule of lpt, which does not use ticks, may be better.
@@ -479,7 +479,7 @@ class _ReservationSearch:
         model = CpModel(self._cp, self._problem, self._taken, makespan)
         if self._gap:
             now = time.monotonic()
-            deadline = now + _FINISH_SHARE * (deadline - now)
+            deadline = now + _FINISH_FRACTION * (deadline - now)
         self._keep(model.least_completions(self.best, makespan=makespan, deadline=deadline, gap=self._gap).reservations)
 
     def _nodes_are_apart(self) -> bool:

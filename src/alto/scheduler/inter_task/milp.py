@@ -25,10 +25,10 @@ from alto.scheduler.inter_task.problem import SchedulingProblem, TaskDemand, mak
 _TOLERANCE = 1e-6
 """Tolerance of SCIP's constraints."""
 
-_BUILD_SHARE = 0.25
+_BUILD_FRACTION = 0.25
 """Fraction of the time limit for building a program; a program that takes longer would not be solved in the rest."""
 
-_READ_SHARE = 1.5
+_READ_FACTOR = 1.5
 """Time in which SCIP reads and simplifies a program without checking its limit, as a multiple of the build time."""
 
 _Machine = tuple[str, str, int]
@@ -64,9 +64,9 @@ def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedul
                 pywraplp,
                 replace(problem, pending=(*taken, *demands)),
                 reservations,
-                build_by=now + _BUILD_SHARE * share_s,
+                build_by=now + _BUILD_FRACTION * share_s,
             )
-            found = model.solve(now + share_s - _READ_SHARE * (time.monotonic() - now))
+            found = model.solve(now + share_s - _READ_FACTOR * (time.monotonic() - now))
         except _OutOfTimeError:
             found = None
         if found is None:

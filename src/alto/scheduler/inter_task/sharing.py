@@ -150,7 +150,7 @@ def _running_executor(problem: SchedulingProblem, tasks: Sequence[RunningTask]) 
     if not first.executor or len(kinds) > 1 or None in kinds or not is_there or not remaining_s:
         return RunningExecutor(first=first, remaining_s=remaining_s)
     sharings = tuple(task.sharing for task in tasks if task.sharing is not None)
-    shares = [
+    step_shares = [
         sharing.step_s / task.remaining_s if task.remaining_s else 0.0
         for task, sharing in zip(tasks, sharings, strict=True)
     ]
@@ -158,7 +158,7 @@ def _running_executor(problem: SchedulingProblem, tasks: Sequence[RunningTask]) 
         first=first,
         remaining_s=remaining_s,
         kind=kinds.pop(),
-        members=tuple(members_ending_at([task.remaining_s for task in tasks], shares)),
+        members=tuple(members_ending_at([task.remaining_s for task in tasks], step_shares)),
         sharings=sharings,
     )
 

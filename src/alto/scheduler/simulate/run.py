@@ -129,13 +129,13 @@ class _Solver:
         return schedule
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of ``values`` that at least ``share`` of them do not exceed; 0 if there are none."""
-    return sorted(values)[math.ceil(share * len(values)) - 1] if values else 0.0
+def percentile(values: Sequence[float], fraction: float) -> float:
+    """Return the smallest of ``values`` that at least ``fraction`` of them do not exceed; 0 if there are none."""
+    return sorted(values)[math.ceil(fraction * len(values)) - 1] if values else 0.0
 
 
-_SHARE = 0.95
-"""Share of the simulations of a cluster that must be fast enough."""
+_PERCENTILE = 0.95
+"""Fraction of the simulations of a cluster that must be fast enough."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ def smallest_cluster(
                 on_progress(nodes, len(makespans_s), len(seeds))
             run = simulation.replace(nodes=nodes, seed=seed)
             makespans_s.append(simulate(run, method=method, early_exit=early_exit).makespan_s)
-        return percentile(makespans_s, _SHARE)
+        return percentile(makespans_s, _PERCENTILE)
 
     nodes_of_tasks = [math.ceil(task.task.gpus / simulation.gpus_per_node) for task in draw_tasks(simulation)]
     least, most = max(nodes_of_tasks), sum(nodes_of_tasks)  # with the most, no task waits for another

@@ -67,7 +67,7 @@ class TaskLine:
         return bool(self.row.suffix)
 
     @property
-    def share_done(self) -> float:
+    def fraction_done(self) -> float:
         """Completed fraction of the task, in [0, 1]."""
         return 1.0 if self.row.status == "succeeded" else self.history.decided_share
 
