@@ -71,8 +71,8 @@ def merged_model(winner: Winner) -> tuple[PreTrainedModel, float]:
                 f"{winner.adapter.folder}: expected an adapter that PEFT merges into {winner.base.id}, found "
                 f"{type(error).__name__}: {error}; name the model it was trained on with --base"
             ) from error
-        found = compared_logits(merged, vocabulary)
-    difference = float((found - expected).norm() / expected.norm())
+        merged_logits = compared_logits(merged, vocabulary)
+    difference = float((merged_logits - expected).norm() / expected.norm())
     if not difference <= _TOLERANCE:
         raise ModelError(
             f"{winner.adapter.folder}: expected a merged model with the logits of the adapter, found that they differ "
