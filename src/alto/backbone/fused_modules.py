@@ -212,9 +212,9 @@ def why_unfused(
             return "its forward pass is different"
         if not isinstance(expected, Tensor) or not torch.equal(expected, swiglu(gate, up)):
             return "its activation is not silu(gate) · up"
-        found: Tensor = functions.swiglu(gate, up)
-        gradients: list[Any] = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for y in (found, expected)]
-    pairs = [(found.detach(), expected.detach()), *zip(*gradients, strict=True)]
+        actual: Tensor = functions.swiglu(gate, up)
+        gradients: list[Any] = [torch.autograd.grad(y, leaves, dy, retain_graph=True) for y in (actual, expected)]
+    pairs = [(actual.detach(), expected.detach()), *zip(*gradients, strict=True)]
     if not all(is_near(one, other, _MAX_ROUNDINGS * torch.finfo(dtype).eps) for one, other in pairs):
         return "the kernel's numbers differ from its own"
     return ""
