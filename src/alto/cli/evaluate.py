@@ -123,8 +123,8 @@ def evaluate(
     first = result.adapters[0]
     console.print(Text(f"{first.evaluation.dataset}, {first.evaluation.num_rows} rows"), soft_wrap=True)
     console.print(_table(result))
-    for found in result.adapters:
-        _print_labels(console, found, is_named=len(result.adapters) > 1)
+    for evaluated in result.adapters:
+        _print_labels(console, evaluated, is_named=len(result.adapters) > 1)
     if len(result.adapters) == 1:
         where = str(Path(first.adapter_dir) / "metrics.json")
     else:

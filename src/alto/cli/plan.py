@@ -62,11 +62,11 @@ def plan(
     console = Console()
     facts = []
     for task in tasks:
-        found = engine.plan(task, refresh=refresh)
+        task_plan = engine.plan(task, refresh=refresh)
         price = price_of_hour(gpu_hour_price, task.search.budget.gpu_hour_price)
-        facts.append(_facts(found, price))
+        facts.append(_facts(task_plan, price))
         if not as_json:
-            console.print(plan_text(found, price_per_hour=price))
+            console.print(plan_text(task_plan, price_per_hour=price))
     schedule = engine.schedule(tasks, method=method, refresh=refresh) if len(tasks) > 1 else None
     if as_json:
         print_json({"tasks": facts, "schedule": dataclasses.asdict(schedule) if schedule is not None else None})

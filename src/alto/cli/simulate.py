@@ -61,7 +61,7 @@ def simulate(
     if finish_within is not None:
         within_s, early_exit = _seconds(finish_within), bool(simulation.early_exit_shares)
         with _progress(silent=as_json) as show:
-            found = smallest_cluster(
+            smallest = smallest_cluster(
                 simulation,
                 within_s=within_s,
                 method=chosen[-1],
@@ -71,12 +71,12 @@ def simulate(
                 ),
             )
         if as_json:
-            print_json({"method": chosen[-1], "early_exit": early_exit, **dataclasses.asdict(found)})
+            print_json({"method": chosen[-1], "early_exit": early_exit, **dataclasses.asdict(smallest)})
         else:
-            num_nodes = f"{found.nodes} {'nodes' if found.nodes > 1 else 'node'} of {simulation.gpus_per_node}"
+            num_nodes = f"{smallest.nodes} {'nodes' if smallest.nodes > 1 else 'node'} of {simulation.gpus_per_node}"
             typer.echo(
-                f"{found.num_gpus} GPUs ({num_nodes}) are enough: all tasks end within "
-                f"{found.makespan_s / 3600:.2f} h\n95th percentile of {found.num_simulations} simulations; "
+                f"{smallest.num_gpus} GPUs ({num_nodes}) are enough: all tasks end within "
+                f"{smallest.makespan_s / 3600:.2f} h\n95th percentile of {smallest.num_simulations} simulations; "
                 f"{chosen[-1]}, {'with' if early_exit else 'without'} early exit"
             )
         return
