@@ -223,31 +223,31 @@ class _Reader:
         source = self.find(keys.dataset_name, key, keys)
         splits = source.read(self.store)
         rows = sample_rows(splits.train, keys.max_samples, keys.data_seed, store=self.store)
-        found = self.converted(rows, source, keys, key, is_paired=find_method(self.task.method).entry.is_paired)
-        train, bad = found.train, [*found.bad_rows]
+        dataset_rows = self.converted(rows, source, keys, key, is_paired=find_method(self.task.method).entry.is_paired)
+        train, bad = dataset_rows.train, [*dataset_rows.bad_rows]
         num_rows, test = len(train), None
         if keys.test_split is not None:
             train, test = split_rows(train, keys.test_split, keys.data_seed, key="test_split", store=self.store)
         elif keys.test_dataset is not None:
-            other = self.of_other(keys.test_dataset, "test_dataset", keys, found)
+            other = self.of_other(keys.test_dataset, "test_dataset", keys, dataset_rows)
             test = other.train
             bad += other.bad_rows
         validation: Sequence[Row] = []
         if is_validated_apart:
             pass
         elif keys.validation_dataset is not None:
-            other = self.of_other(keys.validation_dataset, "validation_dataset", keys, found)
+            other = self.of_other(keys.validation_dataset, "validation_dataset", keys, dataset_rows)
             validation = other.train
             bad += other.bad_rows
         elif splits.validation is not None and keys.validation_split is None:
-            other = self._converted_like(found, splits.validation, source, keys, key)
+            other = self._converted_like(dataset_rows, splits.validation, source, keys, key)
             validation = other.train
             bad += other.bad_rows
         else:
             fraction = (keys.validation_split or DEFAULT_VALIDATION_SPLIT) * num_rows / len(train)
             train, validation = split_rows(train, fraction, keys.data_seed, store=self.store)
         return replace(
-            found,
+            dataset_rows,
             train=self.learned(train),
             validation=self.learned(validation),
             test=None if test is None else self.learned(test),
