@@ -340,10 +340,10 @@ class Engine:
         )
         folder = Path(to).expanduser().resolve()
         check_before(folder, settings)
-        found = find_winner(
+        winner = find_winner(
             Path(target), job=job, base=base, trust_remote_code=trust_remote_code, needs_rows=config is not None
         )
-        return write_export(found, folder, settings)
+        return write_export(winner, folder, settings)
 
     def schedule(self, tasks: Sequence[Task], method: str = "cp-sat", *, refresh: bool = False) -> Schedule:
         """Decide which of ``tasks`` runs on which GPUs and when, so that all are finished as early as possible.

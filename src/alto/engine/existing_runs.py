@@ -310,9 +310,9 @@ def evaluate_adapters(
         on_progress=on_progress,
     )
     baseline_found = [] if result.baseline is None else [result.baseline]
-    for found in result.adapters:
-        for evaluation in (*baseline_found, found.evaluation):
-            add_evaluation(Path(found.adapter_dir), evaluation)
+    for evaluated in result.adapters:
+        for evaluation in (*baseline_found, evaluated.evaluation):
+            add_evaluation(Path(evaluated.adapter_dir), evaluation)
     for run_dir in target.run_dirs:
         write_report(run_dir)
     return result
