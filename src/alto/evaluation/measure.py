@@ -124,10 +124,10 @@ def measure(
     prompts = _prompts(chosen, scorer is not None, settings, tokenizer)  # before the model is loaded
     bench = _Bench(adapters, base, device, settings, on_progress)
     if settings.backend == "vllm":
-        found = _Found(texts=bench.texts_of_vllm(prompts, tokenizer))
+        results = _Results(texts=bench.texts_of_vllm(prompts, tokenizer))
     else:
         try:
-            found = bench.measure(
+            results = bench.measure(
                 replace(rows, rows=chosen),
                 measured,
                 prompts,
@@ -146,7 +146,7 @@ def measure(
     try:
         judged = {
             name: predictions_of(prompts, texts, tokenizer, weights=name, scorer=scorer)
-            for name, texts in zip(bench.names_of_texts, found.texts, strict=bool(found.texts))
+            for name, texts in zip(bench.names_of_texts, results.texts, strict=bool(results.texts))
         }
     except ScorerFailedError as error:
         raise NoResultError(f"metric: expected scores of all answers, found none: {error}") from error
@@ -155,13 +155,17 @@ def measure(
         scores: Sequence[float] = ()
         if scoring is not None:
             of_texts = [one.score for one in judged.get(name, ()) if one.score is not None]
-            scores = of_texts if is_generated else found.choices[slot]
+            scores = of_texts if is_generated else results.choices[slot]
         score = fmean(scores) if scores else None
-        accuracy, margin = found.preferences[slot] if found.preferences else (None, None)
+        accuracy, margin = results.preferences[slot] if results.preferences else (None, None)
         evaluations[name] = Evaluation(
             dataset=rows.name,
-            num_rows=found.num_pairs or len(chosen),
-            **(found.of_labels[slot] if found.of_labels else {"loss": found.losses[slot] if found.losses else None}),
+            num_rows=results.num_pairs or len(chosen),
+            **(
+                results.of_labels[slot]
+                if results.of_labels
+                else {"loss": results.losses[slot] if results.losses else None}
+            ),
             exact_match=score if scoring is not None and scoring.scorer == "exact_match" else None,
             num_correct=None if scoring is None or scoring.reaches_outside else round(sum(scores)),
             scorer=None if scoring is None else scoring.scorer,
@@ -171,9 +175,9 @@ def measure(
             settings={
                 "weights": BASE if slot == len(adapters) else "adapter",
                 "base_model": base.id,
-                "dtype": found.dtype or base.dtype,
+                "dtype": results.dtype or base.dtype,
                 "limit": settings.limit,
-                "max_length": found.max_length,
+                "max_length": results.max_length,
                 "max_new_tokens": settings.max_new_tokens if is_generated else None,
                 # Entries are compared by their settings, and earlier versions leave out the default backend and scorer.
                 **({"backend": settings.backend} if is_generated and settings.backend != "alto" else {}),
@@ -193,7 +197,7 @@ def measure(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Results:
     """The measurements of every slot; a measurement that was not made is empty or None.
 
     Attributes:
@@ -246,7 +250,7 @@ class _Bench:
         choosing: Scoring | None,
         max_tokens_per_pass: int,
         max_length: int | None,
-    ) -> _Found:
+    ) -> _Results:
         """Measure all adapters with ALTO's own engine: the metrics in ``measured``, answers to ``prompts``, and
         multiple choice."""
         backbone = load_backbone(self.base, device=self.device)
@@ -282,7 +286,7 @@ class _Bench:
             heads = [adapter.weights.extras[HEAD] for adapter in self.adapters.values()]
             with self._pass("labels", self.names, backbone, dataset, max_tokens_per_pass) as heldout:
                 of_labels = [label_metrics(logits_QK, dataset) for logits_QK in heldout.logits(heads)]
-        return _Found(
+        return _Results(
             of_labels=of_labels,
             losses=losses,
             texts=self._texts(backbone, prompts) if prompts else (),
@@ -358,8 +362,8 @@ def _preferences(log_probs: Sequence[Tensor]) -> list[tuple[float, float]]:
         log_probs: One tensor ``[pairs, 2]`` (chosen, rejected) per adapter, and last the tensor of the base model.
     """
     *of_adapters, of_base_Q2 = log_probs
-    found = [preference_metrics(log_probs_Q2 - of_base_Q2) for log_probs_Q2 in of_adapters]
-    return [(float(one["reward_accuracy"].mean()), float(one["reward_margin"].mean())) for one in found]
+    metrics = [preference_metrics(log_probs_Q2 - of_base_Q2) for log_probs_Q2 in of_adapters]
+    return [(float(one["reward_accuracy"].mean()), float(one["reward_margin"].mean())) for one in metrics]
 
 
 def _check_of_heads(settings: EvaluationSettings) -> None:

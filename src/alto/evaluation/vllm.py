@@ -41,9 +41,9 @@ def complete_with_vllm(
             f"backend: expected vLLM, found that it cannot be imported ({error}); pip install 'alto-lora[vllm]', or "
             "leave --backend out"
         ) from error
-    found = [adapter for adapter in adapters if adapter is not None]
-    _check(base, found)
-    ranks = [adapter.rank for adapter in found]
+    loras = [adapter for adapter in adapters if adapter is not None]
+    _check(base, loras)
+    ranks = [adapter.rank for adapter in loras]
     try:
         engine = LLM(
             model=resolve_model(base.id),
