@@ -33,13 +33,13 @@ def evaluate_base(state: TrainingState, recorder: JournalRecorder) -> None:
     rows = None if evaluations is None else order[: evaluations[0][1]]
     try:
         with beginning_with(state.context.start, state.context.backbone, state.slot_manager.bank.reinject) as within:
-            found = state.trainer.evaluate_base(state.context, configs, within=within, rows=rows)
+            measured = state.trainer.evaluate_base(state.context, configs, within=within, rows=rows)
             if state.context.data.test is not None and evaluations is None:
                 tested = state.trainer.evaluate_base(state.context, configs, "test", within)
     except RowTooLargeError:
         return
     metric = state.context.task.metric
-    for jobs, value in zip(alike.values(), found, strict=True):
+    for jobs, value in zip(alike.values(), measured, strict=True):
         score = score_of(metric, value.metrics)
         start = StartValue(
             validation_loss=value.loss,
@@ -52,7 +52,7 @@ def evaluate_base(state: TrainingState, recorder: JournalRecorder) -> None:
     recorder.base_evaluated(
         [
             ([job.id for job in of_one], value, tested[index] if tested else None)
-            for index, (of_one, value) in enumerate(zip(alike.values(), found, strict=True))
+            for index, (of_one, value) in enumerate(zip(alike.values(), measured, strict=True))
         ],
         state.context,
     )

@@ -191,9 +191,9 @@ class Evaluator:
                     indices = [index_of[local_slot] for local_slot in batch.slots]
                     batch = term.completed(batch, upload(indices, torch.int64, passes.backbone.device))
                 with passes.evaluating(batch, here):
-                    found = micro_batch_terms(passes.backbone, batch, learners)
+                    group_terms = micro_batch_terms(passes.backbone, batch, learners)
                 left = iter(parts)
-                for group, terms in zip(learners, found, strict=bool(parts)):
+                for group, terms in zip(learners, group_terms, strict=bool(parts)):
                     of_group = list(itertools.islice(left, len(group.configs)))
                     Tally.add_micro_batch(
                         [tallies[part.slot] for part in of_group], [part.rows for part in of_group], terms

@@ -232,7 +232,7 @@ def with_references(
     ranks, is_cached, began = context.ranks, True, time.perf_counter()
     splits = []
     for split in context.data.splits:
-        found = []
+        chunks = []
         for part in split.parts(PART_ROWS):
             key = _reference_key(context, part)
             known = _cached_references(key, len(part)) if ranks.is_first and context.base.is_loadable else None
@@ -242,19 +242,19 @@ def with_references(
                 references = _computed_references(context, part, micro_batches, on_turn, restore)
                 if ranks.is_first and context.base.is_loadable:
                     cache.save("references", key, references.tolist())
-            found.append(references)
-        sums, tails = torch.cat(found).split(2, dim=1)
+            chunks.append(references)
+        sums, tails = torch.cat(chunks).split(2, dim=1)
         splits.append(split.with_references(sums.contiguous(), tails.contiguous()))
     fact = ReferenceFact(is_cached=is_cached, duration_s=time.perf_counter() - began)
     return replace(context, data=context.data.with_splits(splits), references=fact)
 
 
 def _cached_references(key: Mapping[str, Any], num_rows: int) -> Tensor | None:
-    found = cache.load("references", key)
-    if found is None:
+    cached = cache.load("references", key)
+    if cached is None:
         return None
     try:
-        known = torch.tensor(found, dtype=torch.float64)
+        known = torch.tensor(cached, dtype=torch.float64)
         if known.shape != (num_rows, COLUMNS) or not bool(known.isfinite().all()):
             raise ValueError(f"not {COLUMNS} finite numbers for each of {num_rows} pairs")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -274,7 +274,7 @@ def _computed_references(
     backbone, ranks = context.backbone, context.ranks
     everything = JobRows(dataset, 0, tuple(range(len(dataset))))
     work, num_micro_batches = divided(everything, micro_batches, ranks)
-    found: dict[int, Sequence[float]] = {}
+    by_row: dict[int, Sequence[float]] = {}
 
     def compute(parts: Sequence[JobRows], within: Within) -> None:
         on_turn()
@@ -282,14 +282,14 @@ def _computed_references(
             batch = collate(parts, backbone.device) if parts else dummy_batch(backbone.device)
             with within(sum(batch.job_tokens)):
                 log_probs = torch.cat(reference_sums(backbone, batch), dim=1).tolist()
-        found.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
+        by_row.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
 
     try:
         with beginning_with(context.start, backbone, restore) as within:
             micro_batches.run(
                 work,
                 lambda parts: compute(parts, within),
-                forget=found.clear,
+                forget=by_row.clear,
                 split_jobs=True,
                 num_micro_batches=num_micro_batches,
             )
@@ -298,7 +298,7 @@ def _computed_references(
             f"not enough memory on {backbone.device} for the base model alone on a pair of {error.num_tokens:,} tokens"
             f"; lower max_length, or set {LOAD_IN_4BIT}"
         ) from error
-    numbers = [number for row in range(len(dataset)) for number in found.get(row, (0.0,) * COLUMNS)]
+    numbers = [number for row in range(len(dataset)) for number in by_row.get(row, (0.0,) * COLUMNS)]
     references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, COLUMNS)
     num_broken = int((~references.isfinite()).any(1).sum())
     if num_broken:

@@ -132,22 +132,22 @@ def pack(
         and not context.ranks.broadcast(_is_profiled(context), bool)
     ):
         return replace(context, task=_with_usual_limits(task)), None
-    found = plan(context, on_measuring=on_measuring)
-    context = context.at_forward_share(found.forward_share)
+    task_plan = plan(context, on_measuring=on_measuring)
+    context = context.at_forward_share(task_plan.forward_share)
     task = context.task
-    if found.rungs:
-        rungs = tuple((rung.progress, rung.keep) for rung in found.rungs)
-        min_kept = tuple(rung.min_kept for rung in found.rungs)
+    if task_plan.rungs:
+        rungs = tuple((rung.progress, rung.keep) for rung in task_plan.rungs)
+        min_kept = tuple(rung.min_kept for rung in task_plan.rungs)
         early_exit = task.early_exit.replace(rungs=rungs, min_kept=min_kept)
-        task = task.replace(early_exit=early_exit).with_note(_rung_note(found.rungs))
+        task = task.replace(early_exit=early_exit).with_note(_rung_note(task_plan.rungs))
     if _has_open_limits(task):
         task = task.replace(
-            max_slots=found.max_slots,
-            max_tokens_per_step=found.max_tokens_per_step,
-            max_tokens_per_pass=found.max_tokens_per_pass,
-            gradient_checkpointing=found.gradient_checkpointing,
+            max_slots=task_plan.max_slots,
+            max_tokens_per_step=task_plan.max_tokens_per_step,
+            max_tokens_per_pass=task_plan.max_tokens_per_pass,
+            gradient_checkpointing=task_plan.gradient_checkpointing,
         )
-    return replace(context, task=task, policy=policy_from(task.early_exit)), found
+    return replace(context, task=task, policy=policy_from(task.early_exit)), task_plan
 
 
 def _with_usual_limits(task: Task) -> Task:
@@ -173,12 +173,12 @@ def plan(
         ProfileError: The task could not be measured.
         SpecError: No job can be finished within the budget; the message states the time that is needed.
     """
-    found = _plan_fitting(context, on_measuring, refresh=refresh)
-    at_cost = context.at_forward_share(found.forward_share)
+    task_plan = _plan_fitting(context, on_measuring, refresh=refresh)
+    at_cost = context.at_forward_share(task_plan.forward_share)
     if at_cost is context:
-        return found
-    again = _plan_fitting(at_cost, on_measuring, refresh=False)
-    return replace(again, is_cached=found.is_cached, profile_s=found.profile_s)
+        return task_plan
+    replanned = _plan_fitting(at_cost, on_measuring, refresh=False)
+    return replace(replanned, is_cached=task_plan.is_cached, profile_s=task_plan.profile_s)
 
 
 def _plan_fitting(context: TaskContext, on_measuring: Callable[[float], None], *, refresh: bool) -> TaskPlan:
@@ -364,10 +364,10 @@ def _with_search(duration_s: float, context: TaskContext) -> float:
 
 def _profile(context: TaskContext, task: Task, on_measuring: Callable[[float], None], *, refresh: bool) -> Profile:
     device, lengths = context.backbone.device, lengths_of(context.data.train)
-    found = None if refresh else find_profile(task, lengths, device, num_ranks=context.ranks.size)
-    found = context.ranks.broadcast(found, Profile | None)
-    if found is not None:
-        return found
+    profile = None if refresh else find_profile(task, lengths, device, num_ranks=context.ranks.size)
+    profile = context.ranks.broadcast(profile, Profile | None)
+    if profile is not None:
+        return profile
     num_rows, max_tokens = len(context.data.train), 2 * USUAL_TOKENS_PER_PASS[device.type]
     most_jobs = min(len(context.jobs), task.max_slots or len(context.jobs))
     budget = MeasuringBudget.of(
