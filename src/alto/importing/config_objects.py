@@ -98,15 +98,15 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
         draft.pass_on(_NOTHING, find_method(method))
     else:
         read_trl(draft, method)
-    found = {key: value for key, value in draft.values.items() if key not in overruled and value != _ANY_MODULES}
+    keys = {key: value for key, value in draft.values.items() if key not in overruled and value != _ANY_MODULES}
     if "max_length" not in given:
-        found.pop("max_length", None)  # transformers' trainer does not truncate
-    if found.get("init_lora_weights") is True:
-        found.pop("init_lora_weights")  # the default in PEFT and in ALTO, which init_adapter replaces
+        keys.pop("max_length", None)  # transformers' trainer does not truncate
+    if keys.get("init_lora_weights") is True:
+        keys.pop("init_lora_weights")  # the default in PEFT and in ALTO, which init_adapter replaces
     if arguments is not None and not arguments.report_to:
-        found.setdefault("report_to", "none")
+        keys.setdefault("report_to", "none")
     if "gradient_checkpointing" not in changed:
-        found.pop("gradient_checkpointing", None)  # results do not depend on it; ALTO decides by the available memory
+        keys.pop("gradient_checkpointing", None)  # results do not depend on it; ALTO decides by the available memory
     known = set(given)
     if arguments is not None and _method_by_class(arguments) is not None and not _are_conversations(values):
         known.add(FORM)
@@ -114,12 +114,12 @@ def read_config_objects(configs: Sequence[object], values: Mapping[str, Any]) ->
     is_object = is_object_name(str(values.get("model")))
     if is_object or "dtype" in overruled:
         notes = [note for note in notes if note.key not in _PRECISIONS]
-    if is_object and found.pop("dtype", None) not in (None, "float32"):
+    if is_object and keys.pop("dtype", None) not in (None, "float32"):
         notes.append(
             Note(kind=NoteKind.NOT_NEEDED, key="dtype", text="a model that is given as an object keeps its dtype")
         )
         changed.add("dtype")
-    return {**found, **values}, _reported(notes, changed)
+    return {**keys, **values}, _reported(notes, changed)
 
 
 def _overruled(values: Mapping[str, Any]) -> set[str]:

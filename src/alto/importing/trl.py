@@ -138,9 +138,9 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
     """Convert a configuration of TRL, or of transformers' ``TrainingArguments``, to a task."""
     use_peft = draft.take("use_peft")
     if use_peft is not True and not (use_peft is None and draft.is_of_a_class):
-        found = "none" if use_peft is None else quoted(use_peft).lower()
+        shown = "none" if use_peft is None else quoted(use_peft).lower()
         raise UnsupportedError(
-            f"use_peft: expected true, found {found}: TRL would train all weights, and ALTO trains LoRA adapters. "
+            f"use_peft: expected true, found {shown}: TRL would train all weights, and ALTO trains LoRA adapters. "
             "Write use_peft: true, and the learning rate that you want for LoRA."
         )
     _read_flags(draft)
