@@ -433,13 +433,13 @@ def launch(
         )
         return
     key = _key(kernel, tensors, sizes, config, constants)
-    found = _compiled.get(key)
-    if found is None:
+    cached = _compiled.get(key)
+    if cached is None:
         compiled = kernel[grid](*tensors, *sizes, *counts, **constants, **config.arguments)
         num_arguments = len(tensors) + len(sizes) + len(counts)
         _compiled[key] = compiled, _values_behind(kernel, num_arguments, config, constants)
         return
-    compiled, values = found
+    compiled, values = cached
     compiled[grid](*tensors, *sizes, *counts, *values)
 
 
