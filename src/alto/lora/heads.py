@@ -153,7 +153,7 @@ def whole_tensors(
     if not config.modules_to_save:
         return ()
     head, modules, shapes = head_base(model), base_modules(model), whole_shapes(model)
-    found: set[str] = set()
+    selected: set[str] = set()
     for text in config.modules_to_save:
         named = {name for name in modules if name == text or name.endswith(f".{text}")}
         if not named:
@@ -168,8 +168,8 @@ def whole_tensors(
                     f"{name}, a {type(modules[name]).__name__}, whose training as a whole is not implemented; leave it "
                     "out, or name it in target_modules if it is linear"
                 )
-        found |= named
-    for name in sorted(found):
+        selected |= named
+    for name in sorted(selected):
         _check(name, modules[name], config, is_head=modules[name] is head, has_labels=has_labels)
         if name in targets:
             raise TargetModuleError(
@@ -177,7 +177,7 @@ def whole_tensors(
                 "target_modules; name it in only one of them"
             )
     return tuple(
-        ExtraTensor(name=whole_name(name), shape=shapes[whole_name(name)]) for name in modules if name in found
+        ExtraTensor(name=whole_name(name), shape=shapes[whole_name(name)]) for name in modules if name in selected
     )
 
 

@@ -217,21 +217,21 @@ def find_targets(
     known = linear | {end.name: end for end in _ends(model)}
     excluded = _excluded(model, exclude_modules)
     if target_modules == ALL_LINEAR:
-        found = set(linear)
+        selected = set(linear)
     elif isinstance(target_modules, str):
-        found = _meant(model, known, target_modules, _fullmatch, excluded)
+        selected = _meant(model, known, target_modules, _fullmatch, excluded)
     else:
-        found = set().union(*(_meant(model, known, name, _is_name_or_ending, excluded) for name in target_modules))
-    found -= excluded
+        selected = set().union(*(_meant(model, known, name, _is_name_or_ending, excluded) for name in target_modules))
+    selected -= excluded
     if layers_to_transform is not None:
-        in_full = set() if isinstance(target_modules, str) else found & set(target_modules)
-        found = in_full | _of_layers(found - in_full, layers_to_transform, layers_pattern)
-    if not found:
+        in_full = set() if isinstance(target_modules, str) else selected & set(target_modules)
+        selected = in_full | _of_layers(selected - in_full, layers_to_transform, layers_pattern)
+    if not selected:
         raise TargetModuleError(
             "target_modules: expected modules to train, found that exclude_modules and layers_to_transform leave none; "
             "change one of them"
         )
-    chosen = [module for name, module in known.items() if name in found]
+    chosen = [module for name, module in known.items() if name in selected]
     return (*(m for m in chosen if m.is_in_body), *experts, *(m for m in chosen if not m.is_in_body))
 
 
