@@ -74,7 +74,7 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
         return [Terms(sums_J=run_sums(losses_S, batch.job_targets))]
     has_head = any(group.objective.has_head for group in learners)
     token_losses_S = None if has_head else backbone.token_losses(states_SH, batch.loss_targets_S, batch)
-    found, first, first_target = [], 0, 0
+    results, first, first_target = [], 0, 0
     for group in learners:
         last = first + len(group.configs)
         part = batch if len(learners) == 1 else batch.part(first, last)
@@ -87,9 +87,9 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
             outputs = group.heads.logits(states_SH[targets], part.slots, part.job_rows)
         else:
             outputs = backbone.token_losses(states_SH[targets], part.loss_targets_S, part)
-        found.append(terms_of(group.objective, outputs, part, group.configs))
+        results.append(terms_of(group.objective, outputs, part, group.configs))
         first, first_target = last, first_target + num_targets
-    return found
+    return results
 
 
 def terms_of(objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]) -> Terms:
