@@ -185,8 +185,8 @@ def parallel_figure(history: RunHistory) -> dict[str, Any] | None:
     if history.metric == LOSS:
         axes.append(result_axis("best validation loss", {job.job: job.best_validation_loss for job in jobs}))
     else:
-        found = {job.job: job.best_metrics.get(history.metric, math.nan) for job in jobs}
-        axes.append(result_axis(f"best {metric_name(history.metric)}", found))
+        best_values = {job.job: job.best_metrics.get(history.metric, math.nan) for job in jobs}
+        axes.append(result_axis(f"best {metric_name(history.metric)}", best_values))
     shown = shown_metrics(history)
     names = [name for name in order if math.isfinite(history.jobs[name].best_validation_loss)]
     seen: set[str] = set()
