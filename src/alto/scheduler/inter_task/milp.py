@@ -66,17 +66,17 @@ def milp_schedule(problem: SchedulingProblem, *, time_limit_s: float) -> Schedul
                 reservations,
                 build_by=now + _BUILD_FRACTION * share_s,
             )
-            found = model.solve(now + share_s - _READ_FACTOR * (time.monotonic() - now))
+            solution = model.solve(now + share_s - _READ_FACTOR * (time.monotonic() - now))
         except _OutOfTimeError:
-            found = None
-        if found is None:
+            solution = None
+        if solution is None:
             reservations, is_proven = list_reservations(problem, "lpt"), False
             notice = f"scheduled by lpt: {len(taken) + len(demands)} tasks were too many for milp in {time_limit_s:g} s"
             break
-        reservations = list(found.reservations)
-        is_proven = is_proven and found.is_optimal
+        reservations = list(solution.reservations)
+        is_proven = is_proven and solution.is_optimal
         if number == 0:
-            bound_s = max(bound_s, found.bound)
+            bound_s = max(bound_s, solution.bound)
     placements = place(problem, reservations)
     if len(classes) == 1:
         placements = min(placements, place(problem, list_reservations(problem, "lpt")), key=makespan_of)
