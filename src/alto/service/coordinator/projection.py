@@ -208,7 +208,7 @@ def publish(service: Service, job: JobRow) -> Publication:
     model = ModelRow(
         id=name, tenant=job.tenant, job=job.id, base_model=job.model, adapter=adapter, created_at=now(), serving="none"
     )
-    best = next(found for found in result.job_results if found.job == result.best_job)
+    best = next(job_result for job_result in result.job_results if job_result.job == result.best_job)
     history = result.history
     saved = savings_of(history, "succeeded").share
     facts = {

@@ -146,10 +146,10 @@ def create_job(
                 "hyperparameters",
                 "too_many_gpus",
             )
-        if most is not None and (found := count_open(session, caller.tenant)) >= most:
+        if most is not None and (num_open := count_open(session, caller.tenant)) >= most:
             raise ApiError(
                 429,
-                f"expected at most {most} open jobs, found {found}; wait for one to end, or cancel one",
+                f"expected at most {most} open jobs, found {num_open}; wait for one to end, or cancel one",
                 code="too_many_jobs",
                 headers={"Retry-After": "60", "x-should-retry": "false"},
             )
