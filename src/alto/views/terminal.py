@@ -416,9 +416,13 @@ def final_summary(
         *map(Text, wording.describe_time(history)),
     ]
     if status is RunStatus.RUNNING and now is not None:
-        found = outlook(history, now)
+        progress = outlook(history, now)
         lines.append(
-            Text(" · ".join([f"{wording.format_percent(found.fraction_done)} done", *wording.describe_outlook(found)]))
+            Text(
+                " · ".join(
+                    [f"{wording.format_percent(progress.fraction_done)} done", *wording.describe_outlook(progress)]
+                )
+            )
         )
     lines += samples_text(history)
     if run_dir is not None and history.best is not None:
