@@ -59,7 +59,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
     def leave(module: nn.Module, *_: Any) -> None:
         running.pop(module).close()
 
-    owners = [m for m in model.modules() if any(_is_half(value) for value in _own(m))]
+    owners = [m for m in model.modules() if any(_is_half(value) for value in _own_tensors(m))]
     hooks = [module.register_forward_pre_hook(enter) for module in owners]
     hooks += [module.register_forward_hook(leave) for module in owners]
     try:
@@ -74,7 +74,7 @@ def in_float32(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def widened(module: nn.Module) -> Iterator[None]:
     """Convert the module's own parameters and buffers to float32 inside the context, and restore them after it."""
-    kept = [(value, value.data) for value in _own(module) if _is_half(value)]
+    kept = [(value, value.data) for value in _own_tensors(module) if _is_half(value)]
     try:
         for value, data in kept:
             value.data = data.float()
@@ -84,7 +84,7 @@ def widened(module: nn.Module) -> Iterator[None]:
             value.data = data
 
 
-def _own(module: nn.Module) -> list[Tensor]:
+def _own_tensors(module: nn.Module) -> list[Tensor]:
     own = (*module._parameters.values(), *module._buffers.values())
     return [value for value in own if value is not None]
 
@@ -366,7 +366,7 @@ class _Rows:
         """Return the losses ``[T, C]`` of the model's own forward pass, one row at a time, and how much they change
         when every module's output is rounded again."""
         losses_TC = self._own_losses()
-        with _rounded_anew(self._backbone.model):
+        with _perturbed_outputs(self._backbone.model):
             return losses_TC, self._own_losses() - losses_TC
 
     def _own_losses(self) -> Tensor:
@@ -397,7 +397,7 @@ class _Rows:
         hidden_TH = self._hidden(self._ids_T)
         found_TC = self._losses(hidden_TH)
         difference_TC = found_TC - expected_TC
-        if not self._worst(difference_TC, noise_TC, expected_TC) <= _MAX_RATIO:
+        if not self._largest_ratio(difference_TC, noise_TC, expected_TC) <= _MAX_RATIO:
             apart = (difference_TC.norm() / expected_TC.norm()).item()
             own = (noise_TC.norm() / expected_TC.norm()).item()
             layout = "padded" if self._backbone.is_padded else "packed"
@@ -421,7 +421,7 @@ class _Rows:
                 return
             losses_TC = self._losses(before_TH)
             difference_TC = (self._losses(after_TH) - losses_TC)[is_kept_T]
-        is_alone = self._worst(difference_TC, noise_TC, losses_TC) <= _MAX_RATIO
+        is_alone = self._largest_ratio(difference_TC, noise_TC, losses_TC) <= _MAX_RATIO
         if not is_alone or (by_gradient and self._gradient(is_kept_T)[changed].any()):
             raise UnsupportedModelError(
                 f"{_name(self._backbone)}: expected rows that do not depend on other rows, found one that changes with "
@@ -437,7 +437,7 @@ class _Rows:
         other_T = torch.cat([self._ids_T[:middle], self._other_ids_T[middle:last], self._ids_T[last:]])
         losses_TC = self._losses(before_TH)
         difference_TC = (self._losses(self._hidden(other_T)) - losses_TC)[first:middle]
-        if not self._worst(difference_TC, noise_TC, losses_TC) <= _MAX_RATIO:
+        if not self._largest_ratio(difference_TC, noise_TC, losses_TC) <= _MAX_RATIO:
             has_switch = getattr(self._backbone.model.config, "is_decoder", None) is False
             remedy = "set is_decoder to true in its config.json, or " if has_switch else ""
             raise UnsupportedModelError(
@@ -481,7 +481,7 @@ class _Rows:
             )
         return losses.reshape(-1, num_targets)
 
-    def _worst(self, difference_TC: Tensor, noise_TC: Tensor, losses_TC: Tensor) -> float:
+    def _largest_ratio(self, difference_TC: Tensor, noise_TC: Tensor, losses_TC: Tensor) -> float:
         """Return the largest difference of a token's losses, divided by the largest difference that rounding causes;
         losses are float32."""
         noise = _rms(noise_TC).max() + torch.finfo(torch.float32).eps * _rms(losses_TC).max()
@@ -503,7 +503,7 @@ def _set_patterns(patterns: Any) -> None:
 
 
 @contextmanager
-def _rounded_anew(model: nn.Module) -> Iterator[None]:
+def _perturbed_outputs(model: nn.Module) -> Iterator[None]:
     """Change the output of every module without submodules by up to one rounding, at random."""
     generators: dict[torch.device, torch.Generator] = {}
 

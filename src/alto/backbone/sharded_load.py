@@ -137,7 +137,7 @@ def _give_memory(network: nn.Module, device: torch.device) -> None:
 def _fill(network: PreTrainedModel, files: _Files, mesh: DeviceMesh, device: torch.device) -> Mapping[str, Any]:
     missing: list[str] = []
     mismatched: list[tuple[str, Any, Any]] = []
-    for names, tensor, layer in _wanted(network):
+    for names, tensor, layer in _required_weights(network):
         key = files.find(names, network.base_model_prefix)
         if key is None:
             missing.append(names[0])
@@ -155,7 +155,7 @@ def _fill(network: PreTrainedModel, files: _Files, mesh: DeviceMesh, device: tor
     return {"missing_keys": missing, "mismatched_keys": mismatched}
 
 
-def _wanted(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor, QuantisedLinear | None]]:
+def _required_weights(network: PreTrainedModel) -> Iterator[tuple[list[str], Tensor, QuantisedLinear | None]]:
     """Yield the required weights: the names of each, its destination, and the layer that packs it before it is copied,
     or None."""
     stored = network.state_dict(keep_vars=True)
