@@ -71,9 +71,9 @@ class LiveQueue:
         self._controller = controller
         controller.on_turn(self._carry_out_commands)
         finished = set(done)
-        self._cancel_what_waits(finished)
+        self._record_pending_cancels(finished)
         entries, _ = self._queue_dir.read()
-        self._journal_what_is_missing(entries)
+        self._journal_missing_events(entries)
         self._controller.begin(
             [self._ticket(entry) for entry in entries if entry.task not in finished and not entry.is_cancelled]
         )
@@ -126,13 +126,13 @@ class LiveQueue:
             except RunBusyError:  # the queue has failed; it will answer the command when it is resumed
                 raise
             except AltoError as error:
-                if isinstance(error, RunWriteError) and self._is_noted(command):
+                if isinstance(error, RunWriteError) and self._has_effect(command):
                     # The effect is on disk but not in the journal: stop, so that resuming the queue repairs it.
                     raise
                 answer = CommandAnswer(done=False, message=str(error))
             self._mailbox.answer(command.id, answer)
 
-    def _is_noted(self, command: QueueCommand) -> bool:
+    def _has_effect(self, command: QueueCommand) -> bool:
         """Return whether the queue's folder shows the effect of a command."""
         entries, _ = self._queue_dir.read()
         return any(
@@ -227,7 +227,7 @@ class LiveQueue:
             trust_remote_code=trusts or entry.task in self._intake.trusted,
         )
 
-    def _cancel_what_waits(self, finished: Collection[str]) -> None:
+    def _record_pending_cancels(self, finished: Collection[str]) -> None:
         """Record cancellations that were sent while no process worked on the queue, so that these tasks are not started
         and cannot block the others if they cannot run any more. The first turn answers the commands."""
         to_cancel = {command.task for command in self._mailbox.pending() if command.action is QueueAction.CANCEL}
@@ -235,7 +235,7 @@ class LiveQueue:
             if entry.task in to_cancel and entry.task not in finished and not entry.is_cancelled:
                 self._queue_dir.cancel(entry.task)
 
-    def _journal_what_is_missing(self, entries: Sequence[QueueEntry]) -> None:
+    def _journal_missing_events(self, entries: Sequence[QueueEntry]) -> None:
         """Journal entries that only ``queue.yaml`` has because a controller died between the two writes."""
         submitted, cancelled = set[str](), set[str]()
         for event in (entry.event for entry in self._journal.past):

@@ -94,13 +94,13 @@ class Orders:
         """
         self._num_given += 1
         order = WorkOrder(number=self._num_given, attempt_dir=str(attempt.root), ticket=ticket)
-        self._give(order)
+        self._write_order(order)
         return order.number
 
     def stop(self, number: int) -> None:
         """Order to end the attempt of order ``number``; errors as in :meth:`work`."""
         self._num_given += 1
-        self._give(StopOrder(number=self._num_given, stopped=number))
+        self._write_order(StopOrder(number=self._num_given, stopped=number))
 
     def ended(self, number: int) -> Ending | None:
         """Return how the attempt of order ``number`` ended; None if the process has not reported it yet."""
@@ -113,7 +113,7 @@ class Orders:
         """Remove the folder after its process has ended."""
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _give(self, order: Order) -> None:
+    def _write_order(self, order: Order) -> None:
         self._write(self.root / f"order-{order.number:06}.json", {type(order).__name__: asdict(order)})
 
     # -- the side of the process -----------------------------------------------------------------------------------

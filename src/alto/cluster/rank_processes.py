@@ -122,7 +122,7 @@ def _work_as(rank: int, attempt: AttemptDir, ticket: TaskTicket, first: int, log
     for number in HELD_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # only the first rank gets stop signals; it stops the others
     signal.pthread_sigmask(signal.SIG_UNBLOCK, HELD_SIGNALS)
-    threading.Thread(target=_die_with, args=(first,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(first,), daemon=True).start()
     ending = work_alone(ticket, lambda: False)
     is_well = ending.outcome in (Outcome.FINISHED, Outcome.INTERRUPTED)
     is_written = is_well or attempt.write_ending(ending, rank)
@@ -132,7 +132,7 @@ def _work_as(rank: int, attempt: AttemptDir, ticket: TaskTicket, first: int, log
     os._exit(exit_code_of(ending, is_written=is_written))
 
 
-def _die_with(first: int) -> None:
+def _exit_with_parent(first: int) -> None:
     while os.getppid() == first:
         time.sleep(WATCH_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -224,7 +224,7 @@ class RayCluster:
         while True:
             with self._connected():
                 handled = [event for actor in list(self._actors) for event in self._handle(actor)]
-                events = [*self._count_nodes(), *handled, *self._lose_stranded(), *self._lose_dead()]
+                events = [*self._count_nodes(), *handled, *self._end_stranded(), *self._end_dead()]
                 self._end_idle()
                 left_s = gives_up_at - time.monotonic()
                 if events or left_s <= 0:
@@ -305,7 +305,7 @@ class RayCluster:
                 return
             except RayError as error:
                 if isinstance(error, ActorDiedError) and error.actor_init_failed:
-                    yield from self._end(actor, _why_it_cannot_start(actor.first, error), Outcome.FAILED)
+                    yield from self._end(actor, _start_failure(actor.first, error), Outcome.FAILED)
                     return
                 actor.reply = None
                 actor.died_because, actor.watched_at = f"its actor ended: {_first_line(error)}", time.monotonic()
@@ -366,14 +366,14 @@ class RayCluster:
         self._counted_at = time.monotonic()
         return changes
 
-    def _lose_stranded(self) -> Iterator[ExecutorEnded]:
+    def _end_stranded(self) -> Iterator[ExecutorEnded]:
         """Report the end of executors that had a GPU on a node that is gone."""
         for actor in list(self._actors):
             gone = sorted({gpu.node for gpu in actor.first.gpus if self._nodes.id_of(gpu.node) is None})
             if gone:
                 yield from self._end(actor, f"{', '.join(gone)} left the cluster")
 
-    def _lose_dead(self) -> Iterator[ExecutorEnded]:
+    def _end_dead(self) -> Iterator[ExecutorEnded]:
         """Report the end of executors whose actor died a while ago on a node that lives."""
         for actor in list(self._actors):
             if actor.died_because and time.monotonic() > actor.watched_at + NODE_VERDICT_S:
@@ -416,7 +416,7 @@ def _head() -> tuple[str, int] | None:
     return host.strip("[]"), int(port)
 
 
-def _why_it_cannot_start(launch: Launch, error: ActorDiedError) -> str:
+def _start_failure(launch: Launch, error: ActorDiedError) -> str:
     cause = str(error).strip().splitlines()[-1].strip()
     return (
         f"expected the same version of ALTO on every node, found that {launch.gpus[0].node} cannot start it ({cause}); "

@@ -47,7 +47,7 @@ def main() -> None:
     Path("/proc/self/comm").write_text("alto-executor")  # for ps and top
     orders, request = Orders(arguments.orders), StopRequest()
     outlive = threading.Thread(
-        target=_outlive, args=(arguments.parent, arguments.grace_s, arguments.orders), daemon=True
+        target=_exit_after_zygote, args=(arguments.parent, arguments.grace_s, arguments.orders), daemon=True
     )
     size = int(os.environ["WORLD_SIZE"])
     if size > 1:
@@ -129,7 +129,7 @@ def _exit(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _outlive(zygote: int, grace_s: float, orders: Path) -> None:
+def _exit_after_zygote(zygote: int, grace_s: float, orders: Path) -> None:
     """Wait until the zygote dies, as it does with the controller; then stop, and kill this process after the grace
     period."""
     while os.getppid() == zygote:

@@ -173,7 +173,7 @@ class Zygote:
                 for message in self._server.channel.receive():
                     self._handle(message)
                 if self._server.channel.is_closed:
-                    self._lose()
+                    self._handle_death()
             for forked in list(self._orphans):
                 forked.look_for_its_end()
                 if forked.has_exited:
@@ -196,7 +196,7 @@ class Zygote:
 
     def _start(self) -> None:
         if self._server is not None and self._server.process.poll() is not None:
-            self._lose()
+            self._handle_death()
         if self._server is None:
             self._server = _Started()
             weakref.finalize(self, self._server.close)
@@ -205,7 +205,7 @@ class Zygote:
         if self._server is not None:
             self._server.channel.send(message)
             if self._server.channel.is_closed:
-                self._lose()
+                self._handle_death()
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         match message:
@@ -218,7 +218,7 @@ class Zygote:
             case {"reaped": number}:
                 self._running.pop(number).is_reaped = True
 
-    def _lose(self) -> None:
+    def _handle_death(self) -> None:
         """Handle the death of the zygote: its children run until they notice it; requests that it had not read fail."""
         assert self._server is not None
         last_log_line = self._server.last_log_line()
@@ -347,10 +347,10 @@ class _ForkLoop:
                     while os.read(self._wakeup_read, 512):
                         pass
                 for request in self._requests.receive():
-                    self._do(request)
+                    self._handle_request(request)
                 self._report_exits()
 
-    def _do(self, request: Mapping[str, Any]) -> None:
+    def _handle_request(self, request: Mapping[str, Any]) -> None:
         if "reap" in request:
             pid = self._exited.pop(request["reap"])
             os.waitpid(pid, 0)
