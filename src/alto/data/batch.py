@@ -332,7 +332,7 @@ class TokenBatch:
 
 def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
     """Concatenate the rows of ``jobs`` into one batch; jobs of the same task have to be adjacent."""
-    laid_J = [list(_laid(job)) for job in jobs]
+    laid_J = [list(_sequences_of(job)) for job in jobs]
     input_ids, targets, _ = zip(*(row for of_job in laid_J for row in of_job), strict=True)
     spans_J = [[span for _, _, of_row in of_job for span in of_row] for of_job in laid_J]
     spans = [span for of_job in spans_J for span in of_job]
@@ -370,7 +370,7 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
     )
 
 
-def _laid(job: JobRows) -> Iterator[tuple[Tensor, Tensor, tuple[Span, ...]]]:
+def _sequences_of(job: JobRows) -> Iterator[tuple[Tensor, Tensor, tuple[Span, ...]]]:
     """Yield token ids, targets and sequences of the rows of ``job``, without the beginnings that they share with
     earlier rows."""
     provider: Tensor | None = None

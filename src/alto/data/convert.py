@@ -248,7 +248,7 @@ def to_pair(row: RawRow, layout: Layout) -> Pair:
             do not first differ in an assistant reply; or a reply is empty. The message names file and line.
     """
     fields = _Fields(_checked(row, layout), layout)
-    conversations = _parted(_PAIR_CONVERTERS[layout.form](fields), fields)
+    conversations = _with_common_context(_PAIR_CONVERTERS[layout.form](fields), fields)
     chosen, rejected = (_completed(turns, fields) for turns in conversations)
     for side in (chosen, rejected):
         trained = [turn for turn in side if turn.is_trained]
@@ -384,10 +384,10 @@ def _messages(fields: _Fields) -> list[Message]:
 
 def _prompt_completion(fields: _Fields) -> list[Message]:
     """Return the prompt as context and the completion; as in TRL, assistant turns of the prompt are not trained."""
-    return _behind(fields.turns_or_text("prompt", "user"), "completion", fields)
+    return _after_prompt(fields.turns_or_text("prompt", "user"), "completion", fields)
 
 
-def _behind(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Message]:
+def _after_prompt(prompt: Sequence[Message], role: str, fields: _Fields) -> list[Message]:
     """Return ``prompt`` as context, followed by the reply in the column of ``role``, which may repeat the prompt.
 
     Raises:
@@ -477,7 +477,7 @@ def _preference(fields: _Fields) -> _Conversations:
     if given is None or (isinstance(given, str) and "assistant" not in (chosen[0].role, rejected[0].role)):
         return chosen, rejected
     prompt = [_with_input("prompt", fields)] if fields.get("input") else fields.turns_or_text("prompt", "user")
-    return _behind(prompt, "chosen", fields), _behind(prompt, "rejected", fields)
+    return _after_prompt(prompt, "chosen", fields), _after_prompt(prompt, "rejected", fields)
 
 
 def _raw_preference(fields: _Fields) -> _Conversations:
@@ -506,7 +506,7 @@ def _num_common(first: str, second: str) -> int:
 def _openai_preference(fields: _Fields) -> _Conversations:
     given = fields.get("input")
     prompt = fields.turns(given.get("messages") if isinstance(given, Mapping) else given, "input")
-    return _behind(prompt, "preferred_output", fields), _behind(prompt, "non_preferred_output", fields)
+    return _after_prompt(prompt, "preferred_output", fields), _after_prompt(prompt, "non_preferred_output", fields)
 
 
 _PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Conversations]] = {
@@ -516,7 +516,7 @@ _PAIR_CONVERTERS: Mapping[str, Callable[[_Fields], _Conversations]] = {
 }
 
 
-def _parted(conversations: _Conversations, fields: _Fields) -> _Conversations:
+def _with_common_context(conversations: _Conversations, fields: _Fields) -> _Conversations:
     """Return both conversations with their common beginning as context.
 
     Raises:

@@ -168,7 +168,7 @@ def encode_prompt(turns: Conversation, tokenizer: Any) -> list[int]:
     if turns[0].role == "text":
         wanted = [Wanted(turns[0].content, has_special=True)]
     elif not getattr(tokenizer, "chat_template", None):
-        wanted = _plainly(turns)
+        wanted = _turns_alone(turns)
     else:
         wanted = [Wanted(ChatTemplate(tokenizer).text(turns, open_turn=True))]
     return [token for tokens in TextTokenizer(tokenizer).tokens(wanted) for token in tokens.ids]
@@ -310,7 +310,7 @@ class Encoder:
             return [(yield from _raw(conversation, self._tokenizer))]
         if template is None:
             self._count_unread(conversation, [])
-            turns = list(zip(conversation, (yield _plainly(conversation)), strict=True))
+            turns = list(zip(conversation, (yield _turns_alone(conversation)), strict=True))
             trained_tokens = [turn.is_trained for turn, tokens in turns for _ in tokens.ids]
             return [self._ended([token for _, tokens in turns for token in tokens.ids], trained_tokens)]
         texts = TurnTexts(template, conversation, is_recorded=len(trained) > 1)
@@ -349,7 +349,7 @@ class Encoder:
             return EncodedRow(raw.input_ids, (True,) * len(raw.input_ids))
         if self._template is None:
             self._count_unread(conversation, [])
-            wanted = _plainly(conversation)
+            wanted = _turns_alone(conversation)
         else:
             wanted = [Wanted(self._template.text(conversation, open_turn=False))]
             self._count_unread(conversation, [(conversation, wanted[0].text)])
@@ -437,7 +437,7 @@ class Encoder:
         """
         for name, count in given_keys(conversation).items():
             self._given[name] += count
-            if all(self._shows(without_key(turns, name)) == text for turns, text in shown):
+            if all(self._shown_text(without_key(turns, name)) == text for turns, text in shown):
                 self._unread[name] += count
                 calls = [turn for turn in conversation if turn.is_trained and name == "tool_calls"]
                 bare = next((turn for turn in calls if not turn.content.strip() and name in turn.other_keys()), None)
@@ -449,7 +449,7 @@ class Encoder:
                         f"{tools_remedy(self._tokenizer)}"
                     )
 
-    def _shows(self, conversation: Conversation) -> str | None:
+    def _shown_text(self, conversation: Conversation) -> str | None:
         assert self._template is not None
         try:
             return self._template.text(conversation, open_turn=False)
@@ -498,7 +498,7 @@ def _raw(conversation: Conversation, tokenizer: Any) -> _Steps[EncodedRow]:
     return EncodedRow(tuple(ids), tuple(position >= begin for position in range(len(ids))))
 
 
-def _plainly(conversation: Conversation) -> list[Wanted]:
+def _turns_alone(conversation: Conversation) -> list[Wanted]:
     """Return every turn as a text of its own, so that its tokens do not depend on what follows it."""
     return [
         Wanted(

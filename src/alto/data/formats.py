@@ -237,7 +237,7 @@ def find_layout(
     common = [layout for layout in common if layout.misfit(first) is None]
     if len(common) > 1:
         raise DataFormatError(
-            f"{first.where}: expected columns of one form, found the columns of {_either(common, ' and ')}; "
+            f"{first.where}: expected columns of one form, found the columns of {_joined_names(common, ' and ')}; "
             f"{_choose(common)}"
         )
     return _completed(common[0], rows, {name for names in counts for name in names}, form, columns)
@@ -341,13 +341,13 @@ def _no_form(row: RawRow, candidates: Sequence[Layout], form: str) -> DataFormat
     is_settled = is_paired or any(layout.is_labelled or layout.is_classified for layout in candidates)
     classified = "set method: classification and columns: {text: <its column>, label: <its column>}"
     return DataFormatError(
-        f"{row.where}: expected {what}: {_either(shown)}{other}; found {listed(row.values)}; name roles with "
+        f"{row.where}: expected {what}: {_joined_names(shown)}{other}; found {listed(row.values)}; name roles with "
         f"columns, such as {{{example}}}, or rename the columns"
         + (f"; to learn labels of texts, {classified}" if form == "auto" and not is_settled else "")
     )
 
 
-def _either(layouts: Sequence[Layout], joint: str = " or ") -> str:
+def _joined_names(layouts: Sequence[Layout], joint: str = " or ") -> str:
     return joint.join(map(str, layouts))
 
 

@@ -94,11 +94,11 @@ class Conversation(tuple[Message, ...]):
         return super().__getitem__(index)
 
     @property
-    def _beside(self) -> tuple[str, bool | None]:
+    def _extra_fields(self) -> tuple[str, bool | None]:
         return self.template_arguments, self.is_desirable
 
     def __eq__(self, other: object) -> bool:
-        return super().__eq__(other) is True and self._beside == getattr(other, "_beside", ("", None))
+        return super().__eq__(other) is True and self._extra_fields == getattr(other, "_extra_fields", ("", None))
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -106,7 +106,7 @@ class Conversation(tuple[Message, ...]):
     def __hash__(self) -> int:
         # A conversation without extra fields equals the plain tuple of its turns, so both need the same hash.
         own = super().__hash__()
-        return hash((own, self._beside)) if self._beside != ("", None) else own
+        return hash((own, self._extra_fields)) if self._extra_fields != ("", None) else own
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,7 @@ class ChatTemplate:
         """Return the texts of :meth:`text` for all beginnings; None if they cannot be derived from the whole text.
 
         They cannot if the tokenizer has its own template code, or the template fails on the row's own messages."""
-        beside = _beside(conversation)
+        beside = _arguments_of(conversation)
         if not self._is_transparent or not self._settings.isdisjoint(beside):
             return None
         arguments = {"tools": None, "documents": None, "add_generation_prompt": open_turn}
@@ -340,7 +340,7 @@ class ChatTemplate:
 
     def _first(self, conversation: Conversation, render: Callable[[list[dict[str, Any]], dict[str, Any]], Any]) -> Any:
         """Return the result of ``render`` for the first form of the messages that the template accepts."""
-        beside = _beside(conversation)
+        beside = _arguments_of(conversation)
         refusal = None
         for messages in self._forms(conversation):
             try:
@@ -356,11 +356,11 @@ class ChatTemplate:
     def _forms(self, conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
         """Yield the same messages in the forms that templates accept, the row's own form first."""
         own = [self._message(message, conversation) for message in conversation]
-        yield [_given(message) for message in own]
+        yield [_without_nulls(message) for message in own]
         has_calls = any(message.get("tool_calls") for message in own)
         lacks_content = any(message["content"] is None for message in own)
         if has_calls:
-            yield [_given(_with_text_arguments(message)) for message in own]
+            yield [_without_nulls(_with_text_arguments(message)) for message in own]
         if lacks_content:
             yield [_with_content(message) for message in own]
             yield [_with_content(_with_text_arguments(message)) for message in own]
@@ -374,7 +374,7 @@ class ChatTemplate:
         return {**keys, "role": role, "content": None if is_missing else message.content}
 
     def _source(self, conversation: Conversation) -> str:
-        return str(self.tokenizer.get_chat_template(None, _beside(conversation).get("tools")))
+        return str(self.tokenizer.get_chat_template(None, _arguments_of(conversation).get("tools")))
 
 
 class TurnTexts:
@@ -415,7 +415,7 @@ def given_keys(conversation: Conversation) -> dict[str, int]:
     many templates do not support, as ``role: tool``; and :data:`PARALLEL_CALLS`, because some templates write only the
     first of several calls.
     """
-    counts: dict[str, int] = {f"row: {name}": 1 for name, value in _beside(conversation).items() if value}
+    counts: dict[str, int] = {f"row: {name}": 1 for name, value in _arguments_of(conversation).items() if value}
     for message in conversation:
         named = [key for key, value in message.other_keys().items() if value not in (None, "", [], {})]
         if message.role not in (*_PLAIN_ROLES, "text"):
@@ -432,7 +432,7 @@ def without_key(conversation: Conversation, name: str) -> Conversation:
     changed text."""
     kind, _, of_kind = name.partition(": ")
     turns: Sequence[Message] = conversation
-    beside = _beside(conversation)
+    beside = _arguments_of(conversation)
     if name == PARALLEL_CALLS:
         turns = [_with_one_call(turn) for turn in conversation]
     elif kind == "row" and of_kind:
@@ -444,7 +444,7 @@ def without_key(conversation: Conversation, name: str) -> Conversation:
     return Conversation(turns, json.dumps(beside, ensure_ascii=False) if beside else "")
 
 
-def _beside(conversation: Conversation) -> dict[str, Any]:
+def _arguments_of(conversation: Conversation) -> dict[str, Any]:
     """Return the arguments of the template beside the turns."""
     text = conversation.template_arguments
     arguments: dict[str, Any] = json.loads(text) if text else {}
@@ -470,7 +470,7 @@ def _stripped(turn: Message, name: str) -> Message:
     return replace(turn, extras=json.dumps(keys, ensure_ascii=False) if keys else "")
 
 
-def _given(message: dict[str, Any]) -> dict[str, Any]:
+def _without_nulls(message: dict[str, Any]) -> dict[str, Any]:
     """Drop null values: some versions of transformers drop them too, and templates would write ``None``."""
     return {key: value for key, value in message.items() if value is not None}
 
