@@ -61,7 +61,7 @@ def ordered(scored: Iterable[S]) -> list[S]:
     rest = sorted(_finite(items), key=_by_score)
     order: list[S] = []
     while rest:
-        group, rest = _parted(rest)
+        group, rest = _split_by_noise(rest)
         order += _ordered_inside(group)
     return [*order, *sorted((item for item in items if not math.isfinite(item.validation_loss)), key=lambda i: i.job)]
 
@@ -69,14 +69,14 @@ def ordered(scored: Iterable[S]) -> list[S]:
 def leading_group(scored: Iterable[S]) -> list[S]:
     """Return the first group of :func:`ordered`, in its order."""
     rest = sorted(_finite(scored), key=_by_score)
-    return _ordered_inside(_parted(rest)[0]) if rest else []
+    return _ordered_inside(_split_by_noise(rest)[0]) if rest else []
 
 
 def _finite(scored: Iterable[S]) -> list[S]:
     return [item for item in scored if math.isfinite(item.validation_loss)]
 
 
-def _parted(items: list[S]) -> tuple[list[S], list[S]]:
+def _split_by_noise(items: list[S]) -> tuple[list[S], list[S]]:
     """Return the items within noise of the first one, and the others."""
     group: list[S] = []
     rest: list[S] = []

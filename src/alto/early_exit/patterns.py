@@ -108,9 +108,9 @@ class OverfittingGap(GapSettings, Rule):
 
     def judge(self, history: Sequence[LossPoint]) -> ExitDecision | None:
         """Return the verdict for the last point of ``history``."""
-        return verdict_in_a_row(history, self._lies_apart, patience=self.overfitting_patience, reason=self.reason)
+        return verdict_in_a_row(history, self._has_gap, patience=self.overfitting_patience, reason=self.reason)
 
-    def _lies_apart(self, history: Sequence[LossPoint]) -> Evidence | None:
+    def _has_gap(self, history: Sequence[LossPoint]) -> Evidence | None:
         last = history[-1]
         gap = (last.validation_loss - last.train_ema) / magnitude(last.train_ema)
         if not gap > self.tau_gap:
