@@ -192,7 +192,9 @@ class Engine:
         run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)
         if is_finished(run_dir):
             with in_background(observers_of(self.observers)) as observers:
-                result = TaskResult(self._here(observers, objects).resume(run_dir, trust_remote_code=trust_remote_code))
+                result = TaskResult(
+                    self._runner(observers, objects).resume(run_dir, trust_remote_code=trust_remote_code)
+                )
             show_result(result, self.progress)
             return result
         task = load_run_task(run_dir, trust_remote_code=trust_remote_code)
@@ -445,7 +447,7 @@ class Engine:
             if has_ranks:
                 yield LaunchedRunner(observers=observers, is_interrupted=self.is_interrupted)
             else:
-                yield self._here(observers, task.objects)
+                yield self._runner(observers, task.objects)
 
-    def _here(self, observers: Sequence[Observer], objects: BaseObjects | None = None) -> TaskRunner:
+    def _runner(self, observers: Sequence[Observer], objects: BaseObjects | None = None) -> TaskRunner:
         return TaskRunner(observers=observers, is_interrupted=self.is_interrupted, objects=objects)

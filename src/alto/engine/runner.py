@@ -144,10 +144,12 @@ class TaskRunner:
                 run = OpenRun()
                 yield run
                 task = read_run_task(run_dir.task_file)
-                run.finish(self._conclude(task if task.base_model.is_loadable else self._given(task), run_dir))
+                run.finish(
+                    self._conclude(task if task.base_model.is_loadable else self._with_model_object(task), run_dir)
+                )
                 return
             named = load_run_task(run_dir, trust_remote_code=trust_remote_code)
-            with borrowing(self._given(named), self.device, is_named=named.base_model.is_loadable) as task:
+            with borrowing(self._with_model_object(named), self.device, is_named=named.base_model.is_loadable) as task:
                 prepared = self._prepare(task, resume_state)
                 if resume_state.lines and resume_state.base is None:
                     resume_state = replace(
@@ -165,7 +167,7 @@ class TaskRunner:
                 with self._session(prepared, run_dir, resume_state, bank) as run:
                     yield run
 
-    def _given(self, task: Task) -> Task:
+    def _with_model_object(self, task: Task) -> Task:
         """Return the task of a run with the base model object that the caller gave for it."""
         return task if self._objects is None else task.replace(model=self._objects)
 

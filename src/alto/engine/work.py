@@ -57,7 +57,7 @@ class Training:
             executor.attach(str(run.number), opened.session)
         self._executor = executor
         self._runs[run.number] = attached
-        self._weigh()
+        self._set_weights()
 
     def turn(self) -> Mapping[int, str | BaseException]:
         """Run one turn of the executor (:meth:`alto.executor.Executor.turn`); return the runs that have ended."""
@@ -74,7 +74,7 @@ class Training:
         if not self._runs:
             self._executor = None
         if errors:
-            self._weigh()
+            self._set_weights()
         return ended
 
     def _is_interrupted(self, run: HostedRun) -> bool:
@@ -99,7 +99,7 @@ class Training:
                 )
         return self._executor.bank
 
-    def _weigh(self) -> None:
+    def _set_weights(self) -> None:
         """Divide slots and tokens among the runs: first by tenant, then by priority."""
         if self._executor is not None:
             tickets = {str(number): found.run.ticket for number, found in self._runs.items()}
