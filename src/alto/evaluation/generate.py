@@ -136,7 +136,7 @@ class _RoomyLayer(DynamicLayer):
             self._rooms = tuple(_with_room(known, states) for known, states in zip(self._known(), new, strict=True))
         for room, states in zip(self._rooms, new, strict=True):
             room[:, :, first:end] = states
-        self._see(end)
+        self._set_length(end)
         return self._known()
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -144,14 +144,14 @@ class _RoomyLayer(DynamicLayer):
         if not self._rooms:
             return
         self._rooms = tuple(room.index_select(0, indices) for room in self._rooms)
-        self._see(self.get_seq_length())
+        self._set_length(self.get_seq_length())
 
     def _known(self) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
         return self.keys, self.values
 
-    def _see(self, num_tokens: int) -> None:
+    def _set_length(self, num_tokens: int) -> None:
         self.keys, self.values = (room[:, :, :num_tokens] for room in self._rooms)
 
 

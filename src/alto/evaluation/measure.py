@@ -112,7 +112,7 @@ def measure(
     if not chosen:
         raise DataError(f"dataset: expected at least one row to measure on, found none in {rows.name}; name other rows")
     if rows.labels is None:
-        measured, scoring = _wanted(conversations, rows.name, settings, scoring)
+        measured, scoring = _choose_metrics(conversations, rows.name, settings, scoring)
     else:
         _check_of_heads(settings)
         measured, scoring = ("labels",), None
@@ -420,7 +420,7 @@ def _shown(scoring: Scoring | None) -> dict[str, Any]:
     return {"scoring": {**facts, **({"url": scoring.address} if scoring.url else {})}}
 
 
-def _wanted(
+def _choose_metrics(
     conversations: Sequence[Conversation], name: str, settings: EvaluationSettings, preferred: Scoring | None
 ) -> tuple[tuple[str, ...], Scoring | None]:
     """Return the metrics that need no generation, and the scorer of answers.

@@ -212,7 +212,8 @@ def adapter_folder(target: Path) -> Path:
         if not run.best.is_dir():
             raise RunNotFoundError(
                 f"expected the best adapter of the run in {run.best}, found none: the run is not finished, or no job "
-                f"gave a result; resume it, or name a job with --job (jobs with a best adapter: {_listed(_bests(run))})"
+                f"gave a result; resume it, or name a job with --job (jobs with a best adapter: "
+                f"{_listed(_best_adapters(run))})"
             )
         return run.best
     if not is_adapter(target):
@@ -229,7 +230,7 @@ def best_of_jobs(run: RunDir, jobs: Sequence[str]) -> dict[str, Path]:
     Raises:
         RunNotFoundError: A named job has no best adapter, no job has one, or some were removed.
     """
-    bests = _bests(run)
+    bests = _best_adapters(run)
     removed = [job for job in _ended_with_best(run) if job not in bests and (job in jobs or not jobs)]
     if removed:
         named = ", ".join(removed[:5]) + (" and others" if len(removed) > 5 else "")
@@ -261,7 +262,7 @@ def _ended_with_best(run: RunDir) -> list[str]:
     return [job.job for job in history.jobs.values() if job.best_step] if history.result is not None else []
 
 
-def _bests(run: RunDir) -> dict[str, Path]:
+def _best_adapters(run: RunDir) -> dict[str, Path]:
     jobs = sorted(folder.parent.name for folder in run.root.glob("jobs/*/best"))
     return {job: run.job(job, "best") for job in jobs}
 
