@@ -58,7 +58,7 @@ class StateStore:
         """
         self._run.check_lock()
         folder = self.folder(job, kind)
-        fresh, previous = _beside(folder, "new"), _beside(folder, "previous")
+        fresh, previous = _sibling(folder, "new"), _sibling(folder, "previous")
         with _saving(self._run.root, folder):
             shutil.rmtree(fresh, ignore_errors=True)
             fresh.mkdir(parents=True)
@@ -85,7 +85,7 @@ class StateStore:
         """Remove the states that the saved ones replace. Call it on one rank, after the checkpoint is durable and
         before any rank commits."""
         for folder in self._uncommitted:
-            shutil.rmtree(_beside(folder, "previous"), ignore_errors=True)
+            shutil.rmtree(_sibling(folder, "previous"), ignore_errors=True)
 
     def remove(self, job: str, kind: Kind) -> None:
         """Remove a state that no durable checkpoint refers to; no error if absent."""
@@ -125,7 +125,7 @@ class StateStore:
 
     def _find(self, job: str, kind: Kind, step: int) -> Path | None:
         folder = self.folder(job, kind)
-        candidates = (folder, _beside(folder, "previous"))
+        candidates = (folder, _sibling(folder, "previous"))
         return next((candidate for candidate in candidates if _is_intact(candidate, step)), None)
 
 
@@ -178,5 +178,5 @@ def _saving(run: Path, what: Path) -> Iterator[None]:
             raise OSError(str(error)) from error
 
 
-def _beside(folder: Path, suffix: str) -> Path:
+def _sibling(folder: Path, suffix: str) -> Path:
     return folder.with_name(f"{folder.name}.{suffix}")

@@ -81,7 +81,7 @@ def conclude(
     if chosen is None:
         raise NoResultError(
             f"task {state.context.task.name!r}: expected at least one job to reach an evaluation with a finite loss, "
-            f"found that {_why_there_is_none(state)}"
+            f"found that {_no_winner_reason(state)}"
         )
     if hooks.judge is not None:
         chosen = _judged(state, recorder, run_dir, hooks.judge, check_stop) or chosen
@@ -136,7 +136,7 @@ def _judged(
     return _Choice(winner=winner, tied=tied, runner_up=runner_up)
 
 
-def _why_there_is_none(state: TrainingState) -> str:
+def _no_winner_reason(state: TrainingState) -> str:
     decisions = [state.selection.decision_on(job) for job in state.jobs]
     failed = [decision for decision in decisions if decision and "row_tokens" in decision.evidence]
     unpaid = [decision for decision in decisions if decision and decision.reason is ExitReason.BUDGET]

@@ -214,7 +214,7 @@ class SharedBank:
         Raises:
             DeviceMemoryError: Not even one slot fits; the bank is as before.
         """
-        self._note_what_fits()
+        self._remember_pass_size()
         self._members[member] = max_tokens
         try:
             self.fit()
@@ -225,7 +225,7 @@ class SharedBank:
 
     def detach(self, member: BankMember) -> None:
         """Remove a task, none of whose jobs has a slot; the bank keeps its size."""
-        self._note_what_fits()
+        self._remember_pass_size()
         del self._members[member]
         self.trainer.micro_batches.max_tokens = self._max_tokens
 
@@ -244,7 +244,7 @@ class SharedBank:
             member.leave(job)
         self._ranks.barrier()
         if before is not None:
-            self._note_what_fits()
+            self._remember_pass_size()
             del self.trainer
             eject(self._backbone.model)  # its wrapped modules hold the bank too
         try:
@@ -270,7 +270,7 @@ class SharedBank:
         """Largest number of tokens of a micro-batch that all members allow and that fits into memory."""
         return min(self._fitting_tokens, *self._members.values(), sys.maxsize)
 
-    def _note_what_fits(self) -> None:
+    def _remember_pass_size(self) -> None:
         """Remember the current size of micro-batches if out-of-memory events have made it smaller than the members
         allow."""
         if self._size is not None and (tokens := self.trainer.micro_batches.max_tokens) < self._max_tokens:

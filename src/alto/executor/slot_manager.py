@@ -188,7 +188,10 @@ class SlotManager:
 
     def keep_best(self, job: JobState) -> None:
         """Keep the adapter in the job's slot as its best so far."""
-        job.unsaved_best = (job.step, self.trainer.bank.read(self._local_slot(job)) if self._is_ours(job) else None)
+        job.unsaved_best = (
+            job.step,
+            self.trainer.bank.read(self._local_slot(job)) if self._is_written_here(job) else None,
+        )
 
     def save(self, job: JobState) -> None:
         """Save the job's state if it is not on disk already; for a job that cannot be resumed, only its best
@@ -207,7 +210,7 @@ class SlotManager:
         if job.slot is None or job.saved_step == job.step:
             return
         if job.is_resumable:
-            if self._is_ours(job):
+            if self._is_written_here(job):
                 local_slot = self._local_slot(job)
                 state = self.trainer.bank.read(local_slot), self.trainer.optimizer.read(local_slot)
                 self._save_last(job, job.step, *state)
@@ -306,7 +309,7 @@ class SlotManager:
     def _rank_of(self, job: JobState) -> int:
         return self.trainer.slots.rank_of(slot_of(job))
 
-    def _is_ours(self, job: JobState) -> bool:
+    def _is_written_here(self, job: JobState) -> bool:
         """Return whether this rank writes the states of a resident job. For a data-parallel job, the first rank that
         has it does."""
         return self._rank_of(job) == self._ranks.rank

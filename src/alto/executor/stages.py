@@ -135,7 +135,7 @@ def build_state(
     jobs = initial_states(context)
     for planned, event in _added(context, resume_state):
         jobs.append(JobState(planned=planned, context=context, starts_warm=event.warm, forked_at=event.forked_at))
-    misfits = _misfits(resume_state)
+    misfits = _jobs_out_of_memory(resume_state)
     for job in jobs:
         job.fits = job.id not in misfits
     bank = bank or SharedBank(
@@ -161,7 +161,7 @@ def _added(context: TaskContext, resume_state: ResumeState) -> list[tuple[Planne
     ]
 
 
-def _misfits(resume_state: ResumeState) -> set[str]:
+def _jobs_out_of_memory(resume_state: ResumeState) -> set[str]:
     """Return the jobs that ended because their adapters do not fit into memory."""
     found: set[str] = set()
     for entry in resume_state.entries:

@@ -27,7 +27,12 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         backbone = load_backbone(task.base_model, gradient_checkpointing=task.gradient_checkpointing is True)
         lengths = [RowLength(tuple(SpanLength(*span) for span in spans)) for spans in request["lengths"]]
         measured = measure(
-            task, backbone, lengths, num_rows=request["num_rows"], max_tokens=request["max_tokens"], on_progress=_tell
+            task,
+            backbone,
+            lengths,
+            num_rows=request["num_rows"],
+            max_tokens=request["max_tokens"],
+            on_progress=_report_remaining,
         )
     except DeviceMemoryError as error:
         return {"no_memory": str(error)}
@@ -38,7 +43,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return measured.to_dict()
 
 
-def _tell(remaining_s: float) -> None:
+def _report_remaining(remaining_s: float) -> None:
     print(json.dumps({"remaining_s": remaining_s}), flush=True)
 
 
