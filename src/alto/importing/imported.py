@@ -222,7 +222,7 @@ def imported_task(files: Sequence[ImportedFile], overrides: Iterable[str] = ()) 
     configurations = {str(file.path): overridden(file.values, of_files) for file in files}
     values = dict(overridden(combined(configurations), of_space))
     searched = set(searched_fields(values.get("search_space", {})))
-    values = {key: _from_here(key, value) for key, value in values.items() if key not in searched}
+    values = {key: _absolute_path(key, value) for key, value in values.items() if key not in searched}
     for key in ("model", "dataset"):
         if values.get(key) is None:
             raise SpecError(
@@ -279,7 +279,7 @@ def _without_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
-def _from_here(key: str, value: Any) -> Any:
+def _absolute_path(key: str, value: Any) -> Any:
     """Return the absolute path if ``value`` is a path in an override, which is relative to the current folder."""
     if key not in _PATHS or not isinstance(value, str) or (key == "model" and not value.startswith(("./", "../"))):
         return value

@@ -273,12 +273,12 @@ def _alpaca(
                 f"{where}: expected one column of prompts for labelled replies, found {quoted(prompt)} and "
                 f"{quoted(query)}. Join them in the rows."
             )
-        return "unpaired_preference", _ours("unpaired_preference", named)
+        return "unpaired_preference", _alto_columns("unpaired_preference", named)
     form = "prompt_completion" if query is None and named.get("history") is None else "alpaca"
-    return form, _ours(form, named)
+    return form, _alto_columns(form, named)
 
 
-def _ours(form: str, named: Mapping[str, Any]) -> dict[str, str]:
+def _alto_columns(form: str, named: Mapping[str, Any]) -> dict[str, str]:
     return _known({role: named.get(name) for name, role in _COLUMNS_OF_FORMS[form].items()})
 
 
