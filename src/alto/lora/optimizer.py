@@ -128,7 +128,7 @@ class SlotAdamW:
             self._step_together([updates[index] for index in together], scales)
             for index, update in enumerate(updates):
                 if update.slot in self._own:
-                    self._step_own(update, grad_scales[index])
+                    self._step_alone(update, grad_scales[index])
 
     def reset(self, slot: int, optim: OptimizerName) -> None:
         """Start ``optim`` in ``slot``, which the bank has assigned to an adapter, and clear its earlier state."""
@@ -190,7 +190,7 @@ class SlotAdamW:
             rounding_key=rounding_key(config.seed, step) if self.rounds_at_random else None,
         )
 
-    def _step_own(self, update: SlotUpdate, grad_scale: Tensor) -> None:
+    def _step_alone(self, update: SlotUpdate, grad_scale: Tensor) -> None:
         bank, slot = self._bank, update.slot
         gradients = _as_in_peft(bank, bank.grads_ZP, slot)
         clipped = {name: (gradient * grad_scale).contiguous() for name, gradient in gradients.items()}

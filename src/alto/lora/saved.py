@@ -316,14 +316,14 @@ def saved_settings(folder: Path) -> dict[str, Any]:
     parameters = list(settings.pop("target_parameters", []))
     dense = [name.removesuffix(_OF_WEIGHT) for name in parameters if _is_dense(name)]
     parameters = [name for name in parameters if not _is_dense(name)]
-    modules = settings.get("target_modules", PEFT_DEFAULT if _names_nothing(config) else [])
+    modules = settings.get("target_modules", PEFT_DEFAULT if _peft_chooses_modules(config) else [])
     if dense and not isinstance(modules, str):
         modules = [*modules, *dense]
     settings["target_modules"] = modules
     return settings | ({"target_parameters": parameters} if parameters else {})
 
 
-def _names_nothing(config: Mapping[str, Any]) -> bool:
+def _peft_chooses_modules(config: Mapping[str, Any]) -> bool:
     """Return whether PEFT would choose the modules. If ``target_parameters`` is set, PEFT has already written its
     choice."""
     return config.get("target_modules") is None and not config.get("target_parameters")

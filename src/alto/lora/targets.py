@@ -219,9 +219,11 @@ def find_targets(
     if target_modules == ALL_LINEAR:
         selected = set(linear)
     elif isinstance(target_modules, str):
-        selected = _meant(model, known, target_modules, _fullmatch, excluded)
+        selected = _matching_modules(model, known, target_modules, _fullmatch, excluded)
     else:
-        selected = set().union(*(_meant(model, known, name, _is_name_or_ending, excluded) for name in target_modules))
+        selected = set().union(
+            *(_matching_modules(model, known, name, _is_name_or_ending, excluded) for name in target_modules)
+        )
     selected -= excluded
     if layers_to_transform is not None:
         in_full = set() if isinstance(target_modules, str) else selected & set(target_modules)
@@ -299,7 +301,7 @@ def _find_experts(model: PreTrainedModel, names: Sequence[str]) -> tuple[TargetM
     )
 
 
-def _meant(
+def _matching_modules(
     model: PreTrainedModel,
     known: Mapping[str, TargetModule],
     text: str,

@@ -119,7 +119,7 @@ class MultiLoraHead(_VocabularyModule):
         if schedule is None or not schedule.segments:
             result: Tensor = self.base(x)
             return result
-        schedule = _of_kept(schedule, x)
+        schedule = _schedule_of_kept(schedule, x)
         x_SH = x.reshape(-1, x.shape[-1])
         frozen = FrozenWeight(self.base)
         if self._operands is None:
@@ -281,7 +281,7 @@ def _selected(schedule: TokenSchedule, slots: Sequence[int], counts: Sequence[in
     return TokenSchedule.build(slots, counts, scales, dropout)
 
 
-def _of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
+def _schedule_of_kept(schedule: TokenSchedule, x: Tensor) -> TokenSchedule:
     """Return the schedule of the positions ``[rows, kept, H]`` that each row of a forward pass passes to the head.
 
     Returns ``schedule`` itself if all positions are kept.
