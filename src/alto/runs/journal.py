@@ -318,7 +318,7 @@ class JournalTail:
             status = os.fstat(file.fileno())
             if status.st_ino != self._inode or status.st_size < self._offset:
                 self._inode = status.st_ino
-                self._go_back(file)
+                self._rewind(file)
             file.seek(self._offset)
             data = file.read()
         *lines, torn = data.split(b"\n")
@@ -326,7 +326,7 @@ class JournalTail:
         self._digests += map(hash, lines)
         return [decode(event, self._path) for event in map(_parse_line, lines) if event is not None]
 
-    def _go_back(self, file: BinaryIO) -> None:
+    def _rewind(self, file: BinaryIO) -> None:
         """Go back to the first line that differs from what was read before."""
         known, self._digests, self._offset = self._digests, [], 0
         for line, digest in zip(file, known, strict=False):
