@@ -157,7 +157,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
         rank_of = assign_ranks(
             (RankDemand(job=d.job, num_tokens=d.num_tokens, rank=_rank_of(d, slots)) for d in training), slots
         )
-        rank_of |= _make_way(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
+        rank_of |= _place_waiting(rank_of, [demand for demand in holders if demand.job not in rank_of], slots)
     moving = [
         d
         for d in holders
@@ -191,20 +191,20 @@ def _rank_of(demand: JobDemand, slots: RankSlots) -> int | None:
     return None if demand.slot is None or demand.is_data_parallel else slots.rank_of(demand.slot)
 
 
-def _make_way(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: RankSlots) -> dict[str, int]:
+def _place_waiting(rank_of: Mapping[str, int], waiting: Iterable[JobDemand], slots: RankSlots) -> dict[str, int]:
     """Find a rank for each job of ``waiting`` in the slots that the jobs of ``rank_of`` leave free: its own rank if
     possible."""
     num_taken = Counter(rank_of.values())
     found: dict[str, int] = {}
-    homeless: list[str] = []
+    without_rank: list[str] = []
     for demand in waiting:
         rank = _rank_of(demand, slots)
         if rank is not None and num_taken[rank] < slots.per_rank:
             found[demand.job] = rank
             num_taken[rank] += 1
         else:
-            homeless.append(demand.job)
-    for job in homeless:
+            without_rank.append(demand.job)
+    for job in without_rank:
         found[job] = min(range(slots.num_ranks), key=lambda rank: (num_taken[rank], rank))
         num_taken[found[job]] += 1
     return found

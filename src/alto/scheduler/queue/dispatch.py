@@ -65,7 +65,7 @@ class Waiting:
         now. Under ``fifo`` all tasks are of one shape. Tasks that pause or are larger than the cluster are left out.
         """
         for entries in self._shapes.values():
-            yield _within((task for *_, task in entries if task.ready_s <= now_s and not task.waits_for), num_free)
+            yield _that_fit((task for *_, task in entries if task.ready_s <= now_s and not task.waits_for), num_free)
 
     def _shape(self, task: ScheduledTask) -> tuple[int, str]:
         return (0, "") if self._is_strict else (task.demand.num_gpus, task.demand.tenant)
@@ -74,7 +74,7 @@ class Waiting:
         return self._order(task.demand), task.number, task
 
 
-def _within(tasks: Iterable[ScheduledTask], num_free: int) -> Iterator[ScheduledTask]:
+def _that_fit(tasks: Iterable[ScheduledTask], num_free: int) -> Iterator[ScheduledTask]:
     for task in tasks:
         num_free -= task.demand.num_gpus
         if num_free < 0:

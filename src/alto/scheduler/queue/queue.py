@@ -106,7 +106,7 @@ class Queue:
         num_gpus = len(self._pool)
         reasons = [reason for event in events if (reason := self._take_in(event, actions))]
         if len(self._pool) != num_gpus:
-            self._note_what_is_missing(*self._waiting)
+            self._note_missing_gpus(*self._waiting)
         reasons += self._handle_due_tasks(actions)
         self._take_offers(actions)
         if reasons and self._waiting:
@@ -148,7 +148,7 @@ class Queue:
             case GpuLost(gpu=gpu):
                 if not self._pool.lose(gpu):
                     return ""
-                self._forgive(gpu)
+                self._cancel_failures(gpu)
                 return f"GPU {gpu.index} of {gpu.node} was lost"
             case GpuAdded(gpu=gpu):
                 return f"GPU {gpu.index} of {gpu.node} was added" if self._pool.add(gpu) else ""
@@ -277,7 +277,7 @@ class Queue:
         actions.append(GaveUp(task=task.name, reason=verdict))
         return f"{task.name} was given up"
 
-    def _forgive(self, gpu: Gpu) -> None:
+    def _cancel_failures(self, gpu: Gpu) -> None:
         """Cancel the last failure and the pause of waiting tasks that failed on ``gpu``, which is now reported as lost.
 
         These tasks may start at once, and may share an executor again.
@@ -299,7 +299,7 @@ class Queue:
 
     def _wait(self, task: ScheduledTask) -> None:
         self._waiting.add(task)
-        self._note_what_is_missing(task)
+        self._note_missing_gpus(task)
         if task.ready_s > self._now_s:
             heapq.heappush(self._to_come, (task.ready_s, task.number, task))
 
@@ -325,7 +325,7 @@ class Queue:
     # The plan.
 
     def _replan(self, reason: str) -> list[Action]:
-        left = self._rest_of_plan()
+        left = self._unstarted_plan()
         self._plan, self._next = None, []
         schedule = self._plan_whole(left) if self._is_planned_whole() else self._plan_now()
         if schedule is None:
@@ -369,13 +369,13 @@ class Queue:
             now_s=self._now_s,
         )
 
-    def _note_what_is_missing(self, *tasks: ScheduledTask) -> None:
+    def _note_missing_gpus(self, *tasks: ScheduledTask) -> None:
         num_gpus = len(self._pool)
         for task in tasks:
             wanted = task.demand.num_gpus
             task.waits_for = f"{wanted} GPUs; the cluster has {num_gpus}" if wanted > num_gpus else ""
 
-    def _rest_of_plan(self) -> Schedule | None:
+    def _unstarted_plan(self) -> Schedule | None:
         """Return the unstarted part of the plan, with times counted from now."""
         if self._plan is None:
             return None

@@ -55,7 +55,7 @@ class SimulatedTask:
 def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:
     """Draw the tasks of ``simulation`` in the order of arrival; the same for every method."""
     draw = random.Random(f"tasks {simulation.seed}")
-    arriving = simulation.trace if simulation.trace is not None else _made_up(simulation, draw)
+    arriving = simulation.trace if simulation.trace is not None else _drawn_tasks(simulation, draw)
     spread = math.log(simulation.estimate_error)
     return [
         SimulatedTask(
@@ -68,7 +68,7 @@ def draw_tasks(simulation: Simulation) -> list[SimulatedTask]:
     ]
 
 
-def _made_up(simulation: Simulation, draw: random.Random) -> list[ArrivingTask]:
+def _drawn_tasks(simulation: Simulation, draw: random.Random) -> list[ArrivingTask]:
     tasks, now_s = [], 0.0
     of_base = random.Random(f"bases {simulation.seed}")  # its own generator: tasks are the same with and without bases
     counts, shares = list(simulation.gpus), list(simulation.gpus.values())

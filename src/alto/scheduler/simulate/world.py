@@ -45,7 +45,7 @@ class Work:
 
     task: SimulatedTask
     left_s: float
-    luck: random.Random
+    rng: random.Random
     attempt: int = 0
     gpus: tuple[Gpu, ...] = ()
     started_s: float = 0.0
@@ -159,7 +159,7 @@ class World:
         self._num_gpu_changes = 0
         self._order = itertools.count()
         self._to_come: list[tuple[float, int, QueueEvent, SimulatedExecutor | None, int]] = []
-        self._gpu_luck = {
+        self._gpu_rngs = {
             gpu: random.Random(f"{gpu.node} {gpu.index} {simulation.seed}")
             for node in nodes
             for gpu in (Gpu(node.name, index) for index in node.gpus)
@@ -178,12 +178,12 @@ class World:
         expected_share = sum(shares) / len(shares)
         for task in tasks:
             true_s = task.task.duration_s * (task.exit_share if self._early_exit else 1.0)
-            luck = random.Random(f"{task.name} {self._simulation.seed}")
-            self._works[task.name] = Work(task=task, left_s=true_s, luck=luck)
+            rng = random.Random(f"{task.name} {self._simulation.seed}")
+            self._works[task.name] = Work(task=task, left_s=true_s, rng=rng)
             demand = task.demand(expected_share)
             self._at(task.task.arrival_s, Submitted(time_s=task.task.arrival_s, demand=demand))
-        for gpu in self._gpu_luck:
-            self._lose_later(gpu, 0.0)
+        for gpu in self._gpu_rngs:
+            self._schedule_loss(gpu, 0.0)
         self._open = set(self._works)
         while self._open:
             self._step()
@@ -193,7 +193,7 @@ class World:
         """Return the GPU seconds since ``since_s``, without the time when a GPU was lost."""
         absences = [*self._absences, *((lost_s, self.now_s) for lost_s in self._lost_at.values())]
         lost_s = sum(max(0.0, end_s - max(start_s, since_s)) for start_s, end_s in absences)
-        return len(self._gpu_luck) * max(0.0, self.now_s - since_s) - lost_s
+        return len(self._gpu_rngs) * max(0.0, self.now_s - since_s) - lost_s
 
     def _step(self) -> None:
         """Advance the clock to the next event."""
@@ -205,14 +205,14 @@ class World:
         while self._to_come and self._to_come[0][0] <= self.now_s:
             *_, event, executor, version = heapq.heappop(self._to_come)
             if executor is None or executor.version == version:
-                events += self._happen(event)
+                events += self._apply_event(event)
         self._apply(events)
         is_only_gpus = all(isinstance(event, GpuLost | GpuAdded) for event in events)
         if not is_only_gpus or wake_s is not None or self._num_running:
             self._num_gpu_changes = 0
         else:
             self._num_gpu_changes += len(events)
-            if self._num_gpu_changes > max(_MIN_GPU_CHANGES, _CHANGES_PER_GPU * len(self._gpu_luck)):
+            if self._num_gpu_changes > max(_MIN_GPU_CHANGES, _CHANGES_PER_GPU * len(self._gpu_rngs)):
                 waiting = self._open & self._queue.tasks.keys()
                 self._apply([Cancelled(time_s=self.now_s, task=name) for name in sorted(waiting)])
 
@@ -243,19 +243,19 @@ class World:
         executor = self._running(start.executor)
         if executor is None:
             rate = self._simulation.crashes_per_hour / 3600
-            crash_s = self.now_s + work.luck.expovariate(rate) if rate else float("inf")
+            crash_s = self.now_s + work.rng.expovariate(rate) if rate else float("inf")
             executor = SimulatedExecutor(name=start.executor, crash_s=crash_s)
         executor.join(work, self.now_s)
         self._executors[start.task] = executor
         self._at(self.now_s, Started(time_s=self.now_s, task=start.task, attempt=start.attempt))
-        self._foresee(executor)
+        self._schedule_events(executor)
 
     def _running(self, name: str) -> SimulatedExecutor | None:
         if not name:
             return None
         return next((found for found in self._executors.values() if found.name == name), None)
 
-    def _foresee(self, executor: SimulatedExecutor) -> None:
+    def _schedule_events(self, executor: SimulatedExecutor) -> None:
         """Schedule the events of the tasks of ``executor``, valid while it does not change."""
         for forecast in executor.forecasts():
             name, attempt, end_s = forecast.work.task.name, forecast.work.attempt, forecast.end_s
@@ -269,7 +269,7 @@ class World:
                 end = Failed(time_s=end_s, task=name, attempt=attempt, reason="crashed", is_retryable=True)
             self._at(end_s, end, executor)
 
-    def _happen(self, event: QueueEvent) -> list[QueueEvent]:
+    def _apply_event(self, event: QueueEvent) -> list[QueueEvent]:
         """Apply ``event`` to the simulated cluster and return the resulting events for the queue."""
         match event:
             case Finished(task=task) | Failed(task=task) | Progressed(task=task) | Started(task=task):
@@ -290,13 +290,13 @@ class World:
                 return [event, *(self._fail(work, f"GPU {gpu.index} of {gpu.node} was lost") for work in hit)]
             case GpuAdded(gpu=gpu):
                 self._absences.append((self._lost_at.pop(gpu), self.now_s))
-                self._lose_later(gpu, self.now_s)
+                self._schedule_loss(gpu, self.now_s)
         return [event]
 
-    def _lose_later(self, gpu: Gpu, now_s: float) -> None:
+    def _schedule_loss(self, gpu: Gpu, now_s: float) -> None:
         hours = self._simulation.gpu_mtbf_hours
         if hours is not None:
-            at_s = now_s + self._gpu_luck[gpu].expovariate(1 / (hours * 3600))
+            at_s = now_s + self._gpu_rngs[gpu].expovariate(1 / (hours * 3600))
             self._at(at_s, GpuLost(time_s=at_s, gpu=gpu))
 
     def _fail(self, work: Work, reason: str) -> Failed:
@@ -328,6 +328,6 @@ class World:
         )
         executor.leave(work, self.now_s)
         if executor.works:
-            self._foresee(executor)
+            self._schedule_events(executor)
         work.gpus = ()
         self._num_running -= 1
