@@ -132,9 +132,9 @@ class Previews:
             ApiError: Too many previews are being computed.
         """
         key = _key(task, files, num_rows)
-        return with_model_notes(self._known.get(key, (), lambda: self._made(key, task, num_rows)), task)
+        return with_model_notes(self._known.get(key, (), lambda: self._make_preview(key, task, num_rows)), task)
 
-    def _made(self, key: str, task: Task, num_rows: int) -> DataPreview:
+    def _make_preview(self, key: str, task: Task, num_rows: int) -> DataPreview:
         with self._lock:
             if self._num_open >= _MOST_AT_ONCE + _MOST_WAITING:
                 raise ApiError(

@@ -26,7 +26,7 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
     """
     try:
         settings.root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _close_to_others(settings.root)
+        _restrict_access(settings.root)
     except OSError as error:
         raise ServiceError(
             f"data_dir: expected a folder that can be written, found {settings.root} ({error.strerror}); "
@@ -40,7 +40,7 @@ def opened_store(settings: ServiceSettings) -> Iterator[Store]:
         store.close()
 
 
-def _close_to_others(folder: Path) -> None:
+def _restrict_access(folder: Path) -> None:
     """Remove group and other access from ``folder``. If another user owns the folder, only log a warning."""
     state = folder.stat()
     if not state.st_mode & 0o077:

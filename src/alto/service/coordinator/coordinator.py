@@ -61,12 +61,12 @@ def remember_duration(service: Service, job: JobRow, remember: Callable[[Task, f
         history = service.histories.read(root)
         # A user who stopped configurations made the run shorter than requested.
         if all(job.exit_reason != ExitReason.STOPPED for job in history.jobs.values()):
-            remember(_asked_task(job, RunDir.open(root)), history.duration_s)
+            remember(_requested_task(job, RunDir.open(root)), history.duration_s)
     except (AltoError, OSError) as error:
         _LOG.warning("the duration of job %s cannot be recorded", job.id, exc_info=error)
 
 
-def _asked_task(job: JobRow, run: RunDir) -> Task:
+def _requested_task(job: JobRow, run: RunDir) -> Task:
     """Return a run's task as its user requested it. In the task file, the executor has replaced ``auto`` by values."""
     trained = load_run_task(run, trust_remote_code=True)
     files = {"dataset": trained.dataset, "validation_dataset": trained.validation_dataset}

@@ -68,7 +68,7 @@ def list_(
 ) -> dict[str, Any]:
     """List the tenant's files."""
     with service.store.reading() as session:
-        statement = select(FileRow).where(FileRow.tenant == caller.tenant, _is_there(now()))
+        statement = select(FileRow).where(FileRow.tenant == caller.tenant, _is_available(now()))
         if purpose is not None:
             statement = statement.where(FileRow.purpose == purpose)
         number = None
@@ -135,15 +135,15 @@ def find_file(session: Session, tenant: str, file: str, param: str = "file_id") 
     Raises:
         ApiError: There is no such file.
     """
-    row = session.scalar(_there(tenant, file))
+    row = session.scalar(_available_file(tenant, file))
     if row is None:
         raise not_found("file", file, param)
     return row
 
 
-def _there(tenant: str, file: str) -> Select[FileRow]:
+def _available_file(tenant: str, file: str) -> Select[FileRow]:
     """Return a query for a file of a tenant that is neither deleted nor expired."""
-    return select(FileRow).where(FileRow.id == file, FileRow.tenant == tenant, _is_there(now()))
+    return select(FileRow).where(FileRow.id == file, FileRow.tenant == tenant, _is_available(now()))
 
 
 def keep_file(
@@ -193,7 +193,7 @@ def keep_file(
     try:
         with service.store.writing() as session:
             before = mark.find(session) if mark is not None else None
-            if before is not None and (known := session.scalar(_there(caller.tenant, before))) is not None:
+            if before is not None and (known := session.scalar(_available_file(caller.tenant, before))) is not None:
                 return known
             if upload is not None:
                 pending = find_upload(session, caller.tenant, upload, lock=True)
@@ -307,5 +307,5 @@ def shown_filename(filename: str) -> str:
     return "".join(char for char in last if char.isprintable())[:_MAX_NAME_CHARS] or "upload"
 
 
-def _is_there(at: int) -> Any:
+def _is_available(at: int) -> Any:
     return FileRow.deleted_at.is_(None) & (FileRow.expires_at.is_(None) | (FileRow.expires_at > at))

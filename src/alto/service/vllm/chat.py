@@ -219,7 +219,7 @@ def _bad_gateway(error: UpstreamError) -> ApiError:
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """Return the result of ``work``; if the caller disconnects first, cancel ``work`` and return None."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+    task, gone = asyncio.create_task(work), asyncio.create_task(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -229,6 +229,6 @@ async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T 
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
