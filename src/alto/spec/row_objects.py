@@ -54,7 +54,7 @@ def with_rows_in_files(values: Mapping[str, Any]) -> dict[str, Any]:
             raise SpecError(f"{key} should have rows, found an empty list. Give at least two.")
         if _are_rows(found.get(key)):
             found.setdefault("name", _NAME)
-            found[key] = str(_kept(found[key], key))
+            found[key] = str(_write_rows(found[key], key))
     if isinstance(found.get("dataset"), list | tuple):
         found["dataset"] = [_source(item, index) for index, item in enumerate(found["dataset"])]
     return found
@@ -115,7 +115,7 @@ def _source(item: object, index: int) -> object:
     found = dict(item)
     for key in ("path", "dataset", "validation_dataset"):
         if _are_rows(found.get(key)):
-            found[key] = str(_kept(found[key], f"dataset[{index}].{key}"))
+            found[key] = str(_write_rows(found[key], f"dataset[{index}].{key}"))
             found.setdefault("name", f"source-{index}")
     return found
 
@@ -134,7 +134,7 @@ def _is_source(item: Mapping[Any, Any]) -> bool:
     return bool(_SOURCE_KEYS & item.keys()) and not ROW_COLUMNS & item.keys()
 
 
-def _kept(rows: Any, key: str) -> Path:
+def _write_rows(rows: Any, key: str) -> Path:
     """Write ``rows`` to a file and return its path."""
     rows = rows() if callable(rows) else rows
     kind = type(rows).__module__.partition(".")[0]
