@@ -25,7 +25,7 @@ class TrackioTracker:
 
         # Trackio prints a message for every run on standard output, where the command may print JSON.
         for module in (trackio, trackio.run, trackio.utils):
-            vars(module)["print"] = _say_nothing
+            vars(module)["print"] = _print_nothing
         self._trackio: Any = trackio
         self._run = run
         stored = StoredRuns(run.run_dir, "trackio")
@@ -71,5 +71,5 @@ class TrackioTracker:
         return self._open_jobs[job]
 
 
-def _say_nothing(*_: object, **__: object) -> None:
+def _print_nothing(*_: object, **__: object) -> None:
     """Do nothing, in place of ``print``."""
