@@ -24,7 +24,7 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
         return ()
     notes = []
     if configurations := repeated_configurations(history):
-        notes.append(_what_repetitions_say(winner, configurations))
+        notes.append(_repetitions_note(winner, configurations))
     ranked = "validation loss" if history.metric == LOSS else history.metric.replace("_", " ")
     notes += [
         f"select_by: at the rung at {100 * scored.progress:.3g} % the scorer {scored.scorer} failed "
@@ -38,10 +38,10 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
             f"{winner.job}."
         )
     if tied := [other.job for other in history.result.within_noise]:
-        notes.append(_what_rows_cannot_tell(history, winner, tied))
+        notes.append(_tied_jobs_note(history, winner, tied))
     lead = lead_of_winner(history)
     if lead is not None and lead.metric == LOSS and lead.is_within_noise:
-        notes.append(_what_losses_cannot_tell(winner, lead))
+        notes.append(_close_losses_note(winner, lead))
     if winner.exit_reason == ExitReason.UNDERPERFORMING:
         notes.append(_why_underperforming(history, winner))
     if winner.exit_reason == ExitReason.BUDGET:
@@ -52,7 +52,7 @@ def choice_notes(history: RunHistory) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequence[str]) -> str:
+def _tied_jobs_note(history: RunHistory, winner: JobHistory, tied: Sequence[str]) -> str:
     names = ", ".join(tied[:_MAX_NAMES]) + (f" and {len(tied) - _MAX_NAMES} more" if len(tied) > _MAX_NAMES else "")
     metric = (history.scorer if history.finalists else history.metric).replace("_", " ")
     num_rows = history.started.num_validation if history.started is not None else 0
@@ -68,7 +68,7 @@ def _what_rows_cannot_tell(history: RunHistory, winner: JobHistory, tied: Sequen
     return f"{metric}: {num_rows} validation rows cannot separate {winner.job} from {names}; {decided} decided."
 
 
-def _what_repetitions_say(winner: JobHistory, configurations: Sequence[ConfigurationHistory]) -> str:
+def _repetitions_note(winner: JobHistory, configurations: Sequence[ConfigurationHistory]) -> str:
     metric = configurations[0].metric.replace("_", " ")
     first, *others = map(_spread, configurations)
     next_best = f"; the next best configuration ({configurations[1].jobs[0].job}): {others[0]}" if others else ""
@@ -86,7 +86,7 @@ def _spread(one: ConfigurationHistory) -> str:
     return f"{one.mean:.4g}{'' if math.isnan(one.deviation) else f' ± {one.deviation:.2g}'} over {seeds}"
 
 
-def _what_losses_cannot_tell(winner: JobHistory, lead: Lead) -> str:
+def _close_losses_note(winner: JobHistory, lead: Lead) -> str:
     low, high = lead.interval
     return (
         f"loss: {lead.num_rows} validation rows cannot separate {winner.job} from {lead.runner_up}: its loss is lower "
