@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from biased_models import llama
-from company import built
 from job_kinds import KINDS
 from noise import same_noise
 from oracle import SoloJob
@@ -18,6 +17,7 @@ from oracle_classification import ONE_LABEL, SoloClassifier, data_of
 from peft_adapters import save_with_peft
 from resident_jobs import DATA, assert_same_step, make_model, make_task
 from searches import PBT, SPACE, Run, begun, make
+from shared_executor import built
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone

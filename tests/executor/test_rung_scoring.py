@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import resident_jobs
-from company import built
 from judging import sums_task
+from shared_executor import built
 
 import alto
 from alto.backbone import Backbone

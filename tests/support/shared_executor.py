@@ -48,7 +48,7 @@ def tasks() -> dict[str, tuple[Task, TaskData]]:
     return {name: (task.replace(name=name), data) for name, (task, data) in found.items()}
 
 
-class Company:
+class SharedExecutor:
     """An executor, and the tasks that join it."""
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class Company:
         self.ended: dict[str, Exception | None] = {}
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Company:
+    def __enter__(self) -> SharedExecutor:
         return self
 
     def __exit__(self, *_: object) -> None:
