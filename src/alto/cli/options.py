@@ -20,12 +20,12 @@ RUNS = Path("runs")
 def complete_run(incomplete: str) -> list[str]:
     """Return the folders of runs and queues whose paths begin with ``incomplete``, newest first: in the folder that
     ``incomplete`` names, or in ``runs`` if it names none."""
-    return [path for path, _ in _found(incomplete)]
+    return [path for path, _ in _matching_runs(incomplete)]
 
 
 def complete_queue(incomplete: str) -> list[str]:
     """Return the folders of queues that begin with ``incomplete``, newest first."""
-    return [path for path, root in _found(incomplete) if QueueDir.exists(root)]
+    return [path for path, root in _matching_runs(incomplete) if QueueDir.exists(root)]
 
 
 def complete_task_key(incomplete: str) -> list[str]:
@@ -47,7 +47,7 @@ def complete_simulation_key(incomplete: str) -> list[str]:
     return _beginning(incomplete, Simulation.model_fields)
 
 
-def _found(incomplete: str) -> list[tuple[str, Path]]:
+def _matching_runs(incomplete: str) -> list[tuple[str, Path]]:
     parent, slash, _ = incomplete.rpartition("/")
     folder = f"{parent}/" if slash else f"{RUNS}/"
     found = ((f"{folder}{root.name}", root) for root in find_runs(folder))
