@@ -253,7 +253,7 @@ def list_(service: ServiceOf, caller: Reader, after: After = None, limit: Limit 
 @router.get("/{model:path}/adapter")
 def adapter(service: ServiceOf, caller: Reader, model: str) -> StreamingResponse:
     """Download the adapter's folder as a zip file."""
-    row = _found(service, caller, model)
+    row = _model_row(service, caller, model)
     names = service.artefacts.names(row.adapter)
     if not names:
         raise not_found("adapter", model, "model")
@@ -263,7 +263,7 @@ def adapter(service: ServiceOf, caller: Reader, model: str) -> StreamingResponse
 @router.post("/{model:path}/merged", status_code=202)
 def merge(service: ServiceOf, caller: Writer, exports: Exports, model: str) -> dict[str, Any]:
     """Start writing merged weights; an event of the job reports when they are ready."""
-    row = _found(service, caller, model)
+    row = _model_row(service, caller, model)
     if not exports.merged_names(row):
         exports.merge(row)
     return {"id": row.id, "object": "model.merged", "status": _merged_status(exports, row)}
@@ -272,7 +272,7 @@ def merge(service: ServiceOf, caller: Writer, exports: Exports, model: str) -> d
 @router.get("/{model:path}/merged")
 def merged(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> StreamingResponse:
     """Download the merged weights as a zip file."""
-    row = _found(service, caller, model)
+    row = _model_row(service, caller, model)
     names = exports.merged_names(row)
     if not names:
         state = "weights that are still being written" if exports.is_merging(row) else "none"
@@ -295,7 +295,7 @@ def push(service: ServiceOf, caller: Writer, exports: Exports, model: str, body:
             f"download the adapter from /api/models/{model[:300]}/adapter and upload it with: hf upload",
             code="hub_push_disabled",
         )
-    row = _found(service, caller, model)
+    row = _model_row(service, caller, model)
     exports.push(row, body.repository)
     return {"id": row.id, "object": "model.push", "repository": body.repository, "status": "running"}
 
@@ -303,14 +303,14 @@ def push(service: ServiceOf, caller: Writer, exports: Exports, model: str, body:
 @router.get("/{model:path}")
 def get(service: ServiceOf, caller: Reader, exports: Exports, model: str) -> dict[str, Any]:
     """Return a fine-tuned model."""
-    row = _found(service, caller, model)
+    row = _model_row(service, caller, model)
     with service.store.reading() as session:
         aliases = [(found.id, alias.name) for alias, found in aliases_of(session, caller.tenant)]
         command = serve_command(service, session, row)
     return {**_object(service, row, aliases), "merged": _merged_status(exports, row), "serve_command": command}
 
 
-def _found(service: Service, caller: Caller, model: str) -> ModelRow:
+def _model_row(service: Service, caller: Caller, model: str) -> ModelRow:
     """Return the model of that name, or the model that an alias of that name points to."""
     with service.store.reading() as session:
         alias = find_alias(session, caller.tenant, model)
