@@ -136,7 +136,7 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
         return f"{path} {reason}" if path else reason
     field = model.model_fields.get(str(details["loc"][0])) if details["loc"] else None
     if field is None:
-        return f"{path}: {details['msg']}, found {_found(details['input'])}."
+        return f"{path}: {details['msg']}, found {_shown(details['input'])}."
     if details["type"] == "string_too_long":
         limit = details["ctx"]["max_length"]
         return f"{path} should be text of at most {limit} characters, found {quoted(details['input'])}. Shorten it."
@@ -144,7 +144,7 @@ def _sentence(details: ErrorDetails, model: type[BaseModel]) -> str:
     if details["type"] == "missing":
         return f"{meaning} is missing: expected {_expected(field)}, found nothing. Add the key {path!r}."
     return (
-        f"{meaning} should be {_expected(field)}, found {_found(details['input'])}. {_remedy(details['input'], field)}"
+        f"{meaning} should be {_expected(field)}, found {_shown(details['input'])}. {_remedy(details['input'], field)}"
     )
 
 
@@ -179,7 +179,7 @@ def _expected(field: FieldInfo) -> str:
     return " or ".join(words)
 
 
-def _found(value: object) -> str:
+def _shown(value: object) -> str:
     names: dict[type, str] = {str: "text", bool: "a truth value", int: "a whole number", float: "a number"}
     return f"{quoted(value)} ({names.get(type(value), type(value).__name__)})" if value is not None else "null"
 
