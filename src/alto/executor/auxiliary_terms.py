@@ -185,7 +185,7 @@ class RouterBalance(AuxiliaryTerm):
         self._here, self._index_of = passes.here(jobs), passes.index_of(jobs)
         self._micro_steps = [_MicroSteps.of(*batch) for batch in batches]
         self._counts: dict[int, Tensor] = {}
-        self._found: Tensor | None = None
+        self._balance_J: Tensor | None = None
         self._routers: list[Tensor] = []
 
     def prepare(self) -> None:
@@ -211,18 +211,18 @@ class RouterBalance(AuxiliaryTerm):
         device = routers[0].device
         coefficients_J = upload([self._micro_steps[job].coefficient for job in jobs], torch.float64, device)
         balance_J = self._balance(routers, parts, jobs)
-        if self._found is None:
-            self._found = balance_J.new_zeros(len(self._batches))
-        self._found.index_add_(0, upload(jobs, torch.int64, device), balance_J.detach())
+        if self._balance_J is None:
+            self._balance_J = balance_J.new_zeros(len(self._batches))
+        self._balance_J.index_add_(0, upload(jobs, torch.int64, device), balance_J.detach())
         return (coefficients_J * balance_J).float()
 
     def forget(self) -> None:
         """Forget the losses so far, but keep the counts."""
-        self._found = None
+        self._balance_J = None
         self._routers = []
 
     def values(self) -> list[float | None]:
-        found = [0.0] * len(self._batches) if self._found is None else self._found.tolist()
+        found = [0.0] * len(self._batches) if self._balance_J is None else self._balance_J.tolist()
         totals = zip(self._ranks.sum(found), self._micro_steps, strict=True)
         return [total if steps.coefficient else None for total, steps in totals]
 
