@@ -106,7 +106,7 @@ class TaskSources:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self._found: dict[tuple[object, ...], Source] = {}
+        self._opened: dict[tuple[object, ...], Source] = {}
         parts: list[tuple[str, DataKeys]] = [("dataset", task)]
         if task.sources:
             parts = [(f"dataset ({source.name})", task.of_source(source)) for source in task.sources]
@@ -120,14 +120,14 @@ class TaskSources:
     @property
     def num_bytes(self) -> int:
         """Approximate size of the texts, in bytes."""
-        return sum(source.num_bytes for source in self._found.values())
+        return sum(source.num_bytes for source in self._opened.values())
 
     def find(self, name: str, key: str, keys: DataKeys) -> Source:
         """Find a dataset as :func:`open_source` does, but open it only once."""
         place = (name, key, keys.dataset_name, keys.dataset_config, keys.dataset_train_split, keys.dataset_test_split)
-        if place not in self._found:
-            self._found[place] = open_source(name, key, keys)
-        return self._found[place]
+        if place not in self._opened:
+            self._opened[place] = open_source(name, key, keys)
+        return self._opened[place]
 
     def identity(self, folder: Path) -> list[Any]:
         """Return JSON values that identify the rows, and change when the rows change.
@@ -138,7 +138,7 @@ class TaskSources:
         Raises:
             DataError: See :func:`alto.data.source.file_digest`.
         """
-        return [[*map(str, place), source.identity(folder)] for place, source in self._found.items()]
+        return [[*map(str, place), source.identity(folder)] for place, source in self._opened.items()]
 
     def read(self, store: RowStore) -> TaskRows:
         """Read and split the datasets; every source of a mixture is split by itself, with the task's settings.
