@@ -149,7 +149,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     holders = [d for d in demands if d.job in reasons or (d.slot is not None and d.job not in parked)]
     training = [demand for demand in holders if not demand.is_waiting or demand.job in plan.ahead]
     is_data_parallel = (
-        limits.may_data_parallel and len(training) == len(demands) and _gain_by_data_parallelism(training, slots)
+        limits.may_data_parallel and len(training) == len(demands) and _is_better_data_parallel(training, slots)
     )
     if is_data_parallel:
         rank_of = {demand.job: 0 for demand in training}  # the slot is named on rank 0; other ranks use the same one
@@ -178,7 +178,7 @@ def assign_slots(plan: ResidentPlan, demands: Iterable[JobDemand], limits: Resid
     return ResidentPlan(park=(*plan.park, *moved), admit=tuple(admit), ahead=plan.ahead)
 
 
-def _gain_by_data_parallelism(training: Sequence[JobDemand], slots: RankSlots) -> bool:
+def _is_better_data_parallel(training: Sequence[JobDemand], slots: RankSlots) -> bool:
     """Return whether ranks would be idle otherwise, every bank has a slot for each job, and some job has several rows a
     step."""
     return (

@@ -82,7 +82,7 @@ def _area_bounds(
     work: Sequence[tuple[float, float, float]], shares: Sequence[Sequence[tuple[float, int]]]
 ) -> Iterator[float]:
     """Yield, for each start time, when the shares can have done the work that starts no earlier."""
-    gains = sorted(
+    additions = sorted(
         (time, number - before)
         for steps in shares
         for (time, number), before in zip(steps, (0, *(number for _, number in steps)), strict=False)
@@ -91,7 +91,7 @@ def _area_bounds(
     for start in starts[:: max(1, len(starts) // _MAX_RELEASES)]:
         left = sum(area for earliest, area, _ in work if earliest >= start)
         now, number = start, 0
-        for time, added in gains:
+        for time, added in additions:
             if time > now:
                 if left <= number * (time - now):
                     break
