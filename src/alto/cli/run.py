@@ -145,7 +145,7 @@ def work_on_queue(
     else:
         console.print(queue_summary(progress, root))
         report = root / "report.html"
-        found = str(report) if report.exists() else f"none could be written; write it later with: alto report {root}"
+        found = str(report) if report.exists() else f"none could be written; create it later with: alto report {root}"
         console.print(f"report:   {found}", soft_wrap=True, highlight=False, markup=False)
     print_notices(results)
 

@@ -205,7 +205,7 @@ def _models(given: list[str]) -> dict[str, str]:
     for each in given:
         name, equals, model = each.partition("=")
         if not name or (equals and not model):
-            raise SpecError(f"--model: expected NAME=MODEL, found {each!r}; write for example --model tiny=alto-tiny")
+            raise SpecError(f"--model: expected NAME=MODEL, found {each!r}; for example: --model tiny=alto-tiny")
         found[name] = model or name
     return found
 

@@ -51,7 +51,7 @@ def _raw_row(read: Callable[[], Mapping[str, Any]], where: str) -> RawRow:
     try:
         return RawRow(where, {name: _without_nulls(value) for name, value in read().items()})
     except UnicodeDecodeError as error:
-        fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; write the file again")
+        fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; save the file as UTF-8")
     except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
         reason = (
             f"expected values that Python can hold, found one that it cannot hold ({quoted(str(error))}); leave its "
@@ -92,7 +92,7 @@ def parquet_rows(path: Path) -> Iterator[RawRow]:
                     yield _raw_row(partial(_values, batch, index), f"{path}: row {number}")
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataFormatError(
-            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); write the file again"
+            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); create the file again"
         ) from None
 
 
@@ -273,7 +273,7 @@ def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:
         if fault is not None:
             yield RawRow(where, {}, fault)
         elif line.strip():
-            parsed = _parse(line.strip(), "one JSON object per line", "write every row on one line")
+            parsed = _parse(line.strip(), "one JSON object per line", "put every row on one line")
             yield RawRow(where, {}, parsed) if isinstance(parsed, RowFault) else _row(parsed, where)
 
 

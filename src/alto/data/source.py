@@ -358,7 +358,7 @@ def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
     """Return the source of the file ``path``; ``task`` is given if its keys about splits apply to the file."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
-            f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"
+            f"{key}: expected a file, found a pipe or device at {path}; save the rows in a file and name that"
         )
     if not path.is_file() and any((path / name).is_file() for name in _SAVED_BY_DATASETS):
         raise DataFileNotFoundError(

@@ -110,7 +110,7 @@ def with_base_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], BaseOb
         tokenizer = found.pop(TOKENIZER, None)
         if tokenizer is None or isinstance(tokenizer, str):
             raise SpecError(
-                f"tokenizer should be the loaded tokenizer of the model, found {quoted(tokenizer)}. Write "
+                f"tokenizer should be the loaded tokenizer of the model, found {quoted(tokenizer)}. Use "
                 "alto.Task(model=model, tokenizer=tokenizer, ...)."
             )
         objects = BaseObjects(model=found[key], tokenizer=tokenizer, name=_object_name(found[key]))

@@ -247,7 +247,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         ):
             raise ValueError(
                 f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found "
-                f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false for no "
+                f"{quoted(rungs)}. Use for example [[0.025, 0.5], [0.05, 0.2]], or set select to false for no "
                 "ranking."
             )
         progress = [pair[0] for pair in pairs]
@@ -273,7 +273,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             example = "[[0.05, 12], [1.0, 100]]" if info.field_name == "evaluations" else "[3, 100]"
             raise ValueError(
                 "should be pairs of positive numbers, the second the number of validation rows, found "
-                f"{quoted(given)}. Write for example {example}, or remove the key: evaluation_share decides."
+                f"{quoted(given)}. Use for example {example}, or remove the key: evaluation_share decides."
             )
         if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
             raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
@@ -288,7 +288,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if numbers is not None and not (given and are_counts):
             raise ValueError(
                 f"should be a whole number >= 1 and <= {_MOST_KEPT}, or one for each rung, found {quoted(min_kept)}. "
-                "Write for example 4, or [8, 5, 3] with three rungs."
+                "For example: 4, or [8, 5, 3] with three rungs."
             )
         return numbers
 
@@ -313,13 +313,13 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if isinstance(self.min_kept, tuple) and (self.rungs is None or len(self.min_kept) != len(self.rungs)):
             raise ValueError(
                 f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)}, and the "
-                f"number of rungs is {len(self.rungs or ())}. Write one number."
+                f"number of rungs is {len(self.rungs or ())}. Set one number."
             )
         twice = [name for name in _RULES_OF_POLICY[self.policy].values() if name in self.rules]
         if twice:
             raise ValueError(
                 f"rules: expected rules that are not part of policy {self.policy!r}, found {twice[0]!r}, which is "
-                "part of it. Write its settings directly under early_exit."
+                "part of it. Put its settings directly under early_exit."
             )
         return self
 
@@ -452,7 +452,7 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
     clashing = " and ".join(key for key in ("warmup_ratio", "select_ratio") if given.get(key) is not None)
     if given.get("rungs") is not None and clashing:
         raise ConflictingKeysError(
-            f"early_exit gives both rungs and {clashing}; expected one. Remove {clashing}, or write it as a rung."
+            f"early_exit gives both rungs and {clashing}; expected one. Remove {clashing}, or make it a rung."
         )
     if given.get("preset") is None:
         return
@@ -468,7 +468,7 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
 def _rules(given: object) -> dict[str, Rule]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise SpecError(
-            f"rules should map names of rules to their settings, found {quoted(given)}. Write for example "
+            f"rules should map names of rules to their settings, found {quoted(given)}. For example: "
             "{my_rule: {threshold: 0.3}}, or {my_rule: true} for its defaults."
         )
     return {name: _rule(name, settings) for name, settings in given.items()}

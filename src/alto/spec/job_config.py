@@ -97,7 +97,7 @@ def _supported_init(value: object) -> object:
         if why is not None:
             raise UnsupportedError(
                 f"init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found {quoted(value)}: {why}. "
-                "Write one of the three."
+                "Use one of the three."
             )
     return value
 
@@ -286,7 +286,7 @@ class JobConfig(SpecModel):
         if match is None:
             raise ValueError(
                 f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {quoted(value)}. "
-                "Write one of these, a number without quotes."
+                "Use one of these, a number without quotes."
             )
         # An invalid rank is reported separately; any positive number will do here.
         return float(match["factor"] or 1) * info.data.get("r", 1)
@@ -316,7 +316,7 @@ class JobConfig(SpecModel):
         if not self.target_modules and not self.target_parameters:
             raise ValueError(
                 f"target_modules should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found []. "
-                "Write for example [q_proj, v_proj]."
+                "For example: [q_proj, v_proj]."
             )
         by_module = ("rank_pattern", "alpha_pattern", "layers_to_transform")
         if self.target_parameters and (given := next((key for key in by_module if getattr(self, key)), None)):
@@ -365,7 +365,7 @@ class JobConfig(SpecModel):
         if self.objective.needs_kl and self.rows_per_step < 2:
             raise ValueError(
                 "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
-                "estimated from replies of other rows of a batch. Raise it, or write loss_type: apo_zero_unpaired."
+                "estimated from replies of other rows of a batch. Raise it, or set loss_type: apo_zero_unpaired."
             )
         lr_schedules.check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
         lr_schedules.check_optimizer_args(self.optim, dict(self.optim_args))

@@ -115,7 +115,7 @@ class Method:
 
 
 _GENERATES = "which generates text during training; ALTO does not. Choose one of these methods."
-_SWEEP = "which is how a sweep of W&B searches. Write its parameters under 'search_space', and 'search: "
+_SWEEP = "which is how a sweep of W&B searches. Put its parameters under 'search_space', and set 'search: "
 _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("grpo", "rloo", "ppo", "online_dpo"), _GENERATES),
     "grid": f"{_SWEEP}grid'.",
@@ -135,7 +135,7 @@ def find_method(name: str) -> Method:
     method = None if name in OBJECTIVES.own else next((of for of, forms in _FORMS.items() if name in forms), None)
     if method is not None and name not in OBJECTIVES.names():
         raise SpecError(
-            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Write method: {method} "
+            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Set method: {method} "
             f"and loss_type: {name}."
         )
     if name in _OTHER_NAMES and name not in OBJECTIVES.names():

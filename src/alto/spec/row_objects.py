@@ -178,7 +178,7 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
         if not isinstance(row, Mapping):
             raise SpecError(
                 f"{key} should yield rows as mappings of columns to values, found {quoted(row)} "
-                f"({type(row).__name__}) as row {number}. Write for example "
+                f"({type(row).__name__}) as row {number}. For example: "
                 "{'prompt': '2 + 3 =', 'completion': ' 5'}."
             )
         try:

@@ -224,8 +224,7 @@ class Simulation(SpecModel):
     def _check_gpus(cls, gpus: object) -> object:
         if not isinstance(gpus, Mapping) or not gpus or not all(_is_share(*pair) for pair in gpus.items()):
             raise ValueError(
-                f"should map numbers of GPUs to shares above 0, found {quoted(gpus)}. Write for example "
-                "{1: 0.7, 4: 0.3}."
+                f"should map numbers of GPUs to shares above 0, found {quoted(gpus)}. For example: {{1: 0.7, 4: 0.3}}."
             )
         return {count: float(share) for count, share in gpus.items()}
 
@@ -233,9 +232,7 @@ class Simulation(SpecModel):
     @classmethod
     def _check_shares(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
         if not all(0 < share <= 1 for share in shares):
-            raise ValueError(
-                f"should be shares above 0 and at most 1, found {quoted(shares)}. Write for example [0.1]."
-            )
+            raise ValueError(f"should be shares above 0 and at most 1, found {quoted(shares)}. For example: [0.1].")
         return shares
 
     @field_validator("quotas")

@@ -246,7 +246,7 @@ class Task(DataKeys):
         if not is_list or not all(name in TRACKERS for name in names) or len(set(names)) < len(names):
             raise ValueError(
                 f"should be 'auto', 'all', 'none', or one or more of {', '.join(TRACKERS)}, found {quoted(value)}. "
-                "Write for example [tensorboard, wandb]."
+                "For example: [tensorboard, wandb]."
             )
         return tuple(names)
 
@@ -448,7 +448,7 @@ def _search_space(value: object, method: Method) -> SearchSpace:
         return value
     if isinstance(value, str):
         raise SpecError(
-            f"search_space should map fields to their values, or be {AUTO!r}, found {quoted(value)}. Write {AUTO}, or "
+            f"search_space should map fields to their values, or be {AUTO!r}, found {quoted(value)}. Use {AUTO}, or "
             "for example {learning_rate: [1.0e-4, 2.0e-4]}."
         )
     if isinstance(value, Mapping):
