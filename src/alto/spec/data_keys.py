@@ -236,7 +236,8 @@ def ordered(weights: Weights, sources: Sequence[MixtureSource]) -> Weights:
 
 
 TEMPLATE_NAME = "chat_template.jinja"
-"""Name of its file in the folder of an exported adapter; transformers uses the same name beside a tokenizer."""
+"""Name of the file with the chat template in the folder of an exported adapter. transformers uses the same name beside
+a tokenizer."""
 
 TOOLS_TEMPLATE = "chatml-tools"
 """Name of ALTO's own template: ChatML turns, with tools and tool calls in the format of Hermes and Qwen 2.5."""
@@ -320,9 +321,9 @@ class DataKeys(SpecModel):
         validation_dataset: Rows to validate on, named in the same way as ``dataset``.
         validation_split: Share of the dataset's rows set aside to validate on. If this key and ``validation_dataset``
             are both None, the dataset's own validation rows are used, or else a tenth of its rows.
-        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside to test on. Nothing is
-            trained on them or selected by them, so the test loss of the best adapters is what a user can expect. If
-            both are None, nothing is tested.
+        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside to test on. No job is
+            trained on these rows or selected by them, so the test loss shows how good the best adapters are on new
+            rows. If both are None, nothing is tested.
         test_jobs: The jobs whose new best adapters are tested. ``auto`` tests the leading job, so that the winner is
             tested in the end; if a metric, answers or means over seeds choose the winner, it tests every job. ``all``
             always tests every job.

@@ -149,9 +149,10 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             ``select_ratio``, it makes one rung; if only ``select_ratio`` is given, the default is the paper's 0.05.
         select_ratio: Share of the ranked jobs that continue; if only ``warmup_ratio`` is given, the default is the
             paper's 0.25.
-        rungs: ``(progress, keep)`` pairs with rising progress: at ``progress`` of its steps every job is ranked, and
-            ``keep`` of the jobs that the previous rung kept continue. Excludes ``warmup_ratio``, ``select_ratio`` and
-            ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and ``alto`` its default preset.
+        rungs: ``(progress, keep)`` pairs in rising order of ``progress``. Every job is ranked after the share
+            ``progress`` of its steps. Of the jobs that the previous rung kept, the share ``keep`` continues. Excludes
+            ``warmup_ratio``, ``select_ratio`` and ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and
+            ``alto`` its default preset.
         min_kept: Smallest number of jobs that continue from every rung: one number, or one for each of ``rungs``. None
             means the preset's value, or 1 without a preset.
         finish_from: Share of its steps from which only the best job continues; 1 lets all jobs kept by the rungs
@@ -162,11 +163,11 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
             evaluations, and count places over all rungs (``alto`` only). False compares the first evaluation at or
             after the rung and counts places among the jobs that reach it, as ``paper`` does.
-        evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides on how
-            many validation rows jobs are evaluated, and how often after the last rung, at most at every ``eval_steps``
-            of the task; the best adapters are measured once more at the end. ``all`` evaluates on all rows, at every
-            ``eval_steps``. Metrics other than the loss, and methods other than sft, dpo, orpo, cpo and those of
-            packages with ``has_row_losses``, always do that.
+        evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides how many
+            validation rows an evaluation uses, and how often jobs are evaluated after the last rung, at most at every
+            ``eval_steps`` of the task; the best adapters are measured once more at the end. ``all`` evaluates on all
+            rows, at every ``eval_steps``. This always applies if ``metric`` is not the loss, and to all methods except
+            sft, dpo, orpo, cpo and those of packages with ``has_row_losses``.
         evaluations: ``(progress, rows)`` pairs with rising progress: the shares of its steps after which a job is
             evaluated, and the number of validation rows. None lets ``evaluation_share`` decide.
         final_evaluations: Number of best jobs that are measured once more at the end, and number of validation rows;
@@ -176,9 +177,10 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         overfitting_patience: Number of evaluations in a row at which a job must look overfit.
         tau_slope: Slope from which a loss counts as rising, in the unit of the loss (nats per token) per evaluation.
         tau_gap: Gap between validation loss and smoothed training loss, relative to the training loss (``paper`` only).
-        tau_upturn: Rise of the validation loss over its best value, relative to that value, below which it has not
-            turned upward even on a smooth curve (``alto`` only).
-        tau_noise: The same rise in standard deviations of the job's own validation noise (``alto`` only).
+        tau_upturn: Smallest rise of the validation loss above its best value, relative to that value, that can count as
+            overfitting, even if the curve is smooth (``alto`` only).
+        tau_noise: Smallest such rise, in standard deviations of the noise of the job's own validation losses (``alto``
+            only).
         ema_alpha: Weight of the newest step in the smoothed training loss. The default 0.1 averages over about the last
             ten steps, which cuts step noise to a quarter and still follows a loss that turns between two evaluations.
 

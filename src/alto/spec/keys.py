@@ -225,7 +225,8 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "torch_empty_cache_steps": (0,),
     "train_sampling_strategy": ("random",),
 }
-"""Values, besides null, with which these keys need nothing that ALTO does not do; most are the trainers' defaults."""
+"""Values of these keys, besides null, that need nothing from ALTO, because it works in this way anyway. Most are the
+trainers' defaults."""
 
 FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "data_seed": (None,),
@@ -233,7 +234,8 @@ FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "gradient_checkpointing": (None,),
     "max_steps": (-1,),
 }
-"""Values that mean the default in transformers' ``TrainingArguments``, and therefore in ALTO, by field of a task."""
+"""Values, by field of a task, that mean the default: transformers' ``TrainingArguments`` treats them so, and therefore
+ALTO too."""
 
 
 JOB_ALIASES: Mapping[str, str] = {

@@ -45,7 +45,8 @@ SETTING_ALIASES: Mapping[str, str] = {
 
 
 _SAME_AS_NONE: Mapping[tuple[str, str], tuple[str, ...]] = {("sft", "loss_type"): ("nll", "chunked_nll")}
-"""TRL values that mean what the method does anyway, by method and by a setting that only other methods have."""
+"""TRL values that have no effect, because the method does this anyway; by method and by a setting that only other
+methods have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,8 @@ class Method:
         return bool(self.entry.is_paired) or self.entry.is_labelled
 
     def canonical(self, given: Mapping[Any, Any], fields: Iterable[str], where: str) -> dict[str, Any]:
-        """Return ``given``, which may have ``fields`` and settings, under canonical names without those of others."""
+        """Return ``given``, which may have ``fields`` and settings of the method, under canonical names and without
+        settings of other methods."""
         known = (*fields, *self.known_keys)
         return self.without_others(canonical_keys(given, fields=known, aliases=self.spellings, where=where))
 

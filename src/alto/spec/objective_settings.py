@@ -72,7 +72,8 @@ _ALPHA_COEF = 0.5
 
 
 class ObjectiveSettings(SpecModel):
-    """Settings of an objective in addition to those of every job (:class:`alto.spec.JobConfig`); here there are none.
+    """Settings of an objective, in addition to those of every job (:class:`alto.spec.JobConfig`). The base class has
+    none.
 
     A subclass declares them as pydantic fields with bounds and a description. A task gives them in the same places as a
     job's other settings: at its top level, or under ``search_space``. Null means the default.
@@ -308,7 +309,7 @@ class ObjectiveEntry:
         derived: Metrics that are not means over rows; the implementation derives them from sums
             (:class:`alto.objectives.DerivedMetrics`).
         scores: Metrics for which higher is better; a task may select by one of them (``metric``).
-        scaled_by: The settings that decide the scale of each metric. All settings count for the scale of the loss.
+        scaled_by: For each metric, the settings that decide its scale. The scale of the loss depends on all settings.
         loss_unit: Unit of the loss, for reports; empty names the method instead.
         has_row_losses: Whether a job's loss is the mean of losses of independent rows, which the implementation returns
             (``rows["loss"]`` of its terms). Then evaluations on some of the rows can be compared.

@@ -255,8 +255,8 @@ CONFIG = "config"
 """An argument of :class:`alto.Task` that task files cannot have."""
 
 _READER = "alto.importing.config_objects", "read_config_objects"
-"""Module and function that read them. That package imports ``alto.spec``, so it is imported lazily, only when there are
-such objects."""
+"""Module and function that read the objects of ``config``. That package imports ``alto.spec``, so it is imported only
+if there are such objects."""
 
 
 def with_config_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

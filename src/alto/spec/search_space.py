@@ -144,8 +144,8 @@ _MOST_DRAWS = 1000
 """Maximum number of draws for each requested configuration."""
 
 _OPEN = 8
-"""Number of values that a range without ``num`` counts as, if the size of the search space decides how many
-configurations are tried."""
+"""Number of values that a range without ``num`` is counted as, if the number of configurations tried depends on the
+size of the search space."""
 
 _NUMBERS_THAT_MAY_BE_WHOLE = frozenset({"num_train_epochs", "warmup_steps"})
 """Fields that take fractions, but whose ranges contain only whole numbers if both ends are whole."""

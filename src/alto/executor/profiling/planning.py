@@ -105,8 +105,8 @@ def _has_open_limits(task: Task) -> bool:
 def pack(
     context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None
 ) -> tuple[TaskContext, TaskPlan | None]:
-    """Return the context of the task with every limit set, and the plan that set them. Its rungs fit its time budget,
-    and its evaluations their cost on this machine.
+    """Return the context of the task with every limit set, and the plan that set them. Rungs are adapted to the task's
+    time budget, and evaluations to their cost on this machine.
 
     Unless a profile is cached, the task is profiled first if it runs on a GPU, if a CPU's memory may be too small, or
     if the task has a time budget. In all other cases a cached profile is used; without one, default limits apply and

@@ -301,7 +301,8 @@ _LEAST, _MOST = 8, 512
 """Smallest number of recorded steps for a correction, and number of latest steps that the correction uses."""
 
 _CLOSE = 0.1
-"""Relative difference below which durations are not corrected, because the throughput model is no more exact."""
+"""Relative difference below which durations are not corrected, because the throughput model is not more exact than
+this."""
 
 
 class StepTimes:

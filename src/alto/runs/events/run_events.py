@@ -260,7 +260,7 @@ class OutOfMemory(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpusOffered(RunEvent):
-    """Fewer jobs than ranks remain: their expected durations on fewer GPUs and on all GPUs.
+    """Fewer jobs than ranks remain: the expected durations of the remaining jobs on fewer GPUs and on all GPUs.
 
     Attributes:
         num_gpus: Smaller number of GPUs: the number of remaining jobs.
@@ -289,8 +289,8 @@ class CheckpointSaved(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareReceived(RunEvent):
-    """A task that trained beside other tasks in one executor ends or is stopped: its share of the training since it
-    joined.
+    """The share of the training that a task received since it joined an executor with other tasks. Written when the
+    task ends or is stopped.
 
     Attributes:
         num_steps: Steps in which this task and at least one other task could train.
