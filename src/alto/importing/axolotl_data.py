@@ -149,7 +149,7 @@ def read_datasets(draft: Draft, method: Method) -> None:
         draft.not_supported(
             "test_datasets",
             "validation rows must be one dataset with the form, the columns and the split 'train' of the training "
-            "rows: convert them, and write validation_dataset",
+            "rows: convert them, and set validation_dataset",
         )
 
 

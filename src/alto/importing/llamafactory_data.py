@@ -135,7 +135,7 @@ def _put_validation(draft: Draft, found: Source, sources: list[Source]) -> None:
         draft.not_supported(
             "eval_dataset",
             "validation rows must have the form, the columns and the split 'train' of the training rows: convert them, "
-            "and write validation_dataset",
+            "and set validation_dataset",
         )
 
 

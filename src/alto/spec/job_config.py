@@ -155,7 +155,9 @@ class JobConfig(SpecModel):
         default_factory=lambda fields: 2.0 * fields["r"], gt=0, description="adapter outputs are scaled by lora_alpha/r"
     )
     use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
-    use_dora: bool = Field(default=False, description="also train the magnitude of every row of an adapted weight (DoRA)")
+    use_dora: bool = Field(
+        default=False, description="also train the magnitude of every row of an adapted weight (DoRA)"
+    )
     init_lora_weights: Annotated[InitLoraWeights, BeforeValidator(_supported_init)] = Field(
         default="default", description="how the adapter starts"
     )
