@@ -377,8 +377,8 @@ def _next_cells(table: Iterator[list[str]], where: str) -> list[str] | None:
         return next(table, None)
     except csv.Error as error:
         raise DataFormatError(
-            f"{where}: expected cells between separators, found a row that breaks off or is quoted wrongly ({error}); "
-            "write a double quote inside a quoted text twice"
+            f"{where}: expected cells between separators, found a row that is incomplete or quoted wrongly ({error}); "
+            'put two double quotes ("") where a quoted text contains one'
         ) from None
 
 

@@ -170,7 +170,7 @@ class Objective:
             terms = self.implementation.terms(losses_S, batch, [config.objective for config in configs])
         if not isinstance(terms, Terms):
             raise UnsupportedError(
-                f"{self.name}.terms: expected an alto.objectives.Terms, found {type(terms).__name__}; correct its terms"
+                f"{self.name}.terms: expected an alto.objectives.Terms, found {type(terms).__name__}; return one"
             )
         return terms
 

@@ -135,9 +135,9 @@ class RunDir:
             )
         if self._lock is not None and not self._lock.is_held():
             raise RunBusyError(
-                f"expected {self._lock_file} as this process made it, found it removed or replaced, so another process "
-                f"may work on the run; what was committed is intact: leave the file alone, make sure that no "
-                f"process works on the run, then continue with: {resume_command(self.root)}"
+                f"expected {self._lock_file} as this process made it, found it removed or replaced, so another "
+                f"process may work on the run. Saved data is intact. Leave the file alone, make sure that no process "
+                f"works on the run, and continue with: {resume_command(self.root)}"
             )
 
     def lease(self, number: int) -> None:

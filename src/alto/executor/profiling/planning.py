@@ -40,9 +40,8 @@ from alto.spec import Budget, Task
 def disk_bytes(context: TaskContext, num_slots: int) -> int:
     """Return the largest number of bytes that the states of a task's jobs take on disk during training.
 
-    That is the best adapter and the last state of every job, and both of every resident job once more while a
-    checkpoint replaces them. Jobs that a search adds until its time or its samples are spent are not counted, because
-    their number is unknown.
+    Every job has a best adapter and a last state. Those of resident jobs exist twice while a checkpoint replaces them.
+    Jobs that a search adds until its time or its samples are spent are not counted, because their number is unknown.
 
     Args:
         num_slots: Number of jobs that are resident at a time.
