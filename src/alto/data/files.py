@@ -219,7 +219,7 @@ def _rows(path: Path, key: str) -> Iterator[RawRow]:
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
             raise DataFormatError(
-                f"{path}: expected UTF-8 text packed by gzip, found something else ({error}); fetch the file again"
+                f"{path}: expected UTF-8 text packed by gzip, found something else ({error}); copy the file again"
             ) from error
         raise DataError(
             f"{key}: expected a readable file, found {path} ({error.strerror or quoted(str(error))}); check it"

@@ -242,7 +242,7 @@ def load_run_task(run: RunDir, *, trust_remote_code: bool, is_trained: bool = Tr
         raise UntrustedCodeError(
             f"trust_remote_code: expected permission from you to run the Python code of the base model {task.model!r}, "
             f"found it only in {run.task_file}, which may come from another person; that code would run with all your "
-            "rights: read it, then add --trust-remote-code (in Python: trust_remote_code=True)"
+            "rights: review it, then add --trust-remote-code (in Python: trust_remote_code=True)"
         )
     scoring = task.scoring
     if is_trained and scoring is not None and scoring.reaches_outside and not trust_remote_code:

@@ -275,7 +275,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             example = "[[0.05, 12], [1.0, 100]]" if info.field_name == "evaluations" else "[3, 100]"
             raise ValueError(
                 "should be pairs of positive numbers, the second the number of validation rows, found "
-                f"{quoted(given)}. Use for example {example}, or remove the key: evaluation_share decides."
+                f"{quoted(given)}. Use for example {example}, or remove the key; evaluation_share then decides."
             )
         if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
             raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
@@ -301,8 +301,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             if self.evaluations is None:
                 present, missing = missing, present
             raise ValueError(
-                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it: "
-                "evaluation_share decides."
+                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it; "
+                "evaluation_share then decides."
             )
         given = self._given_rungs
         # A preset's rungs after the finish are dropped; rungs set by the user are all used.

@@ -336,12 +336,12 @@ class JobConfig(SpecModel):
         if self.init_lora_weights == "orthogonal" and odd is not None:
             raise ValueError(
                 "init_lora_weights 'orthogonal' should come with even ranks, because it gives half of a rank to A and "
-                f"half to B, found rank {odd}. Write an even r and rank_pattern, or a different init_lora_weights."
+                f"half to B, found rank {odd}. Use even ranks in r and rank_pattern, or a different init_lora_weights."
             )
         if self.layers_pattern is not None and self.layers_to_transform is None:
             raise ValueError(
                 f"layers_pattern should come with layers_to_transform, found {', '.join(self.layers_pattern)} alone. "
-                "Write the indices of the layers, or remove the key."
+                "Add layers_to_transform with the indices of the layers, or remove the key."
             )
         is_pattern = isinstance(self.target_modules, str) and self.target_modules not in (ALL_LINEAR, PEFT_DEFAULT)
         if is_pattern and self.layers_to_transform is not None:
@@ -362,7 +362,7 @@ class JobConfig(SpecModel):
             # Hugging Face silently ignores the warmup here.
             raise ValueError(
                 "lr_scheduler_type 'constant' has no warmup, found one of warmup_steps or warmup_ratio above 0. "
-                "Write 'constant_with_warmup', or remove the warmup."
+                "Use 'constant_with_warmup', or remove the warmup."
             )
         if self.objective.needs_kl and self.rows_per_step < 2:
             raise ValueError(

@@ -325,8 +325,8 @@ def check_optimizer_args(optim: OptimizerName, args: Mapping[str, float | bool])
     if foreign is not None:
         own = ", ".join(_ARGS[optim]) if optim in _ARGS else "none"
         raise ValueError(
-            f"optim_args should have settings of optim {optim!r} ({own}), found {foreign!r}. Remove it, or tie the two "
-            "keys with paired."
+            f"optim_args should have settings of optim {optim!r} ({own}), found {foreign!r}. Remove it, or vary the "
+            "two keys together under 'paired'."
         )
     if args.get("nesterov") and (not args.get("momentum") or args.get("dampening")):
         raise ValueError(

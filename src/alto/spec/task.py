@@ -368,7 +368,7 @@ class Task(DataKeys):
                 self._config({**self._fixed, **varied})
             except SpecError as error:
                 raise SpecError(
-                    "search_space should have only configurations that a job can have, because search "
+                    "search_space should contain only valid configurations, because search "
                     f"{self.search.algorithm!r} may choose any of them, found {_shown(varied)}: {error}"
                 ) from None
 
