@@ -217,7 +217,7 @@ def compared(ours: list[Masked] | str, theirs: Masked | str, eos: int) -> str:
         ValueError: No reason explains the difference.
     """
     if isinstance(ours, str):
-        return "C" if "shows calls" in ours else "B" if isinstance(theirs, str) else _unexplained(ours, theirs)
+        return "C" if "shows tool calls" in ours else "B" if isinstance(theirs, str) else _unexplained(ours, theirs)
     if isinstance(theirs, str):
         return "F"
     if len(ours) > 1:
