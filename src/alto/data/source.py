@@ -97,8 +97,8 @@ def nearest_preset(name: str) -> str | None:
 _PACKAGES = ("alto-lora", "transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2", "datasets", "pyarrow")
 
 _SETTLED_S = 2.0
-"""Seconds without a change after which the times of a file reveal every later change: some file systems store times in
-steps of this length."""
+"""If a file has not changed for this many seconds, its times reveal every later change. Some file systems store times
+in steps of this length."""
 
 _PROBE = "A tokenizer's settings show in <|im_start|>user\n  what it makes of a text. </s><eos>"
 

@@ -111,7 +111,7 @@ class TaskResumed(RunEvent):
     kept, the finished run trains further jobs, and another ``task_completed`` will follow.
 
     Attributes:
-        notes: Losses and other notices, as sentences.
+        notes: Notices as sentences, for example about events that a damaged journal lost.
         versions: Same as in ``task_started``.
         max_slots: Slots of all ranks from now on; None if the journal does not have it: the number is unchanged.
         num_ranks: Processes that train the task from now on; None if the journal does not have it: the number is
@@ -335,8 +335,8 @@ class FinalistsJudged(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesGenerated(RunEvent):
-    """The base, the best adapter and the next best job's adapter continued the prompts of the first validation rows
-    greedily, because ``num_samples`` is not 0; or the generation failed.
+    """The base model, the best adapter and the next best job's adapter generated texts for the prompts of the first
+    validation rows, because ``num_samples`` is not 0; or the generation failed.
 
     Attributes:
         samples: One for each prompt; empty if the generation failed.
