@@ -129,7 +129,7 @@ def _ask(
         typer.echo(f"No process works on this run; the command takes effect with: {resume_command(root)}")
     elif answer is None:
         typer.echo(
-            f"No answer within {wait_s:g} s; the command takes effect before the next step, or when it is resumed."
+            f"No answer within {wait_s:g} s; the command takes effect before the next step, or when the run is resumed."
         )
     elif answer.done:
         typer.echo(answer.message)
