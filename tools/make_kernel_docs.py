@@ -31,8 +31,8 @@ ranks 16 to 64 in float32 train on rows with GSM8K's lengths, on a bfloat16 base
 The predicted time of a kernel is the longest of four times: the time to move its bytes to and from **memory**; the time
 to load the inputs of its programs from **L2**; the time of its **products**; and, if there are few programs, the time
 of the **busiest SM** (multiprocessor). The floor of a step is the time of the frozen base, plus the time to move 36
-bytes per adapter parameter at full bandwidth. The model assumes that caches keep nothing from one kernel to the next;
-within `dy` (`ds` and `db`) the second read of the upstream gradient comes from L2.
+bytes per adapter parameter at full bandwidth. The model assumes that caches keep nothing from one kernel to the next.
+Only within `dy`, which computes `ds` and `db`, does the second read of the upstream gradient come from L2.
 """
 
 

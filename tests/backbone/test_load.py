@@ -172,11 +172,11 @@ class TestConfig:
         config = {"base_model_name_or_path": "some/base"}
         (tmp_path / named / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
         where = "the run '" if named else "'"
-        expected = rf"model: expected a base model, found an adapter in {where}.*; write model: some/base, and, to .*"
+        expected = rf"model: expected a base model, found an adapter in {where}.*; set model: some/base, and, to .*"
         with pytest.raises(ModelError, match=rf"{expected} init_adapter: {tmp_path / named}$"):
             load_backbone(BaseModelSpec(id=str(tmp_path)))
         (tmp_path / named / "adapter_config.json").write_text("{", encoding="utf-8")
-        with pytest.raises(ModelError, match="write model: the base model that it was trained on"):
+        with pytest.raises(ModelError, match="set model: the base model that it was trained on"):
             load_backbone(BaseModelSpec(id=str(tmp_path)))
 
     @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def hostile(folder: Path) -> Path:
         ("owner/..", "DataError: dataset: expected"),
         (".", "dataset: expected a file, found the folder "),
         ("pipe.jsonl", "dataset: expected a file, found a pipe or device at "),
-        ("zero.jsonl", "zero.jsonl; write the rows to a file and name that"),
+        ("zero.jsonl", "zero.jsonl; save the rows in a file and name that"),
         ("/dev/zero", "found a pipe or device at /dev/zero"),
         ("loop.jsonl", "found nothing at loop.jsonl"),
         ("rows.csv", "rows.csv:3: expected 2 cells"),

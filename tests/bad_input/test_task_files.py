@@ -115,7 +115,7 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         (f"early_exit: {{rungs: [[{BITS}, 1]]}}", "found [[a number of 20000 bits, 1]]"),
         ("seed: " + "9" * 5000, "the int '999"),
         ("method: simpo", "method should be one of sft, dpo, orpo, cpo, kto, classification, regression, found "
-         "'simpo'. Write method: cpo"),
+         "'simpo'. Set method: cpo"),
         ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo, orpo, cpo and kto"),
         ("method: orpo\nlabel_smoothing: 0.1", "'label_smoothing' is a setting of method dpo and cpo"),
         ("method: dpo\nbeta: 0", "beta (strength of the penalty for deviating from the base model) should be a finite"),

@@ -179,7 +179,7 @@ def test_rows_with_one_reply_are_refused_for_pairs_before_a_model_is_asked(tmp_p
         read_task_rows(make_task(tmp_path, method=method))
     assert str(caught.value) == (
         f"dataset: expected preference pairs for method {method}, found rows with one reply (prompt_completion "
-        "(prompt, completion)); write method: sft, or name the columns of the pairs with columns: {prompt: <its "
+        "(prompt, completion)); set method: sft, or name the columns of the pairs with columns: {prompt: <its "
         "column>, chosen: <its column>, rejected: <its column>}"
     )
 

@@ -195,11 +195,11 @@ def test_a_template_that_takes_arguments_as_text_and_content_alone_is_given_thes
 
 def test_calls_that_the_template_does_not_show_are_never_trained_as_an_end_alone(tokenizer: Any) -> None:
     conversation = convert({"messages": [ASKED, calling(OSLO), RESULT, REPLY], "tools": [WEATHER]})
-    says = r"shows calls of tools, found one that does not show .*'weather'.*, so that only the end of this.*leave such"
+    says = r"shows tool calls, found one that does not show .*'weather'.*: only the end of this.*leave such"
     with pytest.raises(DataError, match=says):
         Encoder(tokenizer).rows(conversation)
     tokenizer.chat_template = None
-    with pytest.raises(DataError, match=r"shows calls of tools, found no template to show .*'weather'"):
+    with pytest.raises(DataError, match=r"shows tool calls, found no template to show .*'weather'"):
         Encoder(tokenizer).rows(conversation)
 
 
@@ -357,7 +357,7 @@ def test_rows_whose_calls_no_template_shows_are_named_by_file_and_line_and_expla
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(task).encode(shipped)
     said = str(caught.value)
-    assert said.count("expected a chat template that shows calls of tools") == 1
+    assert said.count("expected a chat template that shows tool calls") == 1
     assert "conversation" not in said
     *_, first, others = said.split("\n")
     assert first.startswith(f"  {path}:")

@@ -138,7 +138,7 @@ def test_a_queue_with_a_damaged_line_says_what_it_lost_and_goes_on(ran: Ran, tmp
     journal.write_bytes(b"".join([*lines[:2], b"\x00\x00\n", *lines[3:]]))
     refused = CliRunner().invoke(app, ["report", str(root)])
     assert refused.exit_code == 1
-    assert "Cut off" in str(refused.exception)
+    assert "Delete this line" in str(refused.exception)
     done = CliRunner().invoke(app, ["resume", str(root)])
     assert done.exit_code == 0, done.output
     history = read_queue_history(root)

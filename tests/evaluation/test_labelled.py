@@ -263,7 +263,7 @@ def described(folder: Path, **changes: Any) -> None:
         (
             lambda folder: (folder / "labels.json").unlink(),
             SpecError,
-            "names for all 3 outputs .*, found none; write",
+            "names for all 3 outputs .*, found none; put",
         ),
         (
             lambda folder: described(folder, id2label={"0": "bad", "1": "good"}),

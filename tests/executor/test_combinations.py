@@ -74,7 +74,7 @@ def test_a_recurrence_trains_all_kinds_that_it_allows() -> None:
     bank = bank_of(mamba(), kinds)
     assert bank.backbone.is_padded
     compare(mamba, bank, num_steps=2)
-    reason = r"^bias: expected .* found backbone\.layers\.0\.mixer\.conv1d\.bias of a Conv1d; write bias: lora_only"
+    reason = r"^bias: expected .* found backbone\.layers\.0\.mixer\.conv1d\.bias of a Conv1d; set bias: lora_only"
     with pytest.raises(UnsupportedError, match=reason):
         adapter_shape(mamba(), JobConfig(bias="all", target_modules=["in_proj"]))
 

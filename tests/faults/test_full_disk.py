@@ -92,7 +92,7 @@ def test_a_report_that_cannot_be_drawn_costs_no_result_either(
     monkeypatch.setattr("alto.engine.runner.write_report", broken)
     (task,) = tiny_tasks(tmp_path, model, ["one"])
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
-    expected = f"There is no report: ImportError: no plotly; write it later with: alto report {result.run_dir}"
+    expected = f"There is no report: ImportError: no plotly; create it later with: alto report {result.run_dir}"
     assert result.notices == (expected,)
 
 

@@ -191,7 +191,7 @@ def test_mixtures(folder: Path) -> None:
     ]
     found = imported(folder, dataset="identity,identity")
     assert [source["name"] for source in found.values["dataset"]] == ["identity", "identity-2"]
-    assert "write the number of rows" in "".join(str(each) for each in found.notes)
+    assert "set the 'weight' of each source" in "".join(str(each) for each in found.notes)
     assert [source.weight for source in imported_task([found]).task.sources] == [1.0, 1.0]
 
 

@@ -255,7 +255,7 @@ def test_a_part_of_a_file_is_reported(folder: Path, split: str) -> None:
     """All rows of a file are used: whoever asked for half of them is to know."""
     (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     listed = [{"path": "json", "data_files": "rows.jsonl", "split": split}]
-    answer = "not supported: a file has no splits: all of its rows are used; write max_samples for a part of them"
+    answer = "not supported: a file has no splits: all of its rows are used; set max_samples for a part of them"
     for keys, key in (
         ({"dataset_name": None, "datasets": listed}, "datasets[0].split"),
         ({"dataset_name": "rows.jsonl", "datasets": None, "dataset_train_split": split}, "dataset_train_split"),

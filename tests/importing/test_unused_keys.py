@@ -45,7 +45,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
     "llamafactory-qlora": {
         "quantization_type": ("not supported", "4 bits are NF4"),
         "double_quantization": ("not supported", "4 bits are NF4 with double quantisation"),
-        "adapter_name_or_path": ("not supported", "write it as init_adapter"),
+        "adapter_name_or_path": ("not supported", "set it as init_adapter"),
         "ref_model_adapters": ("not supported", "the reference is the frozen base"),
         "template": ("not supported", f"'llama3' is one of LLaMA-Factory's {_OWN_TEMPLATE}"),
         "use_unsloth": ("not needed", _KERNELS),
@@ -80,7 +80,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "chat_template": ("not supported", f"'qwen_25' is one of Axolotl's {_OWN_TEMPLATE}"),
         "chat_template_kwargs": ("not supported", "a column chat_template_kwargs of the rows"),
         "default_system_message": ("not supported", "put the message into the rows"),
-        "datasets[0].shards": ("not supported", "write max_samples"),
+        "datasets[0].shards": ("not supported", "set max_samples"),
         "datasets[0].roles_to_train": ("not supported", "replies are trained"),
         "datasets[0].train_on_eos": ("not supported", "only those of trained replies are trained"),
         "datasets[0].train_on_eot": ("not supported", "only those of trained replies are trained"),
@@ -164,7 +164,7 @@ def test_a_part_of_a_file_of_dataset_info_is_reported(split: str, folder: Path) 
     (folder / "data" / "dataset_info.json").write_text(json.dumps({"mine": entry}), encoding="utf-8")
     (folder / "config.yaml").write_text("model_name_or_path: m\nstage: sft\ndataset: mine\n", encoding="utf-8")
     notes = [str(note) for note in import_file(Path("config.yaml")).notes if note.key.endswith("split")]
-    answer = "not supported: a file has no splits: all of its rows are used; write max_samples for a part of them"
+    answer = "not supported: a file has no splits: all of its rows are used; set max_samples for a part of them"
     assert notes == ([] if split == "train" else [f"dataset_info.json[mine].split: {answer}"])
 
 

@@ -90,9 +90,7 @@ def test_the_check_with_peft_sees_them_and_leaves_the_base_as_it_was(
 
 def test_a_bias_that_is_no_layers_last_sum_is_refused_by_name() -> None:
     model = build_tiny("phi")
-    with pytest.raises(
-        UnsupportedError, match=r"^bias: expected .* found lm_head\.bias of its output head; write bias"
-    ):
+    with pytest.raises(UnsupportedError, match=r"^bias: expected .* found lm_head\.bias of its output head; set bias"):
         adapter_shape(model, JobConfig(bias="all", target_modules=["q_proj"]))
     found = adapter_shape(model, JobConfig(bias="lora_only", target_modules=["q_proj"])).extras
     assert [extra.name for extra in found] == [f"model.layers.{index}.self_attn.q_proj.bias" for index in range(2)]

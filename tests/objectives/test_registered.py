@@ -158,7 +158,7 @@ def test_it_refuses_conversations(task: Task) -> None:
 
 def test_a_method_that_nobody_brings_is_unknown() -> None:
     for ask in (lambda: make_task(CONFIGS, method="simpo"), lambda: find_objective("simpo")):
-        with pytest.raises(SpecError, match=r"method should be one of sft, dpo, .*, found 'simpo'\. Write method: cpo"):
+        with pytest.raises(SpecError, match=r"method should be one of sft, dpo, .*, found 'simpo'\. Set method: cpo"):
             ask()
     with pytest.raises(SpecError, match=r"method should be one of sft, dpo, .*, found 'mine'\..* or install the"):
         find_objective("mine")

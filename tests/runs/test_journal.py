@@ -155,7 +155,7 @@ def test_a_journal_that_was_appended_to_where_it_was_torn_is_read_whole(path: Pa
 def test_a_damaged_line_in_the_middle_is_said_with_what_helps(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b'{"seq": 2, \n', *lines[3:]]))
-    with pytest.raises(RunError, match=r"line 3 of 4 is not one.*Cut off.*alto resume"):
+    with pytest.raises(RunError, match=r"line 3 of 4 is not one.*Delete this line.*alto resume"):
         read_events(path)
     with Journal(path) as journal:  # what resuming does
         assert journal.num_lines_cut == 2

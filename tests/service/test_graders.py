@@ -63,7 +63,7 @@ BAD = [
     (CHECK | {"operation": "eq", "input": "{{item.answer}}"}, "input: expected '{{sample.output_text}}'"),
     (CHECK | {"operation": "eq", "reference": "{{item.answer}}"}, "reference: expected '{{item.reference}}'"),
     (CHECK | {"operation": "eq", "url": "http://localhost:1/"}, "found 'url'; remove it"),
-    *(({"type": kind}, f"expected 'string_check', found '{kind}'; write string_check, or")
+    *(({"type": kind}, f"expected 'string_check', found '{kind}'; use string_check, or")
       for kind in ("text_similarity", "python", "http", "score_model", "label_model", "multi", "endpoint")),
     ({"type": ["string_check"]}, "expected 'string_check'"),
     *(({"scorer": kind, **more}, f"found '{kind}'; use one of these")

@@ -20,10 +20,10 @@ def test_methods_of_alto() -> None:
 
 def test_a_form_of_a_loss_is_no_method() -> None:
     with pytest.raises(
-        SpecError, match=r"^method should be one of sft, dpo, orpo, .*, found 'ipo'\. Write method: dpo and"
+        SpecError, match=r"^method should be one of sft, dpo, orpo, .*, found 'ipo'\. Set method: dpo and"
     ):
         find_method("ipo")
-    with pytest.raises(SpecError, match=r"found 'simpo'\. Write method: cpo and loss_type: simpo"):
+    with pytest.raises(SpecError, match=r"found 'simpo'\. Set method: cpo and loss_type: simpo"):
         find_method("simpo")
     with pytest.raises(SpecError, match=r"^method should be one of .*found 'dppo'\. .*did you mean 'dpo'\?"):
         find_method("dppo")
@@ -68,7 +68,7 @@ def test_an_entry_checks_what_it_says(changes: dict[str, object], found: str) ->
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("bayes", "a sweep of W&B searches. Write its parameters under 'search_space', and 'search: tpe'"),
+        ("bayes", "a sweep of W&B searches. Put its parameters under 'search_space', and set 'search: tpe'"),
         ("random", "and 'search: random'"),
         ("grpo", "found 'grpo', which generates text during training; ALTO does not"),
     ],

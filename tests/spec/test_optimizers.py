@@ -28,7 +28,7 @@ def test_other_optimizers_are_refused_with_the_reason(given: dict[str, Any], mes
     [
         ({"optim_args": "momentum=0.9"}, "of optim 'adamw_torch' \\(none\\), found 'momentum'"),
         ({"optim": "adagrad", "optim_args": {"alpha": 0.9}}, "of optim 'adagrad' \\(eps, lr_decay\\)"),
-        ({"optim": "sgd", "optim_args": "weight_decay=0.1"}, "Write the key"),
+        ({"optim": "sgd", "optim_args": "weight_decay=0.1"}, "Set the key"),
         ({"optim": "sgd", "optim_args": "momentum"}, "should map settings of the optimizer"),
         ({"optim": "sgd", "optim_args": "momentum=0.1,momentum=0.2"}, "should map settings of the optimizer"),
         ({"optim": "sgd", "optim_args": "momentun=0.9"}, "found 'momentun'"),

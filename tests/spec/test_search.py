@@ -77,7 +77,7 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
         ("pbt", {"early_exit": False}, "search.algorithm 'pbt' should rank its population"),
         ("pbt", {"early_exit": {"select": False}}, "search.algorithm 'pbt' should rank its population"),
         ("bayes", {}, "search.algorithm .* 'bayes'"),
-        (3, {}, r"search should be a mapping of settings, found 3. Write for example \{algorithm: tpe\}"),
+        (3, {}, r"search should be a mapping of settings, found 3. For example: \{algorithm: tpe\}"),
     ],
 )
 def test_what_is_refused(search: Any, changes: dict[str, Any], said: str) -> None:

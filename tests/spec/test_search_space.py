@@ -213,7 +213,7 @@ def test_sampling_a_setting_of_the_method_refused(field, change, reason):
 
 
 def test_sampling_with_missing_or_unknown_words():
-    with pytest.raises(SpecError, match=r"found no 'max'.*Write for example"):
+    with pytest.raises(SpecError, match=r"found no 'max'.*For example:"):
         SearchSpace.parse({"lr": {"min": 1e-4}})
     with pytest.raises(UnknownKeyError, match=r"search_space.learning_rate has the unknown key 'nums'.*'num'"):
         SearchSpace.parse({"lr": {"min": 1e-4, "max": 1, "nums": 3}})
@@ -332,7 +332,7 @@ def test_paired_values_that_repeat_count_once():
 
 
 def test_a_name_that_is_not_auto_is_refused_with_the_one_that_is():
-    with pytest.raises(SpecError, match=r"or be 'auto', found 'automatic'\. Write auto"):
+    with pytest.raises(SpecError, match=r"or be 'auto', found 'automatic'\. Use auto"):
         Task(model="alto-tiny", dataset="rows.jsonl", search_space="automatic")
 
 
@@ -497,7 +497,7 @@ def test_parameters_of_a_sweep_of_wandb() -> None:
 )
 def test_a_parameter_of_a_sweep_that_is_no_range_and_no_list_is_refused(parameter: dict[str, Any]) -> None:
     """``log_uniform`` of W&B has exponents of e for its ends: taken for a range it would be another one."""
-    with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Write \{min: "):
+    with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Use \{min: "):
         space(learning_rate=parameter)
 
 

@@ -139,7 +139,7 @@ def test_other_values_are_no_defaults(key: str, value: object) -> None:
     [
         ("save_steps", 100, "not needed: ALTO keeps the best and the last checkpoint of every job"),
         ("deepspeed", "ds.json", "not needed: ALTO starts its own processes"),
-        ("assistant_only_loss", False, "Write 'train_on: all'"),
+        ("assistant_only_loss", False, "Use 'train_on: all'"),
         ("dataset_text_field", "body", "Name the column of texts with 'columns"),
         ("dataloader_drop_last", True, "keeps the last, smaller batch"),
     ],

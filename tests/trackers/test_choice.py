@@ -78,7 +78,7 @@ def test_key_survives_the_task_file(tmp_path: Path, report_to: Any) -> None:
     "report_to", ["tensorbord", [], None, False, 3, ["none"], ["wandb", "wandb"], [["wandb"]], {"wandb": True}]
 )
 def test_key_refuses(report_to: Any) -> None:
-    with pytest.raises(SpecError, match=r"report_to should be .*tensorboard, mlflow, wandb, trackio, found .*Write"):
+    with pytest.raises(SpecError, match=r"report_to should be .*tensorboard, mlflow, wandb, trackio, found .*For"):
         task(report_to=report_to)
 
 

@@ -186,7 +186,7 @@ def _compared(name: str, kind: str, comparison: str, ours: Found | str, theirs: 
 def explain(ours: Found | str, theirs: Found | str, tokenizer: Any) -> str:
     """Return the key of :data:`REASONS` that explains the difference to the last token; empty if there is none."""
     if isinstance(ours, str):
-        return "call" if "shows calls of tools" in ours else ""
+        return "call" if "shows tool calls" in ours else ""
     if isinstance(theirs, str):
         return "form"
     if len(ours) > 1:

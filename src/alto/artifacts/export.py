@@ -261,11 +261,11 @@ class ExportSettings:
         for key, choice in _CHOICES.items():
             value, allowed = getattr(self, key), get_args(choice)
             if value is not None and value not in allowed:
-                raise SpecError(f"{key}: expected one of {', '.join(allowed)}, found {value!r}; write one of these")
+                raise SpecError(f"{key}: expected one of {', '.join(allowed)}, found {value!r}; use one of these")
         chosen = [name for name in _FORMS if getattr(self, name)]
         if len(chosen) > 1:
             raise SpecError(
-                f"export: expected one of merged, gguf, per_expert and config, found {' and '.join(chosen)}; write "
+                f"export: expected one of merged, gguf, per_expert and config, found {' and '.join(chosen)}; export "
                 "each into a separate folder"
             )
 

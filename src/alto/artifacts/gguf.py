@@ -25,7 +25,7 @@ from alto.records import GgufType
 # Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and ``gguf-
 # py/gguf/constants.py``.
 
-USE_CONVERTER = "write the merged model with --merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
+USE_CONVERTER = "export the merged model with --merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
 
 _ARCHITECTURES: Mapping[str, str] = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """Architectures of llama.cpp by the model types of transformers."""
@@ -332,7 +332,7 @@ class GgufModel:
 
         if winner.adapter.has_head:
             raise UnsupportedError(
-                "gguf: expected a causal language model, found a classification head; write the model with --merged"
+                "gguf: expected a causal language model, found a classification head; use --merged instead"
             )
         config = load_config(winner.base)
         architecture = architecture_of(config)
@@ -385,7 +385,7 @@ class GgufModel:
             if not largest <= _LARGEST_F16:
                 raise ModelError(
                     f"gguf: expected finite weights of at most {_LARGEST_F16:g}, which float16 holds, found "
-                    f"{largest:g} in {name}; write the model with --merged"
+                    f"{largest:g} in {name}; use --merged instead"
                 )
         return found
 

@@ -239,7 +239,7 @@ class Backbone:
         if self.model.config._attn_implementation != attention.NAME:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__}: expected a model whose attention can be replaced (transformers' "
-                "AttentionInterface), found one with its own; use another base model"
+                "AttentionInterface), found one with its own attention code; use another base model"
             )
 
     def _fuse(self, *, is_compiled: bool) -> None:

@@ -395,7 +395,8 @@ class FusedRotary(FusedForward):
 
 
 def rotating_function(kind: type[nn.Module]) -> FunctionType | None:
-    """Return the undecorated forward pass of a class of modules if it calls the rotating function; else None."""
+    """Return the undecorated ``forward`` of a class if it calls the function that rotates queries and keys; else
+    None."""
     function = inspect.unwrap(kind.forward)
     if not isinstance(function, FunctionType) or _NAME not in function.__code__.co_names:
         return None

@@ -38,7 +38,7 @@ _EXTENSIONS = {"bfloat16": "AVX512-BF16, AMX or ARM's BF16", "float16": "AVX512-
 
 _COPY_AGAIN = "copy or download the model again"
 _NAME_AS_MODEL = (
-    "copy or download the model again; or, if it loads with 'num_gpus: 1', write it with the names that "
+    "copy or download the model again; or, if it loads with 'num_gpus: 1', save it with the names that "
     "transformers gives its weights (save_pretrained with save_original_format=False)"
 )
 
@@ -53,7 +53,7 @@ def resolve_model(model: str) -> str:
         raise ModelNotFoundError(
             f"model: expected a model that this process can load, found {model}, which was given to alto.Task as an "
             "object and has no name that loads it; give the object again: engine.resume(RUN, model=…, tokenizer=…), "
-            "result.load_best(model=…); or write it to a folder with save_pretrained, and name the folder"
+            "result.load_best(model=…); or save it to a folder with save_pretrained, and name the folder"
         )
     if model in SHIPPED_MODELS:
         return str(resources.files("alto") / "assets" / model)
@@ -302,7 +302,7 @@ def _check_is_no_adapter(model: str, folder: Path) -> None:
     named = base if isinstance(base, str) else "the base model that it was trained on"
     where = f"{model!r}" if found == folder else f"the run {model!r}"
     raise ModelError(
-        f"model: expected a base model, found an adapter in {where}; write model: {named}, and, to continue from the "
+        f"model: expected a base model, found an adapter in {where}; set model: {named}, and, to continue from the "
         f"adapter, init_adapter: {found}"
     )
 

@@ -387,7 +387,7 @@ class OutputHead:
         """Return the cross-entropy ``[S]`` of predicting ``targets_S`` from ``hidden_SH``, in nats.
 
         Args:
-            tokens: The jobs of the tokens; None only if the head has no adapters.
+            tokens: The job of each token; None only if the head has no adapters.
         """
         adapted = self._adapted()
         runs: Sequence[tuple[int, LogitAdapters | None]] = ()

@@ -23,8 +23,8 @@ class QuantisedLinear(nn.Linear):
     """A frozen linear layer with a packed weight, dequantized for every product.
 
     The weight is dequantized in the forward pass and again in the backward pass, and freed after each.
-    Activations are not rounded: bitsandbytes' own 8-bit product rounds them on some devices, and treats a whole column
-    differently if one token in it is large, so that the tokens of one job would change those of another.
+    Activations are not rounded. bitsandbytes' own 8-bit product rounds them on some devices. It also treats a whole
+    column differently if one token in it is large, so tokens of one job would change those of another.
 
     ``packed`` is the weight in bitsandbytes' format: bytes of two numbers each, or ``[N, K]`` int8. The quantization
     state is small and never sharded, even if ``packed`` is.

@@ -74,7 +74,7 @@ def reading(model: str, path: str, what: str, remedy: str) -> Iterator[None]:
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"model: expected {what} that transformers itself can read, found that {model!r} brings its own "
-                f"Python code, which would run with all your rights; read it, then set 'trust_remote_code: true', or "
+                f"Python code, which would run with all your rights; review it, then set 'trust_remote_code: true', or "
                 f"use another base model"
             ) from error
         raise ModelError(

@@ -25,7 +25,7 @@ from alto.errors import AltoError
 
 app = typer.Typer(
     name="alto",
-    help="Tune LoRA adapters: many configurations together on one frozen base model, the losers stopped early.",
+    help="Tune LoRA adapters: train many configurations together on one frozen base model, and stop the losers early.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -68,7 +68,7 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Tune LoRA adapters: many configurations together on one frozen base model, the losers stopped early."""
+    """Tune LoRA adapters: train many configurations together on one frozen base model, and stop the losers early."""
 
 
 def main() -> None:

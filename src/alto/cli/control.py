@@ -128,7 +128,9 @@ def _ask(
         root = run_dir.root if history.result is not None else _resumed(run_dir)
         typer.echo(f"No process works on this run; the command takes effect with: {resume_command(root)}")
     elif answer is None:
-        typer.echo(f"No answer within {wait_s:g} s; the command takes effect before the next step, or on resumption.")
+        typer.echo(
+            f"No answer within {wait_s:g} s; the command takes effect before the next step, or when the run is resumed."
+        )
     elif answer.done:
         typer.echo(answer.message)
     else:
@@ -186,7 +188,7 @@ def cancel(
     tasks: Annotated[list[str], typer.Argument(metavar="TASK…", help="Tasks, as alto list names them.")],
     wait_s: QueueWait = 60.0,
 ) -> None:
-    """Cancel tasks of a queue that is not finished; those that run save and end."""
+    """Cancel tasks of a queue that is not finished; running tasks save their state and end."""
     queue_dir = QueueDir.open(queue)
     mailbox = QueueMailbox(queue_dir.run)
     if not mailbox.num_pending and queue_dir.run.journal_file.exists():  # a submitted task may be pending
@@ -201,11 +203,11 @@ def cancel(
 def drain(
     queue: QueueFolder,
     when_done: Annotated[
-        bool, typer.Option("--when-done", help="Do not end now: accept no more tasks, and end when all have ended.")
+        bool, typer.Option("--when-done", help="Do not end now: accept no more tasks, and end after the last task.")
     ] = False,
     wait_s: QueueWait = 60.0,
 ) -> None:
-    """End the queue: running tasks save and end; alto resume continues them."""
+    """End the queue: running tasks save their state and end; alto resume continues them."""
     queue_dir = QueueDir.open(queue)
     if not queue_dir.run.is_locked():
         typer.echo(_NO_PROCESS)
@@ -230,7 +232,7 @@ def _show_answers(
     for command in commands:
         is_live, answer = wait_for_answer(queue_dir.run, mailbox, command, wait_s)
         if answer is None and is_live:
-            otherwise = ", or on resumption" if remains else ""
+            otherwise = ", or when the queue is resumed" if remains else ""
             typer.echo(f"No answer within {wait_s:g} s; the command takes effect as soon as possible{otherwise}.")
         elif answer is None and remains:
             typer.echo(f"{_NO_PROCESS[:-1]}; the command takes effect with: {resume_command(queue_dir.root)}")

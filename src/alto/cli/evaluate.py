@@ -54,7 +54,7 @@ def evaluate(
         str,
         typer.Option(
             "--metric",
-            help="auto (what the rows and the run allow), loss, preference, or a scorer of answers: exact, contains, "
+            help="auto (depends on the rows and the run), loss, preference, or a scorer of answers: exact, contains, "
             "numeric, exact_match, tool_call, multiple_choice, '{scorer: json, keys: [total]}', '{scorer: regex, "
             "pattern: …}'.",
         ),
@@ -66,7 +66,7 @@ def evaluate(
         int, typer.Option("--max-new-tokens", help="Maximum number of tokens in an answer.")
     ] = 512,
     limit: Annotated[
-        int | None, typer.Option("--limit", help="Number of rows to use, from the first; by default all.")
+        int | None, typer.Option("--limit", help="Number of rows to use, starting with the first; by default all.")
     ] = None,
     base: Annotated[
         str | None, typer.Option("--base", help="Base model, if it is not the one that the adapters name.")

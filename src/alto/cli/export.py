@@ -52,7 +52,9 @@ def export(
     ] = False,
     config: Annotated[
         ForeignTool | None,
-        typer.Option("--config", help="Write a file for the same job for trl, axolotl or llamafactory."),
+        typer.Option(
+            "--config", help="Write a configuration that trains the same job with trl, axolotl or llamafactory."
+        ),
     ] = None,
     push_to_hub: Annotated[
         str | None,

@@ -38,7 +38,7 @@ def list_(
         Path | None,
         typer.Argument(
             metavar="QUEUE",
-            help="Folder of a queue, whose tasks are listed.",
+            help="Folder of a queue; its tasks are listed.",
             callback=reachable,
             autocompletion=complete_queue,
         ),
@@ -168,7 +168,7 @@ def prune(
         list[Path],
         typer.Argument(
             metavar="RUN...",
-            help="Folders of finished runs, or of queues, whose runs are all pruned.",
+            help="Folders of finished runs, or of queues (all of their runs are pruned).",
             callback=_reachable,
             autocompletion=complete_run,
         ),

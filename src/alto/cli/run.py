@@ -38,7 +38,9 @@ def run(
     ] = None,
     cluster: Annotated[
         str,
-        typer.Option("--cluster", help="local; a Ray cluster: auto, ray://HOST:PORT; or NAME://… of a package."),
+        typer.Option(
+            "--cluster", help="local, a Ray cluster (auto or ray://HOST:PORT), or a cluster of a package (NAME://…)."
+        ),
     ] = "local",
     strategy: Strategy = "adapter_parallel",
     method: Annotated[
@@ -52,7 +54,7 @@ def run(
         bool,
         typer.Option(
             "--share-executor/--no-share-executor",
-            help="Whether tasks on one base model may be trained in one process, if all are done sooner that way.",
+            help="Train tasks on the same base model together in one process, if all of them are then done sooner.",
         ),
     ] = True,
     wait_for_tasks: Annotated[
@@ -64,7 +66,9 @@ def run(
     ] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Allow the Python code of base models for tasks of alto submit too."),
+        typer.Option(
+            "--trust-remote-code", help="Allow the Python code of base models to run, for tasks of alto submit too."
+        ),
     ] = False,
     output_dir: OutputDir = Path("runs"),
     overrides: Overrides = None,
@@ -145,7 +149,7 @@ def work_on_queue(
     else:
         console.print(queue_summary(progress, root))
         report = root / "report.html"
-        where = str(report) if report.exists() else f"none could be written; write it later with: alto report {root}"
+        where = str(report) if report.exists() else f"none could be written; create it later with: alto report {root}"
         console.print(f"report:   {where}", soft_wrap=True, highlight=False, markup=False)
     print_notices(results)
 

@@ -41,10 +41,10 @@ def serve(
     data_dir: DataDir = None,
     database: Database = None,
     model: Annotated[
-        list[str] | None, typer.Option("--model", metavar="NAME=MODEL", help="Offer a base model; repeatable.")
+        list[str] | None, typer.Option("--model", metavar="NAME=MODEL", help="Offer a base model.")
     ] = None,
     hub_models: Annotated[bool | None, typer.Option(help="Let requests name any model of the hub.")] = None,
-    cluster: Annotated[str | None, typer.Option(help="What tasks run on, as with alto run.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Where tasks run, as with alto run.")] = None,
     total_gpus: Annotated[int | None, typer.Option(help="Maximum number of GPUs, or of CPU slots, to use.")] = None,
 ) -> None:
     """Serve tuning to many users: OpenAI's fine-tuning API, ALTO's own API, and a dashboard."""
@@ -205,7 +205,7 @@ def _models(given: list[str]) -> dict[str, str]:
     for each in given:
         name, equals, model = each.partition("=")
         if not name or (equals and not model):
-            raise SpecError(f"--model: expected NAME=MODEL, found {each!r}; write for example --model tiny=alto-tiny")
+            raise SpecError(f"--model: expected NAME=MODEL, found {each!r}; for example: --model tiny=alto-tiny")
         found[name] = model or name
     return found
 

@@ -148,8 +148,8 @@ def resume(
         str,
         typer.Option(
             "--cluster",
-            help="For a queue that began on a Ray cluster at an address, or on a package's cluster: the same value "
-            "again.",
+            help="For a queue that was started on a Ray cluster with an address, or on a package's cluster: the same "
+            "value again.",
         ),
     ] = "local",
     wait_for_tasks: Annotated[

@@ -42,7 +42,7 @@ class TaskTicket(Demand):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A run for an executor: one that is started for it, or one that already works on other runs.
+    """A run to be started: in a new executor, or in one that already works on other runs.
 
     Attributes:
         ticket: The task; its fields that a cluster needs are properties here too.

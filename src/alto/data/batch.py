@@ -509,7 +509,8 @@ def _send(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def mismatched_rows(dataset: EncodedDataset, rows: Sequence[int]) -> EncodedDataset:
-    """Return the prompt of each of ``rows`` with the reply of the row before it, the first with that of the last row.
+    """Return the prompt of each of ``rows`` with the reply of the row before it; the first row gets the reply of the
+    last.
 
     TRL's ``KTOTrainer`` pairs them in the same way in a batch. Rows are cut at the same length as those of ``dataset``.
     A row without a trained token left is kept, so that means over all rows count it as 0.

@@ -146,7 +146,7 @@ def _numbered_names(numbers: Sequence[float], keys: DataKeys, key: str) -> tuple
     fraction = next((number for number in numbers if not float(number).is_integer()), None)
     if fraction is not None:
         raise DataFormatError(
-            f"{key}: expected labels that are names or whole numbers, found {fraction}; write method: regression to "
+            f"{key}: expected labels that are names or whole numbers, found {fraction}; set method: regression to "
             "learn numbers"
         )
     indices = sorted({int(number) for number in numbers if number >= 0})
@@ -154,7 +154,7 @@ def _numbered_names(numbers: Sequence[float], keys: DataKeys, key: str) -> tuple
     if keys.num_labels is None and indices != list(range(count)):
         raise DataFormatError(
             f"{key}: expected labels that are all the numbers from 0 to one less than their count, found "
-            f"{listed(map(str, indices))}; set num_labels if some do not occur in the rows, or write names"
+            f"{listed(map(str, indices))}; set num_labels if some do not occur in the rows, or use names as labels"
         )
     return _checked_labels(_default_names(count), keys, key)
 

@@ -444,8 +444,8 @@ class Encoder:
                 if bare is not None:
                     found = "no template to show" if self._template is None else "one that does not show"
                     raise ConversationError(
-                        f"expected a chat template that shows calls of tools, found {found} "
-                        f"{quoted(bare.other_keys()[name])}, so that only the end of this reply would be trained; "
+                        f"expected a chat template that shows tool calls, found {found} "
+                        f"{quoted(bare.other_keys()[name])}: only the end of this reply would be trained; "
                         f"{tools_remedy(self._tokenizer)}"
                     )
 

@@ -51,7 +51,7 @@ def _raw_row(read: Callable[[], Mapping[str, Any]], where: str) -> RawRow:
     try:
         return RawRow(where, {name: _without_nulls(value) for name, value in read().items()})
     except UnicodeDecodeError as error:
-        fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; write the file again")
+        fault = RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found {error}; save the file as UTF-8")
     except (ValueError, OverflowError) as error:  # a date beyond the year 9999, an unknown time zone
         reason = (
             f"expected values that Python can hold, found one that it cannot hold ({quoted(str(error))}); leave its "
@@ -92,7 +92,7 @@ def parquet_rows(path: Path) -> Iterator[RawRow]:
                     yield _raw_row(partial(_values, batch, index), f"{path}: row {number}")
     except (pyarrow.ArrowException, UnicodeDecodeError) as error:
         raise DataFormatError(
-            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); write the file again"
+            f"{path}: expected a Parquet file, found something else ({quoted(str(error))}); create the file again"
         ) from None
 
 
@@ -219,7 +219,7 @@ def _rows(path: Path, key: str) -> Iterator[RawRow]:
     except (OSError, EOFError, zlib.error) as error:
         if isinstance(error, gzip.BadGzipFile | EOFError | zlib.error):
             raise DataFormatError(
-                f"{path}: expected UTF-8 text packed by gzip, found something else ({error}); fetch the file again"
+                f"{path}: expected UTF-8 text packed by gzip, found something else ({error}); copy the file again"
             ) from error
         raise DataError(
             f"{key}: expected a readable file, found {path} ({error.strerror or quoted(str(error))}); check it"
@@ -273,7 +273,7 @@ def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:
         if fault is not None:
             yield RawRow(where, {}, fault)
         elif line.strip():
-            parsed = _parse(line.strip(), "one JSON object per line", "write every row on one line")
+            parsed = _parse(line.strip(), "one JSON object per line", "put every row on one line")
             yield RawRow(where, {}, parsed) if isinstance(parsed, RowFault) else _row(parsed, where)
 
 
@@ -377,8 +377,8 @@ def _next_cells(table: Iterator[list[str]], where: str) -> list[str] | None:
         return next(table, None)
     except csv.Error as error:
         raise DataFormatError(
-            f"{where}: expected cells between separators, found a row that breaks off or is quoted wrongly ({error}); "
-            "write a double quote inside a quoted text twice"
+            f"{where}: expected cells between separators, found a row that is incomplete or quoted wrongly ({error}); "
+            'put two double quotes ("") where a quoted text contains one'
         ) from None
 
 

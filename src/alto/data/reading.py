@@ -359,7 +359,7 @@ def _wrong_kind(layout: Layout, method: str, key: str) -> DataFormatError:
     """Return the error for rows of the wrong kind, which the method's objective would find only with a loaded model."""
     if not layout.is_paired:
         return DataFormatError(
-            f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); write "
+            f"{key}: expected preference pairs for method {method}, found rows with one reply ({layout}); set "
             "method: sft, or name the columns of the pairs with columns: {prompt: <its column>, chosen: <its column>, "
             "rejected: <its column>}"
         )

@@ -52,7 +52,7 @@ class RowFault:
 
 
 class RowError(DataFormatError):
-    """An error about one row, at the place ``where``, that cannot be used."""
+    """An error about a row that cannot be used; ``where`` is the place of the row."""
 
     def __init__(self, where: str, fault: RowFault) -> None:
         super().__init__(f"{where}: {fault.reason}")

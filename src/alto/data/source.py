@@ -97,8 +97,8 @@ def nearest_preset(name: str) -> str | None:
 _PACKAGES = ("alto-lora", "transformers", "tokenizers", "sentencepiece", "tiktoken", "jinja2", "datasets", "pyarrow")
 
 _SETTLED_S = 2.0
-"""Seconds without a change after which the times of a file reveal every later change: some file systems store times in
-steps of this length."""
+"""If a file has not changed for this many seconds, its times reveal every later change. Some file systems store times
+in steps of this length."""
 
 _PROBE = "A tokenizer's settings show in <|im_start|>user\n  what it makes of a text. </s><eos>"
 
@@ -358,7 +358,7 @@ def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
     """Return the source of the file ``path``; ``task`` is given if its keys about splits apply to the file."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
-            f"{key}: expected a file, found a pipe or device at {path}; write the rows to a file and name that"
+            f"{key}: expected a file, found a pipe or device at {path}; save the rows in a file and name that"
         )
     if not path.is_file() and any((path / name).is_file() for name in _SAVED_BY_DATASETS):
         raise DataFileNotFoundError(

@@ -379,7 +379,7 @@ class TokenCache:
                 damage = error
                 warnings.warn(f"{entry} is damaged ({error!s:.200}); its rows are tokenised again", stacklevel=2)
         raise RunWriteError(
-            f"expected the token cache {entry} to hold what was written, found that {damage}; check the disk, or write "
+            f"expected the token cache {entry} to hold what was written, found that {damage}; check the disk, or set "
             "token_cache: memory"
         )
 

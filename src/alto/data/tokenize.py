@@ -83,7 +83,7 @@ def tokenize(rows: Sequence[Row], encoding: Encoding, what: str, writer: RowWrit
     A pair is left out and counted if a reply is empty or not trained (it would teach the length of replies, not their
     content), if both replies have the same tokens, or if no difference between them is left after the cut. Trained
     tokens of pairs and of labelled replies are those of TRL's ``DPOTrainer``: ``{% generation %}`` in the template is
-    ignored. Both replies of a pair begin at the same token, the first that is trained in either.
+    ignored. In both replies of a pair, training begins at the same position: the first token that is trained in either.
 
     Labelled texts get the tokenizer's special tokens. The longer of two texts is cut first, at the side that the
     tokenizer says. Conversations among them are written by the chat template, and their first tokens are kept. The
@@ -95,11 +95,12 @@ def tokenize(rows: Sequence[Row], encoding: Encoding, what: str, writer: RowWrit
         writer: Receives the tokenised rows; None keeps them in memory.
 
     Raises:
-        BadRowsError: The chat template refuses rows, a pair has several replies where it differs and the template
-            rewrites earlier ones, or a text has no token; and bad rows are not skipped, or all rows are bad.
+        BadRowsError: Rows are bad and are not skipped, or all rows are bad. A row is bad if the chat template refuses
+            it, if it is a text without tokens, or if it is a pair with several replies after the point where its
+            conversations first differ, and the template rewrites earlier replies.
         DataError: No row has a trained token left; all rows are conversations that were cut, so that the model would
-            never see the end of a reply; or the tokenizer marks each token of two texts with its text
-            (``token_type_ids``), which the model does not get here.
+            never see the end of a reply; or the tokenizer returns ``token_type_ids`` for two texts, which the model
+            does not get here.
         ModelError: The model has no embedding for a token.
     """
     first = rows[0] if rows else None

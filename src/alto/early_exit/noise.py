@@ -23,9 +23,9 @@ S = TypeVar("S", bound=Scored)
 def is_within_noise(one: Scored, other: Scored) -> bool:
     """Return whether the difference of both scores by the task's metric is within noise.
 
-    It is if the scores are equal. Others are compared row by row: the difference counts if the 95 % interval of its
-    mean over the validation rows (Student's, two-sided) does not contain 0. If the values of the rows are unknown or
-    not finite, any difference counts.
+    Equal scores are within noise. Other scores are compared row by row: the difference counts if the 95 % interval of
+    its mean over the validation rows (Student's, two-sided) does not contain 0. If the values of the rows are unknown
+    or not finite, any difference counts.
     """
     if one.score == other.score:
         return True

@@ -139,8 +139,8 @@ class OverfittingUpturn(UpturnSettings, Rule):
     the condition does not hold. Training loss plays no part: on small data it runs far below a validation loss that
     still falls.
 
-    ``tau_upturn`` is a minimum for smooth curves. Of jobs that only fluctuate around a plateau for twenty evaluations,
-    a ``tau_noise`` of 3 lets two in three continue, 2 lets one in three, and 0 lets none.
+    ``tau_upturn`` is a minimum for smooth curves. If jobs only fluctuate around a plateau for twenty evaluations, two
+    in three continue with a ``tau_noise`` of 3, one in three with 2, and none with 0.
     """
 
     reason: ClassVar[str] = ExitReason.OVERFITTING

@@ -203,7 +203,7 @@ class Selection:
         """Add a job before its first step; it takes part in every rung that is still to be decided.
 
         Args:
-            catches_up: Whether no rung waits for it until it has reached that rung. A rung that was decided before
+            catches_up: Whether rungs do not wait for this job until it has reached them. A rung that was decided before
                 ranks it alone, as soon as it gets there, among all jobs that were ever ranked at that rung.
         """
         _require(job not in self._tracks, f"a new job, found that {job} already exists")

@@ -231,7 +231,7 @@ class Engine:
         Raises:
             NoResultError: The run has no result.
             RunChangedError: The base model differs from that of the run.
-            UnsupportedError: The winner was not trained with one configuration from its beginning, or is a refit.
+            UnsupportedError: The winner did not keep one configuration from start to end, or is a refit.
             AltoError: See :meth:`tune`.
         """
         run_dir, objects = RunDir.open(run), given_objects(model, tokenizer)

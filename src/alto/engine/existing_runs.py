@@ -272,7 +272,7 @@ def _check_refit(winner: JobHistory, *, refit_of: str) -> None:
         )
     else:
         return
-    raise UnsupportedError(f"refit: expected a winner with one configuration from its beginning, found {found}")
+    raise UnsupportedError(f"refit: expected a winner that kept one configuration from start to end, found {found}")
 
 
 def evaluate_adapters(

@@ -61,7 +61,7 @@ def check_has_id(tasks: Iterable[Task], where: str) -> None:
         if task.objects is not None:
             raise UnsupportedError(
                 f"model: expected the id of a model, or a folder, for {where}, found {task.objects.name} for "
-                f"{task.name!r}, which exists only in this process; train with engine.tune on one GPU, or write model "
+                f"{task.name!r}, which exists only in this process; train with engine.tune on one GPU, or save model "
                 "and tokenizer to a folder with save_pretrained, and name the folder"
             )
 

@@ -347,7 +347,7 @@ def _reported(run_dir: RunDir) -> tuple[str, ...]:
         write_report(run_dir.root)
     except Exception as error:
         why = str(error) if isinstance(error, AltoError) else f"{type(error).__name__}: {error}"
-        remedy = "" if isinstance(error, RunWriteError) else f"; write it later with: alto report {run_dir.root}"
+        remedy = "" if isinstance(error, RunWriteError) else f"; create it later with: alto report {run_dir.root}"
         return (f"There is no report: {why}{remedy}",)
     return ()
 

@@ -139,8 +139,8 @@ def measure(
             if not is_out_of_memory(error):
                 raise
             raise DeviceMemoryError(
-                f"expected memory for the base model {base.id} and {len(adapters)} adapters on {device}, found "
-                f"less; name fewer adapters at a time, or load the base with {LOAD_IN_4BIT} in the run's task.yaml"
+                f"expected enough memory for the base model {base.id} and {len(adapters)} adapters on {device}, found "
+                f"less; evaluate fewer adapters at a time, or set {LOAD_IN_4BIT} in the run's task.yaml"
             ) from error
 
     try:

@@ -184,7 +184,7 @@ def _labels_of(adapter: SavedAdapter, of_runs: Mapping[str, LabelSet | None]) ->
         found = "none" if labels is None else f"{labels.num_labels} names"
         raise SpecError(
             f"labels: expected names for all {count} outputs of the head in {adapter.folder / LABELS_NAME}, found "
-            f"{found}; write them there, such as "
+            f"{found}; put them there, for example "
             '{"problem_type": "single_label_classification", "id2label": {"0": "no", "1": "yes"}}'
         )
     return labels

@@ -215,8 +215,8 @@ class Evaluator:
         within: Within = lambda num_tokens: nullcontext(),
         rows: Sequence[int] | None = None,
     ) -> list[Evaluated]:
-        """Evaluate the jobs' starting point, the frozen base model or a saved adapter on it, on a split of a task, once
-        for each of ``configs`` with its settings of the objective.
+        """Evaluate the jobs' starting point on a split of a task, once for each of ``configs`` with its settings of the
+        objective. The starting point is the frozen base model, or a saved adapter on it.
 
         Args:
             within: Context in which forward passes compute the starting point; by default, the base model.

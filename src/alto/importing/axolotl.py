@@ -106,7 +106,7 @@ _NOT_NEEDED: Mapping[str, tuple[str, ...]] = {
 }
 
 _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
-    "write it as init_adapter: every job begins with it, and dpo and kto compare with it": ("lora_model_dir",),
+    "set it as init_adapter: every job begins with it, and dpo and kto compare with it": ("lora_model_dir",),
     "the tokenizer is not changed: save a model and a tokenizer with the tokens, and name that folder in 'model'": (
         *("tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x", "mean_resizing_embeddings"),
         *("shrink_embeddings", "tokenizer_config", "fix_untrained_tokens", "tokenizer_use_mistral_common"),
@@ -125,7 +125,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
         "revision_of_model",
     ),
     "put the message into the rows, as a column system or a first message": ("default_system_message",),
-    "write the arguments of the chat template in a column chat_template_kwargs of the rows": ("chat_template_kwargs",),
+    "put the arguments of the chat template into a column chat_template_kwargs of the rows": ("chat_template_kwargs",),
     "the loss of method sft is the cross-entropy": ("use_eaft", "scaling_softmax"),
     "the base keeps one precision": ("fp32_norms", "fp32_norm_classes"),
     "the weights of the base model are not changed": ("reinit_weights",),
@@ -157,7 +157,7 @@ _NOT_SUPPORTED: Mapping[str, tuple[str, ...]] = {
     "jobs are trained with the losses of ALTO's methods": (
         *("trl", "trainer_cls", "dpo_norm_loss", "dpo_use_logits_to_keep", "dpo_generate_during_eval", "ebft"),
     ),
-    "write adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
+    "set adapter_dtype: bfloat16 for adapters of that precision": ("peft_autocast_adapter_dtype",),
     trainer.TRACKERS_ARE: ("use_comet", "use_trackio", "use_otel_metrics", "use_swanlab"),
 }
 
@@ -321,8 +321,7 @@ def _check_adapter(draft: Draft) -> None:
     if adapter not in _ADAPTERS:
         found = "none" if adapter is None else quoted(adapter)
         raise UnsupportedError(
-            f"adapter: expected {' or '.join(_ADAPTERS)}, found {found}: ALTO trains LoRA adapters. Write "
-            "adapter: lora."
+            f"adapter: expected {' or '.join(_ADAPTERS)}, found {found}: ALTO trains LoRA adapters. Set adapter: lora."
         )
     if adapter == "qlora" and not draft.given.get("load_in_4bit"):
         draft.given["load_in_4bit"] = True

@@ -90,15 +90,15 @@ _LEGACY_KEYS = {"role": "message_field_role", "content": "message_field_content"
 
 _REPORTED = {
     "revision": "the latest revision is read; download a different revision, and name the file",
-    "input_transform": "write the rows in their final form",
+    "input_transform": "put the rows in their final form",
     "drop_system_message": "remove the message from the rows",
     "message_field_training": "a message with weight: 0 in the rows is shown and not trained",
     "message_field_training_detail": "a message is trained as a whole or not at all",
     "split_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
     "field_thinking": "every key of a message, such as reasoning_content, reaches the chat template",
-    "shards": "write max_samples to use a part of the rows",
-    "shards_idx": "write max_samples to use a part of the rows",
-    "chat_template_jinja": "write it in the task's chat_template",
+    "shards": "set max_samples to use a part of the rows",
+    "shards_idx": "set max_samples to use a part of the rows",
+    "chat_template_jinja": "set it as the task's chat_template",
     "train_on_eot": "of the tokens that end messages, only those of trained replies are trained",
     "template_thinking_key": "every key of a message, such as reasoning_content, reaches the chat template",
     "logprobs_field": "jobs are trained with the losses of ALTO's methods",
@@ -149,7 +149,7 @@ def read_datasets(draft: Draft, method: Method) -> None:
         draft.not_supported(
             "test_datasets",
             "validation rows must be one dataset with the form, the columns and the split 'train' of the training "
-            "rows: convert them, and write validation_dataset",
+            "rows: convert them, and set validation_dataset",
         )
 
 
@@ -181,8 +181,8 @@ def _source(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) 
     if template not in (None, "tokenizer_default") and (template != "jinja" or not entry.get("chat_template_jinja")):
         draft.not_supported(
             f"{where}.chat_template",
-            "rows are written by the chat template of the model's tokenizer; write the Jinja text of a "
-            "different template in the task's chat_template",
+            "rows are written by the chat template of the model's tokenizer; to use a different template, set the "
+            "task's chat_template to its Jinja text",
         )
     split = _split(draft, entry.get("split"), where)
     return ImportedSource(
@@ -196,8 +196,7 @@ def _split(draft: Draft, given: object, where: str) -> str | None:
         return None
     if not isinstance(given, str) or "+" in given:
         raise UnsupportedError(
-            f"{where}.split: expected the name of a split, found {quoted(given)}. Write one entry of datasets per "
-            "split."
+            f"{where}.split: expected the name of a split, found {quoted(given)}. Use one entry of datasets per split."
         )
     name, is_part, part = given.partition("[")
     if is_part:
@@ -215,7 +214,7 @@ def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
     files = [files] if isinstance(files, str) else files
     if not isinstance(files, list) or len(files) != 1:
         raise UnsupportedError(
-            f"{where}.data_files: expected one file, found {quoted(files)}. Write one entry of datasets per file."
+            f"{where}.data_files: expected one file, found {quoted(files)}. Use one entry of datasets per file."
         )
     if path in BUILDERS:
         return readable_path(draft, files[0], f"{where}.data_files")
@@ -223,7 +222,7 @@ def _path(draft: Draft, entry: Mapping[str, Any], where: str) -> str:
     if inside == f"{path}/{files[0]}":
         raise UnsupportedError(
             f"{where}: expected a local file, found {quoted(files[0])} of {quoted(path)}. Download it, and "
-            "write its path as path."
+            "set path to its path."
         )
     return inside
 
@@ -257,7 +256,7 @@ def _form(draft: Draft, entry: Mapping[str, Any], where: str, method: Method) ->
     return form, dict(columns)
 
 
-_AS_MESSAGES = "Convert the rows into messages ({role, content}), and write type: chat_template."
+_AS_MESSAGES = "Convert the rows into messages ({role, content}), and set type: chat_template."
 
 
 def _unreadable(kind: object, where: str, known: list[str], remedy: str = _AS_MESSAGES) -> UnsupportedError:
@@ -331,7 +330,7 @@ def _reply_columns(
         known = [f"<template>.{each}" for each in types]
         if form == "preference":
             raise _unreadable(kind, where, ["chat_template.default", *known])
-        raise _unreadable(kind, where, known, "Write the rows with the columns prompt, completion and label.")
+        raise _unreadable(kind, where, known, "Use rows with the columns prompt, completion and label.")
     if template != "chat_template":
         draft.used(
             f"{where}.type",
@@ -350,7 +349,7 @@ def _report_formats(draft: Draft, kind: Mapping[str, Any], keys: Iterable[str], 
         if kind.get(key) and kind[key] != "{" + key.removesuffix("_format") + "}":
             draft.not_supported(
                 f"{where}.type.{key}",
-                "texts are written by the model's chat template; write a different template in chat_template",
+                "texts are written by the model's chat template; set chat_template to use a different one",
             )
 
 

@@ -170,7 +170,7 @@ def _sorted(configs: Iterable[object]) -> tuple[Any, Any]:
         if kind is None:
             raise SpecError(
                 "config should be a peft.LoraConfig, a transformers.TrainingArguments, one of TRL's "
-                f"({', '.join(_METHODS)}), or a list of these, found {quoted(config)} ({type(config).__name__}). Write "
+                f"({', '.join(_METHODS)}), or a list of these, found {quoted(config)} ({type(config).__name__}). Set "
                 "its settings as keys of the task."
             )
         if found[kind] is not None:

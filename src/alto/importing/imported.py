@@ -187,7 +187,7 @@ def import_file(path: Path, tool: str | None = None, overrides: Iterable[str] = 
     """
     given = _read(path)
     if tool is not None and tool not in TOOLS:
-        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(tool)}. Write one of these.")
+        raise SpecError(f"--from: expected one of {', '.join(TOOLS)}, found {quoted(tool)}. Use one of these.")
     found = recognise(given, str(path)) if tool is None else TOOLS[tool]
     changes = {TASK_ALIASES.get(key, key): value for key, value in map(parse_override, overrides)}
     method = changes.get("method")

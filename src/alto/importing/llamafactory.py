@@ -130,12 +130,12 @@ KEYS = KeyTable(
         "every job begins with a new adapter": ("create_new_adapter",),
     },
     unsupported={
-        "write it as init_adapter: every job begins with it, and dpo and kto compare with it": (
+        "set it as init_adapter: every job begins with it, and dpo and kto compare with it": (
             *("adapter_name_or_path", "adapter_folder"),
         ),
         "4 bits are NF4 with double quantisation": ("quantization_type", "double_quantization"),
         "only adapters, biases and classification heads are trained": ("additional_target",),
-        "write loss_type: [sigmoid, bco_pair] with loss_weights for TRL's form of it": ("pref_bco_weight",),
+        "set loss_type: [sigmoid, bco_pair] with loss_weights for TRL's form of it": ("pref_bco_weight",),
         "the loss of method sft is the cross-entropy": ("use_dft_loss", "use_asft_loss", "use_eaft_loss"),
         "put the message into the rows, as a column system or a first message": ("default_system",),
         "the chat template of the model's tokenizer decides; a column chat_template_kwargs of the rows sets it": (
@@ -195,7 +195,7 @@ def read_llamafactory(draft: Draft, method_name: str | None) -> None:
     stage, kind = draft.take_text("stage", "sft"), draft.take_text("finetuning_type", "lora")
     if kind != "lora":
         raise UnsupportedError(
-            f"finetuning_type: expected 'lora', found {quoted(kind)}: ALTO trains LoRA adapters. Write "
+            f"finetuning_type: expected 'lora', found {quoted(kind)}: ALTO trains LoRA adapters. Set "
             "finetuning_type: lora."
         )
     if stage not in _STAGES:
@@ -246,7 +246,7 @@ def _read_preference(draft: Draft, stage: str) -> str:
         return "cpo"
     if loss == "kto_pair":
         raise UnsupportedError(
-            "pref_loss: expected a loss of pairs, found 'kto_pair'. Write stage: kto, with labelled rows."
+            "pref_loss: expected a loss of pairs, found 'kto_pair'. Set stage: kto, and use labelled rows."
         )
     draft.put("loss_type", loss)
     if smoothing:

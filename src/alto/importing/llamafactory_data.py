@@ -109,9 +109,7 @@ def read_datasets(draft: Draft, method: Method) -> None:
             "dataset", "dataset_format: alpaca: an input follows its instruction after a blank line, not a line break"
         )
     if len(held_out) > 1:
-        draft.not_supported(
-            "eval_dataset", "only one dataset of validation rows can be named; write validation_dataset"
-        )
+        draft.not_supported("eval_dataset", "only one dataset of validation rows can be named; set validation_dataset")
     elif held_out:
         _put_validation(draft, _source(draft, info, at, held_out[0], method), sources)
 
@@ -139,7 +137,7 @@ def _put_validation(draft: Draft, found: ImportedSource, sources: list[ImportedS
         draft.not_supported(
             "eval_dataset",
             "validation rows must have the form, the columns and the split 'train' of the training rows: convert them, "
-            "and write validation_dataset",
+            "and set validation_dataset",
         )
 
 
@@ -175,7 +173,7 @@ def _source(draft: Draft, info: Mapping[str, Any] | None, at: Path, name: str, m
     if not isinstance(entry, Mapping):
         raise SpecError(f"{where}: expected a mapping, found {quoted(entry)}. Correct the name, or add the dataset.")
     if entry.get("num_samples") is not None:
-        draft.not_supported("num_samples", f"in {where}: write max_samples, which applies to every source")
+        draft.not_supported("num_samples", f"in {where}: set max_samples, which applies to every source")
     columns = entry.get("columns")
     if not isinstance(columns, Mapping | None):
         raise SpecError(f"{where}: expected columns that are a mapping, found {quoted(columns)}. Correct the file.")
@@ -204,13 +202,13 @@ def _path(draft: Draft, entry: Mapping[str, Any], at: Path, where: str) -> str:
         if entry.get("folder"):
             raise UnsupportedError(
                 f"{where}: expected a whole hub dataset, found only its folder {quoted(entry['folder'])}. Download "
-                "the file, and write file_name."
+                "the file, and set file_name."
             )
         return str(entry["hf_hub_url"])
     file = entry.get("file_name")
     if not isinstance(file, str):
         raise UnsupportedError(
-            f"{where}: expected file_name or hf_hub_url, found {quoted(dict(entry))}. Download the rows, and write "
+            f"{where}: expected file_name or hf_hub_url, found {quoted(dict(entry))}. Download the rows, and set "
             "file_name."
         )
     return readable_path(draft, os.path.abspath(at / file), where)

@@ -85,7 +85,7 @@ class ImportedSource:
 def report_split(draft: Draft, source: ImportedSource, key: str) -> None:
     """Report that all rows of a file are used, if the configuration names a split of it."""
     if source.is_file and not source.has_usual_split:
-        draft.not_supported(key, "a file has no splits: all of its rows are used; write max_samples for a part of them")
+        draft.not_supported(key, "a file has no splits: all of its rows are used; set max_samples for a part of them")
 
 
 def put_sources(draft: Draft, sources: Sequence[ImportedSource], key: str) -> None:
@@ -105,8 +105,8 @@ def put_sources(draft: Draft, sources: Sequence[ImportedSource], key: str) -> No
     if all(source.weight is None for source in sources):
         draft.used(
             key,
-            "a mixture of equal weights, while the tool joins all rows: for the same shares, write the number of rows "
-            "of each source as its 'weight'",
+            "a mixture of equal weights, while the tool joins all rows: for the same shares, set the 'weight' of each "
+            "source to its number of rows",
         )
 
 
@@ -215,7 +215,7 @@ def tool_columns(title: str, rows: Rows, forms: Mapping[str, Mapping[str, str]])
     if rows.form in _FORMS_OF_TEXTS and rows.of_messages:
         raise UnsupportedError(
             f"config: expected texts in the columns of {rows.form}, because {title} reads no other form, found lists "
-            "of messages; write each conversation as texts, or as one list in a column messages, and tune with that "
+            "of messages; store each conversation as texts, or as one list in a column messages, and tune with that "
             "file"
         )
     if rows.form not in forms:

@@ -74,7 +74,7 @@ def report_own_template(draft: Draft, key: str, name: object, tool: str) -> None
     draft.not_supported(
         key,
         f"{quoted(name)} is one of {tool}'s own templates: rows are written by the template of the model's "
-        "tokenizer; write the Jinja text of a different template in chat_template",
+        "tokenizer; to use a different template, set chat_template to its Jinja text",
     )
 
 
@@ -87,7 +87,7 @@ def read_template_file(draft: Draft, key: str) -> None:
     if is_template_text(found) or os.path.isfile(found):
         draft.put("chat_template", found)
     else:
-        draft.not_supported(key, f"{quoted(given)} is not a template file; write the Jinja text in chat_template")
+        draft.not_supported(key, f"{quoted(given)} is not a template file; set chat_template to the Jinja text")
 
 
 def set_defaults(draft: Draft, defaults: Mapping[str, Any]) -> None:

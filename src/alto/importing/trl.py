@@ -141,7 +141,7 @@ def read_trl(draft: Draft, method_name: str | None) -> None:
         shown = "none" if use_peft is None else quoted(use_peft).lower()
         raise UnsupportedError(
             f"use_peft: expected true, found {shown}: TRL would train all weights, and ALTO trains LoRA adapters. "
-            "Write use_peft: true, and the learning rate that you want for LoRA."
+            "Set use_peft: true, and the learning rate that you want for LoRA."
         )
     _read_flags(draft)
     computes_in_float32 = _computes_in_float32(draft)
@@ -278,7 +278,7 @@ def _read_dataset(draft: Draft) -> None:
         draft.put("validation_split", split_size)
     elif split_size is not None:
         draft.not_supported(
-            "test_split_size", f"{quoted(split_size)} is not a share of the rows; write validation_split"
+            "test_split_size", f"{quoted(split_size)} is not a share of the rows; set validation_split"
         )
     if listed:
         if name is not None:

@@ -77,7 +77,7 @@ def _check_all(model: PreTrainedModel, known: Collection[str]) -> None:
             what = "its output head" if module is head_base(model) else f"a {type(module).__name__}"
             raise UnsupportedError(
                 f"bias: expected a base model that has biases only in linear layers and torch.nn.LayerNorm, found "
-                f"{name}{_ENDING} of {what}; write bias: lora_only, which trains the biases of modules with adapters, "
+                f"{name}{_ENDING} of {what}; set bias: lora_only, which trains the biases of modules with adapters, "
                 "or remove the key"
             )
 
@@ -124,7 +124,7 @@ class MultiBiasModule(SettingsModule):
         if y.shape[:-1].numel() != num_positions:
             raise UnsupportedModelError(
                 f"bias: expected modules that the model runs once on all {num_positions} tokens of a forward pass, "
-                f"found that {self._name} runs on {y.shape[:-1].numel()}; write bias: lora_only, or remove the key"
+                f"found that {self._name} runs on {y.shape[:-1].numel()}; set bias: lora_only, or remove the key"
             )
         base: Any = self.base
         change_TN = slot_bias_change(self._bank.anchor, self._biases, base.bias, schedule, y.dtype)

@@ -186,10 +186,10 @@ def _check(name: str, module: Any, config: JobConfig, *, is_head: bool, has_labe
         expected, found = "modules of a classifier", "the output head, which a classification head replaces"
         remedy = "leave it out"
     elif isinstance(module.weight, DTensor):
-        expected, found, remedy = "num_gpus: 1", "a base model that is sharded over GPUs", "write num_gpus: 1"
+        expected, found, remedy = "num_gpus: 1", "a base model that is sharded over GPUs", "set num_gpus: 1"
     elif not is_head and config.optim.endswith("8bit"):
         expected, found = "an optimizer of 32 bits", f"{config.optim}, whose states transformers keeps in 32 bits there"
-        remedy = "write optim: adamw_torch"
+        remedy = "set optim: adamw_torch"
     else:
         return
     raise UnsupportedError(f"modules_to_save: expected {expected} for {name}, found {found}; {remedy}")

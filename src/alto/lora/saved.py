@@ -123,7 +123,7 @@ def read_saved_adapter(folder: Path) -> SavedAdapter:
         if a_KR.shape[-1] != rank:
             raise RunError(
                 f"{folder}: expected matrices of rank {rank}, as its {CONFIG_FILE} says, found rank "
-                f"{a_KR.shape[-1]} on {name}; fetch the adapter again"
+                f"{a_KR.shape[-1]} on {name}; copy the adapter again"
             )
         scales[name] = lora_scale(rank, alpha, use_rslora=bool(config.get("use_rslora")))
     return SavedAdapter(
@@ -173,9 +173,9 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         config = read_json(path)
     except (OSError, ValueError) as error:
-        raise RunError(f"{path}: expected a JSON object, found something else ({error}); fetch it again") from error
+        raise RunError(f"{path}: expected a JSON object, found something else ({error}); copy it again") from error
     if not isinstance(config, dict):
-        raise RunError(f"{path}: expected a JSON object, found {type(config).__name__}; fetch it again")
+        raise RunError(f"{path}: expected a JSON object, found {type(config).__name__}; copy it again")
     return config
 
 
@@ -201,13 +201,13 @@ def check_config(config: Mapping[str, Any], path: Path) -> None:
     base_model = config.get("base_model_name_or_path")
     if base_model is not None and not isinstance(base_model, str):
         raise RunError(
-            f"{path}: expected base_model_name_or_path to be text, found {base_model!r:.60}; fetch the file again, or "
+            f"{path}: expected base_model_name_or_path to be text, found {base_model!r:.60}; copy the file again, or "
             "correct it"
         )
     for key, kinds in (("r", int), ("lora_alpha", int | float)):
         value = config.get(key)
         if not isinstance(value, kinds) or isinstance(value, bool) or not (math.isfinite(value) and value > 0):
-            raise RunError(f"{path}: expected {key} to be a number above 0, found {value!r}; fetch the file again")
+            raise RunError(f"{path}: expected {key} to be a number above 0, found {value!r}; copy the file again")
 
 
 def _numbers(config: Mapping[str, Any], key: str, path: Path) -> list[tuple[str, Any]]:
@@ -216,7 +216,7 @@ def _numbers(config: Mapping[str, Any], key: str, path: Path) -> list[tuple[str,
     try:
         per_module(pattern, "a number above 0", lambda number: math.isfinite(number) and number > 0)
     except ValueError as error:
-        raise RunError(f"{path}: {key} {error} Or fetch the file again.") from error
+        raise RunError(f"{path}: {key} {error} Or copy the file again.") from error
     return list(pattern.items())
 
 
@@ -228,7 +228,7 @@ def _check_magnitudes(weights: AdapterWeights, folder: Path, *, use_dora: bool) 
         raise RunError(
             f"{folder}: expected a magnitude vector for every module if its {CONFIG_FILE} has use_dora: true, and none "
             f"otherwise, found use_dora {str(use_dora).lower()} and {'one' if first in found else 'none'} for {first}; "
-            "fetch the adapter again"
+            "copy the adapter again"
         )
 
 
@@ -257,16 +257,14 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
         with safe_open(path, framework="pt") as file:
             keys = set(file.keys())
     except (OSError, SafetensorError) as error:
-        raise RunError(
-            f"{path}: expected a safetensors file, found something else ({error}); fetch it again"
-        ) from error
+        raise RunError(f"{path}: expected a safetensors file, found something else ({error}); copy it again") from error
     saved = set(config.get("modules_to_save") or ()) - (HEAD_NAMES if config.get("task_type") == "SEQ_CLS" else set())
     whole = {key for key in keys if any(f".{key}".endswith(f".{whole_name(name)}") for name in saved)}
     absent = sorted(name for name in saved if not any(f".{key}".endswith(f".{whole_name(name)}") for key in whole))
     if absent:
         raise UnsupportedError(
             f"{path}: expected the weight of every module in modules_to_save, found none for {absent[0]}; evaluate it "
-            "with PEFT itself, or fetch it again"
+            "with PEFT itself, or copy it again"
         )
     keys -= {f"{PREFIX}{HEAD}", *whole}
     pairs = (ENDINGS, EMBEDDING_ENDINGS)
@@ -285,9 +283,9 @@ def _check_tensors(path: Path, config: Mapping[str, Any]) -> None:
             )
         other = key.removesuffix(half) + halves[half]
         if other not in keys:
-            raise RunError(f"{path}: expected {other} beside {key}, found that it is missing; fetch the file again")
+            raise RunError(f"{path}: expected {other} beside {key}, found that it is missing; copy the file again")
     if not any(key.endswith(of_a) for key in keys for of_a, _ in pairs):
-        raise RunError(f"{path}: expected the matrices of an adapter, found none; fetch the file again")
+        raise RunError(f"{path}: expected the matrices of an adapter, found none; copy the file again")
 
 
 _DENSE_LEAVES = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")

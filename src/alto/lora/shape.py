@@ -145,7 +145,7 @@ def _check_end(model: PreTrainedModel, target: TargetModule, config: JobConfig, 
         setting, found, remedy = "method classification or regression", "which a classification head replaces", "it out"
     elif isinstance(module.weight, DTensor):
         setting, found = "num_gpus above 1", "whose adapters are trained on one GPU only"
-        remedy = "it out, or write num_gpus: 1"
+        remedy = "it out, or set num_gpus: 1"
     elif config.use_dora:
         setting, found, remedy = "use_dora", "for which DoRA is not implemented", "it or use_dora out"
     elif target.is_head and config.bias != "none" and module.bias is not None:

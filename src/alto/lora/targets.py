@@ -318,7 +318,7 @@ def _matching_modules(
         example = next(iter(known))
         raise TargetModuleError(
             f"target_modules: expected to find linear modules of the model, found none under {text!r}; {hint}"
-            f"the model has {', '.join(leaves)}, a full name is {example!r} (or write {ALL_LINEAR!r})"
+            f"the model has {', '.join(leaves)}, a full name is {example!r} (or use {ALL_LINEAR!r})"
         )
     for name in sorted(found - set(known) - excluded):
         raise TargetModuleError(
@@ -387,7 +387,7 @@ def default_targets(model_type: str, *, has_parameters: bool = False) -> str | t
     if found is None:
         raise TargetModuleError(
             "target_modules: expected a model of a type for which PEFT has default modules, found "
-            f"{model_type!r}, for which it has none; name the modules in target_modules, or write 'all-linear'"
+            f"{model_type!r}, for which it has none; name the modules in target_modules, or use 'all-linear'"
         )
     return found
 

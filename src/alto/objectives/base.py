@@ -146,13 +146,13 @@ class Objective:
             )
         if self.method.entry.is_paired is False and dataset.is_paired:
             raise DataError(
-                f"method {self.method.name}: expected rows that are conversations, found preference pairs; write "
+                f"method {self.method.name}: expected rows that are conversations, found preference pairs; set "
                 "method: dpo"
             )
         if self.has_head and dataset.classes is None:
             raise DataError(
                 f"method {self.method.name}: expected texts with labels (columns text and label), found rows without "
-                "labels; write method: sft"
+                "labels; set method: sft"
             )
         with self._naming_errors("check"):
             self.implementation.check(dataset, [config.objective for config in configs])
@@ -170,7 +170,7 @@ class Objective:
             terms = self.implementation.terms(losses_S, batch, [config.objective for config in configs])
         if not isinstance(terms, Terms):
             raise UnsupportedError(
-                f"{self.name}.terms: expected an alto.objectives.Terms, found {type(terms).__name__}; correct its terms"
+                f"{self.name}.terms: expected an alto.objectives.Terms, found {type(terms).__name__}; return one"
             )
         return terms
 

@@ -36,7 +36,7 @@ class Kto(ObjectiveImplementation):
             found = "desirable" if num_desirable else "undesirable"
             raise DataError(
                 f"method kto: expected both desirable and undesirable replies, found {len(dataset)} that are all "
-                f"{found}; add rows of the other kind, raise validation_split, or write method: sft"
+                f"{found}; add rows of the other kind, raise validation_split, or set method: sft"
             )
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[KtoSettings]) -> Terms:

@@ -8,7 +8,8 @@ from statistics import median
 from alto.records.jobs import Rung
 
 UNSTEADY = 0.25
-"""Spread of repeated steps from which other programs are assumed to have used the machine during the measurement."""
+"""If the spread of repeated steps is at least this, other programs are assumed to have used the machine during the
+measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +83,8 @@ class TaskPlan:
         packings: Other packings, for comparison.
         duration_s: Seconds of training and evaluation without early exit: an upper bound.
         expected_duration_s: Expected seconds with the rungs of early exit; equal to ``duration_s`` without them.
-        expected_step_s: The part of ``expected_duration_s`` that is a fixed cost of the steps, whatever they train;
-            tasks that train together in one process pay it once.
+        expected_step_s: The part of ``expected_duration_s`` that the steps take regardless of how many tokens they
+            train; tasks that train together in one process pay it once.
         is_at_budget: Whether the task's budget of time or money limits ``duration_s``.
         modules: Digest of the names of all modules that the jobs target.
         is_cached: Whether the measurement is from an earlier run.

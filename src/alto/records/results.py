@@ -85,7 +85,7 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The prompt of one validation row, continued greedily by the base model and by the best adapters.
+    """The prompt of one validation row, with the texts that the base model and the best adapters generate for it.
 
     Attributes:
         prompt: The text as the models saw it.
@@ -145,7 +145,7 @@ class TaskOutcome:
         best_validation_loss: Validation loss of the chosen adapter; infinity for a refit, which has no validation.
         metric: The metric that selected it: ``loss``, or a metric of the task's method.
         best_metrics: Metrics of the method at the chosen adapter's evaluation.
-        test_loss: Loss of that adapter on the test rows, by which nothing was selected; None if there are none.
+        test_loss: Loss of that adapter on the test rows, which no selection has used; None if there are none.
         test_metrics: Metrics of the method on the test rows; empty if there are none.
         finalists: Scores of the finalists' answers if ``select_by`` is not ``metric``, best by the metric first;
             empty if it is, or if the scorer failed.

@@ -36,8 +36,8 @@ class Sharing:
 
     Attributes:
         base: The frozen base model; tasks with the same base model can share an executor. Never empty.
-        step_s: The part of the task's duration, in seconds, that is a fixed cost of its steps, whatever they train.
-            Tasks that step together pay it once.
+        step_s: Seconds of the task's duration that its steps take regardless of how many tokens they train. Tasks that
+            step together pay them once.
         num_slots: Maximum number of slots that its jobs use.
         slot_bytes: Size of one of its slots. Every slot of a shared bank has the size of the largest.
         pass_bytes: Memory in addition to the bank: base model and largest micro-batch. Tasks that share an executor
@@ -68,7 +68,7 @@ class TaskEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """A queued task, as all who plan, record or start it know it.
+    """A queued task: the facts that planning, recording and starting it need.
 
     Attributes:
         task: Name of the task, unique in its queue.
@@ -97,7 +97,7 @@ class Placement:
     Attributes:
         gpus: GPUs in rising order; all on one node if a node is large enough.
         start_s: Seconds after the schedule was made.
-        duration_s: Estimated seconds; for a task that shares an executor, while it runs with the others there.
+        duration_s: Estimated seconds, including the slowdown by other tasks in the same executor.
         executor: Name of the executor; tasks with the same name share it. Empty: the task has one of its own.
     """
 

@@ -20,8 +20,8 @@ from alto.views.tables import JobTableRow
 from alto.views.wording import describe_rung, format_count, format_duration, format_loss, format_percent
 
 FAR = 10
-"""Losses further above the lowest loss than this multiple of the scale belong to diverged jobs. The scale is the extent
-of the best curves, the lowest loss, or 1.0, whichever is the highest."""
+"""A job has diverged if its loss is above the lowest loss by more than this multiple of the scale. The scale is the
+extent of the best curves, the lowest loss, or 1.0, whichever is the highest."""
 
 # Later roles are drawn over earlier ones.
 _DRAWING_ORDER = (

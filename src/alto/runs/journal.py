@@ -200,7 +200,7 @@ def read_events(path: str | Path) -> list[dict[str, Any]]:
             elif number < len(lines):
                 raise RunError(
                     f"Expected one JSON object per line in {path}, but line {number} of {len(lines)} is not one. "
-                    "Everything before it is intact. Cut off the line and everything after it, and continue from there "
+                    "Everything before it is intact. Delete this line and everything after it, then continue "
                     f"with: {resume_command(path.parent)}"
                 )
     return events

@@ -135,9 +135,9 @@ class RunDir:
             )
         if self._lock is not None and not self._lock.is_held():
             raise RunBusyError(
-                f"expected {self._lock_file} as this process made it, found it removed or replaced, so another process "
-                f"may work on the run; what was committed is intact: leave the file alone, make sure that no "
-                f"process works on the run, then continue with: {resume_command(self.root)}"
+                f"expected {self._lock_file} as this process made it, found it removed or replaced, so another "
+                f"process may work on the run. Saved data is intact. Leave the file alone, make sure that no process "
+                f"works on the run, and continue with: {resume_command(self.root)}"
             )
 
     def lease(self, number: int) -> None:
@@ -242,7 +242,7 @@ def load_run_task(run: RunDir, *, trust_remote_code: bool, is_trained: bool = Tr
         raise UntrustedCodeError(
             f"trust_remote_code: expected permission from you to run the Python code of the base model {task.model!r}, "
             f"found it only in {run.task_file}, which may come from another person; that code would run with all your "
-            "rights: read it, then add --trust-remote-code (in Python: trust_remote_code=True)"
+            "rights: review it, then add --trust-remote-code (in Python: trust_remote_code=True)"
         )
     scoring = task.scoring
     if is_trained and scoring is not None and scoring.reaches_outside and not trust_remote_code:

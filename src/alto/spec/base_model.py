@@ -110,7 +110,7 @@ def with_base_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], BaseOb
         tokenizer = found.pop(TOKENIZER, None)
         if tokenizer is None or isinstance(tokenizer, str):
             raise SpecError(
-                f"tokenizer should be the loaded tokenizer of the model, found {quoted(tokenizer)}. Write "
+                f"tokenizer should be the loaded tokenizer of the model, found {quoted(tokenizer)}. Use "
                 "alto.Task(model=model, tokenizer=tokenizer, ...)."
             )
         objects = BaseObjects(model=found[key], tokenizer=tokenizer, name=_object_name(found[key]))
@@ -149,7 +149,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantisation = Literal["none", "4bit", "8bit"]
 
 QUANTISATION_KEYS: Mapping[Quantisation, str] = {"4bit": "load_in_4bit", "8bit": "load_in_8bit"}
-"""The key for each quantisation, in tasks, in the journal, in metrics files and in transformers."""
+"""The key of a task that chooses each quantisation. The journal, metrics files and transformers use the same keys."""
 
 LOAD_IN_4BIT = f"{QUANTISATION_KEYS['4bit']}: true"
 """The line of a task file that loads the model in 4 bits; error messages suggest it."""
@@ -165,7 +165,8 @@ class BaseModelSpec:
         quantisation: How bitsandbytes quantises the linear layers, except the output head: ``4bit`` is NF4 with double
             quantisation, ``8bit`` one byte per weight with one scale per row. ``none`` keeps the model as it is on
             disk, quantised or not.
-        torch_compile: Compile the layers: fewer and larger launches, but the first steps include the compilation.
+        torch_compile: Compile the layers with torch.compile: fewer and larger launches, but the first steps also take
+            the time of the compilation.
         use_safetensors: Read safetensors weights; False reads pickle files instead, from which transformers loads only
             tensors.
         trust_remote_code: Run Python code that comes with the model if transformers has no code for it.

@@ -56,7 +56,7 @@ def check_columns(columns: object) -> dict[str, str]:
     ):
         raise ValueError(
             f"should map roles to names of the dataset's columns, found {quoted(columns)}. "
-            "Write for example {prompt: question, completion: solution}."
+            "For example: {prompt: question, completion: solution}."
         )
     unknown = [role for role in columns if role not in _COLUMN_ROLES]
     if unknown:
@@ -88,7 +88,7 @@ def label_names(value: object) -> tuple[str, ...]:
     names = [name for name in given if isinstance(name, str) and name]
     if not names or len(set(names)) < len(given):
         raise ValueError(
-            f"should give labels 0 to K - 1 different names, found {quoted(value)}. Write for example {{0: negative, "
+            f"should give labels 0 to K - 1 different names, found {quoted(value)}. For example: {{0: negative, "
             "1: positive}; put names that look like numbers or truth values in quotes."
         )
     return tuple(names)
@@ -156,8 +156,8 @@ def parse_sources(given: object) -> tuple[MixtureSource, ...]:
     assert isinstance(given, list | tuple)
     if not 1 <= len(given) <= _MAX_SOURCES:
         raise SpecError(
-            f"dataset should be one dataset, or a list of 1 to {_MAX_SOURCES} sources, found {len(given)}. Write for "
-            "example [{path: maths.jsonl, weight: 0.7}, {path: chat.jsonl, weight: 0.3}]."
+            f"dataset should be one dataset, or a list of 1 to {_MAX_SOURCES} sources, found {len(given)}. For "
+            "example: [{path: maths.jsonl, weight: 0.7}, {path: chat.jsonl, weight: 0.3}]."
         )
     sources = tuple(_parsed(item, index) for index, item in enumerate(given))
     names = [source.name for source in sources]
@@ -175,7 +175,7 @@ def _parsed(item: object, index: int) -> MixtureSource:
         return item
     if not isinstance(item, Mapping):
         raise SpecError(
-            f"{where} should be a mapping with a path, found {quoted(item)}. Write for example "
+            f"{where} should be a mapping with a path, found {quoted(item)}. For example: "
             "{path: maths.jsonl, weight: 0.7}."
         )
     values = canonical_keys(item, fields=tuple(MixtureSource.model_fields), aliases=_ALIASES, where=where)
@@ -206,8 +206,7 @@ def normalised(value: object) -> Weights | None:
     )
     if not pairs or not are_numbers or len(dict(pairs)) < len(pairs):
         raise ValueError(
-            f"should map names of sources to weights, found {quoted(value)}. Write for example "
-            "{maths: 0.7, chat: 0.3}."
+            f"should map names of sources to weights, found {quoted(value)}. For example: {{maths: 0.7, chat: 0.3}}."
         )
     are_weights = all(is_finite_number(weight) and weight >= 0 for _, weight in pairs)
     total = sum(float(weight) for _, weight in pairs) if are_weights else 0.0
@@ -237,7 +236,8 @@ def ordered(weights: Weights, sources: Sequence[MixtureSource]) -> Weights:
 
 
 TEMPLATE_NAME = "chat_template.jinja"
-"""Name of its file in the folder of an exported adapter; transformers uses the same name beside a tokenizer."""
+"""Name of the file with the chat template in the folder of an exported adapter. transformers uses the same name beside
+a tokenizer."""
 
 TOOLS_TEMPLATE = "chatml-tools"
 """Name of ALTO's own template: ChatML turns, with tools and tool calls in the format of Hermes and Qwen 2.5."""
@@ -277,7 +277,7 @@ def chat_template_text(value: str) -> str:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(
             f"should be a Jinja text with {{{{ … }}}} or {{% … %}}, a file with such a text, or {TOOLS_TEMPLATE}, "
-            f"found {quoted(value)}: {reason}. Correct the path, or write the template itself."
+            f"found {quoted(value)}: {reason}. Correct the path, or give the template itself."
         ) from None
     if not is_template_text(text):
         raise ValueError(
@@ -321,9 +321,9 @@ class DataKeys(SpecModel):
         validation_dataset: Rows to validate on, named in the same way as ``dataset``.
         validation_split: Share of the dataset's rows set aside to validate on. If this key and ``validation_dataset``
             are both None, the dataset's own validation rows are used, or else a tenth of its rows.
-        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside to test on. Nothing is
-            trained on them or selected by them, so the test loss of the best adapters is what a user can expect. If
-            both are None, nothing is tested.
+        test_dataset, test_split: Rows to test on, or the share of the dataset's rows set aside to test on. No job is
+            trained on these rows or selected by them, so the test loss shows how good the best adapters are on new
+            rows. If both are None, nothing is tested.
         test_jobs: The jobs whose new best adapters are tested. ``auto`` tests the leading job, so that the winner is
             tested in the end; if a metric, answers or means over seeds choose the winner, it tests every job. ``all``
             always tests every job.
@@ -414,7 +414,7 @@ class DataKeys(SpecModel):
             return value
         if not isinstance(value, str) or not value:
             raise ValueError(
-                f"(training rows) should be non-empty text, found {quoted(value)}. Write a path or a name, or a list "
+                f"(training rows) should be non-empty text, found {quoted(value)}. Give a path or a name, or a list "
                 "of sources such as [{path: maths.jsonl, weight: 0.7}, {path: chat.jsonl, weight: 0.3}]."
             )
         if len(value) > MAX_CHARS:

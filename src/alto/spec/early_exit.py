@@ -149,9 +149,10 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             ``select_ratio``, it makes one rung; if only ``select_ratio`` is given, the default is the paper's 0.05.
         select_ratio: Share of the ranked jobs that continue; if only ``warmup_ratio`` is given, the default is the
             paper's 0.25.
-        rungs: ``(progress, keep)`` pairs with rising progress: at ``progress`` of its steps every job is ranked, and
-            ``keep`` of the jobs that the previous rung kept continue. Excludes ``warmup_ratio``, ``select_ratio`` and
-            ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and ``alto`` its default preset.
+        rungs: ``(progress, keep)`` pairs in rising order of ``progress``. Every job is ranked after the share
+            ``progress`` of its steps. Of the jobs that the previous rung kept, the share ``keep`` continues. Excludes
+            ``warmup_ratio``, ``select_ratio`` and ``preset``. With none of the four, ``paper`` uses ((0.05, 0.25),) and
+            ``alto`` its default preset.
         min_kept: Smallest number of jobs that continue from every rung: one number, or one for each of ``rungs``. None
             means the preset's value, or 1 without a preset.
         finish_from: Share of its steps from which only the best job continues; 1 lets all jobs kept by the rungs
@@ -162,11 +163,11 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         equal_shares: Compare jobs at exactly the rung's share of their steps, by values interpolated between two
             evaluations, and count places over all rungs (``alto`` only). False compares the first evaluation at or
             after the rung and counts places among the jobs that reach it, as ``paper`` does.
-        evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides on how
-            many validation rows jobs are evaluated, and how often after the last rung, at most at every ``eval_steps``
-            of the task; the best adapters are measured once more at the end. ``all`` evaluates on all rows, at every
-            ``eval_steps``. Metrics other than the loss, and methods other than sft, dpo, orpo, cpo and those of
-            packages with ``has_row_losses``, always do that.
+        evaluation_share: Time for evaluations, as a share of the time for training (``alto`` only). It decides how many
+            validation rows an evaluation uses, and how often jobs are evaluated after the last rung, at most at every
+            ``eval_steps`` of the task; the best adapters are measured once more at the end. ``all`` evaluates on all
+            rows, at every ``eval_steps``. This always applies if ``metric`` is not the loss, and to all methods except
+            sft, dpo, orpo, cpo and those of packages with ``has_row_losses``.
         evaluations: ``(progress, rows)`` pairs with rising progress: the shares of its steps after which a job is
             evaluated, and the number of validation rows. None lets ``evaluation_share`` decide.
         final_evaluations: Number of best jobs that are measured once more at the end, and number of validation rows;
@@ -176,9 +177,10 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         overfitting_patience: Number of evaluations in a row at which a job must look overfit.
         tau_slope: Slope from which a loss counts as rising, in the unit of the loss (nats per token) per evaluation.
         tau_gap: Gap between validation loss and smoothed training loss, relative to the training loss (``paper`` only).
-        tau_upturn: Rise of the validation loss over its best value, relative to that value, below which it has not
-            turned upward even on a smooth curve (``alto`` only).
-        tau_noise: The same rise in standard deviations of the job's own validation noise (``alto`` only).
+        tau_upturn: Smallest rise of the validation loss above its best value, relative to that value, that can count as
+            overfitting, even if the curve is smooth (``alto`` only).
+        tau_noise: Smallest such rise, in standard deviations of the noise of the job's own validation losses (``alto``
+            only).
         ema_alpha: Weight of the newest step in the smoothed training loss. The default 0.1 averages over about the last
             ten steps, which cuts step noise to a quarter and still follows a loss that turns between two evaluations.
 
@@ -247,7 +249,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         ):
             raise ValueError(
                 f"should be pairs of progress (above 0, below 1) and share kept (above 0, at most 1), found "
-                f"{quoted(rungs)}. Write for example [[0.025, 0.5], [0.05, 0.2]], or set select to false for no "
+                f"{quoted(rungs)}. Use for example [[0.025, 0.5], [0.05, 0.2]], or set select to false for no "
                 "ranking."
             )
         progress = [pair[0] for pair in pairs]
@@ -273,7 +275,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             example = "[[0.05, 12], [1.0, 100]]" if info.field_name == "evaluations" else "[3, 100]"
             raise ValueError(
                 "should be pairs of positive numbers, the second the number of validation rows, found "
-                f"{quoted(given)}. Write for example {example}, or remove the key: evaluation_share decides."
+                f"{quoted(given)}. Use for example {example}, or remove the key; evaluation_share then decides."
             )
         if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(pairs)):
             raise ValueError(f"should rise in progress, found {quoted(given)}. Order the pairs and give each once.")
@@ -288,7 +290,7 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if numbers is not None and not (given and are_counts):
             raise ValueError(
                 f"should be a whole number >= 1 and <= {_MOST_KEPT}, or one for each rung, found {quoted(min_kept)}. "
-                "Write for example 4, or [8, 5, 3] with three rungs."
+                "For example: 4, or [8, 5, 3] with three rungs."
             )
         return numbers
 
@@ -299,8 +301,8 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
             if self.evaluations is None:
                 present, missing = missing, present
             raise ValueError(
-                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it: "
-                "evaluation_share decides."
+                f"{present}: expected it together with {missing}, found it alone. Give both, or remove it; "
+                "evaluation_share then decides."
             )
         given = self._given_rungs
         # A preset's rungs after the finish are dropped; rungs set by the user are all used.
@@ -313,13 +315,13 @@ class EarlyExit(DivergenceSettings, UpturnSettings, GapSettings):
         if isinstance(self.min_kept, tuple) and (self.rungs is None or len(self.min_kept) != len(self.rungs)):
             raise ValueError(
                 f"min_kept should be one number, or one for each of rungs, found {list(self.min_kept)}, and the "
-                f"number of rungs is {len(self.rungs or ())}. Write one number."
+                f"number of rungs is {len(self.rungs or ())}. Set one number."
             )
         twice = [name for name in _RULES_OF_POLICY[self.policy].values() if name in self.rules]
         if twice:
             raise ValueError(
                 f"rules: expected rules that are not part of policy {self.policy!r}, found {twice[0]!r}, which is "
-                "part of it. Write its settings directly under early_exit."
+                "part of it. Put its settings directly under early_exit."
             )
         return self
 
@@ -452,7 +454,7 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
     clashing = " and ".join(key for key in ("warmup_ratio", "select_ratio") if given.get(key) is not None)
     if given.get("rungs") is not None and clashing:
         raise ConflictingKeysError(
-            f"early_exit gives both rungs and {clashing}; expected one. Remove {clashing}, or write it as a rung."
+            f"early_exit gives both rungs and {clashing}; expected one. Remove {clashing}, or make it a rung."
         )
     if given.get("preset") is None:
         return
@@ -468,7 +470,7 @@ def _check_given_once(given: Mapping[str, Any]) -> None:
 def _rules(given: object) -> dict[str, Rule]:
     if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
         raise SpecError(
-            f"rules should map names of rules to their settings, found {quoted(given)}. Write for example "
+            f"rules should map names of rules to their settings, found {quoted(given)}. For example: "
             "{my_rule: {threshold: 0.3}}, or {my_rule: true} for its defaults."
         )
     return {name: _rule(name, settings) for name, settings in given.items()}

@@ -97,7 +97,7 @@ def _supported_init(value: object) -> object:
         if why is not None:
             raise UnsupportedError(
                 f"init_lora_weights: expected 'default', 'gaussian' or 'orthogonal', found {quoted(value)}: {why}. "
-                "Write one of the three."
+                "Use one of the three."
             )
     return value
 
@@ -155,7 +155,9 @@ class JobConfig(SpecModel):
         default_factory=lambda fields: 2.0 * fields["r"], gt=0, description="adapter outputs are scaled by lora_alpha/r"
     )
     use_rslora: bool = Field(default=False, description="scale adapter outputs by lora_alpha/sqrt(r) instead")
-    use_dora: bool = Field(default=False, description="train the length of every row of an adapted weight too (DoRA)")
+    use_dora: bool = Field(
+        default=False, description="also train the magnitude of every row of an adapted weight (DoRA)"
+    )
     init_lora_weights: Annotated[InitLoraWeights, BeforeValidator(_supported_init)] = Field(
         default="default", description="how the adapter starts"
     )
@@ -286,7 +288,7 @@ class JobConfig(SpecModel):
         if match is None:
             raise ValueError(
                 f"should be a number > 0, 'r', or a multiple of r such as '2*r', found {quoted(value)}. "
-                "Write one of these, a number without quotes."
+                "Use one of these, a number without quotes."
             )
         # An invalid rank is reported separately; any positive number will do here.
         return float(match["factor"] or 1) * info.data.get("r", 1)
@@ -316,7 +318,7 @@ class JobConfig(SpecModel):
         if not self.target_modules and not self.target_parameters:
             raise ValueError(
                 f"target_modules should be {ALL_LINEAR!r}, a module name, a list of names or a pattern, found []. "
-                "Write for example [q_proj, v_proj]."
+                "For example: [q_proj, v_proj]."
             )
         by_module = ("rank_pattern", "alpha_pattern", "layers_to_transform")
         if self.target_parameters and (given := next((key for key in by_module if getattr(self, key)), None)):
@@ -334,12 +336,12 @@ class JobConfig(SpecModel):
         if self.init_lora_weights == "orthogonal" and odd is not None:
             raise ValueError(
                 "init_lora_weights 'orthogonal' should come with even ranks, because it gives half of a rank to A and "
-                f"half to B, found rank {odd}. Write an even r and rank_pattern, or a different init_lora_weights."
+                f"half to B, found rank {odd}. Use even ranks in r and rank_pattern, or a different init_lora_weights."
             )
         if self.layers_pattern is not None and self.layers_to_transform is None:
             raise ValueError(
                 f"layers_pattern should come with layers_to_transform, found {', '.join(self.layers_pattern)} alone. "
-                "Write the indices of the layers, or remove the key."
+                "Add layers_to_transform with the indices of the layers, or remove the key."
             )
         is_pattern = isinstance(self.target_modules, str) and self.target_modules not in (ALL_LINEAR, PEFT_DEFAULT)
         if is_pattern and self.layers_to_transform is not None:
@@ -360,12 +362,12 @@ class JobConfig(SpecModel):
             # Hugging Face silently ignores the warmup here.
             raise ValueError(
                 "lr_scheduler_type 'constant' has no warmup, found one of warmup_steps or warmup_ratio above 0. "
-                "Write 'constant_with_warmup', or remove the warmup."
+                "Use 'constant_with_warmup', or remove the warmup."
             )
         if self.objective.needs_kl and self.rows_per_step < 2:
             raise ValueError(
                 "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
-                "estimated from replies of other rows of a batch. Raise it, or write loss_type: apo_zero_unpaired."
+                "estimated from replies of other rows of a batch. Raise it, or set loss_type: apo_zero_unpaired."
             )
         lr_schedules.check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
         lr_schedules.check_optimizer_args(self.optim, dict(self.optim_args))

@@ -96,14 +96,14 @@ _DETERMINISM = (
 )
 
 _OBJECTS = "Give it in 'config', a list of a peft.LoraConfig and the arguments of a trainer, or its settings as keys."
-_METRICS = "Write 'metric', or score the answers of the best jobs with 'select_by'."
-_OPTIMIZER = "Write 'optim', 'optim_args' and 'lr_scheduler_type'."
+_METRICS = "Set 'metric', or score the answers of the best jobs with 'select_by'."
+_OPTIMIZER = "Set 'optim', 'optim_args' and 'lr_scheduler_type'."
 
 UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "args": _OBJECTS,
     "peft_config": _OBJECTS,
-    "processing_class": "The tokenizer is that of 'model'. If the model is an object, write 'tokenizer' too.",
-    "formatting_func": "Write 'columns' and 'dataset_format', or give rows that are formatted already.",
+    "processing_class": "The tokenizer is that of 'model'. If the model is an object, give 'tokenizer' too.",
+    "formatting_func": "Set 'columns' and 'dataset_format', or give rows that are formatted already.",
     "data_collator": "Rows are concatenated without padding; 'train_on' says which tokens are trained. Remove the key.",
     "compute_loss_func": "Write an objective of your own (docs/objectives.md), and name it in 'method'.",
     "compute_metrics": _METRICS,
@@ -111,10 +111,10 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "callbacks": "Give them to alto.Engine(observers=[...]); jobs are stopped early as 'early_exit' says.",
     "optimizers": _OPTIMIZER,
     "optimizer_cls_and_kwargs": _OPTIMIZER,
-    "activation_offloading": "Write 'gradient_checkpointing: true' to save the memory of activations.",
-    "assistant_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
+    "activation_offloading": "Use 'gradient_checkpointing: true' to save the memory of activations.",
+    "assistant_only_loss": "Use 'train_on: all' to train every token; 'completion', the default, trains replies.",
     "bnb_4bit_quant_type": "4 bits are NF4 with double quantisation; remove the key.",
-    "completion_only_loss": "Write 'train_on: all' to train every token; 'completion', the default, trains replies.",
+    "completion_only_loss": "Use 'train_on: all' to train every token; 'completion', the default, trains replies.",
     "dataloader_drop_last": _ORDER,
     "dataset_kwargs": "Rows are read as 'dataset_format' and 'columns' say; remove the key.",
     "dataset_text_field": "Name the column of texts with 'columns: {text: <its name>}'.",
@@ -123,11 +123,11 @@ UNSUPPORTED_TRAINER_KEYS: Mapping[str, str] = {
     "full_determinism": _DETERMINISM,
     "group_by_length": _ORDER,
     "lora_task_type": "CAUSAL_LM is trained, and SEQ_CLS with method: classification; remove the key.",
-    "model_init_kwargs": "Write 'dtype', 'load_in_4bit', 'load_in_8bit' and 'trust_remote_code' in the task.",
+    "model_init_kwargs": "Set 'dtype', 'load_in_4bit', 'load_in_8bit' and 'trust_remote_code' in the task.",
     "model_revision": "A hub model is loaded in its latest revision; download the revision and give its folder in "
     "'model'.",
     "optim_target_modules": "Only optimizers of whole layers use it, and they are not supported; remove the key.",
-    "tf32": "Products in float32 keep torch's own precision; write 'dtype: bfloat16' for faster ones.",
+    "tf32": "Products in float32 keep torch's own precision; use 'dtype: bfloat16' for faster ones.",
     "train_sampling_strategy": _ORDER,
 }
 """Keys and arguments of trainers that would change what is learned, with what to do instead."""
@@ -225,7 +225,8 @@ TRAINER_OFF_VALUES: Mapping[str, tuple[Any, ...]] = {
     "torch_empty_cache_steps": (0,),
     "train_sampling_strategy": ("random",),
 }
-"""Values, besides null, with which these keys need nothing that ALTO does not do; most are the trainers' defaults."""
+"""Values of these keys, besides null, that need nothing from ALTO, because it works in this way anyway. Most are the
+trainers' defaults."""
 
 FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "data_seed": (None,),
@@ -233,7 +234,8 @@ FIELD_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
     "gradient_checkpointing": (None,),
     "max_steps": (-1,),
 }
-"""Values that mean the default in transformers' ``TrainingArguments``, and therefore in ALTO, by field of a task."""
+"""Values, by field of a task, that mean the default: transformers' ``TrainingArguments`` treats them so, and therefore
+ALTO too."""
 
 
 JOB_ALIASES: Mapping[str, str] = {
@@ -283,7 +285,7 @@ TASK_ALIASES: Mapping[str, str] = {
 """Other spellings of a task's own fields."""
 
 _ONLY_PLAIN_LORA = "Only the usual forms of LoRA and DoRA are trained; remove the key."
-_USE_DTYPE = "Write 'dtype: bfloat16', 'float16' or 'float32' instead."
+_USE_DTYPE = "Use 'dtype: bfloat16', 'float16' or 'float32' instead."
 _FROZEN_BASE = "The reference of dpo is the frozen base, or 'init_adapter', run once for all jobs; remove the key."
 _WHOLE_DISTRIBUTION = (
     "It needs the probabilities of all tokens at every position, but only that of the trained token is computed; "
@@ -318,7 +320,7 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "ensure_weight_tying": "The output head and the embeddings are trained separately, as by default in PEFT; remove "
     "the key.",
     "trainable_token_indices": (
-        "Single rows of the embeddings are not trained; write modules_to_save: [embed_tokens] to train all of them, or "
+        "Single rows of the embeddings are not trained; set modules_to_save: [embed_tokens] to train all of them, or "
         "remove the key."
     ),
     **dict.fromkeys(
@@ -328,12 +330,12 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
     "base_model_name_or_path": "Name the base model in the task's 'model'.",
     "revision": "A hub model is loaded in its latest revision; download the revision and give its folder in 'model'.",
     "task_type": "CAUSAL_LM and SEQ_CLS (method: classification or regression) are trained; remove the key.",
-    "label2id": "Write id2label, the names by index, instead.",
-    "quantization_config": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
-    "quantization_bit": "Write 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
+    "label2id": "Use id2label, the names by index, instead.",
+    "quantization_config": "Use 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
+    "quantization_bit": "Use 'load_in_4bit: true' or 'load_in_8bit: true' instead.",
     "bf16": _USE_DTYPE,
     "fp16": _USE_DTYPE,
-    "output_router_logits": "Write 'router_aux_loss_coef', the weight of the loss that balances the load of experts.",
+    "output_router_logits": "Set 'router_aux_loss_coef', the weight of the loss that balances the load of experts.",
     "packing": "Sequences are always concatenated without padding and never attend to each other; remove the key.",
     "label_smoothing_factor": "Cross-entropy is not smoothed; dpo has 'label_smoothing'. Remove the key.",
     **dict.fromkeys(
@@ -348,7 +350,7 @@ UNSUPPORTED_KEYS: Mapping[str, str] = {
         _FROZEN_BASE,
     ),
     **dict.fromkeys(("dpo_use_weighting", "use_weighting"), _WHOLE_DISTRIBUTION),
-    "pref_ftx": "Write 'rpo_alpha', which adds the cross-entropy per token of all chosen replies of a batch.",
+    "pref_ftx": "Set 'rpo_alpha', which adds the cross-entropy per token of all chosen replies of a batch.",
     **dict.fromkeys(("max_completion_length", "max_prompt_length", "truncation_mode"), _CUT_AT_THE_END),
     **UNSUPPORTED_TRAINER_KEYS,
 }

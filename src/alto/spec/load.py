@@ -202,9 +202,7 @@ def parse_override(override: str) -> tuple[str, Any]:
     """
     dotted, equals, text = override.partition("=")
     if not equals or not all(key.strip() for key in dotted.split(".")):
-        raise SpecError(
-            f"An override should be key=value, found {quoted(override)}. Write for example early_exit=false."
-        )
+        raise SpecError(f"An override should be key=value, found {quoted(override)}. For example: early_exit=false.")
     try:
         return dotted.strip(), read_yaml(text)
     except NotYamlError as error:

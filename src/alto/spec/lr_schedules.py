@@ -79,7 +79,7 @@ def supported_scheduler(value: object) -> object:
     if isinstance(name, str) and name in _REFUSED:
         raise UnsupportedError(
             f"lr_scheduler_type: expected a schedule that is fixed before the job starts, found {quoted(name)}: "
-            f"{_REFUSED[str(name)]}. Write a different schedule, such as 'cosine'."
+            f"{_REFUSED[str(name)]}. Use a different schedule, such as 'cosine'."
         )
     return name
 
@@ -89,8 +89,7 @@ def scheduler_kwargs(value: object) -> Pairs:
     pairs = pairs_of(value)
     if pairs is None:
         raise ValueError(
-            f"should map settings of the schedule to values, found {quoted(value)}. Write for example "
-            "{min_lr_rate: 0.1}."
+            f"should map settings of the schedule to values, found {quoted(value)}. For example: {{min_lr_rate: 0.1}}."
         )
     for key, item in pairs:
         if key not in DOMAINS:
@@ -100,7 +99,7 @@ def scheduler_kwargs(value: object) -> Pairs:
             )
         domain, is_allowed = DOMAINS[key]
         if item is not None and not is_allowed(item):
-            raise ValueError(f"should have {domain} for {key}, found {quoted(item)}. Write such a value.")
+            raise ValueError(f"should have {domain} for {key}, found {quoted(item)}. Correct the value.")
     return tuple(sorted((key, item) for key, item in pairs if item is not None))
 
 
@@ -117,12 +116,12 @@ def check_schedule(name: LrSchedulerType, kwargs: Mapping[str, Any], learning_ra
         found = " and ".join(key for key in _MIN if key in kwargs) or "neither"
         raise ValueError(
             f"lr_scheduler_type {name!r} should have one of min_lr and min_lr_rate in lr_scheduler_kwargs, found "
-            f"{found}. Write for example {{min_lr_rate: 0.1}}."
+            f"{found}. For example: {{min_lr_rate: 0.1}}."
         )
     if name == "warmup_stable_decay" and "num_decay_steps" not in kwargs:
         raise ValueError(
             "lr_scheduler_type 'warmup_stable_decay' should have num_decay_steps in lr_scheduler_kwargs, found none. "
-            "Write for example {num_decay_steps: 100}."
+            "For example: {num_decay_steps: 100}."
         )
     if name == "polynomial" and not learning_rate > kwargs.get("lr_end", _LR_END):
         raise ValueError(
@@ -300,7 +299,7 @@ def supported_optimizer(value: object) -> object:
     if name in _NOT_HERE:
         raise UnsupportedError(
             f"optim: expected one of {', '.join(get_args(OptimizerName))}, found {quoted(name)}: {_NOT_HERE[name]}. "
-            "Write one of these."
+            "Use one of these."
         )
     return _OTHER_SPELLINGS.get(name, name)
 
@@ -314,7 +313,7 @@ def optimizer_args(value: object) -> _Args:
     pairs = _pairs_of_text(value) if isinstance(value, str) else pairs_of(value)
     if pairs is None:
         raise ValueError(
-            f"should map settings of the optimizer to values, found {quoted(value)}. Write for example "
+            f"should map settings of the optimizer to values, found {quoted(value)}. For example: "
             "{momentum: 0.9}, or 'momentum=0.9,nesterov=true'."
         )
     return tuple(sorted((_known(name), _value(name, given)) for name, given in pairs if given is not None))
@@ -326,8 +325,8 @@ def check_optimizer_args(optim: OptimizerName, args: Mapping[str, float | bool])
     if foreign is not None:
         own = ", ".join(_ARGS[optim]) if optim in _ARGS else "none"
         raise ValueError(
-            f"optim_args should have settings of optim {optim!r} ({own}), found {foreign!r}. Remove it, or tie the two "
-            "keys with paired."
+            f"optim_args should have settings of optim {optim!r} ({own}), found {foreign!r}. Remove it, or vary the "
+            "two keys together under 'paired'."
         )
     if args.get("nesterov") and (not args.get("momentum") or args.get("dampening")):
         raise ValueError(
@@ -346,7 +345,7 @@ def _pairs_of_text(text: str) -> tuple[tuple[str, Any], ...] | None:
 def _known(name: str) -> str:
     if name == "weight_decay":
         raise ValueError(
-            "should not have weight_decay, which transformers' Trainer ignores there, found it. Write the key "
+            "should not have weight_decay, which transformers' Trainer ignores there, found it. Set the key "
             "weight_decay beside optim."
         )
     if name not in _ALL_ARGS:
@@ -360,7 +359,7 @@ def _value(name: str, given: Any) -> float | bool:
     if name in _FLAGS:
         flag = given if isinstance(given, bool) else _WORDS.get(str(given).lower())
         if flag is None:
-            raise ValueError(f"should have true or false for {name}, found {quoted(given)}. Write one of them.")
+            raise ValueError(f"should have true or false for {name}, found {quoted(given)}. Use one of them.")
         return flag
     try:
         number = math.nan if isinstance(given, bool) else float(given)
@@ -368,5 +367,5 @@ def _value(name: str, given: Any) -> float | bool:
         number = math.nan
     if not math.isfinite(number) or (name in _NON_NEGATIVE and number < 0):
         domain = "a finite number >= 0" if name in _NON_NEGATIVE else "a finite number"
-        raise ValueError(f"should have {domain} for {name}, found {quoted(given)}. Write such a value.")
+        raise ValueError(f"should have {domain} for {name}, found {quoted(given)}. Correct the value.")
     return number

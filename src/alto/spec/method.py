@@ -45,7 +45,8 @@ SETTING_ALIASES: Mapping[str, str] = {
 
 
 _SAME_AS_NONE: Mapping[tuple[str, str], tuple[str, ...]] = {("sft", "loss_type"): ("nll", "chunked_nll")}
-"""TRL values that mean what the method does anyway, by method and by a setting that only other methods have."""
+"""TRL values that have no effect, because the method does this anyway; by method and by a setting that only other
+methods have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,8 @@ class Method:
         return bool(self.entry.is_paired) or self.entry.is_labelled
 
     def canonical(self, given: Mapping[Any, Any], fields: Iterable[str], where: str) -> dict[str, Any]:
-        """Return ``given``, which may have ``fields`` and settings, under canonical names without those of others."""
+        """Return ``given``, which may have ``fields`` and settings of the method, under canonical names and without
+        settings of other methods."""
         known = (*fields, *self.known_keys)
         return self.without_others(canonical_keys(given, fields=known, aliases=self.spellings, where=where))
 
@@ -115,7 +117,7 @@ class Method:
 
 
 _GENERATES = "which generates text during training; ALTO does not. Choose one of these methods."
-_SWEEP = "which is how a sweep of W&B searches. Write its parameters under 'search_space', and 'search: "
+_SWEEP = "which is how a sweep of W&B searches. Put its parameters under 'search_space', and set 'search: "
 _OTHER_NAMES: Mapping[str, str] = {
     **dict.fromkeys(("grpo", "rloo", "ppo", "online_dpo"), _GENERATES),
     "grid": f"{_SWEEP}grid'.",
@@ -135,7 +137,7 @@ def find_method(name: str) -> Method:
     method = None if name in OBJECTIVES.own else next((of for of, forms in _FORMS.items() if name in forms), None)
     if method is not None and name not in OBJECTIVES.names():
         raise SpecError(
-            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Write method: {method} "
+            f"method should be one of {', '.join(OBJECTIVES.names())}, found {quoted(name)}. Set method: {method} "
             f"and loss_type: {name}."
         )
     if name in _OTHER_NAMES and name not in OBJECTIVES.names():

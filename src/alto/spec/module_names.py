@@ -50,7 +50,7 @@ def saved_modules(value: object) -> tuple[str, ...] | None:
     """Return ``modules_to_save`` as a sorted tuple of names; None if it names nothing."""
     names = chosen_modules(value)
     if isinstance(names, str):
-        raise ValueError(f"should be names of modules, found the pattern {quoted(value)}. Write for example [lm_head].")
+        raise ValueError(f"should be names of modules, found the pattern {quoted(value)}. For example: [lm_head].")
     return names
 
 
@@ -62,8 +62,8 @@ def layer_indices(value: object) -> tuple[int, ...] | None:
     for index in indices:
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < _MAX_LAYERS:
             raise ValueError(
-                f"should be the index of a layer, 0 for the first, or a list of them, found {quoted(value)}. Write for "
-                "example [0, 1]."
+                f"should be the index of a layer, 0 for the first, or a list of them, found {quoted(value)}. For "
+                "example: [0, 1]."
             )
     if len(set(indices)) < len(indices):
         raise ValueError(f"should name each layer once, found {quoted(value)}. Remove the repeated index.")
@@ -82,8 +82,7 @@ def layer_parents(value: object) -> tuple[str, ...] | None:
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(
-                f"should be the name of the list that holds the layers, found {quoted(value)}. Write for example "
-                "'layers'."
+                f"should be the name of the list that holds the layers, found {quoted(value)}. For example: 'layers'."
             )
         _check_regex(pattern)
     return patterns
@@ -98,7 +97,7 @@ def parameter_names(value: object) -> tuple[str, ...] | None:
         isinstance(name, str) and re.fullmatch(_MODULE_NAME, name) for name in names
     ):
         raise ValueError(
-            f"should be a list of names of parameters, found {quoted(value)}. Write for example "
+            f"should be a list of names of parameters, found {quoted(value)}. For example: "
             "[experts.gate_up_proj, experts.down_proj]."
         )
     if len(set(names)) < len(names):
@@ -114,18 +113,16 @@ def per_module(value: object, what: str, is_allowed: Callable[[Any], bool]) -> P
     """
     pairs = pairs_of(value)
     if pairs is None:
-        raise ValueError(
-            f"should map names of modules to numbers, found {quoted(value)}. Write for example {{q_proj: 8}}."
-        )
+        raise ValueError(f"should map names of modules to numbers, found {quoted(value)}. For example: {{q_proj: 8}}.")
     for name, number in pairs:
         if not isinstance(name, str) or not name.strip():
             raise ValueError(
                 "should have names of modules, or regular expressions that match them, as keys, found "
-                f"{quoted(name)}. Write for example {{q_proj: 8}}."
+                f"{quoted(name)}. For example: {{q_proj: 8}}."
             )
         _check_regex(name)
         if isinstance(number, bool) or not isinstance(number, int | float) or not is_allowed(number):
-            raise ValueError(f"should give {name!r} {what}, found {quoted(number)}. Write such a number.")
+            raise ValueError(f"should give {name!r} {what}, found {quoted(number)}. Correct the number.")
     return pairs
 
 
@@ -159,7 +156,7 @@ def _names_or_pattern(value: object, others: str) -> str | tuple[str, ...]:
     if not isinstance(value, list | tuple):
         raise ValueError(
             f"should be {others}a module name, a list of names or a pattern, found {quoted(value)}. "
-            f"Write for example [q_proj, v_proj]."
+            f"For example: [q_proj, v_proj]."
         )
     for name in value:
         if not isinstance(name, str) or not re.fullmatch(_MODULE_NAME, name):
@@ -192,5 +189,5 @@ def _check_regex(text: str) -> None:
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(
             f"should be a name, a list of names or a regular expression, found {quoted(text)}: {error}. "
-            f"Write for example '.*\\.(q|v)_proj'."
+            f"For example: '.*\\.(q|v)_proj'."
         ) from None

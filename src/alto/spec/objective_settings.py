@@ -72,7 +72,8 @@ _ALPHA_COEF = 0.5
 
 
 class ObjectiveSettings(SpecModel):
-    """Settings of an objective in addition to those of every job (:class:`alto.spec.JobConfig`); here there are none.
+    """Settings of an objective, in addition to those of every job (:class:`alto.spec.JobConfig`). The base class has
+    none.
 
     A subclass declares them as pydantic fields with bounds and a description. A task gives them in the same places as a
     job's other settings: at its top level, or under ``search_space``. Null means the default.
@@ -156,7 +157,7 @@ class DpoSettings(ObjectiveSettings):
         names = value if isinstance(value, list | tuple) else [value]
         for name in names:
             if isinstance(name, str) and name not in LOSS_TYPES:
-                remedy = f"Write {_METHODS_BY_FORM[name]}." if name in _METHODS_BY_FORM else "Write one of them."
+                remedy = f"Set {_METHODS_BY_FORM[name]}." if name in _METHODS_BY_FORM else "Use one of them."
                 reason = f", which {_REFUSED_FORMS[name]}" if name in _REFUSED_FORMS else ""
                 raise ValueError(f"should be one of {', '.join(LOSS_TYPES)}, found {quoted(name)}{reason}. {remedy}")
         if not isinstance(value, list | tuple):
@@ -192,28 +193,28 @@ class DpoSettings(ObjectiveSettings):
         if self.label_smoothing and not set(names) & set(_SMOOTHED):
             raise ValueError(
                 f"label_smoothing should be 0 with loss_type {', '.join(map(repr, names))}, found "
-                f"{self.label_smoothing}. Remove it, or write one of the forms that have it: {' or '.join(_SMOOTHED)}."
+                f"{self.label_smoothing}. Remove it, or use one of the forms that have it: {' or '.join(_SMOOTHED)}."
             )
         if "exo_pair" in names and not self.label_smoothing:
             raise ValueError(
-                "label_smoothing should be above 0 with loss_type 'exo_pair', found 0. Write label_smoothing: 1.0e-3, "
+                "label_smoothing should be above 0 with loss_type 'exo_pair', found 0. Set label_smoothing: 1.0e-3, "
                 "as in its paper."
             )
         others = [name for name in names if name not in _DIVERGING]
         if self.f_divergence_type != "reverse_kl" and others:
             raise ValueError(
                 f"f_divergence_type should be 'reverse_kl' with loss_type {others[0]!r}, found "
-                f"{self.f_divergence_type!r}. Remove it, or write forms that have it: {', '.join(_DIVERGING)}."
+                f"{self.f_divergence_type!r}. Remove it, or use forms that have it: {', '.join(_DIVERGING)}."
             )
         if self.f_alpha_divergence_coef != _ALPHA_COEF and self.f_divergence_type != "alpha_divergence":
             raise ValueError(
                 f"f_alpha_divergence_coef should be {_ALPHA_COEF} with f_divergence_type {self.f_divergence_type!r}, "
-                f"found {self.f_alpha_divergence_coef}. Remove it, or write f_divergence_type: alpha_divergence."
+                f"found {self.f_alpha_divergence_coef}. Remove it, or set f_divergence_type: alpha_divergence."
             )
         if self.discopop_tau != _DISCOPOP_TAU and "discopop" not in names:
             raise ValueError(
                 f"discopop_tau should be {_DISCOPOP_TAU} with loss_type {', '.join(map(repr, names))}, found "
-                f"{self.discopop_tau}. Remove it, or write loss_type: discopop."
+                f"{self.discopop_tau}. Remove it, or set loss_type: discopop."
             )
         return self
 
@@ -246,12 +247,12 @@ class CpoSettings(ObjectiveSettings):
         if self.label_smoothing and self.loss_type not in _SMOOTHED_CPO:
             raise ValueError(
                 f"label_smoothing should be 0 with loss_type {self.loss_type!r}, found {self.label_smoothing}. Remove "
-                f"it, or write one of the forms that have it: {' or '.join(_SMOOTHED_CPO)}."
+                f"it, or use one of the forms that have it: {' or '.join(_SMOOTHED_CPO)}."
             )
         if self.simpo_gamma is not None and self.loss_type != "simpo":
             raise ValueError(
                 f"simpo_gamma belongs to loss_type 'simpo', found {self.simpo_gamma} with {self.loss_type!r}. Remove "
-                "it, or write loss_type: simpo."
+                "it, or set loss_type: simpo."
             )
         return self
 
@@ -308,7 +309,7 @@ class ObjectiveEntry:
         derived: Metrics that are not means over rows; the implementation derives them from sums
             (:class:`alto.objectives.DerivedMetrics`).
         scores: Metrics for which higher is better; a task may select by one of them (``metric``).
-        scaled_by: The settings that decide the scale of each metric. All settings count for the scale of the loss.
+        scaled_by: For each metric, the settings that decide its scale. The scale of the loss depends on all settings.
         loss_unit: Unit of the loss, for reports; empty names the method instead.
         has_row_losses: Whether a job's loss is the mean of losses of independent rows, which the implementation returns
             (``rows["loss"]`` of its terms). Then evaluations on some of the rows can be compared.
@@ -342,7 +343,7 @@ class ObjectiveEntry:
         check_defaults(self.settings)
         if not isinstance(self.implementation, str) or ":" not in self.implementation:
             raise SpecError(
-                f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Write "
+                f"implementation: expected text such as 'package.module:Class', found {self.implementation!r}. Give "
                 "it in this form; the class is imported when training starts."
             )
         if self.problem_types and (self.is_paired is not False or self.is_labelled or self.needs_reference):

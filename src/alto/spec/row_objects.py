@@ -178,7 +178,7 @@ def _lines(rows: Any, key: str) -> Iterator[bytes]:
         if not isinstance(row, Mapping):
             raise SpecError(
                 f"{key} should yield rows as mappings of columns to values, found {quoted(row)} "
-                f"({type(row).__name__}) as row {number}. Write for example "
+                f"({type(row).__name__}) as row {number}. For example: "
                 "{'prompt': '2 + 3 =', 'completion': ' 5'}."
             )
         try:
@@ -255,8 +255,8 @@ CONFIG = "config"
 """An argument of :class:`alto.Task` that task files cannot have."""
 
 _READER = "alto.importing.config_objects", "read_config_objects"
-"""Module and function that read them. That package imports ``alto.spec``, so it is imported lazily, only when there are
-such objects."""
+"""Module and function that read the objects of ``config``. That package imports ``alto.spec``, so it is imported only
+if there are such objects."""
 
 
 def with_config_objects(values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

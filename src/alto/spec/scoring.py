@@ -209,7 +209,7 @@ class Scoring(SpecModel):
         if not is_list or not all(isinstance(rung, float) and 0 < rung < 1 for rung in rungs):
             raise ValueError(
                 f"should be 'finalists', or a list of rungs (shares of the steps above 0 and below 1), found "
-                f"{quoted(at)}. Write for example [0.1, 0.25]."
+                f"{quoted(at)}. For example: [0.1, 0.25]."
             )
         if any(later <= earlier for earlier, later in itertools.pairwise(rungs)):
             raise ValueError(f"should rise from rung to rung, found {quoted(at)}. Order the rungs and give each once.")
@@ -222,8 +222,7 @@ class Scoring(SpecModel):
         is_list = isinstance(found, tuple) and bool(found) and all(isinstance(key, str) and key for key in found)
         if keys is not None and not is_list:
             raise ValueError(
-                f"should be a list of keys of JSON objects, found {quoted(keys)}. Write for example [total, "
-                "buyer.name]."
+                f"should be a list of keys of JSON objects, found {quoted(keys)}. For example: [total, buyer.name]."
             )
         return found
 
@@ -251,7 +250,7 @@ class Scoring(SpecModel):
             parts = [*module.split("."), *function.split(".")]
             if not separator or not all(part.isidentifier() for part in parts):
                 raise ValueError(
-                    f"should be the dotted name of a function in a module, found {quoted(name)}. Write for example "
+                    f"should be the dotted name of a function in a module, found {quoted(name)}. For example: "
                     "my_package.scoring:score."
                 )
         return name
@@ -268,8 +267,8 @@ class Scoring(SpecModel):
             is_address = False
         if not is_address or not url.isprintable() or " " in url:
             raise ValueError(
-                "should be an address that begins with http:// or https://, found a different address. Write for "
-                "example https://judge.example/score."
+                "should be an address that begins with http:// or https://, found a different address. For "
+                "example: https://judge.example/score."
             )
         if parts.username is not None or parts.password is not None:
             raise ValueError(
@@ -285,7 +284,7 @@ class Scoring(SpecModel):
             # The text may be the secret itself, so the message does not repeat it.
             raise ValueError(
                 "should be the name of an environment variable, found other text. Put the headers into a variable as "
-                "a JSON object, and write the variable's name here."
+                "a JSON object, and give the variable's name here."
             )
         return name
 

@@ -75,8 +75,8 @@ class Search(SpecModel):
         usual_learning_rate: With ``tpe``, three out of four initial jobs have a learning rate near this value, if the
             search space has a logarithmic range that contains it. The default is the usual value for the base model; it
             is written into the run's task when the model is loaded.
-        interval: Share of their steps between two exchanges of a population (``pbt``).
-        exchanged: Share of the population that is exchanged each time (``pbt``).
+        interval: Share of the steps between two exchanges of a population (``pbt``).
+        exchanged: Share of the population that is replaced at each exchange (``pbt``).
 
     Raises:
         SpecError: A value is out of bounds, or does not belong to the algorithm.

@@ -133,7 +133,7 @@ def _rounded(value: float) -> float:
 def _unknown(value: object, path: str) -> SpecError:
     return SpecError(
         f"{path} should be a value, a list, a range, or a uniform or log-uniform distribution, found {quoted(value)}. "
-        "Write {min: …, max: …, log: true}, or a list."
+        "Use {min: …, max: …, log: true}, or a list."
     )
 
 
@@ -144,8 +144,8 @@ _MOST_DRAWS = 1000
 """Maximum number of draws for each requested configuration."""
 
 _OPEN = 8
-"""Number of values that a range without ``num`` counts as, if the size of the search space decides how many
-configurations are tried."""
+"""Number of values that a range without ``num`` is counted as, if the number of configurations tried depends on the
+size of the search space."""
 
 _NUMBERS_THAT_MAY_BE_WHOLE = frozenset({"num_train_epochs", "warmup_steps"})
 """Fields that take fractions, but whose ranges contain only whole numbers if both ends are whole."""
@@ -418,7 +418,7 @@ def _mapping(value: object, path: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise SpecError(
             f"{path} should map fields to their values, found {quoted(value)} ({type(value).__name__}). "
-            f"Write for example {{learning_rate: [1.0e-4, 2.0e-4]}}."
+            f"For example: {{learning_rate: [1.0e-4, 2.0e-4]}}."
         )
     return value
 
@@ -513,15 +513,15 @@ def _sampled(key: str, given: Mapping[Any, Any], path: str, method: Method) -> S
     if missing:
         raise SpecError(
             f"{path} should have 'min' and 'max' to be sampled, found no {' and no '.join(map(repr, missing))}. "
-            f"Write for example {{min: 1.0e-5, max: 1.0e-3, log: true, num: 8}}."
+            f"For example: {{min: 1.0e-5, max: 1.0e-3, log: true, num: 8}}."
         )
     low, high, num, log = form["min"], form["max"], form.get("num"), form.get("log", False)
     for name in ("min", "max"):
         _check_value(key, form[name], f"{path}.{name}", method)
         if not isinstance(form[name], int | float):
-            raise SpecError(f"{path}.{name} should be a number, found {quoted(form[name])}. Write a number.")
+            raise SpecError(f"{path}.{name} should be a number, found {quoted(form[name])}. Use a number.")
     if not isinstance(log, bool):
-        raise SpecError(f"{path}.log should be true or false, found {quoted(log)}. Write one of them.")
+        raise SpecError(f"{path}.log should be true or false, found {quoted(log)}. Use one of them.")
     if num is not None and (isinstance(num, bool) or not isinstance(num, int) or not 1 <= num <= MAX_JOBS):
         raise SpecError(
             f"{path}.num should be a whole number from 1 to {MAX_JOBS}, found {quoted(num)}. Choose one in that range."

@@ -24,7 +24,7 @@ MAX_TASKS = 10**6
 """Maximum number of tasks of a simulation; more would take hours."""
 
 STEP_SHARE = 0.5
-"""Default share of a task's duration that is a fixed cost of its steps, whatever they train."""
+"""Default share of a task's duration that its steps take regardless of how many tokens they train."""
 
 _MAX_BYTES = 512 * 1024**2
 
@@ -39,8 +39,8 @@ class ArrivingTask(SpecModel):
         tenant: The tenant whose GPU quota the task counts against.
         priority: Priority of the task; a waiting task is never delayed by a task of lower priority.
         base: Base model; tasks on one GPU with the same base model may share an executor. Empty: the task shares none.
-        step_share: Share of the duration that is a fixed cost of the steps, whatever they train; tasks that share an
-            executor pay it once.
+        step_share: Share of the duration that the steps take regardless of how many tokens they train; tasks that share
+            an executor pay it once.
     """
 
     arrival_s: float = Field(ge=0, le=MAX_S, description="seconds from the start")
@@ -50,7 +50,7 @@ class ArrivingTask(SpecModel):
     priority: int = Field(default=0, description="priority")
     base: str = Field(default="", description="base model that it may share")
     step_share: float = Field(
-        default=STEP_SHARE, ge=0, le=1, description="share of the duration that is a fixed cost of the steps"
+        default=STEP_SHARE, ge=0, le=1, description="share of the duration that steps take regardless of tokens"
     )
 
     def __init__(self, /, **values: Any) -> None:
@@ -120,7 +120,7 @@ MEASURED_EXIT_SHARES = (
     *(0.055, 0.057, 0.058, 0.060, 0.063, 0.063, 0.066, 0.069, 0.072, 0.075),
     *(0.082, 0.083, 0.092, 0.097, 0.107, 0.118, 0.136, 0.152, 0.183, 0.213),
 )
-"""Shares of the work that are done with the default early exit, measured by replay on twenty random parts, of 10 to 60
+"""Shares of the work that remain with the default early exit, measured by replay on twenty random parts, of 10 to 60
 jobs, of the sweep in ``benchmarks/recordings/gsm8k-alto-tiny.json.gz``; ``tools/measure_exit_shares.py`` prints them.
 This is one sweep on one small model: others will differ."""
 
@@ -141,17 +141,18 @@ class Simulation(SpecModel):
             determine the distribution.
         bases: Number of base models of the generated tasks; tasks on one GPU with the same base model may share an
             executor. With 0, no task shares.
-        step_share: Share of a generated task's duration that is a fixed cost of its steps, whatever they train; tasks
-            that share an executor pay it once.
-        early_exit_shares: Shares from which the part of its work that a task does with early exit is drawn; the
-            default is measured by replay on a recorded sweep. An empty list simulates no early exit.
-        estimate_error: Largest factor by which estimates are wrong, upwards or downwards, until a task is half done.
+        step_share: Share of a generated task's duration that its steps take regardless of how many tokens they train;
+            tasks that share an executor pay it once.
+        early_exit_shares: With early exit, a task does only a share of its work, which is drawn from this list. The
+            default was measured by replay on a recorded sweep. An empty list simulates no early exit.
+        estimate_error: Largest factor by which estimates are too high or too low until a task is half done.
         gpu_mtbf_hours: Average hours between two losses of a GPU; None means that no GPU is lost.
         gpu_repair_hours: Hours until a lost GPU is back.
         crashes_per_hour: Average number of crashes of an executor in an hour of work.
-        checkpoint_interval_s: Largest amount of work, in seconds, that a task loses with its executor.
+        checkpoint_interval_s: Maximum work, in seconds, that a task loses when its executor is lost.
         quotas: Maximum number of GPUs that a tenant has at a time.
-        max_attempts, backoff_s: Number of failures after which a task is given up, and the pause after the first.
+        max_attempts, backoff_s: Number of failures after which a task is given up, and the pause after the first
+            failure, in seconds.
         methods: Scheduling methods; the default is ``fifo``, ``sjf``, ``lpt``, and ``cp-sat`` if there are few tasks.
         solver_s: Seconds on this machine, not on the simulated cluster, that a solver has for all plans.
         seed: Seed of all random values.
@@ -183,7 +184,7 @@ class Simulation(SpecModel):
         default=STEP_SHARE,
         ge=0,
         le=1,
-        description="share of a generated task's duration that is a fixed cost of its steps",
+        description="share of a generated task's duration that steps take regardless of tokens",
     )
     early_exit_shares: tuple[float, ...] = Field(
         default=MEASURED_EXIT_SHARES, description="shares of its work that a task does with early exit"
@@ -224,8 +225,7 @@ class Simulation(SpecModel):
     def _check_gpus(cls, gpus: object) -> object:
         if not isinstance(gpus, Mapping) or not gpus or not all(_is_share(*pair) for pair in gpus.items()):
             raise ValueError(
-                f"should map numbers of GPUs to shares above 0, found {quoted(gpus)}. Write for example "
-                "{1: 0.7, 4: 0.3}."
+                f"should map numbers of GPUs to shares above 0, found {quoted(gpus)}. For example: {{1: 0.7, 4: 0.3}}."
             )
         return {count: float(share) for count, share in gpus.items()}
 
@@ -233,9 +233,7 @@ class Simulation(SpecModel):
     @classmethod
     def _check_shares(cls, shares: tuple[float, ...]) -> tuple[float, ...]:
         if not all(0 < share <= 1 for share in shares):
-            raise ValueError(
-                f"should be shares above 0 and at most 1, found {quoted(shares)}. Write for example [0.1]."
-            )
+            raise ValueError(f"should be shares above 0 and at most 1, found {quoted(shares)}. For example: [0.1].")
         return shares
 
     @field_validator("quotas")

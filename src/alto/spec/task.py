@@ -59,32 +59,34 @@ class Task(DataKeys):
         metric: The metric that selects the best checkpoint of a job, the jobs that continue at rungs, and the best job:
             the validation loss, or a metric of the method where higher is better; the loss breaks ties. Divergence and
             overfitting are always judged by losses.
-        init_adapter: A saved LoRA adapter, or a run, whose best adapter is used: every job begins with it, and with a
-            fresh optimizer. If the method compares with a reference, this adapter is the reference, as in TRL. The jobs
-            have its ranks, targets, scales and extra tensors; keys about them need not be given.
+        init_adapter: A saved LoRA adapter, or a run (its best adapter is used). Every job begins with this adapter and
+            a fresh optimizer. If the method compares with a reference, this adapter is the reference, as in TRL. The
+            jobs have its ranks, targets, scales and extra tensors; keys about them need not be given.
         refit: The finished run whose best job is trained again on all rows, including validation rows. ``alto refit``
-            writes it; there is no validation.
+            sets this key; such a task has no validation.
         num_gpus: GPUs the task runs on (``alto run``); on a machine without GPUs, CPU slots.
         priority: Priority of the task; a waiting task is never delayed by a task of lower priority.
         tenant: The tenant whose GPU quota the task counts against.
-        share_executor: Whether the task may be trained in one process with other tasks on the same base model
-            (``alto run``) if all are done sooner that way; its results are the same.
+        share_executor: Whether the task may be trained in one process with other tasks on the same base model (``alto
+            run``), if all of them are then done sooner. The results are the same.
         eval_steps: Share of a job's own steps between two evaluations (the ratio form of HF's field).
         early_exit: A mapping of settings; true for the defaults, false for no early exit.
         search: How configurations are chosen from the search space, and the budget: a mapping of settings, or the name
             of an algorithm.
-        repeat_by: The key in which repetitions of a configuration differ. Jobs of a grid that differ only in it repeat
-            one configuration: rungs and the end of the task rank configurations by the means of their jobs, and the
-            best job of the best configuration is exported. With ``none``, every job is a separate configuration.
+        repeat_by: The key in which repetitions of a configuration differ. Jobs of a grid that differ only in this key
+            repeat one configuration: rungs and the end of the task rank configurations by the means of their jobs, and
+            the best job of the best configuration is exported. With ``none``, every job is a separate configuration.
         search_space: Fields that vary between jobs; ``auto`` uses ranges around a usual learning rate for the base
             model's hidden size, with ranks, batch sizes and ``lora_alpha`` 32.
-        select_by: The criterion that chooses the winner: ``metric``; ``eval_accuracy``: the best jobs answer the
-            validation rows that end in ``#### N``, and the most right answers win, ties by validation loss; or a
-            mapping that names a scorer of answers. All but ``metric`` need a single GPU.
+        select_by: The criterion that chooses the winner. With ``metric``, the key ``metric`` decides. With
+            ``eval_accuracy``, the best jobs answer the validation rows that end in ``#### N``, and the job with the
+            most right answers wins (if equal, the one with the lower validation loss). A mapping names a scorer of
+            answers. All but ``metric`` need a single GPU.
         num_finalists: Number of best jobs by the metric that are scored if ``select_by`` is not ``metric``.
-        num_samples: Number of validation prompts (the first rows) that the base, the best adapter and that of the next
-            best job continue greedily at the end of the task, for comparison. 0 or None: none. On one GPU only.
-        sample_max_new_tokens: Maximum length of such a continuation, in tokens.
+        num_samples: Number of validation prompts (the first rows) for which the base model, the best adapter and that
+            of the next best job generate greedy answers at the end of the task, for comparison. 0 or None: none. On one
+            GPU only.
+        sample_max_new_tokens: Maximum length of such an answer, in tokens.
         report_to: Experiment trackers by name, ``all`` that are installed, or ``none``; ``auto`` is TensorBoard if it
             is installed. Trackers read their settings from their own environment variables.
         gradient_checkpointing: Recompute activations instead of keeping them; with ``auto`` the engine decides by the
@@ -246,7 +248,7 @@ class Task(DataKeys):
         if not is_list or not all(name in TRACKERS for name in names) or len(set(names)) < len(names):
             raise ValueError(
                 f"should be 'auto', 'all', 'none', or one or more of {', '.join(TRACKERS)}, found {quoted(value)}. "
-                "Write for example [tensorboard, wandb]."
+                "For example: [tensorboard, wandb]."
             )
         return tuple(names)
 
@@ -366,7 +368,7 @@ class Task(DataKeys):
                 self._config({**self._fixed, **varied})
             except SpecError as error:
                 raise SpecError(
-                    "search_space should have only configurations that a job can have, because search "
+                    "search_space should contain only valid configurations, because search "
                     f"{self.search.algorithm!r} may choose any of them, found {_shown(varied)}: {error}"
                 ) from None
 
@@ -448,7 +450,7 @@ def _search_space(value: object, method: Method) -> SearchSpace:
         return value
     if isinstance(value, str):
         raise SpecError(
-            f"search_space should map fields to their values, or be {AUTO!r}, found {quoted(value)}. Write {AUTO}, or "
+            f"search_space should map fields to their values, or be {AUTO!r}, found {quoted(value)}. Use {AUTO}, or "
             "for example {learning_rate: [1.0e-4, 2.0e-4]}."
         )
     if isinstance(value, Mapping):

@@ -204,7 +204,7 @@ def check_refit(
         raise SpecError(
             f"refit should come with one configuration, max_steps of at least {refit.steps}, early_exit: false and "
             f"select_by: metric, as there is no validation, found {len(max_steps)} configurations, max_steps: "
-            f"{longest}, early_exit: {str(early_exit.enabled).lower()}, select_by: {select_by!s:.40}. Write "
+            f"{longest}, early_exit: {str(early_exit.enabled).lower()}, select_by: {select_by!s:.40}. Create "
             "such a task with: alto refit RUN"
         )
 
@@ -232,7 +232,7 @@ def with_task_type(values: Mapping[str, Any]) -> dict[str, Any]:
     elif isinstance(named, str) and not find_method(named).entry.problem_types:
         raise ConflictingKeysError(
             f"task_type {quoted(task_type)} trains a classification head, and method {quoted(named)} does not; "
-            "expected one of the two. Remove task_type, or write method: classification or method: regression."
+            "expected one of the two. Remove task_type, or set method: classification or method: regression."
         )
     saved = kept.pop("modules_to_save", None)
     names = [saved] if isinstance(saved, str) else list(saved or ())
@@ -271,7 +271,7 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
         other = "regression" if keys.problem_type == "regression" else "classification"
         raise SpecError(
             f"problem_type should be {' or '.join(allowed)} with method {method.name!r}, found "
-            f"{keys.problem_type!r}. Remove it, or write method: {other}."
+            f"{keys.problem_type!r}. Remove it, or set method: {other}."
         )
     if keys.num_labels is not None and keys.id2label is not None and keys.num_labels != len(keys.id2label):
         raise SpecError(
@@ -281,8 +281,8 @@ def check_label_keys(keys: DataKeys, method: Method, num_gpus: int) -> None:
     num_labels = keys.num_labels if keys.id2label is None else len(keys.id2label)
     if num_labels == 1 and "regression" not in allowed:
         raise SpecError(
-            "num_labels should be at least 2 with method 'classification', found 1. Write method: regression for "
-            "numbers, or 2 for two classes."
+            "num_labels should be at least 2 with method 'classification', found 1. Set method: regression for "
+            "numbers, or num_labels: 2 for two classes."
         )
 
 

@@ -74,7 +74,7 @@ def parsed(
         UnknownKeyError, ConflictingKeysError, UnsupportedError: See :func:`alto.spec.keys.canonical_keys`.
     """
     if not isinstance(value, Mapping):
-        raise SpecError(f"{where} should be {expected}, found {quoted(value)}. Write for example {example}.")
+        raise SpecError(f"{where} should be {expected}, found {quoted(value)}. For example: {example}.")
     if not all(isinstance(key, str) for key in value):
         raise SpecError(f"{where} should have text as keys, found {quoted(list(value))}. Put the keys in quotes.")
     given = canonical_keys(value, fields=kind.model_fields, aliases={}, where=where)
@@ -203,7 +203,7 @@ def _remedy(value: object, field: FieldInfo) -> str:
         return "Put it in quotes if it is meant."
     if value is None and not field.is_required():
         return "Remove the key for the default."
-    return "Write one of these values." if any(get_origin(kind) is Literal for kind in kinds) else "Write such a value."
+    return "Use one of these values." if any(get_origin(kind) is Literal for kind in kinds) else "Correct the value."
 
 
 def path_text(value: object) -> object:

@@ -51,8 +51,8 @@ class StepShape:
 
 
 def step_shapes(num_jobs: int, largest_batch: int) -> tuple[StepShape, ...]:
-    """Return the step sizes to measure: the number of rows about doubles each time, with alternately the fewest and the
-    most jobs."""
+    """Return the step sizes to measure. Each has about twice as many rows as the one before, with alternately the
+    fewest and the most jobs."""
     jobs = sorted({2**power for power in range(num_jobs.bit_length())} | {num_jobs})
     sizes = [size for size in _BATCH_SIZES if size <= largest_batch]
     by_rows: dict[int, list[StepShape]] = {}
@@ -103,7 +103,7 @@ class MeasuringBudget:
 
         Args:
             num_rows: Number of rows of the training split.
-            max_tokens: Largest number of tokens of a rank's step after the first two.
+            max_tokens: Largest number of tokens of a rank's step, except in the first two sizes.
             num_jobs: Number of jobs of a rank.
         """
         largest_batch = max(job.config.rows_per_step for job in task.jobs)

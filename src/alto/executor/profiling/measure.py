@@ -72,7 +72,7 @@ class Measured:
 
 
 def one_slot(task: Task, jobs: Sequence[PlannedJob], backbone: Backbone) -> BankSize:
-    """Return the size of a bank with one slot that fits each of ``jobs``, which are those of ``task``."""
+    """Return the size of a bank with one slot in which each of the ``jobs`` of ``task`` fits."""
     dtypes: dict[str, Any] = {"adapter_dtype": task.adapter_dtype, "optim_state_dtype": task.optim_state_dtype}
     return BankSize.of(jobs, backbone, num_slots=1, **dtypes)
 

@@ -40,9 +40,8 @@ from alto.spec import Budget, Task
 def disk_bytes(context: TaskContext, num_slots: int) -> int:
     """Return the largest number of bytes that the states of a task's jobs take on disk during training.
 
-    That is the best adapter and the last state of every job, and both of every resident job once more while a
-    checkpoint replaces them. Jobs that a search adds until its time or its samples are spent are not counted, because
-    their number is unknown.
+    Every job has a best adapter and a last state. Those of resident jobs exist twice while a checkpoint replaces them.
+    Jobs that a search adds until its time or its samples are spent are not counted, because their number is unknown.
 
     Args:
         num_slots: Number of jobs that are resident at a time.
@@ -105,8 +104,8 @@ def _has_open_limits(task: Task) -> bool:
 def pack(
     context: TaskContext, *, on_measuring: Callable[[float], None] = lambda _: None
 ) -> tuple[TaskContext, TaskPlan | None]:
-    """Return the context of the task with every limit set, and the plan that set them. Its rungs fit its time budget,
-    and its evaluations their cost on this machine.
+    """Return the context of the task with every limit set, and the plan that set them. Rungs are adapted to the task's
+    time budget, and evaluations to their cost on this machine.
 
     Unless a profile is cached, the task is profiled first if it runs on a GPU, if a CPU's memory may be too small, or
     if the task has a time budget. In all other cases a cached profile is used; without one, default limits apply and

@@ -222,7 +222,7 @@ def _measured_in_child(
         raise UnsupportedError(
             "profile: expected a base model that can be loaded by name, because on a CPU a separate process measures "
             f"memory, found {task.model}; set max_slots, max_tokens_per_step and max_tokens_per_pass, so that nothing "
-            "is measured, or write the model to a folder with save_pretrained, and name the folder"
+            "is measured, or save the model to a folder with save_pretrained, and name the folder"
         )
     request = {
         "task": task.to_dict(),
@@ -301,7 +301,8 @@ _LEAST, _MOST = 8, 512
 """Smallest number of recorded steps for a correction, and number of latest steps that the correction uses."""
 
 _CLOSE = 0.1
-"""Relative difference below which durations are not corrected, because the throughput model is no more exact."""
+"""Relative difference below which durations are not corrected, because the throughput model is not more exact than
+this."""
 
 
 class StepTimes:

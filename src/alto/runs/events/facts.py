@@ -69,8 +69,8 @@ class JobDescription:
         total_steps: Optimizer steps of the job if nothing ends it early.
         samples_budgeted: Rows that the job sees if nothing ends it early, counting repeats over epochs.
         num_parameters: Trainable parameters of its adapter; None if the journal does not have it.
-        configuration: Id of the first job with the same configuration, if jobs repeat configurations with other seeds;
-            None for a job that repeats none.
+        configuration: Id of the first job with the same configuration, if several jobs train it with different seeds;
+            None otherwise.
     """
 
     job: str

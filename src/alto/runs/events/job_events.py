@@ -80,9 +80,10 @@ class JobEvaluated(RunEvent):
         is_best: Whether it is the best of the job so far; None if the journal does not have it.
         metrics: Metrics of the method beside the loss, by name.
         metric_rows: The task's metric on every validation row, in order; empty if the metric is the loss.
-        loss_rows: If the task has an order of evaluation: loss of every row of this evaluation, which are the first in
-            that order, six significant digits. Otherwise: loss of every validation row, four significant digits; only
-            at rungs, after the last step, and if this evaluation is the best of the job so far.
+        loss_rows: Losses of single rows. If the task has an order of evaluation: those of the first rows in that order,
+            as many as this evaluation used, with six significant digits. Otherwise: those of all validation rows, with
+            four significant digits, and only at rungs, after the last step, and if this evaluation is the best of the
+            job so far.
         test_loss: Loss on the test rows; None if it was not measured (the task's ``test_jobs``).
         test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
         test_metrics: Metrics of the method on the test rows, by name; empty if ``test_loss`` is None.
@@ -111,7 +112,7 @@ class BestMeasured(RunEvent):
         step: Step of its best evaluation.
         validation_loss: Loss on these rows, nats per token.
         metrics: Metrics of the method beside the loss, by name.
-        loss_rows: Loss of every row, which are the first in the order of evaluation, six significant digits.
+        loss_rows: Loss of each of these rows, the first in the order of evaluation, with six significant digits.
         test_loss: Loss on the test rows; None if it was not measured.
         test_rows: Loss of every test row, four significant digits; empty if ``test_loss`` is None.
         test_metrics: Metrics of the method on the test rows, by name; empty if ``test_loss`` is None.
@@ -207,7 +208,7 @@ class JobAdded(RunEvent):
     Attributes:
         origin: The job of which it is a clone or copy; None for a suggestion.
         warm: Whether it starts with the best weights of ``origin``.
-        command: Id of the user's command; None for all jobs but clones, and if the journal does not have it.
+        command: Id of the user's command that made the clone; None for other jobs, or if the journal does not have it.
         forked_at: Step of ``origin`` from which it continues, with its weights and optimizer state; 0 for all other
             jobs.
         replaces: The job that ended to make room for it; None if there is none.

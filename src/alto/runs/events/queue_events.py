@@ -37,7 +37,7 @@ class QueueResumed(QueueEvent):
 
     Attributes:
         done: Tasks that already had their result.
-        notes: Losses from a damaged journal, as sentences.
+        notes: Notices about events that a damaged journal lost, as sentences.
     """
 
     done: tuple[str, ...] = field(metadata=wire(if_absent=[]))

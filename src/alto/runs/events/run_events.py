@@ -111,7 +111,7 @@ class TaskResumed(RunEvent):
     kept, the finished run trains further jobs, and another ``task_completed`` will follow.
 
     Attributes:
-        notes: Losses and other notices, as sentences.
+        notes: Notices as sentences, for example about events that a damaged journal lost.
         versions: Same as in ``task_started``.
         max_slots: Slots of all ranks from now on; None if the journal does not have it: the number is unchanged.
         num_ranks: Processes that train the task from now on; None if the journal does not have it: the number is
@@ -260,7 +260,7 @@ class OutOfMemory(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpusOffered(RunEvent):
-    """Fewer jobs than ranks remain: their expected durations on fewer GPUs and on all GPUs.
+    """Fewer jobs than ranks remain: the expected durations of the remaining jobs on fewer GPUs and on all GPUs.
 
     Attributes:
         num_gpus: Smaller number of GPUs: the number of remaining jobs.
@@ -289,8 +289,8 @@ class CheckpointSaved(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareReceived(RunEvent):
-    """A task that trained beside other tasks in one executor ends or is stopped: its share of the training since it
-    joined.
+    """The share of the training that a task received since it joined an executor with other tasks. Written when the
+    task ends or is stopped.
 
     Attributes:
         num_steps: Steps in which this task and at least one other task could train.
@@ -335,8 +335,8 @@ class FinalistsJudged(RunEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesGenerated(RunEvent):
-    """The base, the best adapter and the next best job's adapter continued the prompts of the first validation rows
-    greedily, because ``num_samples`` is not 0; or the generation failed.
+    """The base model, the best adapter and the next best job's adapter generated texts for the prompts of the first
+    validation rows, because ``num_samples`` is not 0; or the generation failed.
 
     Attributes:
         samples: One for each prompt; empty if the generation failed.

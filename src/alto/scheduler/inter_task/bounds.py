@@ -81,7 +81,7 @@ def _bounds(
 def _area_bounds(
     work: Sequence[tuple[float, float, float]], shares: Sequence[Sequence[tuple[float, int]]]
 ) -> Iterator[float]:
-    """Yield, for each start time, when the shares can have done the work that starts no earlier."""
+    """Yield, for each start time, the earliest time by which all work that starts then or later can be done."""
     additions = sorted(
         (time, number - before)
         for steps in shares

@@ -20,10 +20,11 @@ _number = attrgetter("number")
 
 
 class Waiting:
-    """The waiting tasks, kept in both orders as they come and go, so that a plan does not sort thousands of tasks.
+    """The waiting tasks, always sorted by submission and by the list method, so that a plan need not sort thousands of
+    tasks.
 
     Args:
-        list_method: List method of the second order.
+        list_method: The list method that sorts them.
     """
 
     def __init__(self, list_method: str) -> None:

@@ -134,7 +134,8 @@ def code_of(error: Exception, code: str) -> tuple[str, str | None]:
 
 
 def code_of_end(error: str, code: str) -> tuple[str, str | None]:
-    """Return the same for an executor that ended with an error whose class is called ``error``."""
+    """Return the error code and request parameter for an executor that ended with an error whose class is called
+    ``error``."""
     found = getattr(errors, error, None)
     return _code_of_class(found if isinstance(found, type) else Exception, code)
 

@@ -175,7 +175,7 @@ def check_grader(grader: Mapping[str, Any]) -> None:
 def _scorer_of(grader: Mapping[str, Any]) -> dict[str, Any]:
     """Return the scorer that does the same as a grader of OpenAI."""
     if grader["type"] != "string_check":
-        remedy = f"write string_check, or {{scorer: …}} with one of {', '.join(_SCORERS)}"
+        remedy = f"use string_check, or {{scorer: …}} with one of {', '.join(_SCORERS)}"
         raise _unsupported("select_by.type", "'string_check'", grader["type"], remedy)
     for key in grader:
         if key not in ("type", "name", "operation", *_STRING_CHECK):

@@ -206,7 +206,7 @@ async def _events(reply: Reply) -> AsyncIterator[bytes]:
             yield piece
     except UpstreamError as error:
         # The status is sent already, so clients read the error in the stream.
-        _LOG.warning("a stream broke: %s", error)
+        _LOG.warning("a streamed answer was interrupted: %s", error)
         yield b"data: " + json.dumps(_bad_gateway(error).body()).encode() + b"\n\n"
 
 

@@ -173,7 +173,7 @@ class _Body:
             if name == b"content-encoding" and value.strip().lower() not in (b"", b"identity"):
                 raise ApiError(
                     415,
-                    f"Content-Encoding: expected a body as it is, found {value.decode('latin-1')[:50]!r}; send it "
+                    f"Content-Encoding: expected an uncompressed body, found {value.decode('latin-1')[:50]!r}; send it "
                     "without compression",
                     code="unsupported_encoding",
                 )
