@@ -277,9 +277,7 @@ def _read_dataset(draft: Draft) -> None:
     if isinstance(split_size, float) and 0 < split_size < 1:
         draft.put("validation_split", split_size)
     elif split_size is not None:
-        draft.not_supported(
-            "test_split_size", f"{quoted(split_size)} is not a share of the rows; set validation_split"
-        )
+        draft.not_supported("test_split_size", f"{quoted(split_size)} is not a share of the rows; set validation_split")
     if listed:
         if name is not None:
             draft.not_needed("dataset_name", "'datasets' overrides it")
