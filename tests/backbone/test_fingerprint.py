@@ -1,4 +1,4 @@
-"""Fingerprints of base models: what is one model, and what is another."""
+"""Fingerprints of base models: equal for the same model, different for others."""
 
 from __future__ import annotations
 

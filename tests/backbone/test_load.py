@@ -1,4 +1,4 @@
-"""Finding and loading a base model: the shipped one, a folder, and everything that is neither."""
+"""Loading a base model: the shipped one, a folder, and everything that is neither."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_the_dtype_is_what_was_asked_for(dtype: Any) -> None:
 
 
 class TestHalfPrecisionOnACpu:
-    """Capabilities stand in for those of CPUs of other kinds; what torch calls them was read from torch."""
+    """Half precision by CPU capability. The names of capabilities are those that torch reports."""
 
     @pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", "bf16", "sve_bf16"])
     def test_is_computed_where_there_are_instructions(self, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ class TestConfig:
     )
     def test_that_is_none(self, folder: Path, config: str, said: str) -> None:
         (folder / "config.json").write_text(config, encoding="utf-8")
-        kind = ModelNotFoundError if said == "JSON" else ModelError  # transformers' own choice
+        kind = ModelNotFoundError if said == "JSON" else ModelError  # transformers chooses between the two
         assert_refused(folder, "config.json", said, kind=kind)
 
     @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ class TestWeights:
         assert_refused(tmp_path, said, "copy or download", kind=ModelNotFoundError)
 
     def test_a_matrix_missing(self, folder: Path) -> None:
-        """transformers would draw it at random and go on."""
+        """transformers would initialise it at random and go on."""
         names = [f"model.layers.{layer}.mlp.{leaf}_proj.weight" for layer in (0, 1) for leaf in ("up", "down")]
         tensors = load_file(folder / WEIGHTS)
         for name in names:
@@ -267,7 +267,7 @@ class TestWeights:
 
 
 class Touches:
-    """Unpickled, it leaves a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -301,7 +301,7 @@ class TestPickles:
         assert_refused(pickled, "pytorch_model.bin", "copy or download", use_safetensors=False)
 
     def test_do_not_run_code_even_when_asked_for(self, pickled: Path) -> None:
-        """transformers reads tensors out of them and nothing else."""
+        """transformers reads only tensors from pickled files."""
         marker = pickled / "executed"
         torch.save({"model.norm.weight": Touches(marker)}, pickled / "pytorch_model.bin")
         assert_refused(pickled, "pytorch_model.bin", use_safetensors=False)
@@ -329,7 +329,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 class TestRemoteCode:
     @pytest.fixture
     def with_code(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """The Llama as a model that only its own ``code.py`` knows."""
+        """The Llama as a model that only its own ``own_code.py`` defines."""
         monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder.parent / "modules"))
         (folder / "own_code.py").write_text(CODE, encoding="utf-8")
         self.edit_config(
@@ -359,7 +359,7 @@ class TestRemoteCode:
         assert_refused(with_code, "no_such_package_at_all", trust_remote_code=True)
 
     def test_is_left_alone_where_transformers_knows_the_architecture(self, folder: Path) -> None:
-        """As in Phi-3's repository: both are there, the reviewed one is taken."""
+        """Phi-3's repository has both: its own code is ignored, and transformers' class is used."""
         self.edit_config(folder, auto_map={"AutoModelForCausalLM": "own_code.OwnForCausalLM"})
         (folder / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
         assert type(load_backbone(BaseModelSpec(id=str(folder))).model).__module__.startswith("transformers.")
@@ -374,7 +374,7 @@ class TestRemoteCode:
 
 
 class TestSlowTokenizers:
-    """One written in Python does not say where in a text its tokens begin."""
+    """Tokenizers in Python do not report where in a text their tokens begin."""
 
     @pytest.fixture
     def with_slow(self, folder: Path) -> Path:
@@ -398,7 +398,7 @@ class TestSlowTokenizers:
 
 
 def test_a_vision_language_model_is_loaded_for_rows_of_text(tmp_path: Path) -> None:
-    """Its own forward pass on text; adapters sit on its language model alone."""
+    """It runs its own forward pass on text, and adapters are on its language model only."""
     from alto.lora import linear_modules
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

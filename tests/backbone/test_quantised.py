@@ -1,4 +1,4 @@
-"""Quantised bases: how small they are, where they come from, and what is refused by name."""
+"""Quantised base models: their size, their sources, and those that are refused by name."""
 
 from __future__ import annotations
 
