@@ -1,4 +1,4 @@
-"""Commands on runs: paths, jobs and changes that are none."""
+"""Commands on runs: invalid paths, jobs and changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TASK_STARTED = {
 
 @pytest.fixture
 def run(folder: Path) -> Path:
-    """A run that nobody works on."""
+    """A run without a process."""
     root = folder / "run"
     root.mkdir()
     (root / "task.yaml").write_text((folder / "task.yaml").read_text())
