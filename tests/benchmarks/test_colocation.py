@@ -1,4 +1,4 @@
-"""The figures and the gate of tasks in one process; its smallest scale for real."""
+"""The benchmark of tasks in one process: figures, gate, and a real run at its smallest scale."""
 
 from __future__ import annotations
 

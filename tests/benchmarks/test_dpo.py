@@ -1,4 +1,5 @@
-"""Preference tuning at its smallest scale: all three systems, the gate that compares them, the result file."""
+"""The benchmark of preference tuning at its smallest scale: three systems, the gate that compares them, the result
+file."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ ROWS = [
     for b in range(1, 5)
 ]
 
-# Three libraries warn about each other here.
+# The three libraries warn about each other.
 pytestmark = [pytest.mark.slow("benchmarks"), pytest.mark.filterwarnings("ignore")]
 
 
@@ -52,7 +53,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory) -> tuple[dict, Measured]:
-    """The result file of the smallest scale, and what it was made from."""
+    """The result file of the smallest scale, and the measurements in it."""
     if not PAIRS.exists():
         pytest.skip(f"needs preference pairs at {PAIRS}")
     folder, kept = tmp_path_factory.mktemp("smoke"), []
@@ -72,7 +73,7 @@ def test_the_smallest_scale_passes_its_gate(smoke):
     result, measured = smoke
     assert result["gate"] == "passed"
     assert set(dpo.GOALS) <= set(result["figures"])
-    # The adapters that the systems begin with are one, and so are the curves of a stable job.
+    # The systems begin with the same adapters, and a stable job has the same curves.
     theirs = [item.loss for item in measured.sequential["job-000"].evaluations]
     ours = [loss for _, loss in measured.recording.jobs[0].evaluations]
     assert ours == pytest.approx(theirs, rel=1e-4)
@@ -155,7 +156,7 @@ CONFIG = JobConfig(
 
 
 def losses(prepared: PreparedPairs, config: JobConfig) -> tuple[float, ...]:
-    """TRL's, of a job of ``config`` that begins as one of ``CONFIG`` does."""
+    """Return TRL's losses for a job of ``config`` that begins with the adapter of ``CONFIG``."""
     start = first_adapter(load_backbone(BaseModelSpec(id="alto-tiny")), CONFIG)
     return train_on_pairs(prepared, config.model_dump(), start=start, eval_at_steps=[]).train_losses
 
@@ -168,7 +169,7 @@ def expected(prepared) -> tuple[float, ...]:
 @pytest.mark.parametrize("change", [{"beta": 0.11}, {"learning_rate": 1.1e-3}, {"seed": 4}], ids=str)
 def test_every_setting_of_a_job_reaches_trl(prepared, expected, change):
     found = losses(prepared, CONFIG.replace(**change))
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)  # log 2: no adapter has learned yet
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)  # log 2: no adapter has learned anything yet
     assert found != pytest.approx(expected, rel=TOLERANCE)
 
 

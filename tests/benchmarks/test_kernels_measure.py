@@ -1,4 +1,4 @@
-"""The stopwatches of the kernel benchmark: turns, and ops by replay, by events or by the clock."""
+"""The timers of the kernel benchmark: variants in turn, and ops by graph replay, by events or by the clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_variants_take_turns_and_those_that_fail_are_left_out():
 
 
 class TestAnOpIsTimed:
-    """By replay of a graph where it can be captured; the result says which way it was."""
+    """An op is timed by replaying a graph where it can be captured; the result names the method."""
 
     def test_by_the_clock_on_a_cpu(self):
         timed = time_op(lambda: None, CPU)

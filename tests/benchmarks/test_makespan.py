@@ -1,4 +1,4 @@
-"""The ablation's figures and gate, on queues that were never run; its tasks on real rows."""
+"""The makespan ablation: its figures and gate on queues that were never run, and its tasks on real rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULT = TaskOutcome(
 def measured(
     seconds: float, *, loss: float = 2.0, starts: tuple[float, ...] = (0.0, 5.0), executor: str = ""
 ) -> makespan.Measured:
-    """Two tasks on one GPU, five seconds each from ``starts`` on."""
+    """Return a measurement of two tasks on one GPU, five seconds each, with these starts."""
     history = QueueHistory()
     for name, start in zip("ab", starts, strict=True):
         attempt = Attempt(number=1, gpus=(Gpu("local", 0),), start=start, end=start + 5.0, outcome="finished")

@@ -41,7 +41,7 @@ def test_the_smallest_scale_predicts_peaks_and_durations(tmp_path):
 
 
 class TestACaseThatFails:
-    """It is recorded and the others are measured; of what it belongs to there is no figure."""
+    """A failing case is recorded and the others are measured; its group has no figure."""
 
     @pytest.fixture(autouse=True)
     def _answers(self, monkeypatch):

@@ -1,4 +1,4 @@
-"""Parts of a measurement that is killed and begins again."""
+"""Parts of a measurement that is killed and started again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A benchmark in pieces: what is on disk when, what counts into a result, and what never does."""
+"""A benchmark in pieces: what is on disk at each time, and what counts towards a result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ORIGIN = Origin(commit="a" * 40, source="s", machine=MACHINE, versions={"torch":
 
 @pytest.fixture
 def origin(monkeypatch):
-    """Sets where the next commands run."""
+    """A function that sets the origin of the next commands."""
 
     def here(**changes):
         monkeypatch.setattr(Origin, "here", staticmethod(lambda: replace(ORIGIN, **changes)))

@@ -1,4 +1,4 @@
-"""Sweeps on a pretrained model at their smallest scale, on one that is not: every piece, its gate, and what resumes."""
+"""Sweeps on a pretrained model at their smallest scale, here on a random one: every piece, its gate, and resuming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.real.settings import TOLERANCE, Answers
 
 pytestmark = [
     pytest.mark.slow("benchmarks"),
-    pytest.mark.filterwarnings("ignore"),  # of five libraries
+    pytest.mark.filterwarnings("ignore"),  # raised by five libraries
     pytest.mark.skipif(not (GSM8K.exists() and PREFERENCE_PAIRS.exists()), reason=f"needs data in {GSM8K.parents[1]}"),
 ]
 
@@ -47,7 +47,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the results of a whole run."""
+    """The folder of the results of a whole run."""
     found = tmp_path_factory.mktemp("real")
     assert run(found) == 0
     return found
