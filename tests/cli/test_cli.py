@@ -1,4 +1,4 @@
-"""The command line: what goes to stdout, what to stderr, and the exit code."""
+"""The command line: stdout, stderr and the exit code."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_version() -> None:
 
 
 def test_installed_program_keeps_streams_apart(task_file: Path, tmp_path: Path) -> None:
-    """As a script calls it: result on stdout, and on stderr nothing but errors."""
+    """A script finds the result on stdout, and only errors on stderr."""
     program = Path(sys.executable).with_name("alto")
     command = [program, "tune", task_file, "-o", tmp_path / "runs", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -188,7 +188,7 @@ def test_installed_program_keeps_streams_apart(task_file: Path, tmp_path: Path) 
 
 @pytest.fixture
 def interrupted(task_file: Path, tmp_path: Path) -> Path:
-    """A run that was stopped cleanly in the middle."""
+    """A run stopped cleanly in the middle."""
     calls = iter(range(2))
     engine = alto.Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: next(calls, None) is None)
     with pytest.raises(alto.AltoError, match="alto resume"):

@@ -24,9 +24,9 @@ def invoke(*words: object) -> Result:
 
 @pytest.fixture
 def runs(tmp_path: Path, small_run: Events) -> tuple[Path, Path]:
-    """Two finished runs: the best job of the second has another learning rate."""
+    """Two finished runs; the best job of the second has another learning rate."""
     other = copy.deepcopy(small_run)
-    other[0]["jobs"][3]["config"] |= {"learning_rate": 5e-3}  # of the best one
+    other[0]["jobs"][3]["config"] |= {"learning_rate": 5e-3}  # the best job
     found = []
     for name, events in (("one", small_run), ("other", other)):
         folder = write_run(tmp_path, name, events, start=START)

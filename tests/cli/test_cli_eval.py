@@ -1,4 +1,4 @@
-"""``alto eval``: what it prints, what it writes, and what it says when it cannot."""
+"""``alto eval``: what it prints, what it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -140,12 +140,12 @@ def test_an_adapter_alone_is_measured_on_named_rows(run: Path, tmp_path: Path) -
     for _ in range(2):
         done = invoke(adapter, "--dataset", rows, "--json")
         assert done.exit_code == 0, done.output
-    (entry,) = evaluations(adapter)  # measured twice, noted once
+    (entry,) = evaluations(adapter)  # measured twice, recorded once
     assert (entry["dataset"], entry["num_rows"], entry["exact_match"]) == (str(rows), 3, None)
 
 
 def labelled_run(folder: Path, labels: list[Any], method: str) -> Path:
-    """A finished run of one job on texts with ``labels``."""
+    """Train a run of one job on texts with ``labels``."""
     rows = [{"text": f"Film {n} was {label}.", "label": label} for n in range(8) for label in labels]
     file = folder / "texts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -225,7 +225,7 @@ def test_predictions_are_saved_a_row_a_line_with_every_adapter_and_the_base(run:
 
 @pytest.mark.parametrize("form", ["text after a prompt", "pairs"])
 def test_rows_of_every_form_have_predictions(run: Path, tmp_path: Path, form: str) -> None:
-    """Their texts are those of the same prompts with final answers, and no score stands beside them."""
+    """The generated texts equal those for the same prompts with final answers, and have no score."""
     path, rows = tmp_path / "answers.jsonl", tmp_path / "rows.jsonl"
     if form == "pairs":
         made = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(3)]

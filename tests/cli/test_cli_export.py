@@ -1,4 +1,4 @@
-"""``alto export``: what a run has found, for other programs."""
+"""``alto export``: results of a run for other programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> alto.TaskResult:
-    """Two jobs on a random Llama, with a chat template of their own."""
+    """A run of two jobs on a random Llama, with their own chat template."""
     folder = tmp_path_factory.mktemp("run")
     task = make_task(
         folder,
@@ -82,9 +82,9 @@ def test_the_best_adapter_is_written_with_a_line_for_vllm(run: alto.TaskResult, 
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
     theirs, ours = (path.read_text(encoding="utf-8") for path in (best / "README.md", folder / "README.md"))
     (before, _, after), kept = (re.split(r"```python\n|\n```\n", card.split("---\n", 2)[2]) for card in (ours, theirs))
-    assert [before, after] == kept[::2]  # the Python in between loads the tokenizer that is here
+    assert [before, after] == kept[::2]  # the Python code in between loads the tokenizer from here
     assert f"base_model:adapter:{base}" in theirs
-    assert "base_model" not in ours.split("---\n")[1]  # the hub takes none but its own
+    assert "base_model" not in ours.split("---\n")[1]  # the hub accepts only its own models
 
 
 def test_a_job_is_merged_and_the_difference_is_printed(run: alto.TaskResult, tmp_path: Path) -> None:

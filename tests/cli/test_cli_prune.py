@@ -1,4 +1,4 @@
-"""``alto prune``: what old runs need no more is removed, and nothing of a run that may go on."""
+"""``alto prune``: deletes what old runs no longer need, and nothing that a run needs to continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def invoke(*words: object) -> Result:
 
 
 def filled(folder: Path) -> Path:
-    """Ten bytes for each state of four jobs, and a best adapter."""
+    """Write ten bytes for each state of four jobs, and a best adapter."""
     for job in "abcd":
         for kind in ("best", "last"):
             RunDir(folder).job(job, kind).mkdir(parents=True)

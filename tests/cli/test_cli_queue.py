@@ -1,4 +1,4 @@
-"""``alto submit``, ``cancel`` and ``drain`` beside a process that works on the queue, is about to end, or is none."""
+"""``alto submit``, ``cancel`` and ``drain`` on a queue whose process runs, is about to end, or is absent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def queue(tmp_path: Path) -> QueueDir:
 
 @contextmanager
 def worked_on(queue: QueueDir, answer: Callable[[QueueCommand], Answer | None]) -> Iterator[None]:
-    """By a process that answers commands until ``answer`` has none: then it ends."""
+    """Work on the queue in a thread that answers commands until ``answer`` returns None, and then ends."""
     box, has_begun, is_over = QueueMailbox(queue.run), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -92,7 +92,7 @@ def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monke
     looks = iter([True, False])
 
     def is_locked(run: RunDir) -> bool:
-        """At the second look the process has answered, and ended."""
+        """Answer at the second look, and end."""
         found = next(looks)
         for command in [] if found else box.pending():
             box.answer(command.id, Answer(done=True, message="t is cancelled."))

@@ -1,4 +1,4 @@
-"""``alto list``, the latest run where none is named, ``python -m alto`` and what the shell completes."""
+"""``alto list``, the default of the latest run, ``python -m alto`` and shell completion."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def invoke(*words: object, env: Mapping[str, str] | None = None) -> Result:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user stands; there are no runs yet."""
+    """The user's current directory, without runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def runs(folder: Path, small_run: Events) -> Path:
-    """Oldest first: a queue, a finished run, an interrupted one, another that is damaged."""
+    """A queue, a finished run, an interrupted one and a damaged one, oldest first."""
     write_queue(folder / "runs", {"a": make_task(folder, name="a")}, start=START)
     write_run(folder / "runs", "maths-1", small_run, start=START + 100)
     write_run(folder / "runs", "maths-2", small_run[:13], start=START + 200)
@@ -126,7 +126,7 @@ def test_the_latest_of_all_may_be_a_queue(folder: Path, small_run: Events) -> No
 def test_the_latest_run_is_evaluated_where_no_adapter_is_named(
     folder: Path, small_run: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue that began later has no adapter of its own."""
+    """A later queue has no adapter of its own."""
     asked: list[Any] = []
 
     def evaluate(engine: Engine, targets: Any, **settings: Any) -> None:
@@ -185,7 +185,7 @@ def test_where_there_is_none_an_error_says_what_to_do(
 
 @pytest.mark.parametrize("command", ["show", "report", "list"])
 def test_the_command_that_resumes_is_whole_on_a_narrow_terminal(command: str, folder: Path, small_run: Events) -> None:
-    """Quoted, on one line, so that it can be copied."""
+    """The command is quoted, on one line, so that it can be copied."""
     if command == "list":
         root = write_queue(folder / "my runs", {"a": make_task(folder, name="a")}, start=START).root
     else:
@@ -211,7 +211,7 @@ def test_a_wrong_call_says_how_the_module_is_called(tmp_path: Path) -> None:
 
 
 def completed(words: str, cwd: Path) -> list[str]:
-    """What bash is told to complete after ``words``, the last of which is being typed."""
+    """Return bash's completions of the last of ``words``."""
     typed = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     done = python_m_alto(cwd=cwd, _ALTO_COMPLETE="complete_bash", **typed)
     assert done.returncode == 0, done.stderr
@@ -251,7 +251,7 @@ def test_a_task_of_a_queue_that_runs_shows_how_long_it_takes(
     monkeypatch.setattr("alto.cli.show.time.time", lambda: START + 12)
     with queue.run.locked():
         running, waiting = json.loads(invoke("show", queue.root, "--json").stdout)["tasks"]
-    # 300 samples in 12 seconds, and 1,900 to go; a row has 20 tokens.
+    # 300 samples in 12 seconds, 1,900 left; a row has 20 tokens.
     assert (running["remaining_s"], running["tokens_per_s"]) == (pytest.approx(76.0), pytest.approx(500.0))
     assert (waiting["remaining_s"], waiting["tokens_per_s"]) == (None, None)
 
