@@ -1,4 +1,4 @@
-"""Clusters by name, those of installed packages included: which one opens, and what it does wrong is said by name."""
+"""Clusters by name, including those of installed packages, and the errors of one that does not work."""
 
 from __future__ import annotations
 

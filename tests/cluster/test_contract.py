@@ -1,4 +1,4 @@
-"""What every cluster does for the queue, whatever it is made of."""
+"""The contract that every kind of cluster fulfils for the queue."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from alto.cluster import EntryWritten, ExecutorEnded, Outcome, executor_process
 StartCluster = Callable[..., Started]
 
 NEVER_S = 3600.0
-"""Longer than these tests wait: what has such a timeout ends for another reason, or not at all."""
+"""A timeout longer than these tests wait: an executor that has it ends for another reason, or not at all."""
 
 here = pytest.mark.parametrize("start_cluster", ["local"], indirect=True)
-"""For what one executor does on its machine, where Ray's actor calls the same code, and for what test_ray.py asks."""
+"""Tests of one executor on its machine, where Ray's actor calls the same code, and of what test_ray.py covers."""
 
 
 def test_an_executor_tells_its_journal_and_then_that_it_finished(start_cluster: StartCluster) -> None:
@@ -118,14 +118,14 @@ def test_an_executor_that_ends_without_a_word_is_lost(start_cluster: StartCluste
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which executors of this machine are watched; it stands still until a test moves it."""
+    """A clock for watching this machine's executors; it stands still until a test moves it."""
     clock = Clock()
     monkeypatch.setattr(executor_process, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 
 def until_ended_by(clock: Clock, started: Started) -> ExecutorEnded:
-    """Time passes, a third of the heartbeat's timeout between two looks at most, until the executor has ended."""
+    """Advance the clock by at most a third of the heartbeat timeout per poll until the executor has ended."""
 
     def wait() -> None:
         clock.now_s += NEVER_S / 3
@@ -152,7 +152,7 @@ def test_a_hung_loop_and_a_stopped_process_are_found_though_they_live(
 
 @here
 def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, clock: Clock) -> None:
-    """By a clock on which a third of the timeout goes by between two beats."""
+    """A third of the timeout passes between two beats."""
     started = start_cluster("waits", heartbeat_timeout_s=NEVER_S)
     run_dir = started.start()
     started.until_told("began")
@@ -247,7 +247,7 @@ def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(
 
 
 def start_ranks(start_cluster: StartCluster, **timeouts: float) -> tuple[Started, list[int]]:
-    """Two that take turns, and their processes."""
+    """Start two ranks that take turns; return their processes."""
     started = start_cluster("ranks_take_turns", num_gpus=2, **timeouts)
     started.start(gpus=(0, 1), num_ranks=2)
     pids = started.until_told("began")["pids"]

@@ -64,17 +64,17 @@ MAX_TURNS = 2000
 
 
 Fate: TypeAlias = "tuple[int, bool] | None"
-"""After how many writes the process is killed in the next one, and whether that is torn; None lets it live."""
+"""The number of writes before the one that kills the process, and whether that one is torn; None lets it live."""
 
 FATES = st.none() | st.tuples(st.integers(0, 4), st.booleans())
 
 
 class KilledError(BaseException):
-    """The process is gone; nothing of it is done any more."""
+    """Raised at a write at which the process is killed."""
 
 
 class World:
-    """What outlives a controller: the clock, the disk, and a fate that may strike at a write."""
+    """The state that outlives a controller: the clock, the disk, and the write that will kill the process."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -85,7 +85,7 @@ class World:
         self.tears = False
 
     def strike(self) -> bool:
-        """Whether the process dies at this write."""
+        """Return whether the process dies at this write."""
         if self.writes_left is None:
             return False
         self.writes_left -= 1
@@ -93,14 +93,14 @@ class World:
 
     @contextmanager
     def unharmed(self) -> Iterator[None]:
-        """What another process does is not struck by the fate of the controller's."""
+        """Let another process write, which the controller's fate does not affect."""
         left, self.writes_left = self.writes_left, None
         yield
         self.writes_left = left
 
 
 class Executors:
-    """A cluster whose executors train for some seconds of the clock, answer job commands, and die as they are told."""
+    """A cluster whose executors train for some seconds of the clock, answer job commands, and die when told to."""
 
     has_gpus = True
 
@@ -144,15 +144,15 @@ class Executors:
         return events
 
     def kill(self, task: str) -> None:
-        """One executor dies; as everything, that is found when the cluster is asked next."""
+        """Kill an executor; as with everything, the next poll of the cluster finds it."""
         self._dying.append(task)
 
     def lose_gpu(self, index: int) -> None:
-        """A GPU goes, and whoever is on it."""
+        """Take a GPU away, with its executor."""
         self._kept.discard(index)
 
     def bring_gpus(self) -> None:
-        """All that are gone come back."""
+        """Bring all lost GPUs back."""
         self._kept = set(range(NUM_GPUS))
 
     def _deaths(self) -> Iterator[ClusterEvent]:
@@ -161,7 +161,7 @@ class Executors:
                 yield self._end(self.running[task][1], Outcome.LOST)
 
     def _changes_of_gpus(self) -> Iterator[ClusterEvent]:
-        """Losses first, as a cluster reports them."""
+        """Report the lost GPUs, then the new ones, as a cluster does."""
         lost, came = self._present - self._kept, self._kept - self._present
         self._present = set(self._kept)
         for index in sorted(lost):
@@ -214,10 +214,10 @@ class ControlPlane(RuleBasedStateMachine):
     def begin(self) -> None:
         self.start()
 
-    # -- its life --------------------------------------------------------------------------------------------------
+    # -- process -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A new process resumes the queue."""
+        """Resume the queue in a new process."""
         self.world.writes_left = None
         self.cluster = Executors(self.world)
         self.journal = Journal(self.queue_dir.run.journal_file)
@@ -237,13 +237,13 @@ class ControlPlane(RuleBasedStateMachine):
         self.live.begin(self.controller, done)
 
     def die(self) -> None:
-        """The process is gone with its executors; what is on disk stays."""
+        """End the process with its executors; the disk stays."""
         self.journal._file.close()
         self.start()
 
     @contextmanager
     def mortal(self, fate: Fate) -> Iterator[None]:
-        """What is done inside may be the last that this process does."""
+        """Let the process die within the block, if ``fate`` says so."""
         if fate is not None:
             self.world.writes_left, self.world.tears = fate
         try:
@@ -298,7 +298,7 @@ class ControlPlane(RuleBasedStateMachine):
             for command in Mailbox(self.queue_dir.run_of(task)).pending():
                 self.job_commands[command.id] = task
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     @rule(turns=st.integers(1, 8), fate=FATES)
     def time_passes(self, turns: int, fate: Fate) -> None:
@@ -325,7 +325,7 @@ class ControlPlane(RuleBasedStateMachine):
         events = self.controller.events(since, follow=False)
         self.seen += [entry for entry, _ in zip(events, range(count), strict=False)]
 
-    # -- what holds ------------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:
@@ -376,7 +376,7 @@ class ControlPlane(RuleBasedStateMachine):
             assert self.world.answered[command] == (command not in self._unanswered(task))
 
     def _unanswered(self, task: str) -> set[str]:
-        """Commands to a task that was cancelled before an executor could see them."""
+        """Return the commands to a task that was cancelled before an executor could read them."""
         pending = {command.id for command in Mailbox(self.queue_dir.run_of(task)).pending()}
         assert not pending or self.world.trained[task] == 0
         return pending
@@ -407,7 +407,7 @@ class ControlPlane(RuleBasedStateMachine):
             def written(*arguments: Any) -> Any:
                 if self.world.strike():
                     if not self.world.tears:
-                        write(*arguments)  # it was written, and then the process died
+                        write(*arguments)  # the write succeeds, and then the process dies
                     raise KilledError
                 return write(*arguments)
 
@@ -437,7 +437,7 @@ TestControlPlane = ControlPlane.TestCase
 
 
 def test_killed_at_every_write_of_every_command() -> None:
-    """The same machine on the one path that meets each instant between what a command writes."""
+    """The same state machine on one path that kills the process at each write of each command."""
     plane = ControlPlane()
     plane.begin()
     for writes in range(5):

@@ -1,4 +1,4 @@
-"""The controller, with a cluster that does as it is told: what it launches, journals, and never does twice."""
+"""The controller with a scripted cluster: what it launches, what it journals, and what it never does twice."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_task_whose_node_is_lost_runs_again_where_gpus_are(tmp_path: Path) -> 
 
 
 def test_nothing_is_started_on_a_gpu_that_is_lost_with_another(tmp_path: Path) -> None:
-    """A node goes with both of its GPUs: between the two losses, one of them is still there for the queue."""
+    """A node goes with both of its GPUs: between the two losses, the queue still has one of them."""
     bench = Bench(tmp_path, {"a": 20.0, "b": 20.0, "c": 20.0}, num_gpus={"c": 2})
     start = FakeCluster.start
     present = {Gpu("n", 0), Gpu("n", 1)}
@@ -142,7 +142,7 @@ def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_
     started = decode({"event": "task_started", "time": 0.0, "task": "a", "jobs": jobs})
 
     def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
-        """Job a is as far as the time that has passed of its hundred seconds."""
+        """Report job a's progress in proportion to the part of its hundred seconds that has passed."""
         if "a" not in cluster.running:
             return
         ends_at, launch = cluster.running["a"]
@@ -196,7 +196,7 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
 def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(tmp_path: Path) -> None:
     bench = Bench(tmp_path, {})
     bench.cluster.outcomes["d"] = deque([Outcome.LOST] * 40)
-    steps = iter([0, 1, 1, 2, 2, 3, *[3] * 20])  # before and after each attempt: three come further
+    steps = iter([0, 1, 1, 2, 2, 3, *[3] * 20])  # before and after each attempt: three get further
     with bench.controller(retrying=Retrying(how_far=lambda run: (next(steps),))) as controller:
         controller.submit(new_run(bench, "d", 1.0))
         controller.wait()
@@ -250,7 +250,7 @@ def test_what_no_executor_writes_is_no_end_of_the_queue(line: dict[str, Any], tm
 
 
 def share_done_once_told(bench: Bench, attempt: int, entries: list[JournalEntry]) -> float | None:
-    """The progress of task ``a`` once its executor has told ``entries`` in ``attempt``."""
+    """Return the progress of task ``a`` after its executor has reported ``entries`` in ``attempt``."""
     told: list[float] = []
 
     def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
@@ -300,7 +300,7 @@ def test_jobs_that_a_rung_has_ended_are_not_taken_for_time_that_has_passed(tmp_p
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
-    """Two GPUs, on which tasks a and b run; c waits."""
+    """Tasks a and b on two GPUs, while c waits."""
     bench = Bench(tmp_path, {"a": 50.0, "b": 50.0, "c": 50.0})
     with bench.controller() as controller:
         controller.turn()

@@ -1,4 +1,4 @@
-"""What an executor finds in its environment."""
+"""The environment of an executor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue on disk that a controller works on: what its mailbox asks takes effect once, and is answered."""
+"""A queue on disk with a controller: each command in its mailbox takes effect once, and is answered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_wide(task: alto.Task) -> None:
 
 
 class Bench:
-    """A queue of no tasks yet, its mailbox, and who works on it."""
+    """A queue without tasks, its mailbox, and the objects that work on it."""
 
     def __init__(self, folder: Path, *, trusts_commands: bool = False) -> None:
         self.folder = folder
@@ -184,7 +184,7 @@ def test_a_queue_waits_for_tasks_until_it_is_told_to_finish(tmp_path: Path) -> N
     asked: list[str] = []
 
     def ask(cluster: FakeCluster) -> tuple[()]:
-        """Long after the only task has ended: another one, and then the end."""
+        """Submit another task long after the only one has ended, and then finish."""
         if cluster.clock() > 150.0 and not asked:
             asked.append(bench.box.submit(bench.task.to_dict()))
             asked.append(bench.box.ask(QueueAction.FINISH))

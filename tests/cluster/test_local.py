@@ -1,4 +1,4 @@
-"""What only the cluster of one machine does: its devices, its signals, its controller's death."""
+"""The parts that only the cluster of one machine has: its devices, its signals, its controller's death."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ StartLocal = Callable[..., Started]
 
 @pytest.fixture
 def start_local(tmp_path: Path) -> Iterator[StartLocal]:
-    """``start_local(entry, num_gpus=None, **timeouts)``: executors run that host of ``cluster_entries``."""
+    """``start_local(entry, num_gpus=None, **timeouts)``: executors run that entry of ``cluster_entries``."""
     clusters: list[LocalCluster] = []
 
     def start(entry: str, num_gpus: int | None = None, **timeouts: float) -> Started:
@@ -95,7 +95,7 @@ def test_an_executor_sees_its_own_gpus(
 def test_every_rank_is_told_who_asks_and_whether_code_of_a_model_is_allowed(
     start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, is_trusted: bool, num_ranks: int
 ) -> None:
-    monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")  # of another executor, which this process may belong to
+    monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")  # set by another executor, which this process may belong to
     started, ranks = start_local("TellsTicket", 2), range(num_ranks)
     asked = {"trust_remote_code": is_trusted, "tenant": "research", "priority": 3}
     run_dir = started.start(gpus=tuple(ranks), num_ranks=num_ranks, **asked)
@@ -137,7 +137,7 @@ def test_output_goes_to_the_log_of_the_attempt_and_never_to_the_terminal(
     run_dir = started.start()
     started.until_ended()
     started.events.clear()
-    started.start()  # by a controller that counts anew
+    started.start()  # started by a controller that counts from zero again
     started.until_ended()
     for folder in ("attempt-1", "attempt-1-2"):
         log = run_dir / "logs" / folder
@@ -182,7 +182,7 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
 
 
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither as the first of several ranks, nor as the one process of an executor."""
+    """Neither the first of several ranks nor the single process of an executor does."""
     for module in (worker, hosting):
         monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     orders = Orders(tmp_path)
@@ -251,7 +251,7 @@ def test_executors_do_not_outlive_their_controller(
 
 
 def pids_told(controller: subprocess.Popen[bytes]) -> list[int]:
-    """Of an executor, and of its children or ranks."""
+    """Return the process ids of an executor and of its children or ranks."""
     assert controller.stdout is not None
     pids: list[int] = []
     for line in controller.stdout:

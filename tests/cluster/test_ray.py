@@ -1,4 +1,4 @@
-"""What is Ray's own: placement, actors and nodes that die, what is left behind. The rest is in test_contract.py."""
+"""The parts that only Ray has: placement, actors and nodes that die, leftovers. The rest is in test_contract.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from alto.runs import read_events
 pytestmark = [
     pytest.mark.slow("ray"),
     pytest.mark.filterwarnings(
-        "ignore:.*:ResourceWarning",  # ray leaves the output of its processes open
+        "ignore:.*:ResourceWarning",  # ray does not close the output of its processes
     ),
 ]
 
@@ -52,18 +52,18 @@ def parent(pid: int) -> int:
 
 
 def actor_of(executor: int) -> int:
-    """Its zygote's parent."""
+    """Return the parent of the executor's zygote."""
     return parent(parent(executor))
 
 
 def has_lost_actor(started: Started) -> bool:
-    """Whether the cluster knows of the death of the actor of task a, whether or not it has reported what follows."""
+    """Return whether the cluster knows that task a's actor died, even if it has not reported the consequences yet."""
     actors = [actor for actor in started.cluster._actors if "a" in actor.launches]
     return not actors or bool(actors[0].died_because)
 
 
 def groups() -> list[dict[str, Any]]:
-    """Placement groups that hold something or want to."""
+    """Return the placement groups that hold resources or wait for them."""
     return [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
 
 
@@ -143,7 +143,7 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     run_dir = started.start(gpus=(started.gpus().index(gpu),))
     (run_dir / "go").touch()
     executor = started.until_told("waits")["pid"]
-    # Ray hears of the actor's death before that of its node, and much earlier.
+    # Ray reports the actor's death before the node's, and much earlier.
     os.kill(actor_of(executor), signal.SIGKILL)
     wait_for(lambda: has_lost_actor(started), "the death of the actor", meanwhile=started.poll)
     started.poll()
@@ -206,7 +206,7 @@ def test_a_node_without_alto_fails_with_the_remedy(
 
 
 def test_a_head_that_is_gone_is_named(start_cluster: Callable[..., Started], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked while its head is away, Ray itself would wait for a minute and then end the process."""
+    """While its head is away, Ray itself would wait for a minute and then end the process."""
     started = start_cluster("works")
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = server.getsockname()
@@ -264,8 +264,8 @@ def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_connects_keeps_its_own_answer_to_sigterm(ray_nodes: RayMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray puts another in its place, which ends the process before anything is drained."""
-    ray.shutdown()  # of the other tests
+    """Ray installs its own handler, which ends the process before anything is drained."""
+    ray.shutdown()  # the connection of the other tests
     monkeypatch.setenv("RAY_ADDRESS", ray_nodes.address)
     before = signal.getsignal(signal.SIGTERM)
     cluster = RayCluster("auto")

@@ -1,4 +1,4 @@
-"""What runs on a node of Ray, and nodes as Ray tells them, without Ray."""
+"""The program that runs on a node of Ray, and nodes as Ray describes them, without Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def started(launch: Launch, *, has_gpus: bool = False) -> Starter:
 
 
 def events_of(starter: Starter) -> Iterator[ClusterEvent]:
-    """One at a time, until its executor has ended."""
+    """Yield one event at a time, until the executor has ended."""
     num_heard, gives_up_at = 0, time.monotonic() + 120
     while time.monotonic() < gives_up_at:
         for event in starter.poll(num_heard, 1.0)[:1]:

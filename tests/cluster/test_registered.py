@@ -1,4 +1,4 @@
-"""A cluster of the user's own that starts executors itself: the one of docs/clusters.md, as an installed package."""
+"""A user's own cluster that starts executors itself: the example of docs/clusters.md, as an installed package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Start = Callable[[str], Started]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """``start(entry)``: two slots of it, whose executors run that host of ``cluster_entries``."""
+    """``start(entry)``: two slots whose executors run that entry of ``cluster_entries``."""
     packages.install(tmp_path / "package", FILES, monkeypatch)
     opened = []
 

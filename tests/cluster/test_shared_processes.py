@@ -1,4 +1,4 @@
-"""Several runs in one process, and one process for several runs one after the other."""
+"""Several runs in one process, at once and one after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def machine(start_cluster: Callable[..., Started]) -> Started:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[Started]:
-    """This machine, for what is its own: Ray sets the environment of its nodes, and reserves GPUs for each actor."""
+    """A local cluster, for what Ray does otherwise: it sets its nodes' environment, and reserves GPUs for each
+    actor."""
     cluster = LocalCluster(total_gpus=2)
     yield Started(cluster, tmp_path, "Together")
     cluster.close()
@@ -31,7 +32,7 @@ def local(tmp_path: Path) -> Iterator[Started]:
 
 
 def begin(machine: Started, task: str, executor: str = "x", *, base: str = "m", gpu: int = 0, attempt: int = 1) -> int:
-    """Start a task; returns the process that works on it."""
+    """Start a task; return the process that works on it."""
     machine.start(task, gpus=(gpu,), executor=executor, base=base, attempt=attempt, tenant=f"tenant of {task}")
     return int(machine.until_told("began", task, attempt)["pid"])
 
@@ -187,7 +188,7 @@ def test_other_gpus_or_another_base_are_refused(machine: Started) -> None:
 
 
 def test_a_controller_that_dies_leaves_no_task_unsaved(machine: Started) -> None:
-    """SIGTERM, which its process gets then too, ends all of them."""
+    """SIGTERM, which its process gets too, ends all of them."""
     pid = begin(machine, "a")
     begin(machine, "b")
     os.kill(pid, signal.SIGTERM)

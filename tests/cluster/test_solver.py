@@ -1,4 +1,4 @@
-"""The guarded solver: what it answers, and what it answers where the solver's process does not."""
+"""The guarded solver: its answers, and its answers when the solver's process does not answer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PROBLEM = SchedulingProblem(
 )
 
 LIMIT_S = 600.0
-"""Longer than any of these takes."""
+"""A limit that none of these tests reaches."""
 
 
 def _interpreter(folder: Path, does: str) -> str:
-    """A stand-in for Python that does something else."""
+    """Write a stand-in for Python that does something else."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
     path.chmod(0o755)
@@ -75,7 +75,7 @@ def test_one_process_answers_all_calls_and_is_replaced_when_it_was_killed() -> N
 
 
 def _children() -> set[int]:
-    """Solvers that this process has started."""
+    """Return the solvers that this process has started."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
     return {int(pid) for pid in listed if b"alto.cluster.solver" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 

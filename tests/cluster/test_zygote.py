@@ -1,4 +1,4 @@
-"""The process that forks executors: what its children find, how their ends are known, and its own death."""
+"""The process that forks executors: the environment of its children, how their ends are reported, and its own death."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alto.cluster.processes import HELD_SIGNALS
 from alto.cluster.zygote import ForkedProcess, Zygote
 
 LIMIT_S = 300.0
-"""For what should not hang."""
+"""A limit for what must not hang."""
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     while Path(f"/proc/{server}").exists():
         assert time.monotonic() < gives_up_at
         time.sleep(0.01)
-    assert Path(f"/proc/{child}").exists()  # a worker finds out that its parent has gone; this one does not look
+    assert Path(f"/proc/{child}").exists()  # a worker notices that its parent has gone; this one does not look
     os.kill(child, signal.SIGKILL)
 
 
