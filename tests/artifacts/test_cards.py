@@ -78,7 +78,8 @@ def rows_of(folder: Path, kind: str) -> dict[str, Any]:
 def run_card(folder: Path, elsewhere: pytest.MonkeyPatch, **objects: Any) -> dict[str, Any]:
     """Run the Python code of the card in ``folder`` from another directory, and return the names it defines.
 
-    Args: objects: The values that a reader fills in for ``...``, by name.
+    Args:
+        objects: The values that a reader fills in for ``...``, by name.
     """
     (code,) = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert code.splitlines().count(FOLDER) == 1
