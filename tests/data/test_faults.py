@@ -1,4 +1,4 @@
-"""Rows that cannot be used: all listed in one error, or left out and counted."""
+"""Unusable rows: listed in one error, or left out and counted."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_fault_of_many_rows_is_said_once_with_their_places(tmp_path: Path) -> 
 
 
 def test_rows_with_different_wrong_values_are_one_fault(tmp_path: Path) -> None:
-    """A whole file with texts for messages is one mistake, not one a row."""
+    """A file with texts instead of messages is one mistake, not one per row."""
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(make(tmp_path, *[{"messages": f"text {number}"} for number in range(25)]))
     assert str(caught.value).count("expected messages to be a list with at least one message, found 'text 0'") == 1

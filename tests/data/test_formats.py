@@ -1,4 +1,4 @@
-"""Forms of rows: told by all the columns, named, or overridden; and what is wrong with a row."""
+"""Forms of rows: recognised by all columns, named, or overridden; and errors in a row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from alto.spec import Task
 def convert(
     *rows: dict[str, Any], form: str = "auto", columns: Mapping[str, str] | None = None
 ) -> tuple[str, list[Conversation]]:
-    """The name of the form, and every row."""
+    """Return the name of the form, and every row converted."""
     raw = [RawRow(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
     layout = find_layout(raw, form, columns or {})
     return layout.form, [to_conversation(row, layout) for row in raw]

@@ -1,5 +1,5 @@
-"""Token ids and trained tokens of preference pairs and of labelled replies, beside TRL's ``DPOTrainer`` and
-``KTOTrainer``, whose own preprocessing is the oracle."""
+"""Token ids and trained tokens of preference pairs and labelled replies against TRL's ``DPOTrainer`` and
+``KTOTrainer``, whose preprocessing is the oracle."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ PAIRS = {
 
 
 def rows_of(dataset: EncodedDataset) -> list[Tokens]:
-    """Token ids of every sequence, and whether each is trained; a target belongs to the position before its token."""
+    """Return the ids of every sequence, and whether each token is trained; a target is at the position before its
+    token."""
     found = []
     for ids, targets, spans in zip(dataset.input_ids, dataset.targets, dataset.spans, strict=True):
         start = 0
@@ -70,14 +71,14 @@ def pair_of_alto(row: dict[str, Any], tokenizer: Any, form: str = "auto") -> lis
 
 
 def ended(row: Tokens, tokenizer: Any) -> Tokens:
-    """``row`` of TRL with the EOS token, with which ALTO ends every row; Gemma's template does not write it."""
+    """Append EOS to TRL's ``row``, as ALTO does to every row; Gemma's template does not write it."""
     ids, mask = row
     eos = tokenizer.eos_token_id
     return (ids, mask) if eos in ids[-2:] else ([*ids, eos], [*mask, True])
 
 
 def first_untrained(row: Tokens) -> Tokens:
-    """``row`` of TRL with its first token untrained: nothing predicts it, and TRL's loss leaves it out as well."""
+    """Mark the first token of TRL's ``row`` as untrained: nothing predicts it, and TRL's loss leaves it out as well."""
     ids, mask = row
     return ids, [False, *mask[1:]]
 
@@ -94,7 +95,7 @@ def test_pairs_have_the_tokens_and_masks_of_trl(name: str, style: str, is_marked
     expected = [ended(side, tokenizer) for side in trl_pair(row, tokenizer)]
     found = pair_of_alto(row, tokenizer)
     assert found == expected
-    # The comparison would see the prompt trained, and one reply in place of the other.
+    # The comparison would notice a trained prompt, or swapped replies.
     assert found != found[::-1]
     assert not any(mask[0] for _, mask in found)
 

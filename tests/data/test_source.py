@@ -1,4 +1,4 @@
-"""What a dataset's name means: a file, a preset or the hub; and the paper's datasets in their own schemas."""
+"""Names of datasets: a file, a preset or the hub; and the paper's datasets in their own schemas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REAL_DATA = Path(__file__).parents[2] / "../shared/data"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """``hub(name, config, split=rows, …)`` puts a dataset there; nothing else is."""
+    """``hub(name, config, split=rows, …)`` adds a dataset to a hub that has no others."""
     shelf: dict[tuple[str, str | None], datasets.DatasetDict] = {}
 
     def load(name: str, config: str | None = None) -> datasets.DatasetDict:
@@ -238,7 +238,7 @@ def test_held_out_rows_can_be_named(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of_mixture", [False, True])
 def test_rows_to_test_on_are_those_of_the_task(hub: Hub, tmp_path: Path, of_mixture: bool) -> None:
-    """Also of a dataset with a test split of its own: the winner was chosen by the validation rows."""
+    """This holds for a dataset with its own test split too: the winner was chosen by the validation rows."""
     hub("me/mine", train=gsm8k(20), test=gsm8k(2, first=90))
     other = str(write_rows(tmp_path / "test.jsonl", 4))
     of_task = make(

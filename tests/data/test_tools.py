@@ -1,4 +1,5 @@
-"""Tools, calls, results and every other key of a message: what reaches the template, and what is said of the rest."""
+"""Tools, calls, results and other keys of messages: which of them reach the template, and what is reported of the
+rest."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def shipped() -> Any:
 
 @pytest.fixture
 def tokenizer(shipped: Any) -> Iterator[Any]:
-    """The shipped tokenizer; a template that a test puts on it is taken off again."""
+    """The shipped tokenizer; its own template is restored after the test."""
     template = shipped.chat_template
     yield shipped
     shipped.chat_template = template
@@ -74,7 +75,7 @@ def qwen(tokenizer: Any) -> Any:
 
 
 def with_template(tokenizer: Any, name: str) -> Any:
-    """One of the templates in the installed trl."""
+    """Give the tokenizer one of the templates in the installed trl."""
     file = resources.files("trl").joinpath("chat_templates", f"{name}.jinja")
     tokenizer.chat_template = file.read_text(encoding="utf-8")
     return tokenizer
@@ -348,7 +349,7 @@ def test_keys_that_arrow_fills_with_null_are_not_there(tmp_path: Path) -> None:
 def test_rows_whose_calls_no_template_shows_are_named_by_file_and_line_and_explained_once(
     tmp_path: Path, shipped: Any, token_cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows reach the template after a split, and from a file where the data is large."""
+    """Rows reach the template after a split, and from a file if the data is large."""
     rows = [{"messages": [ASKED, REPLY]}, {"messages": [ASKED, calling(OSLO)], "tools": [WEATHER]}] * 12
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -377,8 +378,7 @@ SMOLLM2_TEMPLATE = (
 
 @pytest.fixture
 def chatml() -> Any:
-    """A tokenizer with the special tokens and the template of SmolLM2, or SmolLM2's own in the folder
-    ``ALTO_TEST_SMOLLM2``."""
+    """Return a tokenizer with SmolLM2's special tokens and template, or SmolLM2's own from ``ALTO_TEST_SMOLLM2``."""
     if folder := os.environ.get("ALTO_TEST_SMOLLM2"):
         return AutoTokenizer.from_pretrained(folder)
     tokenizer = load_tokenizer()
@@ -423,7 +423,7 @@ def test_a_call_beside_text_under_the_shipped_template(chatml: Any) -> None:
     written = json.dumps(given, ensure_ascii=False)
     assert trained(row, chatml).strip() == f"Wait.\n<tool_call>\n{written}\n</tool_call><|im_end|>"
     assert shown(row, chatml).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n")
-    arguments = {**given, "arguments": json.dumps(given["arguments"], ensure_ascii=False)}  # as OpenAI's clients send
+    arguments = {**given, "arguments": json.dumps(given["arguments"], ensure_ascii=False)}  # as OpenAI clients send
     turn = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": arguments}]}
     assert written in chatml.apply_chat_template([ASKED, turn], tokenize=False)
 

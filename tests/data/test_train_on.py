@@ -1,4 +1,4 @@
-"""Which tokens are trained: of all replies, of the last one, or all; and raw prompts with their completions."""
+"""The tokens that are trained: all replies, the last one, or all tokens; and raw prompts with their completions."""
 
 from __future__ import annotations
 
