@@ -1,4 +1,4 @@
-"""The page of events says what the classes have."""
+"""The page of events agrees with the event classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``docs/kernels.md`` is what its tool makes of the results, and has every kernel of every group."""
+"""``docs/kernels.md`` is generated from the results, and has every kernel of every group."""
 
 from __future__ import annotations
 
