@@ -1,4 +1,4 @@
-"""Jobs chosen by a metric or by scores of answers: who is best, who is kept at a rung, who wins."""
+"""Jobs chosen by a metric or by scores of answers: the best, those kept at a rung, the winner."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_order_of_telling_does_not_matter(worth: dict[str, tuple[float, floa
 
 
 def journal(metric: dict[str, str], evaluations: dict[str, list[tuple[int, float, dict[str, Any]]]]) -> list[dict]:
-    """What an executor would write of jobs of ten steps without early exit."""
+    """Return an executor's journal of jobs of ten steps without early exit."""
     early_exit = EarlyExit(enabled=False).resolved().model_dump()
     config = {"per_device_train_batch_size": 1}
     jobs = [{"job": job, "config": config, "total_steps": 10, "samples_budgeted": 10} for job in evaluations]
@@ -184,7 +184,7 @@ def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
     recording = Recording.from_journal(entries(journal(BY_ACCURACY, EVALUATIONS)))
     assert recording.jobs[1].scores == (0.8, LEAST)
     recording.write(tmp_path / "r.json.gz")
-    # An accuracy of it is NaN, which equals no NaN but has the same text.
+    # Its accuracy is NaN, which is unequal to itself but has the same repr.
     assert repr(Recording.read(tmp_path / "r.json.gz")) == repr(recording)
     everything = replay(recording, Policy(), 0.1)
     assert (everything.winner, everything.best_kept, everything.best_of_all, everything.regret) == ("b", 0.6, 0.6, 1.0)
@@ -193,7 +193,7 @@ def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
 
 
 def test_a_recording_keeps_every_row_and_the_base_and_replays_as_the_journal_decided(tmp_path) -> None:
-    """One of 45 rows more is right of a, whose loss is worse: within noise, so b wins, live and replayed."""
+    """Job a is right on one more of 45 rows and has a worse loss: within noise, so b wins, live and in the replay."""
     rows = {"a": [float(row < 31) for row in range(45)], "b": [float(row < 30) for row in range(45)]}
     found = {
         job: [(10, loss, {**accuracy(sum(of) / 45), "metric_rows": of})]
@@ -258,7 +258,7 @@ def test_the_number_of_right_answers_alone_decides_for_eval_accuracy() -> None:
 
 
 def test_scores_of_any_size_are_compared_row_by_row() -> None:
-    """A small lead on every row counts; rows that differ much among themselves do not hide it."""
+    """A small lead on every row counts, even if the rows differ much among themselves."""
     drawn = random.Random(0)
     base = tuple(drawn.uniform(-1e6, 1e6) for _ in range(ROWS))
     ahead = tuple(value + 1 + 0.01 * drawn.random() for value in base)
@@ -309,7 +309,7 @@ def test_a_score_of_version_0_1_has_its_share_as_its_score() -> None:
 
 
 def scored_at_first_rung(rows: dict[str, tuple[float, ...]], losses: dict[str, float]) -> tuple[Selection, RungResult]:
-    """A selection whose first rung, at half of the steps, ranks by ``rows``; one at 0.8 follows."""
+    """Return a selection whose first rung, at half of the steps, ranks by ``rows``; one at 0.8 follows."""
     rungs = (Rung(progress=0.5, keep=0.5), Rung(progress=0.8, keep=0.5))
     selection = Selection(Policy(rungs=rungs), ema_alpha=1.0, total_steps=dict.fromkeys(losses, 10))
     evaluated(selection, losses, 5)

@@ -1,4 +1,4 @@
-"""Evaluations cost the stated share of training, and rungs are left out that cost more than they save."""
+"""Evaluations cost the stated share of training, and rungs that cost more than they save are dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from alto.spec.early_exit import places_at
 
 
 def spent(settings: EarlyExit, num_jobs: int, row_cost: float) -> tuple[float, float]:
-    """Time of training and of evaluations, over the time to train one job."""
+    """Return the time of training and of evaluations, relative to training one job."""
     assert settings.evaluations is not None
     rungs = settings.selection_rungs if settings.select else ()
     ends = (*(rung.progress for rung in rungs), 1.0)
@@ -117,7 +117,7 @@ def test_at_a_rung_that_few_jobs_reach_they_are_told_apart_on_more_rows() -> Non
 
 
 def test_of_all_choices_of_rungs_the_one_with_the_least_time_stays() -> None:
-    """By the time of every choice on its own, without evaluations that jobs at one step have in common."""
+    """Brute force finds the same choice, without evaluations that jobs at the same step share."""
     settings, row_cost, steps = EarlyExit().resolved(), 0.4 / 128, [1000, 2000, 4000, 500] * 4
     found = budgeted(settings, steps=steps, num_rows=32, row_cost=row_cost, every=0.05)
     kept = [rung.progress for rung in found.selection_rungs]

@@ -1,4 +1,4 @@
-"""The policy of a task; and jobs that join while others train, ranked among all that were ever ranked at a rung."""
+"""The policy of a task; and jobs that join later, which are ranked among all jobs ever ranked at a rung."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def selection(jobs: Mapping[str, float], rungs: tuple[Rung, ...] = RUNGS) -> Sel
 
 
 def train(found: Selection, job: str, loss: float, until: int) -> None:
-    """Train ``job`` at a constant loss, evaluated after every step, while it may."""
+    """Train ``job`` at a constant loss with an evaluation after every step, as long as it may train."""
     while found.is_training(job) and not found.rungs.is_waiting(job) and (step := len(found.history(job)) + 1) <= until:
         found.observe_losses(job, step, [loss])
         found.observe(job, step, loss)
@@ -171,7 +171,7 @@ def after_first_rung() -> Selection:
     [(0.5, None), (1.5, None), (2.5, None), (3.5, ("underperforming", 2)), (9.0, ("underperforming", 2))],
 )
 def test_a_late_job_is_ranked_alone_at_the_rung_it_missed(loss: float, ended: tuple[str, int] | None) -> None:
-    """Of five that were ever ranked, the first three continue: ``ceil(0.5 * 5)``."""
+    """The first three of five jobs ever ranked continue: ``ceil(0.5 * 5)``."""
     found = after_first_rung()
     found.add("late", STEPS, catches_up=True)
     train(found, "late", loss, 3)
@@ -186,7 +186,7 @@ def test_late_jobs_are_ranked_among_each_other_too() -> None:
     for job, loss in {"first": 0.5, "second": 0.6, "third": 2.5}.items():
         found.add(job, STEPS, catches_up=True)
         train(found, job, loss, 3)
-    # Of seven that were ever ranked four continue: ceil(0.5 * 7).
+    # Four of seven jobs ever ranked continue: ceil(0.5 * 7).
     assert [reason(found, job) for job in ("first", "second", "third")] == [None, None, ("underperforming", 2)]
     assert found.decision_on("third").evidence["rank"] == 5
 
@@ -198,7 +198,7 @@ def test_late_jobs_that_ended_at_a_rung_count_as_ranked_at_the_next() -> None:
         train(found, f"late-{number}", 9.0, STEPS)
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
-    # Of eight that were ever ranked two continue: ceil(0.25 * 8).
+    # Two of eight jobs ever ranked continue: ceil(0.25 * 8).
     assert found.select().kept == ("a", "b")
 
 
@@ -299,7 +299,7 @@ def test_a_fork_continues_with_what_was_observed_of_its_origin() -> None:
 
 
 def test_what_its_origin_has_reached_does_not_hold_a_fork_back() -> None:
-    """The best evaluation of a copy is its own, also where its origin had a better score once."""
+    """A fork's best evaluation is its own, even if its origin had a better score."""
     found = selection({"a": 1.0}, rungs=())
     found.observe_losses("a", 1, [1.0])
     found.observe("a", 1, 1.0, score=0.9)

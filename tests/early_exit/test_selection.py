@@ -162,7 +162,7 @@ def test_no_rung_is_held_when_nobody_trains() -> None:
 @pytest.mark.parametrize("reason", [ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET])
 @pytest.mark.parametrize("step", [0, 1])
 def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason, step) -> None:
-    """Nor with an evaluation before the rung."""
+    """This holds for a job with an evaluation before the rung too."""
     selection = selection_of({"a": 10, "b": 20})
     train_to(selection, "a", 1, 1.0)
     if step:
