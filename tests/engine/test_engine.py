@@ -1,4 +1,4 @@
-"""The engine end to end on a tiny saved model: tune, the paper's listing, what it prints, refuses and leaves behind."""
+"""The engine end to end on a tiny saved model: tuning, the paper's listing, its output, its errors, its files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 
 @pytest.fixture(scope="module")
 def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, alto.TaskResult, list[Any]]:
-    """A task, its result, and every event that an observer saw."""
+    """A task, its result, and all events that an observer received."""
     folder = tmp_path_factory.mktemp("tuned")
     seen: list[Mapping[str, Any]] = []
     task = make_task(folder, model=str(model), search_space=SPACE, r=4)
@@ -137,12 +137,12 @@ def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seconds.keys() == {"long", "short"}
     assert seconds["short"] < seconds["long"]
     assert schedule.status == "optimal"
-    # One after the other, or in one process where what was measured says that this is sooner.
+    # One after the other, or in one process if the measurements say that this is faster.
     is_shared = len({placement.executor for placement in schedule.placements} - {""}) == 1
     assert schedule.makespan_s == pytest.approx(max(seconds.values()) if is_shared else sum(seconds.values()))
     assert not (tmp_path / "runs").exists()
     with monkeypatch.context() as context:
-        context.setattr(LocalCluster, "start", None)  # what they take was found out once
+        context.setattr(LocalCluster, "start", None)  # the measurements are cached
         assert engine.schedule(tasks, method="MILP").makespan_s == schedule.makespan_s
 
     early_exit = alto.EarlyExit(policy="paper", warmup_ratio=0.05, select_ratio=0.25)
@@ -285,7 +285,7 @@ def test_a_failure_in_the_middle_is_told_as_it_was(
 def test_observers_that_raise_hang_or_are_slow_change_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of each kind; the hanging one delays the end by the timeout at most, and one that is well sees everything."""
+    """One of each kind: the hanging one delays the end by at most the timeout, and a working one gets everything."""
     waits_s = pass_time_for("hangs", monkeypatch)
     gate, calls = threading.Event(), list[str]()
     seen: list[JournalEntry] = []

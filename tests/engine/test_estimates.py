@@ -1,4 +1,4 @@
-"""What a task takes is known for that task, those rows and that cluster, and for no other."""
+"""An estimate holds for its task, its rows and its cluster, and for no other."""
 
 from __future__ import annotations
 

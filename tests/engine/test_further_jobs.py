@@ -1,4 +1,4 @@
-"""A finished run that is given further jobs: they are trained, and its result, report and best adapter are renewed."""
+"""A finished run with further jobs: they are trained, and its result, report and best adapter are updated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES: dict[str, Any] = {"learning_rate": 1e-2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has a model, ``base``, and a finished run on it, ``finished``."""
+    """A folder with a model, ``base``, and a finished run on it, ``finished``."""
     folder = tmp_path_factory.mktemp("further")
     save_model(folder / "base")
     alto.Engine(output_dir=folder / "runs").tune(task_in(folder))
@@ -72,7 +72,7 @@ def test_a_clone_is_trained_as_it_would_have_been_before_the_end(
     other = tmp_path / "other"
 
     def clone_late() -> bool:
-        """Called before every step: sends the command in the last steps of the run."""
+        """Send the command in the last steps of the run; called before every step."""
         [run] = other.iterdir()
         jobs, mailbox = read_history(run).jobs, Mailbox(RunDir(run))
         is_late = jobs["job-001"].step >= jobs["job-001"].total_steps - 1
@@ -159,7 +159,7 @@ def test_it_can_be_interrupted_and_continues(finished: RunDir) -> None:
 
 
 def test_a_best_adapter_of_the_result_before_is_replaced(finished: RunDir) -> None:
-    """As after a kill between the new result and its export."""
+    """This is the state after a kill between the new result and its export."""
     old = shutil.copytree(finished.best, finished.root / "old")
     Mailbox(finished).send(JobAction.CLONE, "job-001", changes=CHANGES)
     alto.Engine().resume(finished.root)

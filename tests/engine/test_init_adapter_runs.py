@@ -1,4 +1,4 @@
-"""Runs whose jobs begin with a saved adapter: from one run to the next, resumed, refused."""
+"""Runs whose jobs begin with a saved adapter: of another run, resumed, refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST: dict[str, Any] = {"r": 4, "lora_alpha": 12, "use_rslora": True, "target_m
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has a model, ``base``, and a finished run on it, ``first``."""
+    """A folder with a model, ``base``, and a finished run on it, ``first``."""
     folder = tmp_path_factory.mktemp("init")
     task = make_task(folder, model=str(save_model(folder / "base")), lr=1e-2, **FIRST, **QUIET)
     alto.Engine(output_dir=folder / "runs").tune(task)

@@ -1,4 +1,4 @@
-"""Queues with real executors, while they run: tasks come and are cancelled, from Python and from another process."""
+"""Running queues with real executors: tasks are added and cancelled, from Python and from another process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
         waits = queue.submit(other, tenant="guest")
         with pytest.raises(SpecError, match="the quota of tenant 'guest'"):
             queue.submit(wide.replace(num_gpus=2), tenant="guest")
-        for entry in queue.events():  # follows live, and is left
+        for entry in queue.events():  # follows the live queue, and leaves it
             if isinstance(entry.event, events.ExecutorStarted):
                 break
         trains = lambda: queue.status().tasks["long"].state is TaskState.RUNNING  # noqa: E731
@@ -80,7 +80,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
 
 @contextlib.contextmanager
 def waiting_queue(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], QueueDir]]:
-    """``alto run --wait-for-tasks`` in a session of its own."""
+    """Run ``alto run --wait-for-tasks`` in a session of its own."""
     command = [
         *(sys.executable, "-c", "from alto.cli import main; main()", "run", "--wait-for-tasks", "--total-gpus", "2"),
         *("--output-dir", str(folder / "runs"), "--quiet"),
@@ -124,7 +124,7 @@ def test_tasks_are_submitted_and_cancelled_by_another_process(model: Path, tmp_p
         refused = CliRunner().invoke(app, ["cancel", str(queue.root), "absent"])
         assert isinstance(refused.exception, QueueCommandError)
 
-        os.kill(process.pid, signal.SIGKILL)  # and what is submitted meanwhile is done when the queue is resumed
+        os.kill(process.pid, signal.SIGKILL)  # tasks submitted meanwhile run when the queue is resumed
         process.wait()
         wait_for(lambda: not queue.run.is_locked(), "the lock")
         assert "the command takes effect with: alto resume" in alto_command("submit", queue.root, files["next"])

@@ -1,4 +1,4 @@
-"""Many tasks through the engine and the command: folders, results, names, what is refused before anything starts."""
+"""Many tasks through the engine and the command line: folders, results, names, and refusals before anything starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Ran = tuple[QueueDir, list[alto.TaskResult], list[Any]]
 
 @pytest.fixture(scope="module")
 def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """A queue of three tasks, two of which have one name, on two slots."""
+    """A queue of three tasks, two with the same name, on two slots."""
     folder = tmp_path_factory.mktemp("ran")
     seen: list[Any] = []
     tasks = tiny_tasks(folder, model, ["a", "b", "a"])
@@ -238,15 +238,15 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path)
 def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Starting again on fewer slots costs a second, however busy the machine is.
+    # Restarting on fewer slots costs a second, however busy the machine is.
     monkeypatch.setattr(dispatcher.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
     changes = {"num_train_epochs": 200, "early_exit": {"rungs": [[0.02, 0.5]]}, "checkpoint_interval_s": 60}
-    # Of a task whose limits are all set nothing is measured, and it does not know its pace.
+    # A task whose limits are all set is not measured, and has no pace.
     open_limits = {"max_slots": None, "max_tokens_per_step": None, "max_tokens_per_pass": None}
     (wide,) = tiny_tasks(tmp_path, model, ["wide"], num_gpus=2, **changes, **open_limits)
     (next_one,) = tiny_tasks(tmp_path, model, ["next"])
     engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
-    schedule = engine.schedule([wide, next_one], method="fifo")  # measures them, by which the wide one knows its pace
+    schedule = engine.schedule([wide, next_one], method="fifo")  # measures them, which gives the wide one a pace
     result, _ = engine.batched_execution([wide, next_one], schedule)
     (root,) = (tmp_path / "runs").iterdir()
     history = read_queue_history(root)
@@ -273,7 +273,7 @@ def test_the_single_strategy_refuses_a_task_on_several_real_gpus(
 
 
 class Measuring:
-    """A cluster of two nodes whose executors take ten seconds for each GPU, and tell so at once."""
+    """A cluster of two nodes whose executors claim to take ten seconds per GPU, and end at once."""
 
     nodes = (Node(name="a", gpus=(0,)), Node(name="b", gpus=(0, 1)))
 
@@ -522,7 +522,7 @@ def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_fro
     ]
     shown = CliRunner().invoke(app, ["show", str(root)]).output
     assert "not measured yet" in shown
-    assert "measuring memory" not in shown  # nobody does
+    assert "measuring memory" not in shown  # nobody measures
     monkeypatch.setattr(Measurement, "estimates", estimates)
     assert [result.task for result in engine.resume_queue(root)] == ["a", "a"]
     assert measured == [["a", "a-2"]] * 2

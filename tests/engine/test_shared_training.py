@@ -1,4 +1,4 @@
-"""Tasks of several users in one process, trained as by themselves: real runs, real processes."""
+"""Tasks of several users in one process, trained as they would be alone: real runs, real processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Task]:
 
 @pytest.fixture(scope="module")
 def alone(tasks: Mapping[str, Task], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """The run of each task by itself, in this process."""
+    """Each task's run alone, in this process."""
     folder = tmp_path_factory.mktemp("alone")
     return {name: TaskRunner().begin(task, folder).run_dir for name, task in tasks.items()}
 
@@ -182,7 +182,7 @@ def test_a_queue_trains_tasks_in_one_process_where_they_and_it_allow_that(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one slot, with steps that take nearly as long for one task as for three."""
+    """One slot, and steps that take nearly as long for one task as for three."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     sharing = Sharing(base="m", step_s=9.0, num_slots=2, slot_bytes=10**6, pass_bytes=10**8, capacity_bytes=10**10)
     asked = dict(tasks)
@@ -414,7 +414,7 @@ def test_a_task_leaves_the_state_of_its_process_as_it_was(tasks: Mapping[str, Ta
         }
 
     host = work.Training()
-    hosted(host, 0, tasks["cedar"], tmp_path / "first")  # what is imported may change them once
+    hosted(host, 0, tasks["cedar"], tmp_path / "first")  # imports may change them once
     finish(host, 1)
     before = state()
     hosted(host, 1, tasks["birch"], tmp_path / "second")

@@ -1,4 +1,4 @@
-"""Callbacks of transformers' trainer see every job as a training of its own, and what they cannot see is refused."""
+"""Callbacks for transformers' trainer see each job as its own training, and unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPACE = {"lr": [1e-3, 1e-2]}
 
 
 class Recording(TrainerCallback):
-    """Keeps what it is called with, by job."""
+    """Records its calls, by job."""
 
     def __init__(self) -> None:
         self.calls: dict[str, list[tuple[str, int, dict[str, float]]]] = {}
@@ -145,7 +145,7 @@ def test_methods_that_nothing_calls_are_refused_at_once() -> None:
 
     with pytest.raises(UnsupportedError, match=r"with only on_train_begin, .* found on_step_end of Stepping"):
         alto.Engine(observers=[Stepping()])
-    alto.Engine(observers=[EarlyStoppingCallback()])  # what it asks for is refused when it asks
+    alto.Engine(observers=[EarlyStoppingCallback()])  # a call that needs more is refused then
 
 
 def test_one_engine_runs_several_tasks(tmp_path: Path) -> None:
