@@ -1,5 +1,5 @@
-"""Adapters of all kinds of jobs, as a run leaves them: PEFT loads each with the loss that the journal has, merged too,
-and ``alto eval`` finds the same."""
+"""Adapters of all kinds of jobs, as a run leaves them: PEFT loads each with the journal's loss, also merged, and ``alto
+eval`` finds the same loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(base: Path, folder: Path, kinds: dict[str, Config], **keys: Any) -> RunDir:
-    """A run with a job of every kind, each of a few steps."""
+    """Train a run with a job of every kind, for a few steps each."""
     rows = {
         "dataset": str(write_rows(folder / "train.jsonl")),
         "validation_dataset": str(write_rows(folder / "validation.jsonl", 6, first=100)),
@@ -77,7 +77,7 @@ def of_texts(model: Any, rows: EncodedDataset) -> float:
 
 @torch.no_grad()
 def assert_peft_has_the_losses(run: RunDir, model: Callable[[], PreTrainedModel], loss: Loss, tolerance: float) -> None:
-    """Of every job, with its adapter beside the base and merged into it."""
+    """Check each job's loss in PEFT, with its adapter beside the base and merged into it."""
     task = load_task(run.task_file)
     rows = read_task_rows(task).encode(load_tokenizer()).validation
     alone = loss(model(), rows)
@@ -132,7 +132,7 @@ def test_heads_of_all_kinds_are_loaded_and_merged_with_the_same_loss(base: Path,
 
 @pytest.fixture(params=[pytest.param("8bit", marks=needs_bitsandbytes), "bfloat16"])
 def precision(request: pytest.FixtureRequest, base: Path) -> Iterator[tuple[dict[str, Any], dict[str, Config], Any]]:
-    """Keys of the task, its jobs, and what loads the base as it was trained on."""
+    """Keys of the task, its jobs, and a function that loads the base as it was trained on."""
     if request.param == "bfloat16":
         yield (
             {"dtype": "bfloat16", "adapter_dtype": "bfloat16"},

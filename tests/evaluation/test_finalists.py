@@ -28,7 +28,7 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 
 
 class Judge:
-    """Gives every finalist the answers that are set down for its place among them."""
+    """Gives each finalist the number of correct answers for its rank."""
 
     def __init__(self, num_correct: Sequence[int], scorer: str = "eval_accuracy") -> None:
         self.num_correct = num_correct
@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_before_the_judging_is_judged_when_it_goes_on(
 
 
 def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: alto.Task) -> None:
-    """With the real judge: the question is asked between two tokens."""
+    """The real judge checks for a stop between two tokens."""
     run = stopped_once_all_are_trained(task, 4)
     assert read_journal(run)[-1]["event"] == "task_interrupted"
     result = alto.Engine().resume(run)

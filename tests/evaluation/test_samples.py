@@ -1,5 +1,5 @@
-"""Samples: what the base and adapters generate for validation prompts is what transformers and PEFT generate, and a
-task records, shows and gives it back."""
+"""Samples: the base and the adapters generate what transformers and PEFT generate for validation prompts, and a task
+records and shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from alto.runs.events import SamplesGenerated
 from alto.views import final_summary
 from alto.views.plain import PlainView
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 LENGTH = 6
@@ -59,7 +59,7 @@ def make_sampler(rows: Sequence[Any] = ROWS, *, num_samples: int = 3) -> Sampler
 
 
 def generated_by_peft(prompt: str, folder: Path | None) -> str:
-    """The oracle: transformers' own generation."""
+    """Generate with transformers, the oracle."""
     tokenizer = load_tokenizer()
     model: Any = random_llama(len(tokenizer)).eval()
     if folder is not None:
@@ -170,7 +170,7 @@ def test_a_run_records_and_shows_them(task: alto.Task) -> None:
 
 
 def test_a_loaded_adapter_generates_the_same(task: alto.Task) -> None:
-    """The winner as PEFT loads it from the run's folder; the texts of the base are the base's."""
+    """The winner is loaded by PEFT from the run's folder; the base's texts are the base's own."""
     result = tune(task)
     sample = read_history(result.run_dir).samples[0]
     tokenizer = load_tokenizer()

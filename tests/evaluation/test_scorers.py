@@ -1,4 +1,4 @@
-"""Scores of answers by a server on this machine or by a Python function, and waiting for work that may hang."""
+"""Scores of answers from a server on this machine or from a Python function, and waiting for work that may hang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWERS = [Answer(prompt=f"p{n}", reference=f"r{n}", answer="ä" * n) for n in r
 
 
 class Server(ThreadingHTTPServer):
-    """Answers requests one after the other with ``replies``: a status and a body; the last one again and again."""
+    """A server that answers requests with ``replies`` in turn, each a status and a body; the last one repeats."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -139,7 +139,7 @@ def test_what_is_no_score_of_a_server_is_a_failure_with_its_reason(
 
 @pytest.mark.parametrize("drips", [False, True])
 def test_a_server_that_is_slow_is_given_up(server: Server, drips: bool) -> None:
-    """Also one that sends a byte from time to time, which no time-out of a socket ends."""
+    """A server that sends a byte from time to time is given up too, though no socket timeout ends it."""
     server.delay_s, server.drips = (0.0, True) if drips else (2.0, False)
     began = time.monotonic()
     with pytest.raises(ScorerFailedError, match=r"no result within 0.2 s, 3 times"):

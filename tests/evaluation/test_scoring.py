@@ -35,14 +35,14 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 
 
 def summary(run: str) -> str:
-    """What the terminal shows at the end."""
+    """Return the terminal's final summary."""
     console = Console(file=io.StringIO(), width=400)
     console.print(final_summary(read_history(run), run, max_rows=None, is_live=False))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def scored(monkeypatch: pytest.MonkeyPatch, rows: Callable[[int, int], float]) -> None:
-    """Score row ``n`` of the finalist in place ``place`` by ``rows(place, n)``, whatever was generated."""
+    """Score row ``n`` of the finalist at ``place`` as ``rows(place, n)``, whatever it generated."""
 
     class Judge:
         def __init__(self, _: object, __: object, ___: object, scoring: str | alto.spec.Scoring) -> None:
@@ -83,7 +83,7 @@ def test_the_scores_of_a_function_choose_and_everything_shows_them(
 
 
 def test_within_noise_the_loss_decides_and_the_notes_say_so(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second gives more right answers than the first, by one row of 20; the third far fewer."""
+    """The second has one right answer of 20 more than the first; the third has far fewer."""
     counts = (15, 16, 2)
     scored(monkeypatch, lambda place, n: float(n < counts[place]))
     result = tune(task.replace(select_by={"scorer": "exact_match"}))
@@ -176,7 +176,7 @@ def test_a_scorer_that_fails_leaves_the_winner_to_the_metric(
 
 
 def test_a_failure_of_one_adapter_is_one_of_all(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores of some finalists only would choose among these."""
+    """Scores of some finalists would restrict the choice to these."""
 
     class Third:
         def __init__(self, _: alto.spec.Scoring) -> None:

@@ -1,4 +1,4 @@
-"""vLLM behind its seam: what it is asked, by a stand-in with vLLM's documented interface."""
+"""The requests to vLLM, against a fake with vLLM's documented interface."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SamplingParams:
 
 
 class LLM:
-    """``vllm.LLM``: completes a prompt with the number of its adapter and the prompt again, then ends."""
+    """``vllm.LLM``: completes a prompt with its adapter's number and the prompt again, then ends."""
 
     made: list[Mapping[str, Any]]
 
@@ -122,7 +122,7 @@ def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("differs", ["rank", "scale"])
 def test_an_adapter_whose_modules_differ_is_refused(differs: str) -> None:
-    """vLLM reads one rank and one scale, and would give other answers without a word."""
+    """vLLM reads one rank and one scale; it would silently give other answers."""
     rank = 2 if differs == "rank" else 4
     weights = AdapterWeights({**adapter("a").weights, "y": (torch.zeros(4, rank), torch.zeros(rank, 4))})
     scales = {"x": 1.0, "y": 1.0 if differs == "rank" else 0.5}
@@ -198,7 +198,7 @@ def test_without_vllm_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPa
 def test_experts_are_written_as_vllm_reads_them_on_this_base(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By themselves where the checkpoint of the base has them so, and as PEFT's file where it has them stacked."""
+    """Experts are written separately if the base's checkpoint has them so, and stacked as in PEFT's file otherwise."""
     model = MODELS[name]()
     model.save_pretrained(tmp_path / "base")
     folder = random_adapter(model, tmp_path / "adapter")
