@@ -1,4 +1,4 @@
-"""A disk that takes no more than small files: no finished task fails, nothing half-written stays, the reason is said.
+"""A disk that takes only small files: no finished task fails, no half-written file stays, the reason is reported.
 
 The limit is that of one file (``RLIMIT_FSIZE``), which any user may set: a report has 3.6 MB, all else is smaller.
 """
@@ -30,7 +30,7 @@ LIMIT_BYTES = 2_000_000
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file of this process, nor of those it starts, becomes larger than the limit."""
+    """Limit the size of the files of this process and of its children."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, before[1]))
     yield

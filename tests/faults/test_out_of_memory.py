@@ -1,4 +1,4 @@
-"""Tasks on devices with too little memory: jobs end as if it were enough, or with a reason that says what would be."""
+"""Tasks on devices with too little memory: jobs end as with enough, or with a reason that states what would help."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ JOBS = ["job-000", "job-001", "job-002"]
 
 
 def run_in(folder: Path, **changes: Any) -> RunDir:
-    """Of three jobs of six steps."""
+    """Create a run of three jobs of six steps."""
     settings = {
         "search_space": {"lr": [1e-4, 2e-4, 3e-4], "lora_dropout": [0.1]},
         "batch_size": 4,
@@ -53,7 +53,7 @@ def run_in(folder: Path, **changes: Any) -> RunDir:
 
 
 def finish(run: RunDir) -> list[dict[str, Any]]:
-    """Begin or go on with a run; its events."""
+    """Begin or continue a run; return its events."""
     task, resume_state = load_task(run.task_file), recover(run)
     context = TaskContext.of(task, *load_tiny(task))
     with Journal(run.journal_file, past=resume_state.entries) as journal:
@@ -80,7 +80,7 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def small_device(monkeypatch: pytest.MonkeyPatch, fits: Callable[[TokenBatch], bool]) -> None:
-    """Nothing else of a pass fits into memory."""
+    """Let only passes fit into memory for which ``fits`` returns true."""
     for module, name in ((trainer, "job_losses"), (evaluator, "micro_batch_terms")):
         op = getattr(module, name)
 
@@ -205,7 +205,7 @@ def test_if_no_slot_fits_the_error_says_how_much_one_takes(tmp_path: Path, monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="caps the memory of a process as Linux does")
 def test_under_a_real_limit_a_task_ends_as_without(tmp_path: Path) -> None:
-    """6 MiB do not hold a step of all four jobs, of 463 tokens each. How far below they do depends on the allocator."""
+    """6 MiB do not hold a step of all four jobs of 463 tokens each; the real limit depends on the allocator."""
     free, capped = tmp_path / "free", tmp_path / "capped"
     capped.mkdir()
     path = os.pathsep.join(map(str, (Path(__file__).parents[1] / "support", *sys.path)))
