@@ -135,10 +135,10 @@ def test_a_run_writes_every_event_and_no_other(run: Run) -> None:
         event for event in WIRE_NAMES if issubclass(event, RunEvent)
     } - {  # only observers receive these
         GpusOffered,
-        KernelsCompiled,  # several GPUs
-        KernelsCompiled,  # a GPU
-        RungScored,  # a task whose rungs rank by answers
-        ShareReceived,  # several tasks
+        KernelsCompiled,  # needs several GPUs
+        KernelsCompiled,  # needs a GPU
+        RungScored,  # needs a task whose rungs rank by answers
+        ShareReceived,  # needs several tasks
     }
     assert not any(entry.unknown for entry in entries)
 
