@@ -1,4 +1,4 @@
-"""Commands to a running task: what each does to the jobs, what is refused, and that the others do not notice."""
+"""Commands to a running task: their effects on jobs, refusals, and no effect on other jobs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Send = Callable[..., None]
 
 
 class Commanded:
-    """A task to which commands are sent at chosen events.
+    """A task that receives commands at chosen events.
 
     Attributes:
         answers: What the task said to each, in the order they were sent.
@@ -54,7 +54,7 @@ class Commanded:
     def at(
         self, action: JobAction, job: str, *, event: str, of: str | None = None, step: int = 0, **options: Any
     ) -> None:
-        """Send a command when ``event`` of job ``of`` (by default the job itself) has been journalled."""
+        """Send a command when ``event`` of job ``of`` (by default the job itself) is in the journal."""
         subject = of or job
 
         def is_due(line: Mapping[str, Any]) -> bool:
@@ -63,7 +63,7 @@ class Commanded:
         self._plan.append((is_due, lambda: self.mailbox.send(action, job, **options)))
 
     def run(self) -> list[dict[str, Any]]:
-        """Train; returns the journal."""
+        """Train and return the journal."""
         self.result = run_task(self.task, self.run_dir, [lambda entry: self._observe(entry.to_dict())])
         self.answers = [self.mailbox.wait_for_answer(command, 0) for command in self._ids]
         assert not self._plan, "an event that a command waited for never came"

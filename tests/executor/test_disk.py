@@ -1,4 +1,4 @@
-"""The disk space that a task needs, told before it is trained."""
+"""The disk space that a task needs, reported before it trains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step on a base whose layers and losses are fused kernels is the step on the base's own classes."""
+"""A step on a base with fused kernels for layers and losses equals the step on the base's own classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def fused(monkeypatch: pytest.MonkeyPatch, *given: Any, **settings: Any) -> Bank:
-    """Adapters are computed by the backend of the machine, which on a CPU is many times faster."""
+    """Return a bank on a fused base; adapters use the machine's backend, which on a CPU is many times faster."""
     ops = functions()
     with monkeypatch.context() as patch:
         patch.setattr("alto.backbone.backbone.layer_functions_on", lambda device: ops)

@@ -1,4 +1,4 @@
-"""Law 1 on classification heads: a job beside jobs of other ranks, rates and batch sizes equals the job alone.
+"""Isolation of classification heads: a job beside jobs of other ranks, rates and batch sizes equals the job alone.
 
 The oracle is transformers' ``...ForSequenceClassification`` with PEFT and torch's AdamW on the unmodified model
 (``tests/support/oracle_classification.py``).
@@ -116,7 +116,7 @@ def test_an_evaluation_equals_that_of_transformers(labels: LabelSet) -> None:
 
 
 def reference(logits: torch.Tensor, actual: torch.Tensor, labels: LabelSet) -> tuple[float, dict[str, float]]:
-    """Loss and metrics, written once more without ALTO."""
+    """Return loss and metrics, computed without ALTO."""
     if labels.problem_type == "regression":
         actual = actual.view_as(logits)
         loss = torch.nn.functional.mse_loss(logits, actual).item()
@@ -188,7 +188,7 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
 
 
 def test_a_label_that_no_validation_row_has_is_counted_where_it_is_predicted() -> None:
-    """As scikit-learn does: the mean is over the labels that a row has or was given."""
+    """scikit-learn does the same: its mean is over the labels that are true or predicted for some row."""
     data = data_of(ONE_LABEL)
     assert data.validation.classes is not None
     validation = replace(data.validation, classes=tuple(min(int(label), 1) for label in data.validation.classes))
@@ -211,7 +211,7 @@ def test_a_label_that_no_validation_row_has_is_counted_where_it_is_predicted() -
 
 @pytest.mark.parametrize("number", [0.0, 0.1, 1e6 + 0.1])
 def test_a_correlation_with_equal_numbers_has_no_value(number: float) -> None:
-    """Sums of squares of such numbers differ from the squares of their sums by rounding."""
+    """Rounding makes sums of squares of such numbers differ from the squares of their sums."""
     data = data_of(ONE_NUMBER)
     validation = replace(data.validation, classes=((number,),) * len(data.validation))
     task = make_task(JOBS, method="regression").with_labels(ONE_NUMBER)

@@ -1,4 +1,4 @@
-"""Law 1 on preference pairs: a job beside jobs of other losses, betas, ranks and batch sizes equals the job alone.
+"""Isolation on preference pairs: a job beside jobs of other losses, betas, ranks and batch sizes equals the job alone.
 
 The oracle is TRL's ``DPOTrainer`` with PEFT and torch's AdamW on the unmodified model (``tests/support/oracle.py``).
 """
@@ -144,7 +144,7 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
     for _ in range(3):
         bank.step()
     assert_step_is_that_of(solos, bank)
-    bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are no rounding
+    bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are more than rounding
     for job, metrics, expected in evaluations_beside(solos, bank, PAIRS.validation):
         for metric, name_in_trl in METRICS.items():
             assert metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
@@ -172,13 +172,13 @@ def test_what_the_base_gives_replies_is_what_trls_own_reference_model_gives(trl:
     base = make_model("llama")
     found = Bank(make_model("llama"), dpo_task(JOBS[:1]), data=PAIRS).data.train.references
     batch = as_trl_has_it(padded_batch(PAIRS.train, range(len(PAIRS.train))))
-    trl.ld_alpha = None  # as another test may have left it
+    trl.ld_alpha = None  # another test may have set it
     expected = torch.stack(trl.compute_ref_log_probs(reference_model(base), batch), 1)
     assert found.numpy() == pytest.approx(expected.double().numpy(), rel=LOSS_TOLERANCE)
 
 
 def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the executor, with fewer slots than jobs: these are parked, and come back to other slots."""
+    """The executor has fewer slots than jobs: jobs are parked, and come back to other slots."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     data = replace(PAIRS, train=make_pairs(16, seed=3))
     task = dpo_task(
@@ -246,7 +246,7 @@ def test_jobs_on_odds_ratios_do_not_depend_on_their_company() -> None:
 
 @pytest.fixture(scope="module")
 def stepped() -> tuple[Bank, list[Any], dict[str, Any]]:
-    """After three steps: the states before the last, and what it did."""
+    """The states before the third step, and the results of that step."""
     bank = Bank(make_model("llama"), dpo_task(FEW), data=PAIRS)
     for _ in range(2):
         bank.step()
@@ -255,7 +255,7 @@ def stepped() -> tuple[Bank, list[Any], dict[str, Any]]:
 
 
 class TestTheOracleBites:
-    """The comparison of one step fails for each mistake that a preference loss invites."""
+    """The comparison of one step fails for each likely mistake in a preference loss."""
 
     def compare(self, stepped: Any, trl: Any, *, data: Any = PAIRS.train, **changes: Any) -> None:
         (bank, states, found), base = stepped, make_model("llama")

@@ -1,4 +1,4 @@
-"""Notes of a run: what jobs do not train of a base, and which kernels and layers are compiled."""
+"""Notes of a run: parts of a base that jobs do not train, and the kernels and layers that are compiled."""
 
 from __future__ import annotations
 

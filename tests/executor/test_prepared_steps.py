@@ -1,4 +1,4 @@
-"""The batches of the next step are made before the losses of this one are read, and change no bit of any step."""
+"""The batches of the next step are made before this step's losses are read, and no bit of any step changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(bank: Bank, *, prepares: bool = True) -> list[float]:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened, in order: a batch was made, a loss was read."""
+    """The events in order: a batch was made, a loss was read."""
     happened: list[str] = []
     collate, read = forward_plan.collate, trainer.Trainer.read
 

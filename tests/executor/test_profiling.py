@@ -1,4 +1,4 @@
-"""What is measured of a task before it is trained, and what comes of it."""
+"""Measurements of a task before it trains, and their use."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_m
 
 
 class SlowClock:
-    """A clock of a machine so busy that an hour passes whenever it is read."""
+    """A clock of a machine so busy that an hour passes with every reading."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -440,8 +440,8 @@ def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_meas
     slow, fast = (budget.remaining_s(0, token_s=token_s, spent_s=0.0) for token_s in (0.1, 0.001))
     assert slow > fast > 0.0
     first, second = budget.sizes[:2]
-    # At a second a token only two sizes are within the budget. Where kernels are compiled, all first steps are
-    # repeated; on a CPU that of the first size.
+    # At a second per token only two sizes are within the budget. Where kernels are compiled, all first steps are
+    # repeated; on a CPU only that of the first size.
     evaluation = budget.eval_tokens / 3
     assert budget.remaining_s(0, token_s=1.0, spent_s=0.0) == pytest.approx(2 * first + second + evaluation)
     assert budget.remaining_s(len(budget.sizes), token_s=1.0, spent_s=0.0) == pytest.approx(evaluation)

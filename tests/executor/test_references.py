@@ -1,4 +1,4 @@
-"""What the frozen base gives replies: asked once, kept on disk, and asked anew whenever it may be another answer."""
+"""Log-probabilities of the frozen base: computed once, cached on disk, and computed again whenever they may differ."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ask = stages.reference_sums
 
 
 class Base:
-    """Counts the passes of the base, and may refuse them."""
+    """Counts the passes of the base, and can refuse them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_asked = 0
@@ -51,7 +51,7 @@ class Base:
         return ask(backbone, batch)
 
     def asked_in(self, work: Callable[[], Any]) -> bool:
-        """Whether ``work`` has asked the base."""
+        """Return whether ``work`` has run the base."""
         before = self.num_asked
         work()
         return self.num_asked > before
@@ -59,7 +59,7 @@ class Base:
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
-    """Beside a cache that is empty."""
+    """A base with an empty cache."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     return Base(monkeypatch)
 
@@ -187,7 +187,7 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
 
 
 def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] = lambda: False) -> list[Event]:
-    """Begin or go on with a run; its events."""
+    """Begin or continue a run; return its events."""
     resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)

@@ -1,4 +1,4 @@
-"""Rungs that rank by scores of answers: the adapters at the rung are scored, and the journal alone gives the same
+"""Rungs that rank by scores of answers: the adapters at the rung are scored, and a replay of the journal gives the same
 exits."""
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 
 
 class Judge:
-    """Scores adapters by ``score``, of the job and the size of its weights; the last call is that of the finalists."""
+    """Scores adapters by ``score`` of the job and the norm of its weights; the last call is for the finalists."""
 
     def __init__(self, score: Callable[[str, float], float], failure: str = "") -> None:
         self.score = score
@@ -87,7 +87,7 @@ def by_number(job: str, size: float) -> float:
 
 
 def test_the_rung_keeps_the_best_scores(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are not those of the lowest loss; and turned round, the others are kept."""
+    """These are not the jobs of the lowest loss; with reversed scores the other jobs are kept."""
     up = tune(task, Judge(by_number), monkeypatch)
     down = tune(task, Judge(lambda job, size: -by_number(job, size)), monkeypatch)
     assert outcome(up).kept == ("job-003", "job-002")
@@ -121,7 +121,7 @@ def with_turned_scores(entry: JournalEntry) -> JournalEntry:
 
 
 def before_continuing(entries: list[JournalEntry]) -> list[JournalEntry]:
-    """Up to the outcome of the rung."""
+    """Return the entries up to the outcome of the rung."""
     position = next(at for at, entry in enumerate(entries) if isinstance(entry.event, WarmupEnded))
     return entries[: position + 1]
 
@@ -169,7 +169,7 @@ def test_a_job_that_has_ended_is_scored_as_it_was_best(tmp_path: Path) -> None:
 
 
 def sizes_after(task: alto.Task, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Sizes of the weights of all jobs of a task that ends after so many steps."""
+    """Return the norms of all jobs' weights in a task that ends after so many steps."""
     run = tune(task.replace(max_steps=num_steps, early_exit=False, select_by="metric"), Judge(by_number), monkeypatch)
     weights = {job: read_adapter(run / "jobs" / job / "last") for job in SPACE_JOBS}
     return {job: size_of(of_job) for job, of_job in weights.items()}
@@ -190,7 +190,7 @@ def test_a_scorer_that_fails_leaves_the_rung_to_the_metric(task: alto.Task, monk
 
 
 def test_with_the_real_scorer_the_jobs_train_on_as_without_it(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base is left as it was: the losses after the rung are those of a run that is not scored."""
+    """The base is unchanged: the losses after the rung equal those of a run without scoring."""
     kept_all = {**EARLY_EXIT, "rungs": [[0.5, 1.0]], "finish_from": 1.0}
     folder = Path(task.dataset).parent
     plain = alto.Engine(output_dir=folder / "plain").tune(task.replace(early_exit=kept_all, select_by="metric"))

@@ -1,4 +1,4 @@
-"""Several tasks in one executor: each trains, exits and ends as if it were alone, whatever becomes of the others."""
+"""Several tasks in one executor: each trains, exits and ends as if it were alone, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def bits(company: Company, name: str) -> dict[str, torch.Tensor]:
 
 
 class Raises:
-    """An objective that cannot go on."""
+    """An objective that raises."""
 
     def __init__(self, implementation: Any, is_due: Callable[[], bool]) -> None:
         self._implementation, self._is_due = implementation, is_due
@@ -131,7 +131,7 @@ def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others
 def test_a_task_that_is_cancelled_in_the_middle_of_a_step_changes_no_bit_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the gradients and the update; compared with one that is cancelled after the step."""
+    """It is cancelled between the gradients and the update, and compared with a task cancelled after the step."""
     names, update = ("ash", "dogwood"), Trainer.update
 
     def rest(folder: Path, *, is_in_step: bool) -> list[Any]:
@@ -241,13 +241,13 @@ def test_new_weights_divide_the_slots_at_the_next_turn(tmp_path: Path) -> None:
 
 
 def test_the_share_in_the_journal_is_of_the_tokens_that_were_trained(tmp_path: Path) -> None:
-    """Also where a step fails, or a task has left and comes back."""
+    """This holds if a step fails, and if a task leaves and comes back."""
     asked: list[bool] = []
     trained: dict[str, int] = dict.fromkeys(("ash", "cedar", "birch"), 0)
     received: dict[str, list[int]] = {name: [] for name in trained}
 
     def tokens_of(name: str, steps: Mapping[str, int]) -> int:
-        """Of the rows of all steps that jobs have taken."""
+        """Return the number of tokens in the rows of all steps that jobs have taken."""
         state = company.executor.sessions[name].state
         train = state.context.data.train.input_ids
         orders = [job.order.rows_of_step(step) for job in state.jobs.values() for step in range(steps[job.id])]

@@ -165,7 +165,8 @@ class TestASuggestionThatDoesNotFit:
 
 
 def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value at exactly half of the steps, the best of those that are done, and which did not fit into memory."""
+    """It gets the values at exactly half of the steps, the best value of finished jobs, and the jobs that did not fit
+    into memory."""
     from alto.executor.micro_batches import RowTooLargeError
     from alto.executor.trainer import Trainer
 
@@ -242,7 +243,7 @@ def test_targets_that_only_a_suggestion_would_have_are_checked_before_training(t
 
 
 def test_clones_of_a_user_are_none_of_the_search_s_configurations(tmp_path: Path) -> None:
-    """They neither count as tried nor are they told to the estimator: they have no place in the search space."""
+    """They are neither counted as tried nor told to the estimator, because they have no place in the search space."""
     search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"jobs": 4}}
     run = Run(tmp_path / "run", make(search, num_train_epochs=1, early_exit=False)).train(turns=2)
     Mailbox(RunDir(run.root)).send(JobAction.CLONE, "job-000", changes={"weight_decay": 0.5})
@@ -253,7 +254,7 @@ def test_clones_of_a_user_are_none_of_the_search_s_configurations(tmp_path: Path
 
 
 def test_only_slots_that_nobody_can_use_are_given_to_suggestions(tmp_path: Path) -> None:
-    """A job that waits at a rung needs none, unless it continues in an idle slot."""
+    """A job that waits at a rung needs no slot, unless it continues in an idle one."""
     early_exit = {"rungs": [[0.05, 1.0]], "detect_overfitting": False, "detect_divergence": False}
     task = make({**TPE, "num_initial_jobs": 3}, max_slots=3, early_exit=early_exit)
     with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
@@ -291,7 +292,7 @@ def test_jobs_that_the_search_adds_take_the_places_of_others(search: dict[str, A
 
 
 def turns() -> Callable[[], float]:
-    """A clock that is looked at once a turn, and then a second further."""
+    """Return a clock that is read once per turn, and advances a second each time."""
     return map(float, itertools.count()).__next__
 
 

@@ -1,4 +1,4 @@
-"""Test rows: their loss is measured of best adapters, and nothing depends on them."""
+"""Test rows: the loss of best adapters is measured on them, and nothing depends on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EXIT = {"rungs": [[0.3, 1.0], [0.6, 0.5]], "detect_divergence": False, "detect_o
 
 
 def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of a finished run, and its events."""
+    """Return the folder of a finished run, and its events."""
     task = make_task(jobs, **{"eval_steps": 0.2, "early_exit": EXIT, "test_jobs": "all", **settings})
     with built(folder, task, data, Backbone(make_model("llama"), None, "unused")) as session:
         run_alone(session)
@@ -42,7 +42,7 @@ def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tupl
 
 
 def facts(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Everything that was trained and decided, without the time, the data's digest and what was tested."""
+    """Return everything that was trained and decided, without the time, the data's digest and the test results."""
     left = ("seq", "time", "time_s", "duration_s", "test_loss", "test_rows", "test_metrics", "data", "values")
     return [{key: value for key, value in event.items() if key not in left} for event in events]
 
@@ -98,7 +98,7 @@ def test_by_default_only_a_job_that_leads_is_tested(tmp_path: Path) -> None:
         if event["event"] == "eval" and event["is_best"]:
             best_steps[event["job"], event["step"]] = True
     tested = is_tested(events)
-    # Of jobs that are evaluated together, only the one that leads after all of them.
+    # Of jobs that are evaluated together, only the one that leads afterwards.
     assert set(tested) <= set(led)
     assert len(tested) < len(best_steps)
     history = read_history(root)

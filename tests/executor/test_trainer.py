@@ -1,4 +1,4 @@
-"""Steps and evaluations in which memory runs out, at any tensor that they make: the result is the same."""
+"""Steps and evaluations in which memory runs out at any tensor: the result is the same."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ SEVERAL_PASSES = 60
 
 LOSS_TOLERANCE = 1e-6
 CHANGE_TOLERANCE = 1e-5
-"""In norm, of what the steps have changed; measured: up to 4e-7, as other passes round in another order."""
+"""Tolerance in norm, relative to the change by the steps; measured: up to 4e-7, since other passes round
+differently."""
 
 
 class ShortOfMemory(TorchDispatchMode):
-    """Refuses the requests for memory that are named by their number, counted over all ops from 1."""
+    """Refuses the memory requests with these numbers, counted over all ops from 1."""
 
     def __init__(self, *refused: int) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class ShortOfMemory(TorchDispatchMode):
 
 
 class Jobs(Bank):
-    """Seated jobs of different ranks on a small Llama, with dropout."""
+    """Resident jobs of different ranks on a small Llama, with dropout."""
 
     def __init__(self, optims: list[str], *, max_tokens: int = PLENTY) -> None:
         ranks = [64 if optim == "adamw_8bit" else 2 + index for index, optim in enumerate(optims)]
@@ -55,7 +56,7 @@ class Jobs(Bank):
         super().__init__(make_model("llama"), make_task(configs, max_tokens_per_pass=max_tokens))
 
     def train(self, num_steps: int = 1) -> list[float]:
-        """The losses of all jobs in all steps."""
+        """Train, and return the losses of all jobs in all steps."""
         losses = []
         for _ in range(num_steps):
             losses += self.trainer.step(self.jobs)
@@ -71,7 +72,7 @@ class Jobs(Bank):
         return [(self.trainer.bank.read(slot), self.trainer.optimizer.read(slot)) for slot in slots]
 
     def go_back(self, state: State) -> None:
-        """To a state that was read, memory enough for everything."""
+        """Restore a saved state, with enough memory for everything."""
         self.trainer.micro_batches.max_tokens = PLENTY
         self.memory_events.clear()
         for job, (weights, optimizer) in zip(self.jobs, state, strict=True):
@@ -84,7 +85,7 @@ def adamw(num_jobs: int) -> Jobs:
 
 
 def numbers(state: State) -> dict[str, torch.Tensor]:
-    """Everything of every job, by what it is."""
+    """Return all tensors of every job, by name."""
     found = {}
     for job, (weights, optimizer) in enumerate(state):
         pairs = itertools.chain.from_iterable(weights.values())
@@ -103,7 +104,7 @@ def assert_same_change(found: State, expected: State, before: State) -> None:
 
 
 def places(count: int, num_trials: int) -> list[int]:
-    """The first, the last, and others between them at equal distances."""
+    """Return the first place, the last, and others between them at equal distances."""
     return [round(place) for place in torch.linspace(1, count, num_trials).tolist()]
 
 
@@ -208,7 +209,7 @@ def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(nu
 
 @pytest.mark.parametrize("max_tokens", [SEVERAL_PASSES, 1])
 def test_a_job_larger_than_a_pass_is_trained_in_several(max_tokens: int) -> None:
-    """With dropout, whose masks must not notice."""
+    """Dropout is on, and its masks must not change."""
     whole, parts = adamw(2), Jobs(["adamw_torch"] * 2, max_tokens=max_tokens)
     before = whole.state()
     assert parts.train(3) == pytest.approx(whole.train(3), rel=LOSS_TOLERANCE)
@@ -236,7 +237,7 @@ def test_an_optimizer_of_their_own_that_fails_between_two_matrices_begins_again(
         "bitsandbytes.optim.adamw", reason="needs the bnb extra: pip install 'alto-lora[bnb]'"
     ).AdamW8bit
     bank = Jobs(["adamw_8bit"])
-    bank.train()  # in the first step no A has a gradient, and a step of it taken twice would not be seen
+    bank.train()  # in the first step no A has a gradient, so a repeated step would not show
     before = bank.state()
     expected = bank.train()
     after = bank.state()
