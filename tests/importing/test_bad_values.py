@@ -1,4 +1,4 @@
-"""A configuration with any value in any place is a task, or an error in words."""
+"""A configuration with any value in any place becomes a task, or a readable error."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ OTHER_KEYS: dict[str, tuple[str, ...]] = {
         *("chat_template_path", "disable_dropout", "lr_scheduler_kwargs", "no_remove_unused_columns", "report_to"),
     ),
 }
-"""Keys that the configurations do not have, and that importers read themselves."""
+"""Further keys that importers read themselves."""
 
 
 def spoilt(value: Any) -> Iterator[Any]:
-    """``value`` with junk in every place of it."""
+    """Yield ``value`` with junk in each of its places."""
     yield from JUNK
     if isinstance(value, dict):
         for key, inner in value.items():

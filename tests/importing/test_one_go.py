@@ -1,5 +1,5 @@
-"""Configurations as the documentation of each tool shows them are trained by two commands, ``alto import`` and
-``alto tune``: nothing is changed but the base model, and hub datasets, which are files with rows of their form."""
+"""Configurations from the documentation of each tool are trained by two commands, ``alto import`` and ``alto tune``.
+Only the base model is replaced, and hub datasets by files with rows of their form."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_
 
 @dataclass(frozen=True, kw_only=True)
 class Said:
-    """What a file says, in its tool's meaning.
+    """The settings of a file, as its tool understands them.
 
     Attributes:
         method: What is learned.
@@ -52,7 +52,7 @@ SAID = {
             "warmup_ratio": 0.1,
             "warmup_steps": 0,
             "r": 8,
-            "lora_alpha": 16,  # twice the rank, where the file has none
+            "lora_alpha": 16,  # twice the rank, if the file has none
             "lora_dropout": 0,
             "gradient_accumulation_steps": 8,
             "optim": "adamw_torch",
@@ -200,7 +200,7 @@ NAMES = [
 
 
 def localise(file: Path) -> str:
-    """Let ``file`` name rows of this machine where it names a hub dataset; returns its name."""
+    """Replace hub datasets in ``file`` by rows on this machine; return its name."""
     text = file.read_text(encoding="utf-8")
     for hub, path in LOCAL_ROWS.items():
         text = text.replace(f"dataset_name: {hub}", f"dataset_name: {path}")
@@ -209,7 +209,7 @@ def localise(file: Path) -> str:
 
 
 def run(*arguments: str) -> str:
-    """What a command prints on stdout."""
+    """Return what a command prints on stdout."""
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout.strip()
@@ -259,13 +259,13 @@ PARSED = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "weight_decay", "max_grad_norm"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "seed"),
 )
-"""Settings of TRL's trainers that jobs have under the same name."""
+"""Settings of TRL's trainers that have the same names in jobs."""
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("trl-")])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_trls_own_parser_reads_the_same(name: str, folder: Path) -> None:
-    """Its defaults included."""
+    """Its defaults are included."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     from importlib import import_module
 
