@@ -1,4 +1,5 @@
-"""Launches that remember what Triton has compiled: asked again for whatever changes a binary, and for nothing else."""
+"""Launches that cache Triton's compiled kernels: Triton is asked again for anything that changes a binary, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CONFIG = KernelConfig(constants={"BLOCK": 64}, num_warps=4, num_stages=2)
 
 
 class Kernel:
-    """A kernel of Triton that keeps what it is launched with, by itself and as a compiled one."""
+    """A Triton kernel that records its launches, directly and as a compiled kernel."""
 
     arg_names = ("x_T", "y_T", "size", "FLAG", "BLOCK")
     do_not_specialize: tuple[str, ...] = ()
@@ -47,7 +48,7 @@ class Compiled(dict):  # type: ignore[type-arg]
 
 @pytest.fixture(autouse=True)
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """No interpreter, no launches of other tests, and a device that may be changed."""
+    """Replace the interpreter, the launches of other tests and the device, which may be changed."""
     device = SimpleNamespace(index=0)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.index))
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
