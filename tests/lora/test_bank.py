@@ -1,4 +1,4 @@
-"""The bank: initial weights, row copies, padding that stays zero; and its size with its optimizers, to the byte."""
+"""The bank: initial weights, row copies, padding that stays zero; and its exact size with its optimizers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_initial_weights_are_pefts_in_distribution(init: str, peft_init: bool | 
     assert a.shape == expected.T.shape
     assert float(a.std()) == pytest.approx(float(expected.std()), rel=0.03)
     assert float(a.mean()) == pytest.approx(0.0, abs=0.03 * float(expected.std()))
-    # The largest value tells a uniform distribution from a normal one.
+    # The largest value distinguishes a uniform distribution from a normal one.
     assert float(a.abs().max() / a.std()) == pytest.approx(float(expected.abs().max() / expected.std()), rel=0.2)
     assert not b.any()
     assert not layer.lora_B["default"].weight.any()
@@ -211,7 +211,7 @@ def test_gradients_that_a_step_has_not_written_are_set_to_zero() -> None:
     bank = make_bank()
     for slot in (0, 1, 2):
         bank.occupy(slot, shape(2))
-        bank.grads_ZP[slot] = 3.0  # what an earlier step has left
+        bank.grads_ZP[slot] = 3.0  # left by an earlier step
     groups = [bank.operands(index, index) for index in range(len(MODULES))]
     groups[1].adds_gradients([0])
     bank.end_gradients([1])

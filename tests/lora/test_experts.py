@@ -1,4 +1,4 @@
-"""Adapters on stacked experts: every job among others as PEFT's ``target_parameters`` trains it alone."""
+"""Adapters on stacked experts: each job among others trains as PEFT's ``target_parameters`` alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 LENGTHS = [13, 7, 21]
 SLOTS = {2: (3, 2.0, slice(0, 20)), 0: (4, 1.0, slice(20, 41))}
-"""Rank, scale and tokens of two jobs: the first has two sequences."""
+"""Rank, scale and tokens of two jobs; the first job has two sequences."""
 
 
 def draw() -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ def draw() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def occupied(model: PreTrainedModel) -> AdapterBank:
-    """A bank of three slots, two of them with random adapters."""
+    """Return a bank of three slots, two of them with random adapters."""
     config = config_of(model, 1, 1.0)
     targets = find_targets(model, config.target_modules, target_parameters=config.target_parameters)
     bank = AdapterBank(BankLayout(modules=targets, max_rank=4, rank_step=1), 3)
@@ -62,7 +62,7 @@ def occupied(model: PreTrainedModel) -> AdapterBank:
 
 
 def train(backbone: Backbone, bank: AdapterBank) -> Tensor:
-    """Losses of all tokens; adapter gradients are in the bank."""
+    """Return the losses of all tokens; adapter gradients are in the bank."""
     ids, positions, targets = draw()
     context = inject(backbone.model, bank, backbone.rows_in_pass)
     schedule = TokenSchedule.build(
@@ -143,7 +143,7 @@ def test_every_backend_gives_the_same(ops: Any) -> None:
 
 @pytest.mark.parametrize("factor", [3.0, float("nan")], ids=["larger", "nan"])
 def test_another_job_changes_rounding_at_most(factor: float) -> None:
-    """The other job's tokens go to other experts, so the products of an expert have other numbers of rows."""
+    """The other job's tokens go to other experts, so an expert's products have other numbers of rows."""
     backbone = Backbone(build_mixture("mixtral"), None, "tiny")
     bank, other = occupied(backbone.model), occupied(backbone.model)
     before = train(backbone, bank)

@@ -1,4 +1,4 @@
-"""Trained biases and magnitudes: which they are, and what their files do in PEFT and here."""
+"""Trained biases and magnitudes: their names, and their files in PEFT and here."""
 
 from __future__ import annotations
 

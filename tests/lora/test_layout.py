@@ -1,4 +1,4 @@
-"""Where adapters lie in a row of the bank."""
+"""Places of adapters in a row of the bank."""
 
 from __future__ import annotations
 

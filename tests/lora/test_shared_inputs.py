@@ -1,4 +1,4 @@
-"""Modules that read the same input are found, share one computation, and stay right where they do not."""
+"""Modules that read the same input are found and share one computation; others stay correct."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Calls:
 
 
 class Pair:
-    """Two layers that read one input, with an adapter that does something, and the same layers apart."""
+    """Two layers that read one input, with a non-zero adapter, and the same layers apart."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)

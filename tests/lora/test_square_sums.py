@@ -1,4 +1,4 @@
-"""Norms of gradients from the sums of squares that kernels leave, against the gradients themselves, through passes of
+"""Norms of gradients from the sums of squares that kernels write, against the gradients themselves, in passes of
 several micro-batches."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class World:
         self.bank.ops = ops
         self.bank.keep_square_sums(ops.gradient_tiles(self.base, dtype))
         assert self.bank.square_sums is not None
-        # What nobody writes is not read.
+        # Nobody reads what nobody has written.
         self.bank.square_sums.sums_ZC.fill_(float("nan"))
         self.groups = [self.bank.operands(index, index) for index in range(len(layout.groups))]
         for slot, shape in enumerate(shapes):
@@ -62,7 +62,7 @@ class World:
             self.bank.grads_ZP[slot, : self.bank.places(slot).end] = float("nan") if not shape.extras else 0.0
 
     def train(self, tokens: dict[int, int], groups: Sequence[int] = (0, 1, 2), seed: int = 0) -> None:
-        """A backward pass of random tokens, of each slot the same in any company."""
+        """Run a backward pass of random tokens, which for each slot do not depend on the other slots."""
         schedule = TokenSchedule.build([*tokens], [*tokens.values()], [1.0 + slot for slot in tokens])
         for index in groups:
             operands = self.groups[index]

@@ -1,4 +1,4 @@
-"""What ``target_modules`` means: PEFT's own choice, for every architecture and every way to say it."""
+"""``target_modules`` means the same as in PEFT, for every architecture and every form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alto.lora import AdapterBank, BankLayout, TargetModule, default_targets, fi
 from alto.lora.targets import DEFAULT_TARGETS
 from alto.spec import JobConfig
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -1,4 +1,4 @@
-"""What an adapter does not reach on a mixture of experts is said with numbers, and PEFT's numbers are PEFT's."""
+"""Notes with numbers on the parts of a mixture of experts that an adapter does not reach; PEFT has the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alto.lora import find_targets, untrained_notes
 from alto.lora.peft_targets import peft_all_linear
 from alto.spec import JobConfig
 
-# PEFT asks transformers for a property under its old name, and does not look for patterns among parameters.
+# PEFT reads a transformers property by its deprecated name, and does not look for patterns among parameters.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
