@@ -1,4 +1,4 @@
-"""An objective of the user's own: the one of docs/objectives.md, as an installed package brings it."""
+"""A user's own objective: the example of docs/objectives.md, as an installed package."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """``install(entry=(old, new), terms=(old, new))``: the page's package, changed in one place of a module."""
+    """``install(entry=(old, new), terms=(old, new))`` installs the page's package, changed in one place of a module."""
 
     def installed(entry: tuple[str, str] = ("", ""), terms: tuple[str, str] = ("", "")) -> None:
         files = dict(FILES)
@@ -75,7 +75,7 @@ def test_its_loss_is_that_of_the_paper(task: Task) -> None:
 
 
 def replies_of(backbone: Backbone, row: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of the tokens of both replies, float64."""
+    """Return the log-probabilities of the tokens of both replies, float64."""
     batch = collate([JobRows(PAIRS.train, 0, (row,))])
     hidden_TH = backbone.hidden_states(
         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
