@@ -1,4 +1,4 @@
-"""How a session of tests is spent: the order in which several workers run it, and the CPU time of its files."""
+"""The time of a test session: the order in which workers run the tests, and the CPU time of files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Item:
-    """What :func:`slowest_first` asks of a test."""
+    """The part of a test that :func:`slowest_first` reads."""
 
     def __init__(self, file: str, number: int, *, is_slow: bool = False) -> None:
         self.nodeid = f"{file}::test_{number}"

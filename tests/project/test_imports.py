@@ -1,4 +1,5 @@
-"""The import contracts: the package keeps them, every allowed import is allowed, and each contract refuses a breach."""
+"""The import contracts: the package keeps them, every allowed import is allowed, and each contract refuses a
+violation."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ ALLOWED = {
     "views": ("errors", "records", "spec", "runs"),
     "report": ("errors", "records", "spec", "runs", "views"),
 }
-"""Which packages each package may import, among others."""
+"""Some of the packages that each package may import."""
 
 BREACHES = [
     ("ground", "alto.base", "alto.spec"),
@@ -96,7 +97,7 @@ BREACHES = [
     ("front", "alto.data", "alto"),
     ("circles", "alto.records", "alto.spec"),
 ]
-"""A contract, and an import that it refuses: who imports, and what."""
+"""A contract, and an import that it refuses: importer and imported."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Words and docstrings: none that users once did not understand, and beginnings that CONTRIBUTING.md asks for."""
+"""Retired words are gone, and docstrings begin as CONTRIBUTING.md asks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ RETIRED = {
     "how dearly": "strength of the KL penalty",
     "once more stops at once": "Press Ctrl-C again to stop at once",
 }
-"""A phrase, and what is said now."""
+"""Retired phrases, each with its replacement."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """What users read, and the code that writes it."""
+    """Yield the texts that users read, and the code that writes them."""
     paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.*")]
     for path in [*paths, *(ROOT / "src" / "alto").rglob("*.py"), *(ROOT / "src" / "alto").rglob("*.jinja")]:
         if path.is_file():
