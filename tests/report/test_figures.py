@@ -135,7 +135,7 @@ def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
 
 
 def test_a_rung_is_drawn_where_a_job_could_be():
-    """12 steps have none at 1 %, and none at 20 %."""
+    """Jobs of 12 steps have no step at 1 %, and none at 20 %."""
     journal = Journal()
     early_exit = {"policy": "alto", "rungs": [[0.01, 0.5], [0.2, 0.5], [0.25, 1]], "equal_shares": True}
     configs = {job: {"learning_rate": 1e-4} for job in "ab"}

@@ -1,4 +1,4 @@
-"""The page of a queue: one clock without interruptions, and names that fit what happened."""
+"""The page of a queue: one clock without interruptions, and correct names."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def planned(time: float, reason: str, **starts: float) -> dict[str, Any]:
 
 @pytest.fixture
 def interrupted_queue() -> list[dict[str, Any]]:
-    """Two CPU slots: `a` on one and `b` on the other, stopped after 10 seconds of each, resumed 300 seconds later;
-    `c` comes 100 seconds after all were done."""
+    """Return a queue on two CPU slots: `a` on one and `b` on the other, stopped after 10 seconds each, resumed 300
+    seconds later; `c` is added 100 seconds after both are done."""
     lines = [
         {
             "event": "queue_started",
@@ -121,7 +121,7 @@ def test_the_page_says_once_what_is_cut_out(interrupted_queue, page_of):
 
 def test_without_an_interruption_the_page_says_nothing_of_it(interrupted_queue, page_of):
     begun = interrupted_queue[:6]
-    # A journal that was lost: the queue is resumed in the moment in which it began.
+    # The journal was lost: the queue is resumed at the moment it began.
     lost = {"event": "queue_resumed", "time": START, "done": []}
     page = page_of([begun[0], lost, *begun[1:]])
     assert "No process ran the queue" not in page

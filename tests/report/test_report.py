@@ -38,7 +38,7 @@ def test_report_needs_nothing_from_outside(small_run, page_of):
     assert page.policy.startswith("default-src 'none'")
     assert "http" not in page.policy
     assert sum(len(script) > 1_000_000 for script in page.scripts) == 1
-    # plotly.js offers an upload of the figure unless it is told not to.
+    # plotly.js offers to upload the figure unless told not to.
     assert "showSendToCloud: false" in page.scripts[2]
 
 
@@ -103,7 +103,7 @@ def test_user_text_cannot_leave_its_place(small_run, page_of):
     assert page.tags.count("script") == plain.tags.count("script")
     assert HOSTILE in page.text
     assert "49" not in page.scripts[2]
-    # plotly reads a little HTML in its texts; there the name arrives escaped.
+    # plotly interprets some HTML in its texts; there the name is escaped.
     traces = page.figures["validation"]["traces"][1:] + page.figures["parallel"]["traces"]
     texts = [trace["text"] for trace in traces]
     assert texts

@@ -1,4 +1,4 @@
-"""Sections of the report: samples, learning rates, hours and money, what is copied; and the comparison of two runs."""
+"""Sections of the report: samples, learning rates, hours and cost, commands to copy; and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_the_report_holds_the_figure(small_run, write_run):
 
 
 def test_a_first_comparison_that_the_winner_contradicts_is_explained(sweep, write_run):
-    """At 10 % the first ten jobs lead; the winner is the last."""
+    """The first ten jobs lead at 10 %; the last job wins."""
     for event in sweep:
         if event["event"] == "eval" and event["step"] == 10:
             event["validation_loss"] = float(event["job"][-2:])
@@ -142,7 +142,7 @@ def test_a_first_comparison_that_the_winner_contradicts_is_explained(sweep, writ
     assert "The value that learns fastest at first may not be the best later." in text
 
 
-# -- hours and money -------------------------------------------------------------------------------------------------
+# -- hours and cost ----------------------------------------------------------------------------------------------------
 
 
 def test_hours_are_the_duration_on_all_devices(small_run):
@@ -192,7 +192,7 @@ def test_the_command_takes_a_price(small_run, write_run):
     assert CliRunner().invoke(app, ["report", str(run_dir), "--gpu-hour-price", "-1"]).exit_code == 2
 
 
-# -- what is copied --------------------------------------------------------------------------------------------------
+# -- commands to copy --------------------------------------------------------------------------------------------------
 
 
 def copied(page: str, name: str) -> str:

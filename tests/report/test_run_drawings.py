@@ -103,7 +103,7 @@ def test_few_values_are_bands_in_their_order():
     axis = setting_axis("lr", {"a": 1e-2, "b": 1e-5, "c": 1e-4, "d": 1e-5})
     assert [text for _, text in axis.ticks] == ["1e-5", "1e-4", "0.01"]
     assert [at for at, _ in axis.ticks] == pytest.approx([1 / 6, 3 / 6, 5 / 6])
-    # Lines of one value are spread by loss, the better below.
+    # Lines with one value are spread by loss, better ones below.
     assert 0 < axis.positions["b"] < 1 / 6 < axis.positions["d"] < 1 / 3
     assert axis.positions["a"] == pytest.approx(5 / 6)
 
