@@ -1,4 +1,4 @@
-"""Suggestions of Optuna's estimator: pure, inside the space, never twice, and better than chance."""
+"""Suggestions of Optuna's estimator: pure, inside the space, never repeated, and better than chance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPACE = SearchSpace.parse(
 
 
 def loss_of(values: dict[str, Any]) -> float:
-    """Lowest at a learning rate of 1e-3 and a rank of 16."""
+    """Return a loss that is lowest at a learning rate of 1e-3 and a rank of 16."""
     return (math.log10(values["learning_rate"]) + 3) ** 2 + (math.log2(values["r"]) - 4) ** 2 / 4
 
 
@@ -157,7 +157,7 @@ def test_the_last_configuration_of_a_space_is_found() -> None:
 
 
 def test_those_that_came_further_count_as_better() -> None:
-    """All losses are alike: only how far they came differs."""
+    """All losses are equal; only the numbers of evaluations differ."""
     space = SearchSpace.parse({"lr": {"min": 1e-5, "max": 1e-1, "log": True}, "r": [4, 8]})
     trials = [
         Trial(values=values, losses=(1.0,) * (4 if values["learning_rate"] > 1e-2 else 1), has_ended=True)
