@@ -1,4 +1,4 @@
-"""Events of journals: what is written is what is read, and damaged lines are named."""
+"""Events of journals: writing and reading round-trips, and damaged lines are named."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field of that type."""
+    """Return values of a field of this type."""
     if hint in PLAIN:
         return PLAIN[hint]
     origin, arguments = get_origin(hint), get_args(hint)
@@ -96,7 +96,7 @@ def lines(event: Event) -> JournalEntry:
 
 
 def reread(entry: JournalEntry) -> JournalEntry:
-    """What a strict JSON reader makes of the line."""
+    """Return the entry as a strict JSON reader reads its line."""
     return decode(json.loads(json.dumps(encode(entry), allow_nan=False)))
 
 

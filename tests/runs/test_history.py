@@ -225,7 +225,7 @@ def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
 
 @pytest.mark.parametrize(("done", "state"), [(["t"], TaskStage.FINISHED), ([], TaskStage.WAITING)])
 def test_a_task_whose_submission_is_journaled_anew_has_its_result_all_the_same(done, state):
-    """The line that a loss of power took with it comes after the one that says what is done."""
+    """A loss of power took the line, and it comes again after the line that says what is done."""
     lines = [
         {"event": "queue_started", "nodes": [], "tasks": []},
         {"event": "queue_resumed", "done": done},
@@ -242,7 +242,7 @@ def test_a_run_whose_journal_is_damaged_is_not_known_to_have_a_result(tmp_path, 
 
 
 def sweep(num_jobs: int) -> list[dict]:
-    """A run whose jobs take one step each, all alike."""
+    """Return a run whose jobs take one step each, all alike."""
     journal = Journal()
     journal.start({f"job-{number:04d}": config(1e-4, 8) for number in range(num_jobs)})
     for number in range(num_jobs):

@@ -1,4 +1,4 @@
-"""The lock of a run and its lease: one process writes a run, and notices when it may no longer."""
+"""The lock of a run and its lease: one process writes a run, and notices when it no longer may."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: 
         journal.append(CheckpointSaved(jobs={}))
         change(run.root / "run.lock")  # type: ignore[operator]
         other = RunDir(run.root)
-        with other.locked():  # another process can have it, and this one must not write any more
+        with other.locked():  # another process can have it, and this one must stop writing
             other.check_lock()
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
                 journal.append(CheckpointSaved(jobs={}))

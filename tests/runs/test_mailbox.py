@@ -1,4 +1,4 @@
-"""The mailbox of a run, and what others may leave in it: every command is answered, and the run is not disturbed."""
+"""The mailbox of a run, and foreign files in it: every command is answered, and the run is not disturbed."""
 
 from __future__ import annotations
 

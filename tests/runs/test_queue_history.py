@@ -1,4 +1,4 @@
-"""What a queue's journal comes to."""
+"""The history of a queue, read from its journal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alto.runs import QueueHistory
 
 
 def attempts(*spans: tuple[str, int, float, float]) -> list[dict[str, Any]]:
-    """A queue on two CPU slots: executors by task, slot, start and end."""
+    """Return a queue on two CPU slots: executors by task, slot, start and end."""
     lines: list[dict[str, Any]] = []
     for task, slot, start, end in spans:
         common = {"task": task, "attempt": 1}

@@ -48,7 +48,7 @@ def main() -> None:
         keep(interrupted(made), "interrupted", made)
         keep(queue(made), "queue", made)
     for done in (HERE / "finished", HERE / "queue" / "tasks" / "first"):
-        shutil.rmtree(done / "jobs")  # of a run that has its result nothing but that is read
+        shutil.rmtree(done / "jobs")  # a finished run needs only its result
 
 
 def write_rows(folder: Path) -> None:
@@ -81,7 +81,7 @@ def finished(made: Path) -> Path:
 
 
 def stop_at(name: str, count: int, where: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> Any:
-    """An observer, and whether it has seen the event as often."""
+    """Return an observer, and a function that says whether it has seen the event ``count`` times."""
     seen: list[Any] = []
 
     def observe(event: Mapping[str, Any]) -> None:
