@@ -99,7 +99,7 @@ def test_an_unsupported_key_that_is_off_asks_for_nothing(key, off):
 
 
 def test_a_setting_with_the_name_of_an_unsupported_key_is_kept_even_if_it_is_off():
-    """As an objective of a package may have one."""
+    """An objective of a package may have such a setting."""
     given = {"reference_free": False, "rpo_alpha": 0.5}
     assert canonical_keys(given, fields=tuple(given), aliases={}, where="here") == given
 

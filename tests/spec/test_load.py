@@ -1,4 +1,4 @@
-"""Task files: what is read, and what is refused; a file from outside is regular and of sane size."""
+"""Task files: what is read and what is refused; a file must be regular and of reasonable size."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ def test_an_override_fixes_what_the_file_searches(tmp_path: Path) -> None:
     "text", ["prompt,completion\na,b\n", "prompt,completion\n'a: b, \"c\nd\": e'f\n", "a,b\n\xe9\xe9,c\n"]
 )
 def test_a_dataset_given_for_a_task_is_told_apart(text: str, tmp_path: Path) -> None:
-    """Also where it is no YAML, or no UTF-8."""
+    """This holds for a file that is not YAML, or not UTF-8, too."""
     file = tmp_path / "tickets.csv"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(SpecError, match=r"looks like a dataset\. Write a task file .*'dataset: tickets\.csv'"):

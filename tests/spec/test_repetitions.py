@@ -1,4 +1,4 @@
-"""Which jobs of a task repeat a configuration with another seed."""
+"""Jobs of a task that repeat a configuration with another seed."""
 
 from __future__ import annotations
 

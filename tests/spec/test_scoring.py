@@ -1,4 +1,4 @@
-"""``select_by``: the metrics and scorers it may name, what they are worth, and what it is refused for."""
+"""``select_by``: valid metrics and scorers, their values, and refusals."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_settings_of_the_method_decide_the_scale_of_a_loss_and_no_others() -> No
     task = Task(**ROWS, method="dpo", search_space={"beta": [0.1, 0.2], "lr": [1e-4, 2e-4]})
     scales = [loss_scale(job.config.to_dict()) for job in task.jobs]
     assert scales[0] == scales[1] != scales[2] == scales[3]
-    # Of a method that a package registers.
+    # a method that a package registers
     assert loss_scale({"r": 8, "target_margin": 0.5}) != loss_scale({"r": 8, "target_margin": 1.0})
-    # As version 0.1 wrote the configuration of a job of orpo.
+    # the configuration of an ORPO job in version 0.1
     assert loss_scale({"r": 8, "beta": 0.1, "loss_type": None}) == loss_scale({"r": 16, "beta": 0.1})

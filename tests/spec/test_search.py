@@ -1,4 +1,4 @@
-"""``search`` of a task: how many configurations are tried, what may be spent on them, and what is refused."""
+"""``search`` of a task: the number of configurations, the budget, and refusals."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class TestNearTheUsualRate:
         "rates",
         [
             {"min": 1e-6, "max": 1e-4, "log": True},  # without the usual rate
-            {"min": 2e-4, "max": 5e-4, "log": True},  # near everywhere
+            {"min": 2e-4, "max": 5e-4, "log": True},  # near it everywhere
             {"min": 1e-5, "max": 1e-2},
         ],
     )

@@ -1,4 +1,4 @@
-"""Simulation files: the shares that were measured, and mistakes."""
+"""Simulation files: the measured shares, and mistakes."""
 
 from __future__ import annotations
 
