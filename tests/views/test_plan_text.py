@@ -1,4 +1,4 @@
-"""A plan in the terminal: what is chosen is marked, and every line keeps its label."""
+"""A plan in the terminal: the choice is marked, and every line keeps its label."""
 
 from __future__ import annotations
 

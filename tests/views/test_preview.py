@@ -1,4 +1,4 @@
-"""The preview says every fact, shows what is trained, and lets nothing in the data act on the terminal."""
+"""The preview shows every fact and the trained tokens, and no text in the data controls the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A queue in the terminal, in narrow ones too."""
+"""A queue in the terminal, including narrow ones."""
 
 from __future__ import annotations
 

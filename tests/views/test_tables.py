@@ -83,7 +83,7 @@ def test_totals_add_up(small_run):
 
 
 def test_every_rule_of_early_exit_is_told_in_words():
-    """Evidence made by the real rules, so that a renamed number cannot silently fall back to ``key value``."""
+    """The real rules make the evidence, so that a renamed number cannot silently fall back to ``key value``."""
     falling = [3.0, 2.5, 2.2, 2.0, 1.9]
     decisions = [
         Divergence().judge(points([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])),

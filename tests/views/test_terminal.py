@@ -23,7 +23,7 @@ def console(*, width=140, height=30) -> Console:
 
 
 def screen(events, *, width=140, height=30) -> list[str]:
-    """The lines of the live view after ``events``, as a terminal of that size would show them."""
+    """Return the lines of the live view after ``events``, on a terminal of this size."""
     view = LiveView(console(width=width, height=height), clock=lambda: NOW)
     for event in events:
         view.observe(entry(event))
@@ -42,7 +42,7 @@ def test_live_view_draws_and_leaves_nothing_behind(small_run):
     assert "maths" in drawn
     assert "★ d" in drawn
     assert "a line of another writer" in drawn
-    # The cursor is hidden while drawing and must be shown again.
+    # The cursor is hidden while drawing, and must be shown again.
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")
 
 
@@ -79,7 +79,7 @@ def test_live_screen_tells_the_state(small_run):
     assert "500 rows to train, 50 to validate" in text
     assert "200 of 4,000 samples trained, 22.5 % saved" in text
     assert "1 min 00 s" in text
-    # 200 samples in 60 seconds; b waits for the rung with 900 to go, c and d have 1,000 each; two of the three go on.
+    # 200 samples in 60 seconds; b waits for the rung with 900 left, c and d have 1,000 each; two of the three continue.
     assert "about 10 min 00 s left" in text
     assert "best so far: b with validation loss 3.0000 (lr 1e-5 · r 4)" in text
     assert "smoothed training loss became infinite" in text
@@ -99,9 +99,9 @@ def test_before_any_progress_no_time_is_promised(small_run):
 
 def test_jobs_tell_when_they_reach_what_comes_next(small_run):
     lines = screen(small_run[:16])
-    # d has arrived at the rung, which nobody has held yet.
+    # d has reached the rung, whose selection has not happened yet.
     assert next(line for line in lines if "★ d" in line).rstrip().endswith("waits for the rung")
-    # After the rung, at second 16, c did 40 steps and has 50 to go; now is second 60.
+    # After the rung, at second 16, c did 40 steps and has 50 left; it is second 60.
     after = screen(small_run[:19])
     assert next(line for line in after if line.startswith("  c ")).rstrip().endswith("end in 55 s")
 
@@ -111,7 +111,7 @@ def test_time_in_which_nobody_worked_does_not_slow_the_pace(interrupted_run):
     view = LiveView(console(), clock=lambda: resumed)
     for event in interrupted_run:
         view.observe(entry(event))
-    # 400 samples in 6 seconds; b has 500 to go, the clone 1,000, and a, reopened, 900.
+    # 400 samples in 6 seconds; b has 500 left, the clone 1,000, and a, reopened, 900.
     target = console()
     target.print(view._live.get_renderable())
     assert "about 36 s left" in target.file.getvalue()
@@ -123,7 +123,7 @@ def test_a_run_that_is_read_has_the_same_estimate_as_one_that_is_observed(small_
     view.show(RunHistory.of(entries(small_run[:13])))
     target = console()
     target.print(view._live.get_renderable())
-    # 300 samples in twelve seconds; b and c wait for the rung, d is to do it all, two of them continue: 1,900 are left.
+    # 300 samples in 12 seconds; b and c wait for the rung, d has done nothing, two of them continue: 1,900 are left.
     assert "about 1 min 16 s left" in target.file.getvalue()
     observed = LiveView(console(), clock=lambda: small_run[12]["time"])
     for event in small_run[:13]:
@@ -221,7 +221,7 @@ def test_the_best_line_is_wrapped_not_cut(preference_run, width):
     assert all(cell_len(line) <= width for line in summary)
     lines = screen(preference_run, width=width, height=20)
     assert best in " ".join(line.strip() for line in lines)
-    assert len(lines) < 20  # and the line of the cursor
+    assert len(lines) < 20  # plus the line of the cursor
 
 
 def test_a_wrapped_best_line_leaves_the_table_fewer_rows(sweep):
@@ -229,7 +229,7 @@ def test_a_wrapped_best_line_leaves_the_table_fewer_rows(sweep):
         job["config"]["warmup_ratio"] = float(f"0.{job['job'][-2:]}123456789")
     lines = screen(sweep, width=60, height=20)
     assert any(line.startswith("best") for line in lines)
-    assert len(lines) < 20  # and the line of the cursor
+    assert len(lines) < 20  # plus the line of the cursor
 
 
 def test_before_the_first_event():
@@ -279,7 +279,7 @@ def test_what_is_measured_is_said_before_it_is():
         assert said in text
         assert "kept in /home/a/.cache/alto for later runs" in text
     assert "[       15 s] measuring maths: about 16 s left" in stream.getvalue()
-    assert "about 16 s left" not in target.file.getvalue()  # in place of the line that tells what is prepared
+    assert "about 16 s left" not in target.file.getvalue()  # the line about the preparation replaces it
     target.print(live._render())
     assert "measuring maths: about 16 s left" in target.file.getvalue()
 
@@ -318,7 +318,7 @@ def test_an_announcement_is_on_top_of_a_table_that_still_fits(sweep, width):
     target = console(width=width, height=24)
     target.print(view._live.get_renderable())
     lines = target.file.getvalue().splitlines()
-    assert len(lines) < 24  # and the line of the cursor
+    assert len(lines) < 24  # plus the line of the cursor
     assert " ".join(line.strip() for line in lines).startswith(text)
     assert any("job-" in line and "best" not in line for line in lines)
 

@@ -1,4 +1,4 @@
-"""Sentences and numbers as users see them, and what is said of how a winner was chosen."""
+"""Sentences and numbers as users see them, and the explanation of a winner's choice."""
 
 from __future__ import annotations
 
