@@ -1,4 +1,4 @@
-"""CP-SAT against exhaustive search, against the validator, and against its own promises."""
+"""CP-SAT against exhaustive search, the validator, and its own bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alto.scheduler.inter_task.cp_sat import CpModel
 from alto.scheduler.inter_task.lists import Solved
 
 LIMIT_S = 600.0
-"""Longer than any of these takes."""
+"""A limit that none of these tests reaches."""
 
 
 def costs(schedule: Schedule) -> tuple[float, float]:
@@ -61,7 +61,7 @@ def test_any_schedule_is_valid(problem: SchedulingProblem) -> None:
 
 
 def test_the_paper_case_is_proven_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The solver's by its own measure, some tens of milliseconds; the rest by the calls of functions."""
+    """The solver's work in its own measure is some tens of milliseconds; the rest is measured by calls of functions."""
     problem = paper_case()
     schedule_tasks(SchedulingProblem(nodes=nodes_of(1), pending=tasks_of((1, 1.0))), method="cp-sat")  # loads OR-tools
     from ortools.sat.python import cp_model

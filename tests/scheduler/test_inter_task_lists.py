@@ -158,7 +158,7 @@ def test_a_node_where_a_task_runs_gets_less() -> None:
 
 
 def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which every look takes a tenth of a second: there are ten looks, and no more than 16 tries each."""
+    """Each reading of the clock takes a tenth of a second: there are ten readings, with at most 16 tries each."""
     tasks = tasks_of(*((1 + number % 3, 10.0 + number * 7919 % 1000) for number in range(400)))
     problem = SchedulingProblem(nodes=nodes_of(*(8,) * 20), pending=tasks)
     looks_s: list[float] = []

@@ -1,4 +1,4 @@
-"""Which tasks share: never worse than apart, near the best of all divisions, and only those that may."""
+"""The choice of tasks that share: never worse than apart, near the best partition, and only tasks that may share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def planned(problem: SchedulingProblem, method: str = "lpt") -> Schedule:
 
 
 def together(schedule: Schedule) -> set[frozenset[str]]:
-    """Tasks that share, of each executor."""
+    """Return the tasks that share each executor."""
     by_executor: dict[str, set[str]] = {}
     for placement in schedule.placements:
         if placement.executor:
@@ -124,7 +124,7 @@ def test_nobody_shares_for_the_good_of_a_lower_priority() -> None:
 
 
 def test_nobody_shares_where_the_last_task_of_a_lower_priority_ends_later() -> None:
-    """Shared, those of the high priority could end after 16 s and not 17, but the low one after 28 s and not 27."""
+    """Shared, those of high priority could end after 16 s instead of 17, but the low one after 28 s instead of 27."""
     times = ((5.0, 5.0), (6.0, 1.0), (7.0, 6.0), (10.0, 5.0), (4.0, 0.0))
     high = [demand_of(f"t{number}", *found, priority=1) for number, found in enumerate(times)]
     low = TaskDemand(task="low", num_gpus=1, duration_s=12.0)
@@ -269,7 +269,7 @@ def partitions(tasks: list[TaskDemand]) -> Iterator[list[list[TaskDemand]]]:
 
 
 def least_makespan(problem: SchedulingProblem) -> float:
-    """The least end of ``lpt`` over all partitions of the tasks."""
+    """Return the least makespan of ``lpt`` over all partitions of the tasks."""
     found = []
     for partition in partitions(list(problem.pending)):
         if all(len(part) == 1 or fits([task.sharing for task in part]) for part in partition):  # type: ignore[misc]

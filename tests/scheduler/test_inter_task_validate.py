@@ -71,7 +71,7 @@ def both(*changes: Change) -> Change:
 
 
 def asked(task: str, **changes: object) -> Other:
-    """The problem with another demand of ``task``, or with another sharing of it."""
+    """Return a change of the problem: another demand of ``task``, or another sharing of it."""
 
     def change(problem: SchedulingProblem) -> SchedulingProblem:
         of_sharing = {name: changes[name] for name in changes if name in ("base", "capacity_bytes", "slot_bytes")}
@@ -224,7 +224,7 @@ def test_whoever_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: 
     if not shared:
         return
     chosen = data.draw(st.sampled_from(shared))
-    # Sooner than alone, and later than the end of all that runs.
+    # sooner than alone, and later than the end of all that runs
     late_s = 1.0 + max((task.remaining_s for task in problem.running), default=0.0)
     for changes in ({"duration_s": chosen.duration_s * 1e-3}, {"start_s": chosen.start_s + late_s}):
         moved = dataclasses.replace(chosen, **changes)

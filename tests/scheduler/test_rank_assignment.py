@@ -1,4 +1,4 @@
-"""Who sits on which rank: laws that hold for any jobs and limits, and what happens at the tail."""
+"""Jobs in slots of ranks: invariants for any jobs and limits, and the end of a task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Situation = tuple[list[JobDemand], ResidentLimits]
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Jobs of a task midway, on several ranks: all that sit are spread, or none is."""
+    """Draw jobs of a running task on several ranks; all resident ones are spread, or none is."""
     num_ranks, per_rank = draw(st.integers(2, 4)), draw(st.integers(1, 4))
     row_tokens = draw(st.integers(1, 30))
     limits = ResidentLimits(
@@ -53,7 +53,7 @@ def slots_of(limits: ResidentLimits) -> RankSlots:
 
 
 def carry_out(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
-    """The jobs after ``plan``, as the executor would have them: one leaves its slot before another may enter it."""
+    """Apply ``plan`` as the executor does: a job leaves its slot before another enters it."""
     after = {demand.job: demand for demand in demands}
     for parking in plan.park:
         assert after[parking.job].slot is not None
@@ -67,7 +67,7 @@ def carry_out(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDeman
 
 
 def train(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
-    """Those of the jobs after ``plan`` that take the next step."""
+    """Return the jobs after ``plan`` that take the next step."""
     return [d for d in demands if d.slot is not None and (not d.is_waiting or d.job in plan.ahead)]
 
 
@@ -177,7 +177,7 @@ def test_jobs_are_spread_where_all_train_and_are_fewer_than_the_ranks(situation:
 
 
 def job(name: str, batch_size: int, **state: Any) -> JobDemand:
-    """A job whose rows have ten tokens."""
+    """Return a job whose rows have ten tokens."""
     return JobDemand(job=name, batch_size=batch_size, num_tokens=10 * batch_size, **state)
 
 
@@ -223,7 +223,7 @@ def test_the_tail_is_spread_and_comes_back_when_a_job_is_added() -> None:
 
 
 def test_a_spread_job_that_waits_leaves_the_other_ranks() -> None:
-    """Its place on them may be wanted; it keeps a slot of one."""
+    """Others may want its place there; it keeps a slot on one rank."""
     spread = [job("a", 4, slot=0, is_data_parallel=True), job("b", 1, slot=1, is_data_parallel=True, is_waiting=True)]
     after = carry_out(spread, plan_residents(spread, FOUR))
     assert [(demand.slot, demand.is_data_parallel) for demand in after] == [(0, False), (2, False)]

@@ -1,4 +1,4 @@
-"""The queue: what it starts, plans, retries, refuses, ignores, and offers to tasks with more GPUs than they need."""
+"""The queue: what it starts, plans, retries, refuses and ignores, and the GPUs it offers to tasks that can use more."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_what_no_cluster_or_quota_allows_is_refused_and_nothing_is_taken_in():
 def test_an_overrun_does_not_break_the_quota():
     queue = queue_of(2, quotas={"t": 1})
     assert started(submit(queue, 0, "a", "b", tenant="t", duration_s=10)) == ["a"]
-    assert queue.apply(Woken(time_s=10)) == []  # b's start has come and its GPU is free, but a runs still
+    assert queue.apply(Woken(time_s=10)) == []  # b's start has come and its GPU is free, but a still runs
     assert started(queue.apply(Finished(time_s=12, task="a", attempt=1))) == ["b"]
 
 
@@ -251,7 +251,7 @@ def submit_wide(queue: Queue, time_s: float, name: str, num_gpus: int) -> list[A
 
 
 def wide_and_waiting(*, waiting: bool = True) -> Queue:
-    """A task on all four GPUs, and another behind it."""
+    """Return a queue of a task on all four GPUs, and another that waits."""
     queue = Queue(
         [Node(name="n", gpus=(0, 1, 2, 3))],
         QueueSettings(),
@@ -302,7 +302,7 @@ def test_nothing_is_given_back_where_nobody_waits_until_somebody_does():
 
 @pytest.mark.parametrize(("duration_s", "takes"), [(159.0, True), (161.0, False)])
 def test_what_counts_is_the_time_of_gpus(duration_s: float, takes: bool):
-    # 40 s on four GPUs against so many on one.
+    # 40 s on four GPUs against this duration on one.
     assert bool(offer(wide_and_waiting(), duration_s=duration_s)) == takes
 
 

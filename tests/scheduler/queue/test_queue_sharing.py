@@ -32,7 +32,7 @@ G0 = Gpu("n", 0)
 
 
 class Seen:
-    """A solver that keeps the problems it is given."""
+    """A solver that records the problems it gets."""
 
     def __init__(self, method: str = "lpt") -> None:
         self.method = method
@@ -60,7 +60,7 @@ def submit(queue: Queue, time_s: float, *names: str, **more: object) -> list[Act
 
 
 def started(actions: list[Action]) -> dict[str, str]:
-    """Executor of each task that is started."""
+    """Return the executor of each started task."""
     return {action.task: action.executor for action in actions if isinstance(action, StartTask)}
 
 
@@ -78,7 +78,7 @@ def test_a_task_joins_later_and_all_are_expected_as_the_model_says():
     queue, seen = queue_of()
     assert started(submit(queue, 0, "a")) == {"a": "executor-1"}
     assert started(submit(queue, 5, "b")) == {"b": "executor-1"}
-    # a has 2 s of own work and 3 s of steps left.
+    # a has 2 s of own work and 3 s of steps left
     assert queue.tasks["a"].expected_end_s == pytest.approx(5 + 2 * 2 + 3)
     assert queue.tasks["b"].expected_end_s == pytest.approx(5 + 2 * 2 + 3 + 2 + 3)
     queue.apply(Finished(time_s=12, task="a", attempt=1))
@@ -223,7 +223,7 @@ def test_a_task_that_is_stopped_leaves_its_executor_to_the_others():
 
 
 def test_a_join_waits_for_the_next_plan_where_the_executor_has_ended():
-    """Joins are planned for now; one that is planned for later may find no executor any more."""
+    """Joins are planned for now; a later join may find no executor any more."""
     delay_s = {"b": 0.0}
 
     def solve(problem: SchedulingProblem, hint: object) -> Schedule:
