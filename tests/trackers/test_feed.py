@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and that a tracker which is slow, hangs or fails holds up no training."""
+"""The data that trackers get of a run; a tracker that is slow, hangs or fails does not delay training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Event = dict[str, Any]
 
 
 class Recorder:
-    """A tracker that keeps what it is told."""
+    """A tracker that records what it gets."""
 
     def __init__(self) -> None:
         self.runs: list[TrackedRun] = []
@@ -133,11 +133,11 @@ def test_other_events_are_passed_over(small_run: list[Event], event: str) -> Non
 CALLS = ("start", "log", "end_job", "finish")
 
 LIMIT_S = 120.0
-"""For what takes milliseconds where the machine is not busy."""
+"""A limit for what takes milliseconds on an idle machine."""
 
 
 class Tracker:
-    """Keeps which calls it got, and does ``mischief`` when it gets ``when``."""
+    """Records its calls, and does ``mischief`` at the call ``when``."""
 
     def __init__(self, when: str = "", mischief: Callable[[], object] = lambda: None) -> None:
         self.calls: list[str] = []
@@ -171,7 +171,7 @@ ERRORS = [RuntimeError("server\nis down"), SystemExit(3), KeyboardInterrupt(), M
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What a hanging tracker waits for; opened at the end, so that its thread ends."""
+    """The event that a hanging tracker waits for; set at the end, so that its thread ends."""
     gate = threading.Event()
     yield gate
     gate.set()
@@ -223,7 +223,7 @@ def test_tracker_that_hangs_delays_the_end_by_the_timeout_and_no_other_tracker(
     when: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that stands still but while somebody waits for the tracker that hangs."""
+    """The clock advances only while something waits for the hanging tracker."""
     waits_s = pass_time_for("hanging", monkeypatch)
     hanging, good = Tracker(when, gate.wait), Tracker()
     show(small_run, {"hanging": hanging, "good": good}, tmp_path, flush_timeout_s=30.0)
