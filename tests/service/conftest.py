@@ -19,7 +19,7 @@ collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("fastapi", "sqlal
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Path]:
-    """A running PostgreSQL server; tests that need one are skipped where there is none."""
+    """A running PostgreSQL server; tests that need one are skipped without it."""
     with running_server() as sockets:
         yield sockets
 

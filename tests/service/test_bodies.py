@@ -1,4 +1,4 @@
-"""Requests that are too much for memory and patience, or nothing that has a meaning."""
+"""Requests that are too large, too slow, or meaningless."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ OTHER = "rival"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a server has sent."""
+    """A server's answer."""
 
     status: int
     headers: http.client.HTTPMessage
@@ -331,7 +331,7 @@ def test_files_of_the_pages_are_kept_by_their_contents(setup: Setup) -> None:
     addresses = {address for path in pages(setup.task) for address in Page(setup.browser.get(path).text).fetched}
     assets = sorted(address for address in addresses if address.startswith("/dashboard/assets/"))
     assert len(assets) == 7
-    stranger = Browser(service=setup.service)  # the page of the login needs them
+    stranger = Browser(service=setup.service)  # the login page needs them
     for address in assets:
         plain, packed = stranger.get(address), stranger.get(address, Accept_Encoding="gzip")
         assert "immutable" in plain.headers["Cache-Control"]
@@ -397,7 +397,7 @@ BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """Runs wait in their middle for this file."""
+    """The file that runs wait for in their middle."""
     return tmp_path / "go"
 
 

@@ -1,4 +1,4 @@
-"""Where a database, disk, journal, clock or follower fails, others go on, and nothing is lost or done twice."""
+"""If a database, disk, journal, clock or follower fails, others continue, and nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from benchmarks.service.simulated_cluster import SimulatedCluster
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """Runs wait in their middle for this file."""
+    """The file that runs wait for in their middle."""
     return tmp_path / "go"
 
 
@@ -252,7 +252,7 @@ def test_a_job_that_is_put_off_again_waits_longer_each_time(service: Served) -> 
 def test_results_that_cannot_be_kept_take_no_place_of_jobs_that_wait(
     service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the control plane is given at a time: twice its four GPUs."""
+    """As many results as the control plane gets jobs at a time: twice its four GPUs."""
     client, artefacts = service.client(), service.service.artefacts
     gate.touch()
     write = artefacts.write_folder
@@ -352,7 +352,7 @@ def test_a_clock_that_jumps_changes_nothing_but_times(
 
 
 def test_a_slow_follower_delays_nobody_and_misses_nothing(service: Served) -> None:
-    """More events than the buffers of a connection hold, and a follower who does not read them for a while."""
+    """More events than the buffers of a connection hold, and a follower that does not read them for a while."""
     client, num = service.client(), 4000
     job = create(service, client)
     wait_for(lambda: status(client, job) == "running")
@@ -367,7 +367,7 @@ def test_a_slow_follower_delays_nobody_and_misses_nothing(service: Served) -> No
         request = f"GET /api/tasks/{job}/events?since={begin + 1} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"
         slow.sendall(request.encode())
         wait_for(lambda: b"200 OK" in slow.recv(4096))
-        # The server has met the full buffers; others are answered as before.
+        # The server has met the full buffers, and answers others as before.
         assert create(service, client) != job
         assert len(client.fine_tuning.jobs.list_events(job, limit=100).data) == 100
         client.fine_tuning.jobs.cancel(job)
@@ -380,6 +380,6 @@ def test_a_slow_follower_delays_nobody_and_misses_nothing(service: Served) -> No
                     break
     with service.service.store.reading() as session:
         num_events = find_job(session, "default", job).num_events
-    # The first events went by with the head of the answer.
+    # The first events arrived with the head of the answer.
     assert numbers == list(range(numbers[0], num_events + 1))
     assert numbers[0] <= begin + 3

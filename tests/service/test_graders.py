@@ -1,4 +1,4 @@
-"""Graders of answers: what requests may name, and what chooses the winner then."""
+"""Graders of answers: the graders that requests may name, and how they choose the winner."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def created(service: Served, select_by: Any, **more: Any) -> Any:
-    """The task of a job that was accepted with ``select_by``."""
+    """Return the task of an accepted job with ``select_by``."""
     client = service.client()
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": TRAINED | {"select_by": select_by, **more}}}
     job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client), method=method)

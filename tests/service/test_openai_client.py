@@ -1,5 +1,5 @@
-"""The unmodified client of OpenAI against a service with simulated executors: each of its methods for fine-tuning,
-files, uploads and models, its types as the oracle of every answer, pages, and repeated requests."""
+"""OpenAI's unmodified client against a service with simulated executors: each of its methods for fine-tuning, files,
+uploads and models, its types as the oracle of every answer, pages, and repeated requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def done(service: Served, client: openai.OpenAI) -> Any:
 
 
 def strict(kind: Any, response: Any) -> Any:
-    """The answer as an object of the client, which coerces nothing; ``paused`` is a status that its type lacks."""
+    """Return the answer as an object of the client, without coercion; its type lacks the status ``paused``."""
     values = json.loads(response.http_response.content)
     if values.get("status") == "paused" and kind is FineTuningJob:
         values["status"] = "queued"
@@ -123,7 +123,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], type[openai.APIStatusError] | None]] = 
     "models.list": ({}, None),
     "models.retrieve": ({"model": "ft:none"}, NONE),
 }  # fmt: skip
-"""By method: a request for what is not there or not supported, and the error of the client."""
+"""Requests by method for absent or unsupported objects, and the client's errors."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -431,7 +431,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 
 def repeated(service: Served, client: openai.OpenAI) -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """By what is created: its table, and the request."""
+    """Return by kind the table of an object, and a request that creates it."""
     file = service.upload(client)
     upload = client.uploads.create(bytes=1000, filename="a", **PART).id  # type: ignore[arg-type]
     return {
@@ -530,7 +530,7 @@ def test_a_paused_job_is_a_job(service: Served, client: openai.OpenAI) -> None:
 def test_the_repetition_of_a_request_that_was_one_too_many_creates_an_object_of_its_own(
     service: Served, monkeypatch: pytest.MonkeyPatch, kind: str, *, is_cancelled: bool
 ) -> None:
-    """The unmodified client sends a request once more after 429, and must not be given an older object."""
+    """The unmodified client repeats a request after 429, and must not get an older object."""
     client = service.client(max_retries=2)
     create = repeated(service, client)[kind][1]
     older = create().id
@@ -563,7 +563,7 @@ def test_a_key_of_a_request_that_was_refused_is_free(service: Served, monkeypatc
 def test_a_repetition_finds_no_object_that_was_cancelled_or_deleted(
     service: Served, client: openai.OpenAI, kind: str
 ) -> None:
-    """Where a proxy has refused the request, this service never saw it."""
+    """If a proxy has refused the request, this service never saw it."""
     create = repeated(service, client)[kind][1]
     older = create().id
     end = {"job": client.fine_tuning.jobs.cancel, "file": client.files.delete, "upload": client.uploads.cancel}
@@ -572,7 +572,7 @@ def test_a_repetition_finds_no_object_that_was_cancelled_or_deleted(
 
 
 def refused_once(service: Served, monkeypatch: pytest.MonkeyPatch, create: Callable[[], Any]) -> str:
-    """The id of what a request has created whose first attempt was refused as one too many."""
+    """Return the id of the object created by a request whose first attempt was refused by the rate limit."""
     take, refused = service.service.rates.take, list[str]()
 
     def refuse_once(name: str, requests_per_s: float | None) -> None:

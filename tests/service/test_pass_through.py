@@ -1,4 +1,4 @@
-"""Requests to models, passed on to a vLLM server: by the real client, through a real server."""
+"""Requests to models, forwarded to a vLLM server: by the real client, through a real server."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def ready_model(service: Served, job: str, **own: Any) -> str:
 
 
 def last_completion(vllm: FakeVllm) -> tuple[Any, dict[str, str]]:
-    """Body and headers of the newest request for a completion."""
+    """Return body and headers of the newest request for a completion."""
     return next((body, headers) for _, path, body, headers in reversed(vllm.asked) if path.endswith("completions"))
 
 

@@ -1,4 +1,4 @@
-"""Requests for what the machine of the service has: its files, its network, its logs."""
+"""Requests for what the service's machine has: its files, its network, its logs."""
 
 from __future__ import annotations
 

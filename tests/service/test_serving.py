@@ -81,7 +81,7 @@ def turns(service: Service) -> Turns:
 
 @pytest.fixture
 def names(service: Service) -> Callable[[], list[str]]:
-    """Ids of the models that clients are listed."""
+    """A function that returns the ids of the models listed to clients."""
     app = TestClient(create_app(service), base_url="http://localhost")
     return lambda: [model["id"] for model in app.get("/v1/models").json()["data"]]
 
@@ -325,7 +325,7 @@ def test_one_adapter_that_the_server_stumbles_over_does_not_keep_others_waiting(
     row = row_of(service, bad)
     assert (row.serving, row_of(service, good).serving) == ("pending", "none")
     assert "failed before the answer was complete" in str(row.serving_details)
-    turns.after(_INTERVAL_S)  # tries the same one again, and waits for longer then
+    turns.after(_INTERVAL_S)  # tries the same one again, and then waits longer
     vllm.drops.clear()
     turns.after(_INTERVAL_S)
     assert (row_of(service, bad).serving, row_of(service, good).serving) == ("pending", "ready")

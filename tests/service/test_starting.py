@@ -1,4 +1,4 @@
-"""How a service starts, what it logs and counts, its settings, and its keys on the command line."""
+"""The start of a service, its logs and counts, its settings, and its keys on the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def taken() -> Iterator[int]:
 
 @pytest.fixture
 def loggers() -> Iterator[None]:
-    """Loggers, and what makes their records, are afterwards what they were before."""
+    """Restore loggers and the factory of log records afterwards."""
     factory = logging.getLogRecordFactory()
     found = [logging.getLogger(name) for name in ("", "alto.service", "uvicorn.error")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in found]
@@ -86,7 +86,7 @@ def record_with_a_time_of_ray(*arguments: Any, **keywords: Any) -> logging.LogRe
 def test_warnings_of_other_packages_are_lines_of_the_log(
     capsys: pytest.CaptureFixture[str], loggers: None, *, as_json: bool
 ) -> None:
-    # Ray, once imported, makes the records of its process, and gives each a time of its own.
+    # Ray, once imported, makes its process's log records, each with a time of its own.
     logging.setLogRecordFactory(record_with_a_time_of_ray)
     configure_logs(as_json=as_json)
     logging.getLogger("python_multipart.multipart").warning("Expected boundary character %d", 45)

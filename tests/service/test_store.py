@@ -1,4 +1,4 @@
-"""What the service asks of a database, on SQLite and on PostgreSQL alike."""
+"""The service's use of a database, equal on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_pages_hold_each_row_once(store: Store, *, is_ascending: bool) -> None:
 def test_every_entry_of_a_journal_is_told_once_whoever_leads(
     store: Store, small_run: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Each entry by another coordinator, as all at once."""
+    """Entries read one by one, by different coordinators, equal entries read at once."""
     lines = [f"{json.dumps(event)}\n" for event in small_run]
     told = []
     for parts in (["".join(lines)], lines):
@@ -414,7 +414,7 @@ def test_the_database_tells_the_time(store: Store) -> None:
 def test_servers_with_one_host_and_one_process_id_do_not_take_leadership_from_each_other(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two containers: the process that leads cannot be seen from the second."""
+    """There are two containers: the leading process cannot be seen from the second."""
     monkeypatch.setattr(socket, "gethostname", lambda: "alto")
     monkeypatch.setattr(os, "getpid", lambda: 7)
     first = Leadership(store)
@@ -487,7 +487,7 @@ def test_a_database_of_an_older_version_gets_a_new_leader_at_once(database: str)
 
 
 def test_tenants_take_turns(store: Store) -> None:
-    """Those first who have fewest jobs in the control plane; of each its own order."""
+    """Tenants with the fewest jobs in the control plane come first; each keeps its own order."""
     waiting = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c")]
     assert in_turns(waiting, {}) == ["a1", "b1", "c1", "a2", "a3"]
     assert in_turns(waiting, {"a": 1, "c": 2}) == ["b1", "a1", "a2", "c1", "a3"]

@@ -1,4 +1,5 @@
-"""What a user of OpenAI's client does, from the upload of a file to the fine-tuned model, with simulated executors."""
+"""The story of a user of OpenAI's client, from the upload of a file to the fine-tuned model, with simulated
+executors."""
 
 from __future__ import annotations
 

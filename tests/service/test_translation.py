@@ -1,4 +1,4 @@
-"""What requests for jobs become, and what they can never set."""
+"""The translation of requests into jobs, and the settings that requests can never set."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.task import TASK_FIELDS
 
 ROWS = {"model": "alto-tiny", "name": "task", "dataset": "training.jsonl", "report_to": "none"}
-"""What a service sets itself."""
+"""Keys that a service sets itself."""
 
 REFUSED_TASK_KEYS = {
-    # Models, rows and code of the service's machine.
+    # models, rows and code of the service's machine
     *("model", "init_adapter", "refit", "trust_remote_code", "use_safetensors", "torch_compile", "chat_template"),
     *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "validation_dataset", "test_dataset"),
     # Trackers reach other servers.
     "report_to",
-    # Set by the service itself.
+    # set by the service itself
     *("name", "method", "tenant", "share_executor", "checkpoint_interval_s", "keep", "token_cache", "test_jobs"),
-    # Methods that requests cannot name.
+    # Requests cannot name these methods.
     *("problem_type", "num_labels", "id2label"),
 }
 
@@ -35,7 +35,7 @@ def asked(values: dict[str, Any], method: str = "supervised", seed: int | None =
 
 
 def space(values: dict[str, Any], **more: Any) -> dict[str, list[Any]]:
-    """Values that the jobs of a request have, by the fields in which they differ."""
+    """Return the values that the jobs of a request have, for the fields in which they differ."""
     configs = [job.config.to_dict() for job in asked(values, **more).jobs]
     varied = {key: {str(config[key]): config[key] for config in configs} for key in configs[0]}
     return {key: sorted(found.values()) for key, found in varied.items() if len(found) > 1}
@@ -263,7 +263,7 @@ def test_rules_of_packages_are_refused() -> None:
 
 
 def test_no_field_of_a_job_is_a_path_or_an_address() -> None:
-    """Fields that hold text, each with what it takes; a new one is to be looked at."""
+    """A field that holds text is listed with what it accepts; a new one must be reviewed."""
     words = ("/etc/passwd", "http://localhost:1/x", "os.system")
     taken = set()
     for field in JOB_FIELDS:
