@@ -1,4 +1,5 @@
-"""What a machine without a network lacks: found by following requirements, under its Python and not under this one."""
+"""Missing packages of a machine without a network: found by following requirements, for its Python instead of this
+one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MACHINE = Machine(
 
 
 class Index:
-    """Packages by name, version and requirements; gives the newest that satisfies, as pip does."""
+    """Packages by name, version and requirements; gives the newest one that satisfies, as pip does."""
 
     def __init__(self, packages: Mapping[str, Mapping[str, list[str]]]) -> None:
         self.packages = packages
