@@ -252,7 +252,7 @@ def test_a_job_that_is_put_off_again_waits_longer_each_time(service: Served) -> 
 def test_results_that_cannot_be_kept_take_no_place_of_jobs_that_wait(
     service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many results as the control plane gets jobs at a time: twice its four GPUs."""
+    """There are twice as many jobs as its four GPUs, which is what the control plane gets at a time."""
     client, artefacts = service.client(), service.service.artefacts
     gate.touch()
     write = artefacts.write_folder
