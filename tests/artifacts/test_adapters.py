@@ -78,7 +78,7 @@ def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"use_dora": True},
@@ -89,12 +89,12 @@ def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
     ],
 )
 def test_what_vllm_cannot_serve_is_said_instead_of_a_command(
-    settings: dict[str, Any], said: str, base: Path, tmp_path: Path
+    settings: dict[str, Any], message: str, base: Path, tmp_path: Path
 ) -> None:
     result = alto.Engine().export(save_adapter(base, tmp_path / "mine", **settings), tmp_path / "out")
     assert result.command == ""
     (note,) = result.notes
-    assert said in note
+    assert message in note
     assert note.endswith("--merged writes a model that vLLM serves.")
 
 

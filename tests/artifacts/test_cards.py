@@ -85,8 +85,8 @@ def run_card(folder: Path, elsewhere: pytest.MonkeyPatch, **objects: Any) -> dic
     assert code.splitlines().count(FOLDER) == 1
     code = code.replace(FOLDER, f"folder = {str(folder)!r}")
     for name in objects:
-        asked = rf"^{name} = \.\.\.(?=  # the \w+ that ALTO was given .*; put it here$)"
-        code, count = re.subn(asked, f"{name} = {name}", code, flags=re.MULTILINE)
+        pattern = rf"^{name} = \.\.\.(?=  # the \w+ that ALTO was given .*; put it here$)"
+        code, count = re.subn(pattern, f"{name} = {name}", code, flags=re.MULTILINE)
         assert count == 1
     names = dict(objects)
     elsewhere.chdir(folder.parent)

@@ -296,14 +296,14 @@ def adding(template: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"),
+    ("backend", "message"),
     [
         (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "a byte-level BPE tokenizer, found WordLevel"),
         (Tokenizer(models.Unigram([("a", 0.0)])), "a byte-level BPE tokenizer, found Unigram"),
     ],
 )
-def test_a_tokenizer_of_another_kind_is_refused(backend: Tokenizer, said: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{said}.*convert_hf_to_gguf"):
+def test_a_tokenizer_of_another_kind_is_refused(backend: Tokenizer, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{message}.*convert_hf_to_gguf"):
         add_vocabulary(Writer(), PreTrainedTokenizerFast(tokenizer_object=backend), 10)
 
 
@@ -315,7 +315,7 @@ def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (LlamaConfig(hidden_act="gelu", **SIZES), "expected hidden_act silu, found 'gelu'"),
         (Qwen3Config(attention_bias=True, **SIZES), "expected a Qwen3 model without biases"),
@@ -325,8 +325,8 @@ def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
         ),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_is_refused(config: PreTrainedConfig, said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
+def test_what_llama_cpp_computes_otherwise_is_refused(config: PreTrainedConfig, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         architecture_of(config)
 
 

@@ -71,8 +71,8 @@ def test_tensors_of_another_shape_are_said_by_their_files(folder: Path) -> None:
     name = sorted(weights)[0]
     weights[name] = torch.cat([weights[name], weights[name]])
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    (said,) = differences(folder)
-    assert said.startswith(f"other weights: {WEIGHTS} (")
+    (message,) = differences(folder)
+    assert message.startswith(f"other weights: {WEIGHTS} (")
     edit_config(folder, vocab_size=1)
     assert differences(folder)[1:] == ["a different config.json"]
 

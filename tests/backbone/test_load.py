@@ -50,14 +50,14 @@ def save(model: PreTrainedModel, folder: Path, **settings: object) -> Path:
     return folder
 
 
-def assert_refused(folder: Path, *said: str, kind: type[ModelError] = ModelError, **settings: bool) -> None:
+def assert_refused(folder: Path, *parts: str, kind: type[ModelError] = ModelError, **settings: bool) -> None:
     with pytest.raises(ModelError) as caught:
         load_backbone(BaseModelSpec(id=str(folder), **settings))
     assert type(caught.value) is kind
     message = str(caught.value)
     assert message.startswith("model: expected ")
     assert "\n" not in message
-    for part in (repr(str(folder)), "; ", *said):
+    for part in (repr(str(folder)), "; ", *parts):
         assert part in message
 
 
@@ -93,8 +93,8 @@ class TestHalfPrecisionOnACpu:
     def test_is_refused_where_there_are_none(self, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         missing = {"avx512_bf16": False, "amx_bf16": False, "avx512_f": True, "f16c": True}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: missing)
-        said = rf"^dtype: expected a CPU that computes in {dtype} \(A.*; set dtype: float32 \(auto .*, or use a GPU$"
-        with pytest.raises(UnsupportedError, match=said):
+        text = rf"^dtype: expected a CPU that computes in {dtype} \(A.*; set dtype: float32 \(auto .*, or use a GPU$"
+        with pytest.raises(UnsupportedError, match=text):
             load_backbone(BaseModelSpec(id="alto-tiny", dtype=dtype))
         assert load_network(BaseModelSpec(id="alto-tiny", dtype=dtype)).dtype == getattr(torch, dtype)  # to merge
         assert load_backbone(BaseModelSpec(id="alto-tiny")).dtype == torch.float32
@@ -180,7 +180,7 @@ class TestConfig:
             load_backbone(BaseModelSpec(id=str(tmp_path)))
 
     @pytest.mark.parametrize(
-        ("config", "said"),
+        ("config", "text"),
         [
             ("{}", "model_type"),
             ('{"hidden_size": 8}', "model_type"),
@@ -192,10 +192,10 @@ class TestConfig:
             ('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}', "not a multiple"),
         ],
     )
-    def test_that_is_none(self, folder: Path, config: str, said: str) -> None:
+    def test_that_is_none(self, folder: Path, config: str, text: str) -> None:
         (folder / "config.json").write_text(config, encoding="utf-8")
-        kind = ModelNotFoundError if said == "JSON" else ModelError  # transformers chooses between the two
-        assert_refused(folder, "config.json", said, kind=kind)
+        kind = ModelNotFoundError if text == "JSON" else ModelError  # transformers chooses between the two
+        assert_refused(folder, "config.json", text, kind=kind)
 
     @pytest.mark.parametrize(
         "model",
@@ -241,8 +241,8 @@ class TestWeights:
         path = sorted(tmp_path.glob("model-*.safetensors"))[1]
         path = path if lost == "a shard" else tmp_path / "model.safetensors.index.json"
         path.unlink()
-        said = path.name if lost == "a shard" else WEIGHTS
-        assert_refused(tmp_path, said, "copy or download", kind=ModelNotFoundError)
+        text = path.name if lost == "a shard" else WEIGHTS
+        assert_refused(tmp_path, text, "copy or download", kind=ModelNotFoundError)
 
     def test_a_matrix_missing(self, folder: Path) -> None:
         """transformers would initialise it at random and go on."""

@@ -190,16 +190,16 @@ class TestKernel:
 
     def test_logits_are_read_by_it_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
-        kernel, asked = functions().cross_entropy, []
+        kernel, in_place = functions().cross_entropy, []
         monkeypatch.setattr(output_head.F, "log_softmax", None)
 
         def watched(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | None) -> Tensor:
-            asked.append(gradient_CV is logits_CV)
+            in_place.append(gradient_CV is logits_CV)
             return kernel(logits_CV, targets_C, gradient_CV)
 
         token_losses(hidden_SH, weight_VH, targets_S, kernel=watched).sum().backward()
         token_losses(hidden_SH.detach(), weight_VH, targets_S, kernel=watched)
-        assert asked == [True, False], "the gradient takes the place of the logits where one is needed"
+        assert in_place == [True, False], "the gradient takes the place of the logits where one is needed"
 
     def test_no_kernel_computes_a_cap_or_a_scale(self) -> None:
         hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)

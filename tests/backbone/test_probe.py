@@ -271,9 +271,9 @@ def test_a_factor_of_the_logits_is_found(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_trained_rightly_is_refused(name: str, dtype: torch.dtype) -> None:
-    make, said = REFUSED[name]
+    make, message = REFUSED[name]
     model = make().to(dtype)
-    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}: expected .*({said})"):
+    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}: expected .*({message})"):
         Backbone(model, None, "tiny")
 
 

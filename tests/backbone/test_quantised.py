@@ -68,8 +68,8 @@ def test_a_checkpoint_that_lies_quantised_on_disk_loads(bits: int, tmp_path: Pat
     wanted: Quantisation = "4bit" if bits == 4 else "8bit"
     other: Quantisation = "8bit" if bits == 4 else "4bit"
     expected = layers(load_network(BaseModelSpec(id="alto-tiny", quantisation=wanted)))
-    for asked in ("none", wanted):
-        found = layers(load_network(BaseModelSpec(id=str(tmp_path), quantisation=asked)))
+    for quantisation in ("none", wanted):
+        found = layers(load_network(BaseModelSpec(id=str(tmp_path), quantisation=quantisation)))
         assert len(found) == len(expected)
         assert all(torch.equal(one.weight, two.weight) for one, two in zip(found, expected, strict=True))
     with pytest.raises(ModelError, match=rf"is stored on disk in {bits} bits; remove 'load_in_{other}'"):

@@ -70,8 +70,8 @@ def cases(base: Path) -> dict[str, Case]:
         "own code": ("own code", {}, ModelError, "with all your rights"),
         "torch_compile": ("llama", {"torch_compile": True}, UnsupportedError, "torch_compile: .* remove the key"),
     }
-    for name, (model, settings, kind, said) in refusals.items():
-        found[f"refused: {name}"] = checks.refused, (folder(model), settings, kind, said)
+    for name, (model, settings, kind, message) in refusals.items():
+        found[f"refused: {name}"] = checks.refused, (folder(model), settings, kind, message)
     equal = checks.losses_and_gradients_equal_those_of_the_whole_model
     for name in ("llama", "gemma-tied", "gemma2", "phi"):
         for is_on in (False, True):

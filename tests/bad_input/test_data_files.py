@@ -78,8 +78,8 @@ def hostile(folder: Path) -> Path:
     ],
 )
 def test_no_dataset(refusal: Any, hostile: Path, dataset: str, message: str) -> None:
-    said = refusal("preview", dataset)
-    assert message in said
+    error = refusal("preview", dataset)
+    assert message in error
     (hostile / "task.yaml").write_text(json.dumps({"model": "alto-tiny", "dataset": dataset}), encoding="utf-8")
     assert message in refusal("tune", "task.yaml", "--set", "name=x")
 

@@ -53,11 +53,11 @@ def test_no_number_is_taken_for_one(model: type[BaseModel], key: str) -> None:
             continue  # as in TrainingArguments, and tested with them
         with pytest.raises(SpecError) as caught:
             task_with(model, key, value)
-        said = str(caught.value)
-        assert key in said
-        assert "should be" in said
-        assert "found" in said
-        assert len(said) < 400
+        error = str(caught.value)
+        assert key in error
+        assert "should be" in error
+        assert "found" in error
+        assert len(error) < 400
 
 
 @pytest.mark.parametrize(("model", "key"), NUMBERS, ids=[key for _, key in NUMBERS])
@@ -72,7 +72,7 @@ def test_bounds_hold_at_zero(model: type[BaseModel], key: str) -> None:
             task_with(model, key, zero)
         except SpecError as error:
             refused.append(str(error))
-        assert all(key in said for said in refused)
+        assert all(key in text for text in refused)
         outcomes.append(bool(refused))
     assert len(set(outcomes)) == 1
 
@@ -147,9 +147,9 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
 )  # fmt: skip
 def test_a_wrong_task_is_refused_in_words(refusal: Any, folder: Path, lines: str, message: str) -> None:
     (folder / "task.yaml").write_text(TASK + lines + "\n", encoding="utf-8")
-    said = refusal("tune", "task.yaml")
-    assert "task.yaml" in said
-    assert message in said
+    error = refusal("tune", "task.yaml")
+    assert "task.yaml" in error
+    assert message in error
 
 
 def bomb(template: str) -> str:

@@ -132,7 +132,7 @@ class TestTheGate:
         assert gate_failures({"same": _Off(base, workload, lambda found: found)}, base, workload, (1, 2)) == []
 
     @pytest.mark.parametrize(
-        ("change", "said"),
+        ("change", "message"),
         [
             (_a_hundredth_off(0), "job 1: gradient of A"),
             (_a_hundredth_off(1), "job 1: gradient of B"),
@@ -142,10 +142,10 @@ class TestTheGate:
         ],
         ids=["A", "B", "loss", "swapped", "missing"],
     )
-    def test_is_red(self, base, workload, change, said):
+    def test_is_red(self, base, workload, change, message):
         failures = gate_failures({"off": _Off(base, workload, change)}, base, workload, (2,))
         assert failures
-        assert failures[0].startswith(f"off, batch size 2, {said}")
+        assert failures[0].startswith(f"off, batch size 2, {message}")
 
     def test_is_red_for_what_is_no_number(self):
         nan = JobFacts(loss=float("nan"), gradients={"m": (torch.ones(1, 1), torch.full((1, 1), float("nan")))})

@@ -177,14 +177,14 @@ def test_the_systems_see_the_same_tokens(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
     ours = tokenize_pairs(tokenizer, ROWS, max_length=64)
 
-    def said(role: str, text: str) -> list[dict[str, str]]:
+    def turn(role: str, text: str) -> list[dict[str, str]]:
         return [{"role": role, "content": text}]
 
     conversations = [
         {
-            "prompt": said("user", row["prompt"]),
-            "chosen": said("assistant", row["chosen"]),
-            "rejected": said("assistant", row["rejected"]),
+            "prompt": turn("user", row["prompt"]),
+            "chosen": turn("assistant", row["chosen"]),
+            "rejected": turn("assistant", row["rejected"]),
         }
         for row in ROWS
     ]

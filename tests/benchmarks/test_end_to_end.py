@@ -35,11 +35,11 @@ Found = tuple[dict[str, Any], Sweep, Mapping[str, Outcome], Path]
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """The result file, and the arguments of its gate."""
     folder = tmp_path_factory.mktemp("end-to-end")
-    asked = list[tuple[Sweep, Mapping[str, Outcome]]]()
+    calls = list[tuple[Sweep, Mapping[str, Outcome]]]()
     unpatched = gate.outcome_failures
 
     def outcome_failures(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[str]:
-        asked.append((sweep, outcomes))
+        calls.append((sweep, outcomes))
         return unpatched(sweep, outcomes)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Found:
         arguments = ["--scale", "smoke", "--out", str(folder), "--threads", "1"]
         assert program.main(arguments) == 0
     result = json.loads((folder / "end_to_end-smoke.json").read_text(encoding="utf-8"))
-    return result, *asked[0], folder
+    return result, *calls[0], folder
 
 
 def test_every_system_sweeps_and_is_judged(found: Found) -> None:

@@ -367,13 +367,13 @@ def test_pieces_of_two_commands_are_one_result(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [(["--models", "8b"], "--models: expected some of smoke"), (["--stages", "whole"], "invalid choice: 'whole'")],
 )
-def test_models_and_stages_that_are_not_there_are_refused(options, said, capsys):
+def test_models_and_stages_that_are_not_there_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         main([*SMALL, *options])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_slowest_comes_last_and_every_piece_of_a_gpu_can_be_chosen():

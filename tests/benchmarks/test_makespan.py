@@ -58,16 +58,16 @@ def test_figures_are_ratios_to_batching_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (measured(50.0, starts=(0.0, 4.0)), "B+S: two tasks at a time on local:0"),
         (measured(50.0, loss=2.2), "a: best loss 2.2000 when scheduled, 2.0000 in order"),
     ],
     ids=["shared", "other adapters"],
 )
-def test_the_gate_refuses(broken: makespan.Measured, said: str) -> None:
+def test_the_gate_refuses(broken: makespan.Measured, message: str) -> None:
     (failure,) = makespan.gate(four(**{"B+S": broken}))
-    assert failure.startswith(said)
+    assert failure.startswith(message)
 
 
 def test_the_gate_refuses_a_task_that_ran_twice() -> None:

@@ -173,9 +173,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
 def test_what_cannot_be_measured_is_said_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")
     (tmp_path / "few.jsonl").write_text('{"a": "b", "b": "c"}\n' * 2, encoding="utf-8")
@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_is_said_in_a_line(
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2
-    assert said.format(folder=tmp_path) in " ".join(capsys.readouterr().err.split())
+    assert message.format(folder=tmp_path) in " ".join(capsys.readouterr().err.split())
     assert sorted(RESULTS_DIR.iterdir()) == before
     assert not list(tmp_path.glob("*.json"))
 

@@ -111,7 +111,7 @@ class TestSeveralCommands:
         assert result_in(tmp_path)["commit"] == "a" * 40
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"commit": "b" * 40}, "commit bbbbbbbbbbbbbbbbbb, not aaaaaaaaaaaaaaaaaa"),
             ({"source": "other"}, "another state of the source"),
@@ -124,13 +124,13 @@ class TestSeveralCommands:
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_of_two_origins_are_never_one_result(self, tmp_path, origin, capsys, changes, said):
+    def test_of_two_origins_are_never_one_result(self, tmp_path, origin, capsys, changes, message):
         run_pieces(STUDY, good("two"), tmp_path / "a")
         old = read_pieces(STUDY, tmp_path / "a")[0]
         origin(**changes)
         run_pieces(STUDY, good("one"), tmp_path / "b")
         new = read_pieces(STUDY, tmp_path / "b")[0]
-        assert any(said in phrase for phrase in new.origin.differences(old.origin))
+        assert any(message in phrase for phrase in new.origin.differences(old.origin))
         with pytest.raises(ValueError, match="Expected pieces of one commit, machine and set of versions"):
             merge(STUDY, [tmp_path / "a", tmp_path / "b"], tmp_path / "c")
         assert not (tmp_path / "c").exists()

@@ -236,9 +236,9 @@ def test_show_tells_what_was_measured_beside_the_loss(
 
 
 def test_commands_to_an_interrupted_run_are_carried_out_when_it_goes_on(interrupted: Path) -> None:
-    asked = invoke("job", "clone", interrupted, "job-000", "--set", "lr=5e-4", "--warm")
-    assert asked.exit_code == 0, asked.output
-    assert f"alto resume {interrupted}" in asked.stdout.replace("\n", " ")
+    result = invoke("job", "clone", interrupted, "job-000", "--set", "lr=5e-4", "--warm")
+    assert result.exit_code == 0, result.output
+    assert f"alto resume {interrupted}" in result.stdout.replace("\n", " ")
     assert invoke("job", "stop", interrupted, "job-001").exit_code == 0
     assert invoke("resume", interrupted, "--quiet").exit_code == 0
     events = read_journal(interrupted)

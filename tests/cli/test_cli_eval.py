@@ -187,8 +187,8 @@ def test_a_regressor_has_its_squared_error_and_rank_correlation(is_constant: boo
     rho = "–" if is_constant else f"{found['spearman']:.4f}"
     (cells,) = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
     assert cells == ["best", f"{found['mse']:.6g}", rho]
-    asked = json.loads(invoke(run, "--json").stdout, parse_constant=lambda found: pytest.fail(f"{found} is not JSON"))
-    assert asked["adapters"][0]["evaluation"]["mse"] == found["mse"]
+    printed = json.loads(invoke(run, "--json").stdout, parse_constant=lambda found: pytest.fail(f"{found} is not JSON"))
+    assert printed["adapters"][0]["evaluation"]["mse"] == found["mse"]
     assert f'<td class="number">{found["mse"]:.4g}</td>' in (run / "report.html").read_text(encoding="utf-8")
 
 

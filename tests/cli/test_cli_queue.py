@@ -65,10 +65,10 @@ def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir,
         return Answer(done=name == "good", message=f"{name} it is")
 
     with worked_on(queue, answer):
-        said = invoke("submit", queue.root, *files)
-    assert said.stdout == "good it is\n"
-    assert isinstance(said.exception, QueueCommandError)
-    assert str(said.exception) == "bad it is\nworse it is"
+        result = invoke("submit", queue.root, *files)
+    assert result.stdout == "good it is\n"
+    assert isinstance(result.exception, QueueCommandError)
+    assert str(result.exception) == "bad it is\nworse it is"
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir,
 def test_a_queue_that_ends_meanwhile_is_not_waited_for(words: list[str], what: str, queue: QueueDir) -> None:
     command, *rest = words
     with worked_on(queue, lambda _: None):
-        said = invoke(command, queue.root, *rest)
-    assert said.exit_code == 0
-    assert said.stdout.startswith(what)
+        result = invoke(command, queue.root, *rest)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(what)
 
 
 def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +157,8 @@ def test_a_command_to_a_job_of_a_queue_names_what_to_resume(tmp_path: Path) -> N
     jobs = [{"job": "job-000", "config": {}, "total_steps": 10, "samples_budgeted": 10}]
     with Journal(queue.run_of("a").journal_file) as journal:
         journal.append(event("task_started", task="a", jobs=jobs))
-    said = CliRunner().invoke(app, ["job", "stop", str(queue.run_of("a").root), "job-000"])
-    assert said.stdout.strip().endswith(
+    result = CliRunner().invoke(app, ["job", "stop", str(queue.run_of("a").root), "job-000"])
+    assert result.stdout.strip().endswith(
         f"No process works on this run; the command takes effect with: alto resume {queue.root}"
     )
 
@@ -173,6 +173,6 @@ def test_a_command_to_a_job_is_not_waited_for_where_its_process_ends(
     looks = iter([True, True, False])
     monkeypatch.setattr("alto.cli.control._LOOK_S", 0.0)
     monkeypatch.setattr(RunDir, "is_locked", lambda _: next(looks))
-    said = invoke("job", "stop", run.root, "job-000")
-    assert "No process works on this run" in said.stdout
+    result = invoke("job", "stop", run.root, "job-000")
+    assert "No process works on this run" in result.stdout
     assert list(looks) == []

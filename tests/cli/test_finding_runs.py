@@ -127,10 +127,10 @@ def test_the_latest_run_is_evaluated_where_no_adapter_is_named(
     folder: Path, small_run: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A later queue has no adapter of its own."""
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def evaluate(engine: Engine, targets: Any, **settings: Any) -> None:
-        asked.append(targets)
+        calls.append(targets)
         raise RunNotFoundError("far enough")
 
     monkeypatch.setattr(Engine, "evaluate", evaluate)
@@ -139,16 +139,16 @@ def test_the_latest_run_is_evaluated_where_no_adapter_is_named(
     write_queue(folder / "runs", {"a": make_task(folder, name="a")}, start=START + 200)
     assert invoke("eval").stderr == "latest run: runs/new\n"
     assert invoke("eval", "runs/old").stderr == ""
-    assert asked == [[Path("runs/new")], [Path("runs/old")]]
+    assert calls == [[Path("runs/new")], [Path("runs/old")]]
 
 
 def test_the_latest_interrupted_run_is_resumed_where_none_is_named(
     folder: Path, small_run: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def resume(engine: Engine, run: Path, **settings: Any) -> None:
-        asked.append(run)
+        calls.append(run)
         raise RunNotFoundError("far enough")
 
     monkeypatch.setattr(Engine, "resume", resume)
@@ -156,7 +156,7 @@ def test_the_latest_interrupted_run_is_resumed_where_none_is_named(
         write_run(folder / "runs", f"run-{index}", events, start=START + index)
     with RunDir(folder / "runs" / "run-3").locked():
         assert invoke("resume", "--quiet").stderr == "latest interrupted run: runs/run-1\n"
-    assert asked == [Path("runs/run-1")]
+    assert calls == [Path("runs/run-1")]
 
 
 @pytest.mark.parametrize(
@@ -176,9 +176,9 @@ def test_where_there_is_none_an_error_says_what_to_do(
         (folder / "runs").mkdir()
     if has_folder and command == "resume":
         write_run(folder / "runs", "done", small_run, start=START)
-    said = invoke(command)
-    assert isinstance(said.exception, RunNotFoundError)
-    assert str(said.exception) == (
+    result = invoke(command)
+    assert isinstance(result.exception, RunNotFoundError)
+    assert str(result.exception) == (
         f"expected a run, found that none is named and that {folder.resolve() / 'runs'} {remedy}"
     )
 
@@ -257,6 +257,6 @@ def test_a_task_of_a_queue_that_runs_shows_how_long_it_takes(
 
 
 def test_a_folder_of_runs_in_the_place_of_a_queue_is_recognised(runs: Path) -> None:
-    said = invoke("list", "runs")
-    assert isinstance(said.exception, RunNotFoundError)
-    assert str(said.exception).endswith("list its runs with: alto list --output-dir runs")
+    result = invoke("list", "runs")
+    assert isinstance(result.exception, RunNotFoundError)
+    assert str(result.exception).endswith("list its runs with: alto list --output-dir runs")

@@ -249,19 +249,19 @@ def test_what_no_executor_writes_is_no_end_of_the_queue(line: dict[str, Any], tm
     assert bench.starts == {"a": 1, "b": 1, "c": 1}
 
 
-def share_done_once_told(bench: Bench, attempt: int, entries: list[JournalEntry]) -> float | None:
+def share_done_after(bench: Bench, attempt: int, entries: list[JournalEntry]) -> float | None:
     """Return the progress of task ``a`` after its executor has reported ``entries`` in ``attempt``."""
-    told: list[float] = []
+    reported_at: list[float] = []
 
     def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
-        if cluster.running and cluster.running["a"][1].attempt == attempt and not told:
-            told.append(cluster.clock())
+        if cluster.running and cluster.running["a"][1].attempt == attempt and not reported_at:
+            reported_at.append(cluster.clock())
             for entry in entries:
                 yield EntryWritten(task="a", attempt=attempt, entry=entry)
 
     bench.cluster.script = tell
     with bench.controller() as controller:
-        while not told:
+        while not reported_at:
             controller.turn()
         return controller.status().tasks["a"].share_done
 
@@ -277,7 +277,7 @@ def test_what_an_earlier_attempt_has_done_counts_for_the_next(tmp_path: Path) ->
         resumed = journal.append(event("task_resumed"))
         further = journal.append(event("eval", step=60, **point))
 
-    assert share_done_once_told(bench, 2, [resumed, further]) == pytest.approx(0.6)
+    assert share_done_after(bench, 2, [resumed, further]) == pytest.approx(0.6)
 
 
 def test_jobs_that_a_rung_has_ended_are_not_taken_for_time_that_has_passed(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_jobs_that_a_rung_has_ended_are_not_taken_for_time_that_has_passed(tmp_p
         entries += [journal.append(event("job_exited", job=name, **ended)) for name in names[2:]]
         entries.append(journal.append(event("warmup_ended", progress=0.1, kept=names[:2], dropped=names[2:])))
 
-    assert share_done_once_told(bench, 1, entries) == pytest.approx(100 / 280)
+    assert share_done_after(bench, 1, entries) == pytest.approx(100 / 280)
 
 
 @pytest.fixture

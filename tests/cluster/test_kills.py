@@ -214,8 +214,8 @@ def test_tasks_whose_node_is_killed_go_on_elsewhere(
         assert first.outcome == "lost"
         assert {gpu.node for gpu in first.gpus} == {lost.name}
         assert len({gpu.node for gpu in second.gpus} - {lost.name}) == 1, "one node, and another"
-    told = [(event["event"], event.get("task")) for event in read_events(queue.run.journal_file)]
-    assert told.index(("gpu_lost", None)) < told.index(("executor_ended", "alone"))
+    events = [(event["event"], event.get("task")) for event in read_events(queue.run.journal_file)]
+    assert events.index(("gpu_lost", None)) < events.index(("executor_ended", "alone"))
     resumed = {name: num_ranks_resumed(queue.run_of(name)) for name in gpus}
     assert resumed == {"alone": [1], "ranks": [2], "elsewhere": []}
     alone, ranks, elsewhere = ({job.job: job.best_validation_loss for job in result.job_results} for result in results)

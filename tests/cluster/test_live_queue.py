@@ -181,13 +181,13 @@ def test_a_task_is_cancelled_by_command_and_stays_so(tmp_path: Path) -> None:
 
 def test_a_queue_waits_for_tasks_until_it_is_told_to_finish(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    asked: list[str] = []
+    commands: list[str] = []
 
     def ask(cluster: FakeCluster) -> tuple[()]:
         """Submit another task long after the only one has ended, and then finish."""
-        if cluster.clock() > 150.0 and not asked:
-            asked.append(bench.box.submit(bench.task.to_dict()))
-            asked.append(bench.box.ask(QueueAction.FINISH))
+        if cluster.clock() > 150.0 and not commands:
+            commands.append(bench.box.submit(bench.task.to_dict()))
+            commands.append(bench.box.ask(QueueAction.FINISH))
         return ()
 
     bench.cluster.script = ask
@@ -199,7 +199,7 @@ def test_a_queue_waits_for_tasks_until_it_is_told_to_finish(tmp_path: Path) -> N
         assert "has completed and no longer accepts tasks" in bench.answer(late).message
         with pytest.raises(QueueCommandError, match="has completed and no longer accepts tasks"):
             live.submit(bench.task, tenant="", priority=0)
-    assert [bench.answer(command).done for command in asked] == [True, True]
+    assert [bench.answer(command).done for command in commands] == [True, True]
     assert [launch.task for launch in bench.cluster.launches] == ["t", "t-2"]
 
 
@@ -318,13 +318,13 @@ def test_a_queue_that_has_completed_is_not_interrupted(tmp_path: Path) -> None:
 
 def test_who_wanted_an_earlier_process_to_end_does_not_end_the_next(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    asked = [bench.box.ask(QueueAction.DRAIN), bench.box.ask(QueueAction.FINISH)]
+    commands = [bench.box.ask(QueueAction.DRAIN), bench.box.ask(QueueAction.FINISH)]
     submitted = bench.box.submit(bench.task.to_dict())
     ends = past_ends(bench.queue_dir)
     late = bench.box.ask(QueueAction.DRAIN)
     answer_past_ends(bench.queue_dir, ends)
-    assert ends == asked
-    assert all(bench.answer(command).message == "The queue had ended already." for command in asked)
+    assert ends == commands
+    assert all(bench.answer(command).message == "The queue had ended already." for command in commands)
     assert [command.id for command in bench.box.pending()] == [submitted, late]
 
 

@@ -76,7 +76,7 @@ def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callabl
     for task, gpus in launches.items():
         started.start(task, gpus=gpus)
     for task in launches:
-        started.until_told("began", task)
+        started.until_event("began", task)
     placed = [(group["strategy"], group["bundles"][0]["CPU"], group["bundles_to_node_id"][0][:8]) for group in groups()]
     assert sorted(placed) == sorted(
         ("STRICT_PACK", num_gpus, node.name[-8:]) for num_gpus, node in [(2, second), (1, first)]
@@ -86,7 +86,7 @@ def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callabl
 def test_a_task_larger_than_a_node_reserves_its_gpus_on_both(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits")
     started.start(gpus=(0, 2, 3))
-    started.until_told("began")
+    started.until_event("began")
     [group] = groups()
     assert sorted(bundle["CPU"] for bundle in group["bundles"].values()) == [1, 2]
     assert group["strategy"] == "STRICT_SPREAD"
@@ -100,7 +100,7 @@ def test_an_actor_dies_alone_and_the_next_attempt_waits_for_its_executor(
     monkeypatch.setattr(of_ray, "NODE_VERDICT_S", 0)
     started = start_cluster("counts")
     run_dir = started.start()
-    executor = started.until_told("waits")["pid"]
+    executor = started.until_event("waits")["pid"]
     os.kill(actor_of(executor), signal.SIGKILL)
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -119,7 +119,7 @@ def test_an_actor_dies_alone_and_the_next_attempt_waits_for_its_executor(
 def test_a_hung_actor_is_found(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits", heartbeat_timeout_s=3)
     started.start()
-    executor = started.until_told("began")["pid"]
+    executor = started.until_event("began")["pid"]
     actor = actor_of(executor)
     os.kill(actor, signal.SIGSTOP)
     ended = started.until_ended()
@@ -142,7 +142,7 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     assert gpu.node.endswith(node.node_id[:8])
     run_dir = started.start(gpus=(started.gpus().index(gpu),))
     (run_dir / "go").touch()
-    executor = started.until_told("waits")["pid"]
+    executor = started.until_event("waits")["pid"]
     # Ray reports the actor's death before the node's, and much earlier.
     os.kill(actor_of(executor), signal.SIGKILL)
     wait_for(lambda: has_lost_actor(started), "the death of the actor", meanwhile=started.poll)
@@ -157,7 +157,7 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     assert gpu not in started.gpus()
     started.start(attempt=2)
     assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
-    assert [line["step"] for line in started.told(attempt=2) if line["event"] == "step"] == [3, 4, 5]
+    assert [line["step"] for line in started.lines_of(attempt=2) if line["event"] == "step"] == [3, 4, 5]
 
 
 def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started], ray_nodes: RayMachine) -> None:
@@ -168,7 +168,7 @@ def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started
         [seen] = started.cluster.nodes
         assert seen.name.endswith(node.node_id[:8])
         started.start(gpus=(1,))
-        environment = started.until_told("environment")
+        environment = started.until_event("environment")
         assert environment["CUDA_VISIBLE_DEVICES"] in ("0", "1")
         assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
         assert started.until_ended().outcome is Outcome.FINISHED
@@ -180,7 +180,7 @@ def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started
 def test_gpus_that_others_hold_are_not_waited_for_without_end(start_cluster: Callable[..., Started]) -> None:
     others = start_cluster("waits")
     others.start("other", gpus=(0, 1))
-    others.until_told("began", "other")
+    others.until_event("began", "other")
     started = start_cluster("works", placement_timeout_s=1)
     started.start()
     ended = started.until_ended()
@@ -238,7 +238,7 @@ def test_a_lost_client_is_named(start_cluster: Callable[..., Started], monkeypat
 def test_closing_leaves_no_process_no_actor_and_no_group(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("has_children")
     started.start()
-    pids = [*started.until_told("children")["pids"], started.until_told("began")["pid"]]
+    pids = [*started.until_event("children")["pids"], started.until_event("began")["pid"]]
     actor = actor_of(pids[-1])
     assert len(groups()) == 1
     started.cluster.close()

@@ -104,18 +104,18 @@ def test_the_executor_gets_the_gpus_that_ray_gave_and_its_share_of_the_cores(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    told, _ = events_of(starter(run_dir, "tells_variables", has_gpus=True))
-    assert isinstance(told, EntryWritten)
-    assert told.entry.to_dict()["CUDA_VISIBLE_DEVICES"] == "3,5"
-    assert told.entry.to_dict()["OMP_NUM_THREADS"] == str(max(1, round(len(os.sched_getaffinity(0)) / 2)))
+    written, _ = events_of(starter(run_dir, "tells_variables", has_gpus=True))
+    assert isinstance(written, EntryWritten)
+    assert written.entry.to_dict()["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert written.entry.to_dict()["OMP_NUM_THREADS"] == str(max(1, round(len(os.sched_getaffinity(0)) / 2)))
 
 
 def test_closing_twice_leaves_nothing(run_dir: Path) -> None:
     executor = starter(run_dir, "waits")
-    told = next(events_of(executor))
-    assert isinstance(told, EntryWritten)
+    written = next(events_of(executor))
+    assert isinstance(written, EntryWritten)
     executor.close()
-    assert not Path(f"/proc/{told.entry.to_dict()['pid']}").exists()
+    assert not Path(f"/proc/{written.entry.to_dict()['pid']}").exists()
     executor.close()
 
 

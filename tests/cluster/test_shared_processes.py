@@ -34,7 +34,7 @@ def local(tmp_path: Path) -> Iterator[Started]:
 def begin(machine: Started, task: str, executor: str = "x", *, base: str = "m", gpu: int = 0, attempt: int = 1) -> int:
     """Start a task; return the process that works on it."""
     machine.start(task, gpus=(gpu,), executor=executor, base=base, attempt=attempt, tenant=f"tenant of {task}")
-    return int(machine.until_told("began", task, attempt)["pid"])
+    return int(machine.until_event("began", task, attempt)["pid"])
 
 
 def end(machine: Started, task: str, error: str = "", attempt: int = 1) -> Outcome:
@@ -46,8 +46,8 @@ def test_tasks_of_one_executor_are_in_one_process_and_end_one_by_one(machine: St
     pid = begin(machine, "a")
     assert begin(machine, "b") == pid
     assert begin(machine, "c") == pid
-    assert machine.told("c")[0]["num_runs"] == 3
-    assert machine.told("c")[0]["tenant"] == "tenant of c"
+    assert machine.lines_of("c")[0]["num_runs"] == 3
+    assert machine.lines_of("c")[0]["tenant"] == "tenant of c"
     assert end(machine, "b") is Outcome.FINISHED
     assert machine.until_ended("b").reason == "well done"
     assert end(machine, "a") is end(machine, "c") is Outcome.FINISHED
@@ -124,7 +124,7 @@ def test_what_a_process_cannot_change_needs_another(
     else:
         settings = {"trust_remote_code": True} if change == "trust_remote_code" else {"num_ranks": 2, "gpus": (0, 1)}
     local.start("b", base="m", **settings)
-    assert local.until_told("began", "b")["pid"] != pid
+    assert local.until_event("began", "b")["pid"] != pid
     assert end(local, "b") is Outcome.FINISHED
 
 
@@ -144,7 +144,7 @@ def test_a_task_is_not_lost_where_its_process_ends_at_that_moment(machine: Start
     os.kill(pid, signal.SIGSTOP)
     machine.start("b", base="m", executor="x")
     os.kill(pid, signal.SIGKILL)
-    assert machine.until_told("began", "b")["pid"] != pid
+    assert machine.until_event("began", "b")["pid"] != pid
     assert end(machine, "b") is Outcome.FINISHED
 
 
@@ -156,7 +156,7 @@ def test_a_task_that_was_asked_to_stop_is_not_begun_in_another_process(local: St
     local.cluster.stop("b")
     os.kill(pid, signal.SIGKILL)
     assert local.until_ended("b").outcome is Outcome.LOST
-    assert not local.told("b")
+    assert not local.lines_of("b")
 
 
 def test_no_process_and_no_folder_is_left_when_the_cluster_is_closed(local: Started, tmp_path: Path) -> None:

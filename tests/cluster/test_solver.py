@@ -84,11 +84,11 @@ def _children() -> set[int]:
 def test_a_schedule_of_short_tasks_is_not_looked_for_long(
     monkeypatch: pytest.MonkeyPatch, seconds: float, limit_s: float
 ) -> None:
-    asked = []
+    limits = []
 
     class Process:
         def ask(self, call: SolverCall, *, timeout_s: float) -> SolverAnswer:
-            asked.append(call.time_limit_s)
+            limits.append(call.time_limit_s)
             assert timeout_s == call.time_limit_s + 7.0
             return SolverAnswer(schedule=Schedule(method="cp-sat", placements=(), bound_s=0.0, status="optimal"))
 
@@ -98,7 +98,7 @@ def test_a_schedule_of_short_tasks_is_not_looked_for_long(
     tasks = tuple(TaskDemand(task=name, num_gpus=2, duration_s=seconds) for name in "ab")
     with GuardedSolver("cp-sat", time_limit_s=5.0, grace_s=7.0) as solve:
         solve(SchedulingProblem(nodes=NODES, pending=tasks))
-    assert asked == [pytest.approx(limit_s)]
+    assert limits == [pytest.approx(limit_s)]
 
 
 def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

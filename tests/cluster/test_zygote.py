@@ -137,8 +137,8 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         "print(zygote._server.process.pid, forked.pid, flush=True)\n"
         "os._exit(0)"
     )
-    said = subprocess.run([sys.executable, "-c", code, str(tmp_path / "child")], capture_output=True, check=True)
-    server, child = map(int, said.stdout.split())
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "child")], capture_output=True, check=True)
+    server, child = map(int, done.stdout.split())
     gives_up_at = time.monotonic() + LIMIT_S
     while Path(f"/proc/{server}").exists():
         assert time.monotonic() < gives_up_at

@@ -96,10 +96,10 @@ def conversation(chance: random.Random) -> Conversation:
     def text() -> str:
         return "".join(chance.choices(TEXTS, k=chance.randrange(4)))
 
-    said = [text(), text()]
+    repeated = [text(), text()]
     turns = [Message(chance.choice(["system", "developer"]), text())] if chance.random() < 0.4 else []
     for _ in range(chance.choice([1, 2, 3, 5])):
-        turns.append(Message("user", chance.choice([text(), *said])))
+        turns.append(Message("user", chance.choice([text(), *repeated])))
         if chance.random() < 0.1:
             calls = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": text()}}}]}
             turns += [Message("assistant", "", extras=json.dumps(calls)), Message("tool", text())]
@@ -108,7 +108,7 @@ def conversation(chance: random.Random) -> Conversation:
             extras["content"] = [{"type": "text", "text": text()}, {"type": "text", "text": text()}]
         is_context = chance.random() < 0.2
         turns.append(
-            Message("assistant", chance.choice([text(), *said]), is_context, json.dumps(extras) if extras else "")
+            Message("assistant", chance.choice([text(), *repeated]), is_context, json.dumps(extras) if extras else "")
         )
     arguments = {"tools": [{"type": "function", "function": {"name": "f"}}]} if chance.random() < 0.2 else {}
     return Conversation(turns, json.dumps(arguments) if arguments else "")

@@ -155,10 +155,10 @@ def test_conversations_of_unlike_length_differ_at_their_first_difference() -> No
 def test_a_wrong_pair_names_its_place_and_what_was_found(row: dict[str, Any], found: str) -> None:
     with pytest.raises(DataFormatError) as caught:
         convert(row)
-    said = str(caught.value)
-    assert said.startswith("rows.jsonl:1: expected ")
-    assert found in said
-    assert said.endswith("; correct the row")
+    message = str(caught.value)
+    assert message.startswith("rows.jsonl:1: expected ")
+    assert found in message
+    assert message.endswith("; correct the row")
 
 
 @pytest.mark.parametrize("make", [str, reply])

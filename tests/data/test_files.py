@@ -173,11 +173,11 @@ def test_a_line_of_twenty_megabytes(tmp_path: Path) -> None:
 def test_a_wrong_file_names_place_finding_and_remedy(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    said = refusal(path)
-    assert message in said
-    assert str(path) in said or path.name in said
-    assert said.isprintable()
-    assert len(said) < 400 + len(str(path))
+    error = refusal(path)
+    assert message in error
+    assert str(path) in error or path.name in error
+    assert error.isprintable()
+    assert len(error) < 400 + len(str(path))
 
 
 def _cut(data: bytes) -> bytes:

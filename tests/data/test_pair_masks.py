@@ -27,13 +27,13 @@ Tokens = tuple[list[int], list[bool]]
 TOKENIZER = make_tokenizer("alto-tiny", is_marked=False)
 
 
-def said(role: str, text: str) -> list[dict[str, Any]]:
+def turn(role: str, text: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": text}]
 
 
-ASKED = said("user", "  2 plus 2?\n")
-GOOD, BAD = said("assistant", "It is 4."), said("assistant", "5\n")
-EARLIER = [*said("user", "One?"), *said("assistant", "First."), *said("user", "Two?")]
+ASKED = turn("user", "  2 plus 2?\n")
+GOOD, BAD = turn("assistant", "It is 4."), turn("assistant", "5\n")
+EARLIER = [*turn("user", "One?"), *turn("assistant", "First."), *turn("user", "Two?")]
 
 PAIRS = {
     "explicit prompt": {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
@@ -42,10 +42,10 @@ PAIRS = {
     "implicit, several turns": {"chosen": EARLIER + GOOD, "rejected": EARLIER + BAD},
     "replies that begin alike": {
         "prompt": ASKED,
-        "chosen": said("assistant", "It is 4."),
-        "rejected": said("assistant", "It is 4, or 5."),
+        "chosen": turn("assistant", "It is 4."),
+        "rejected": turn("assistant", "It is 4, or 5."),
     },
-    "unicode": {"prompt": said("user", "世界?"), "chosen": said("assistant", "¡Hola, 🌍!"), "rejected": BAD},
+    "unicode": {"prompt": turn("user", "世界?"), "chosen": turn("assistant", "¡Hola, 🌍!"), "rejected": BAD},
 }
 
 
@@ -126,9 +126,9 @@ def test_replies_that_merge_with_the_opening_begin_at_one_token(question: str, c
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
     row = {
-        "prompt": said("user", question),
-        "chosen": said("assistant", chosen),
-        "rejected": said("assistant", rejected),
+        "prompt": turn("user", question),
+        "chosen": turn("assistant", chosen),
+        "rejected": turn("assistant", rejected),
     }
     assert pair_of_alto(row, tokenizer) == list(trl_pair(row, tokenizer))
 
@@ -136,7 +136,7 @@ def test_replies_that_merge_with_the_opening_begin_at_one_token(question: str, c
 def test_the_blank_that_merges_with_one_reply_is_trained_in_the_other() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
-    row = {"prompt": ASKED, "chosen": said("assistant", "Yes"), "rejected": said("assistant", "No")}
+    row = {"prompt": ASKED, "chosen": turn("assistant", "Yes"), "rejected": turn("assistant", "No")}
     found = pair_of_alto(row, tokenizer)
     assert [texts_between_marks(side, tokenizer) for side in found] == [" Yes<|end|>", " No<|end|>"]
     assert found == list(trl_pair(row, tokenizer))

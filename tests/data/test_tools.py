@@ -50,10 +50,10 @@ def convert(row: dict[str, Any], form: str = "auto") -> Conversation:
 def refusal(row: dict[str, Any]) -> str:
     with pytest.raises(DataFormatError) as caught:
         convert(row)
-    said = str(caught.value)
-    assert said.startswith("rows.jsonl:7: expected ")
-    assert said.endswith("; correct the row")
-    return said
+    message = str(caught.value)
+    assert message.startswith("rows.jsonl:7: expected ")
+    assert message.endswith("; correct the row")
+    return message
 
 
 @pytest.fixture(scope="module")
@@ -159,16 +159,16 @@ def test_arguments_of_the_template_and_a_prompt_with_tools(tokenizer: Any) -> No
     assert pickle.loads(pickle.dumps(conversation)) == conversation
     assert conversation != tuple(conversation)
     assert hash(conversation) != hash(convert({**row, "tools": [WEATHER, WEATHER]}))
-    said = refusal({**row, "chat_template_kwargs": {"tokenize": True}})
-    assert "chat_template_kwargs that the chat template itself reads, not tokenize" in said
+    message = refusal({**row, "chat_template_kwargs": {"tokenize": True}})
+    assert "chat_template_kwargs that the chat template itself reads, not tokenize" in message
 
 
 def test_content_in_parts_is_joined_and_other_parts_are_refused_by_name() -> None:
     parts = [{"type": "text", "text": "Ra"}, "in", {"type": "input_text", "text": "?"}]
     assert convert({"messages": [{**ASKED, "content": parts}, REPLY]})[0] == Message("user", "Rain?")
     for kind in ("image_url", "image", "input_audio", "video"):
-        said = refusal({"messages": [{**ASKED, "content": [{"type": kind, kind: "x"}]}, REPLY]})
-        assert f"content of text, not a part of the type {kind}: only text models are trained" in said
+        message = refusal({"messages": [{**ASKED, "content": [{"type": kind, kind: "x"}]}, REPLY]})
+        assert f"content of text, not a part of the type {kind}: only text models are trained" in message
 
 
 @pytest.mark.parametrize(
@@ -357,10 +357,10 @@ def test_rows_whose_calls_no_template_shows_are_named_by_file_and_line_and_expla
     task = Task(model="alto-tiny", dataset=str(path), validation_split=0.25, token_cache=token_cache)
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(task).encode(shipped)
-    said = str(caught.value)
-    assert said.count("expected a chat template that shows calls of tools") == 1
-    assert "conversation" not in said
-    *_, first, others = said.split("\n")
+    message = str(caught.value)
+    assert message.count("expected a chat template that shows calls of tools") == 1
+    assert "conversation" not in message
+    *_, first, others = message.split("\n")
     assert first.startswith(f"  {path}:")
     assert "more like it: " in others
     numbers = [int(number) for number in re.findall(r"(?<=[: ])\d+(?=[:,]|$)", f"{first.split(': ')[0]}:, {others}")]
@@ -405,8 +405,8 @@ def test_calls_under_a_template_without_tools_are_refused_with_one_that_trains_t
     assert text.startswith("<|im_start|>system\n# Tools\n")
     assert json.dumps(WEATHER) in text
     assert text.count("<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n") == 1
-    called, said = trained(row, chatml).removesuffix("\n").split("<|im_end|>")[:2]
-    assert said.strip() == "It rains."
+    called, answer = trained(row, chatml).removesuffix("\n").split("<|im_end|>")[:2]
+    assert answer.strip() == "It rains."
     calls = [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", called)]
     assert calls == [OSLO["function"], ROME["function"]]
     assert re.sub(r"<tool_call>\n.*?\n</tool_call>", "", called).strip() == ""

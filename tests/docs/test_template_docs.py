@@ -23,10 +23,10 @@ def generator() -> Any:
 
 def test_the_page_is_what_both_libraries_do(generator: Any) -> None:
     written = generator.PAGE.read_text(encoding="utf-8")
-    said = re.search(r"against TRL (\S+),", written)
-    assert said is not None
-    if said[1] != trl.__version__:
-        pytest.skip(f"the page was written with trl {said[1]}, installed is {trl.__version__}")
+    version = re.search(r"against TRL (\S+),", written)
+    assert version is not None
+    if version[1] != trl.__version__:
+        pytest.skip(f"the page was written with trl {version[1]}, installed is {trl.__version__}")
     assert written == generator.page(), "run python -m tools.make_template_docs"
 
 

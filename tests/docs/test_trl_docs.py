@@ -227,8 +227,8 @@ def test_the_table_names_what_scripts_have_and_what_tasks_have() -> None:
 
 
 def test_what_has_the_same_name_in_both_has_it() -> None:
-    said = PAGE.split("This table leaves out arguments with the same name in both:")[1].split("\n\n")[0]
-    names = set(NAME.findall(said))
+    listed = PAGE.split("This table leaves out arguments with the same name in both:")[1].split("\n\n")[0]
+    names = set(NAME.findall(listed))
     assert len(names) > 10
     assert names <= names_of_scripts()
     assert names <= {*TASK_FIELDS, *JOB_FIELDS}

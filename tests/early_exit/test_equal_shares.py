@@ -108,7 +108,7 @@ def test_at_the_finish_a_job_that_has_ended_takes_no_place_of_one_that_trains() 
     assert selection.training == ("b",)
 
 
-def race_to_first_step(*, equal_shares: bool) -> Selection:
+def trained_to_first_step(*, equal_shares: bool) -> Selection:
     """Train two jobs to their first step: the one with the larger batch reaches twice the rung's share, and learns less
     per sample."""
     selection = Selection(
@@ -126,19 +126,19 @@ def race_to_first_step(*, equal_shares: bool) -> Selection:
 
 
 def test_a_large_batch_is_not_favoured() -> None:
-    assert race_to_first_step(equal_shares=True).select().kept == ("small-batch",)
-    assert race_to_first_step(equal_shares=False).select().kept == ("large-batch",)
+    assert trained_to_first_step(equal_shares=True).select().kept == ("small-batch",)
+    assert trained_to_first_step(equal_shares=False).select().kept == ("large-batch",)
 
 
 def test_the_evidence_of_a_verdict_is_the_value_at_the_share() -> None:
-    (verdict,) = race_to_first_step(equal_shares=True).select().dropped
+    (verdict,) = trained_to_first_step(equal_shares=True).select().dropped
     assert (verdict.job, verdict.step) == ("large-batch", 1)
     assert verdict.evidence["validation_loss"] == pytest.approx(3.5)
     assert verdict.evidence["cutoff_loss"] == pytest.approx(3.3)
 
 
 def test_the_base_is_evaluated_before_a_job() -> None:
-    selection = race_to_first_step(equal_shares=True)
+    selection = trained_to_first_step(equal_shares=True)
     with pytest.raises(RunError, match="the evaluation of the base before all evaluations of large-batch"):
         selection.observe_base("large-batch", START)
 

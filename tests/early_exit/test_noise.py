@@ -264,10 +264,10 @@ def test_the_best_checkpoint_and_the_winner_are_found_on_common_rows() -> None:
 def test_a_rung_between_two_evaluations_takes_the_near_one_on_the_rows_of_the_other() -> None:
     found = selection(a=3, b=3)
     easy_and_hard = [1.0, 9.0]
-    for job, gain in (("a", 0.5), ("b", 0.4)):
+    for job, lead in (("a", 0.5), ("b", 0.4)):
         start = StartValue(validation_loss=1.0, loss_rows=(1.0,))
         found.observe_base(job, start)
-        rows = [loss - gain for loss in easy_and_hard]
+        rows = [loss - lead for loss in easy_and_hard]
         found.observe_losses(job, 1, [1.0, 1.0])
         found.observe(job, 2, mean_loss(rows, WEIGHTS), loss_rows=rows)
     standings = {one.job: one.validation_loss for one in found.rungs.standings()}

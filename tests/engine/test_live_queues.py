@@ -115,8 +115,8 @@ def test_tasks_are_submitted_and_cancelled_by_another_process(model: Path, tmp_p
         files[name] = tmp_path / f"{name}.yaml"
         files[name].write_text(task.to_yaml(), encoding="utf-8")
     with waiting_queue(tmp_path) as (process, queue):
-        said = alto_command("submit", queue.root, files["long"], files["short"], "--tenant", "research")
-        assert said == "long was submitted.\nshort was submitted.\n"
+        printed = alto_command("submit", queue.root, files["long"], files["short"], "--tenant", "research")
+        assert printed == "long was submitted.\nshort was submitted.\n"
         wait_for(lambda: states(queue).get("short") == "finished", "the short task")
         assert "is cancelled" in alto_command("cancel", queue.root, "long")
         wait_for(lambda: states(queue)["long"] == "cancelled", "the long task to end")

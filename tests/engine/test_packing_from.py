@@ -47,8 +47,10 @@ def packed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses(run: str | Path) -> list[tuple[Any, ...]]:
     """Return every loss of a run, in the order of jobs and steps."""
-    told = [event for event in read_journal(Path(run)) if event["event"] in ("train", "eval")]
-    return sorted((event["event"], json.dumps({k: v for k, v in event.items() if k not in IGNORED})) for event in told)
+    events = [event for event in read_journal(Path(run)) if event["event"] in ("train", "eval")]
+    return sorted(
+        (event["event"], json.dumps({k: v for k, v in event.items() if k not in IGNORED})) for event in events
+    )
 
 
 IGNORED = ("seq", "time", "time_s", "duration_s", "event", "tokens_per_s")

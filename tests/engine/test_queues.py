@@ -296,9 +296,9 @@ class Measuring:
         for launch in ended:
             plan = plan_of(10.0 * len(launch.gpus))
             (Path(launch.run_dir) / PLAN_FILE).write_text(json.dumps(asdict(plan)), encoding="utf-8")
-        said = [JournalEntry(seq=0, time=1.0, event=self._says)] if self._says is not None else []
-        news = [EntryWritten(task=launch.task, attempt=1, entry=entry) for launch in ended for entry in said]
-        return [*news, *(self._end(launch) for launch in ended)]
+        begun = [JournalEntry(seq=0, time=1.0, event=self._says)] if self._says is not None else []
+        events = [EntryWritten(task=launch.task, attempt=1, entry=entry) for launch in ended for entry in begun]
+        return [*events, *(self._end(launch) for launch in ended)]
 
     def _end(self, launch: Launch) -> ExecutorEnded:
         is_failed = launch.task == self._fails
@@ -362,12 +362,12 @@ def test_what_is_measured_says_how_a_task_can_share(tmp_path: Path) -> None:
     assert estimate_of(plan_of(10.0), task.replace(trust_remote_code=True)).sharing is None
 
 
-def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = False) -> Measurement:
+def measurement(cluster: Measuring, shown: list[Any], *, is_interrupted: bool = False) -> Measurement:
     return Measurement(
         cluster=cast(Cluster, cluster),
         is_parallel=True,
         refresh=True,
-        show=lambda event: told.append(
+        show=lambda event: shown.append(
             (event.task, event.duration_s) if isinstance(event, TaskMeasured) else event.task
         ),
         is_interrupted=lambda: is_interrupted,
@@ -377,12 +377,12 @@ def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = F
 @pytest.mark.parametrize("has_gpus", [True, False])
 def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: bool, tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name="wide", num_gpus=2), make_task(tmp_path, name="small")]
-    cluster, told = Measuring(has_gpus=has_gpus), list[Any]()
-    assert measurement(cluster, told).estimates(tasks) == [
+    cluster, shown = Measuring(has_gpus=has_gpus), list[Any]()
+    assert measurement(cluster, shown).estimates(tasks) == [
         TaskEstimate(duration_s=20.0),
         TaskEstimate(duration_s=10.0, sharing=ANY),
     ]
-    assert told == [("wide", 20.0), ("small", 10.0)], "executors that do not say so have measured nothing"
+    assert shown == [("wide", 20.0), ("small", 10.0)], "executors that do not say so have measured nothing"
     wide, small = cluster.launches
     assert (wide.gpus, wide.num_ranks, wide.entry) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
     assert (len(small.gpus), small.num_ranks) == (1, 1)

@@ -61,18 +61,18 @@ def test_a_run_whose_lock_file_is_removed_ends_before_it_writes_on(tmp_path: Pat
 
 def test_no_turn_begins_after_the_lock_was_lost(tmp_path: Path) -> None:
     """Other ranks write states within a turn, and only the first one knows about the lock."""
-    num_asked: list[int] = [0]
+    num_calls: list[int] = [0]
 
     def remove_lock() -> bool:
-        num_asked[0] += 1
-        if num_asked[0] == 5:
+        num_calls[0] += 1
+        if num_calls[0] == 5:
             next(tmp_path.glob("runs/*/run.lock")).unlink()
         return False
 
     task = make_task(tmp_path, eval_steps=1.0, search_space={"lr": [1e-3]})
     with pytest.raises(RunBusyError, match="found it removed or replaced"):
         TaskRunner(is_interrupted=remove_lock).begin(task, tmp_path / "runs")
-    assert num_asked == [5]
+    assert num_calls == [5]
 
 
 TEMPLATE = (
@@ -263,9 +263,9 @@ def test_a_finished_run_that_has_not_kept_all_takes_no_further_jobs(
     run = tuned(base, tmp_path)
     with pytest.raises(JobCommandError, match="only a run whose task has keep: all takes further jobs"):
         Mailbox(run).send(action, "job-000", warm=action is JobAction.CLONE)
-    told = CliRunner().invoke(app, ["job", action.value, str(run.root), "job-000"])
-    assert isinstance(told.exception, JobCommandError)
-    assert "keep: all" in str(told.exception)
+    result = CliRunner().invoke(app, ["job", action.value, str(run.root), "job-000"])
+    assert isinstance(result.exception, JobCommandError)
+    assert "keep: all" in str(result.exception)
     assert not run.control.exists()
     before = run.journal_file.read_bytes()
     alto.Engine().resume(run.root)

@@ -242,8 +242,8 @@ def test_one_text_that_does_not_fit_is_said_to_be_too_large(tiny_model: ModelFac
 
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     backbone = Backbone(model, TOKENIZER, "tiny")
-    said = "one answer of up to 12 tokens after a prompt of 30 tokens, found too little on cpu"
-    with pytest.raises(DeviceMemoryError, match=said), loaded_adapters(backbone, [None], "tiny") as served:
+    message = "one answer of up to 12 tokens after a prompt of 30 tokens, found too little on cpu"
+    with pytest.raises(DeviceMemoryError, match=message), loaded_adapters(backbone, [None], "tiny") as served:
         complete(backbone, served, PROMPTS, max_new_tokens=12, batch_size=4, on_done=lambda _: None)
 
 

@@ -221,15 +221,15 @@ def test_a_failure_costs_nothing_but_the_samples(task: alto.Task, monkeypatch: p
     monkeypatch.setattr(runner, "Sampler", Failing)
     result = tune(task)
     assert (result.best_job, result.best_validation_loss) == (plain.best_job, plain.best_validation_loss)
-    said = "no samples were generated: no memory <today>"
-    assert said in summary(result)
+    message = "no samples were generated: no memory <today>"
+    assert message in summary(result)
     page = Path(result.run_dir, "report.html").read_text(encoding="utf-8")
     assert "No samples were generated: no memory &lt;today&gt;" in page
     stream = io.StringIO()
     view = PlainView(stream)
     for entry in entries_of(result):
         view.observe(entry)
-    assert said in stream.getvalue()
+    assert message in stream.getvalue()
 
 
 def summary(result: alto.TaskResult, width: int = 200) -> str:

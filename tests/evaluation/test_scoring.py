@@ -48,8 +48,8 @@ def scored(monkeypatch: pytest.MonkeyPatch, rows: Callable[[int, int], float]) -
         def __init__(self, _: object, __: object, ___: object, scoring: str | alto.spec.Scoring) -> None:
             self.name = scoring if isinstance(scoring, str) else scoring.scorer
 
-        def __call__(self, asked: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
-            found = {job: tuple(rows(place, n) for n in range(20)) for place, job in enumerate(asked)}
+        def __call__(self, adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
+            found = {job: tuple(rows(place, n) for n in range(20)) for place, job in enumerate(adapters)}
             return Judgement(scorer=self.name, rows=found)
 
     monkeypatch.setattr(runner, "FinalistJudge", Judge)
@@ -89,9 +89,11 @@ def test_within_noise_the_loss_decides_and_the_notes_say_so(task: alto.Task, mon
     result = tune(task.replace(select_by={"scorer": "exact_match"}))
     first, second, _ = by_loss(result)[:3]
     assert result.best_job == first
-    said = f"exact match: 20 validation rows cannot separate {first} from {second}; the lowest validation loss decided."
-    assert result.notes == (said,)
-    assert said in summary(result.run_dir)
+    message = (
+        f"exact match: 20 validation rows cannot separate {first} from {second}; the lowest validation loss decided."
+    )
+    assert result.notes == (message,)
+    assert message in summary(result.run_dir)
     assert tune(task.replace(select_by="eval_accuracy")).best_job == second
     completed = read_journal(result.run_dir)[-1]
     assert [tied["job"] for tied in completed["within_noise"]] == [second]
@@ -210,14 +212,14 @@ def test_a_function_that_is_not_there_is_refused_before_anything_is_written(task
 
 
 @pytest.mark.parametrize(
-    ("select_by", "said"),
+    ("select_by", "message"),
     [
         (LENGTH, "to call the Python function scoring_functions:length"),
         ({"scorer": "http", "url": "http://127.0.0.1:9/s?key=secret"}, r"to send rows to http://127.0.0.1:9/s, found"),
     ],
 )
 def test_a_run_of_another_person_neither_runs_code_nor_sends_rows(
-    task: alto.Task, select_by: dict[str, Any], said: str
+    task: alto.Task, select_by: dict[str, Any], message: str
 ) -> None:
     ended: list[str] = []
     folder = Path(task.dataset).parent / "runs"
@@ -225,7 +227,7 @@ def test_a_run_of_another_person_neither_runs_code_nor_sends_rows(
     with pytest.raises(TaskInterruptedError):
         runs.begin(task.replace(select_by=select_by), folder)
     (run,) = folder.iterdir()
-    with pytest.raises(UntrustedCodeError, match=f"select_by: expected permission from you {said}"):
+    with pytest.raises(UntrustedCodeError, match=f"select_by: expected permission from you {message}"):
         alto.Engine().resume(run)
     ended.clear()
     assert alto.Engine().resume(run, trust_remote_code=True).best_job

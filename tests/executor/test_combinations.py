@@ -14,7 +14,6 @@ import pytest
 import torch
 from architectures import build_tiny
 from biased_models import bloom, llama, mamba, starcoder2
-from company import SETTINGS, Company, assert_as_alone, curves_alone
 from job_kinds import KINDS, ON_BLOOM, Config, compare, kinds_on, same_but_rounding
 from moe_models import build_mixture
 from noise import same_noise
@@ -23,6 +22,7 @@ from oracle import SoloJob, StepFacts, relative_distance
 from oracle_classification import ONE_LABEL, ONE_NUMBER, SoloClassifier, data_of
 from oracle_kto import LABELLED
 from resident_jobs import DATA, PAIRS, VOCABULARY, Bank, assert_same_step, make_task, state_of
+from shared_executor import SETTINGS, SharedExecutor, assert_as_alone, curves_alone
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -97,12 +97,12 @@ class PlainPairs(SoloJob):
         self._reference = base.requires_grad_(False)
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        sought = batch.pop("labels")[:, 1:]
+        labels = batch.pop("labels")[:, 1:]
 
         def log_probs(model: Any) -> Tensor:
             of_tokens = model(**batch).logits[:, :-1].double().log_softmax(-1)
-            of_sought = of_tokens.gather(-1, sought.clamp(min=0)[..., None])[..., 0]
-            return (of_sought * (sought >= 0)).sum(1)
+            of_labels = of_tokens.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            return (of_labels * (labels >= 0)).sum(1)
 
         with torch.no_grad():
             expected = log_probs(self._reference)
@@ -244,12 +244,12 @@ def tasks() -> dict[str, tuple[Task, TaskData]]:
 
 def test_tasks_of_five_methods_train_together_as_each_alone(tmp_path: Path) -> None:
     alone = curves_alone(tmp_path / "alone", tasks())
-    with Company(tmp_path / "together") as company:
+    with SharedExecutor(tmp_path / "together") as shared:
         for name, (task, data) in tasks().items():
-            company.attach(name, task, data)
-            company.turn(2)
-        company.finish()
-    assert company.ended == dict.fromkeys(tasks())
+            shared.attach(name, task, data)
+            shared.turn(2)
+        shared.finish()
+    assert shared.ended == dict.fromkeys(tasks())
     assert_as_alone(tmp_path / "together", list(tasks()), alone)
 
 

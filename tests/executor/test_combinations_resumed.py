@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from biased_models import llama
-from company import curves
 from job_kinds import KINDS
 from oracle_classification import ONE_LABEL, data_of
 from oracle_kto import LABELLED
 from resident_jobs import DATA, Bank, make_task
 from searches import TPE, Run, make
+from shared_executor import curves
 
 from alto.data import TaskData
 from alto.executor import JobState

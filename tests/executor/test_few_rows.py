@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from company import built
 from resident_jobs import DATA, make_dataset, make_model
 from searches import Run, make
+from shared_executor import built
 
 from alto.backbone import Backbone
 from alto.data import EncodedDataset

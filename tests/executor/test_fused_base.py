@@ -94,11 +94,11 @@ def test_a_wrong_kernel_shows(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_kernels_are_compiled_with_those_of_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    bank, asked = Bank(make_model("llama"), make_task(CONFIGS[:1])), []
+    bank, sampled = Bank(make_model("llama"), make_task(CONFIGS[:1])), []
     monkeypatch.setattr(torch_backend, "compile_kernels", lambda run: run() or iter(()))
-    monkeypatch.setattr(Backbone, "sample_kernels", lambda self: asked.append(self))
+    monkeypatch.setattr(Backbone, "sample_kernels", lambda self: sampled.append(self))
     assert list(bank.trainer.compile_kernels([job.config for job in bank.jobs])) == []
-    assert asked == [bank.backbone]
+    assert sampled == [bank.backbone]
 
 
 def test_the_journal_says_what_is_fused(tmp_path: Path) -> None:

@@ -161,10 +161,10 @@ def test_the_comparison_fails_for(change: dict[str, Any]) -> None:
 
 
 def test_a_job_has_the_same_bits_beside_any_others() -> None:
-    alone, company = bank_of(ONE_LABEL, configs=JOBS[1:2]), bank_of(ONE_LABEL, [4, 0, 2, 5, 1])
+    alone, together = bank_of(ONE_LABEL, configs=JOBS[1:2]), bank_of(ONE_LABEL, [4, 0, 2, 5, 1])
     for _ in range(2):
         (found,) = alone.step().values()
-        beside = company.step()[company.jobs[1].id]
+        beside = together.step()[together.jobs[1].id]
         assert torch.equal(found.gradients["score.weight"], beside.gradients["score.weight"])
         assert found.loss == beside.loss
 

@@ -194,7 +194,7 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
     events = read_events(run_dir.journal_file)
     assert {"job_parked", "job_resumed"} <= {event["event"] for event in events}
     assert not events[0]["references"]["is_cached"]
-    told = {(event["job"], event["step"]): event for event in events if event["event"] == "eval"}
+    evaluations = {(event["job"], event["step"]): event for event in events if event["event"] == "eval"}
 
     base, fresh, history = make_model("llama"), Bank(make_model("llama"), task, data=data), read_history(run_dir.root)
     for job in fresh.jobs:
@@ -203,7 +203,7 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
         expected, found = torch.tensor(solo.train()), torch.tensor(list(history.jobs[job.id].train_losses))
         assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, job.config
         assert relative_distance(flat(read_adapter(run_dir.job(job.id, "last"))), solo.weights()) <= 1e-4, job.config
-        last, worth = told[job.id, job.total_steps], solo.evaluate(PAIRS.validation)
+        last, worth = evaluations[job.id, job.total_steps], solo.evaluate(PAIRS.validation)
         assert last["validation_loss"] == pytest.approx(worth["loss"], rel=1e-4)
         assert last["metrics"]["reward_accuracy"] == pytest.approx(worth["rewards/accuracies"])
 

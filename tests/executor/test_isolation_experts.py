@@ -343,12 +343,12 @@ def test_memory_that_runs_out_after_a_micro_batch_counts_nothing_twice(monkeypat
     assert found_values[:3] == pytest.approx(expected_values[:3], rel=1e-5)
 
 
-@pytest.mark.parametrize("company", ["other weights", "nan"])
-def test_another_job_changes_no_bit(company: str) -> None:
+@pytest.mark.parametrize("other", ["other weights", "nan"])
+def test_another_job_changes_no_bit(other: str) -> None:
     banks = [trained_bank("mixtral", sft_task(jobs_of("mixtral")), SLOTS) for _ in range(2)]
     changed = banks[1].jobs[1]
     row = banks[1].trainer.bank.params_ZP[changed.slot]
-    row.mul_(3.0) if company == "other weights" else row.fill_(float("nan"))
+    row.mul_(3.0) if other == "other weights" else row.fill_(float("nan"))
     first, second = (bank.step() for bank in banks)
     assert first[changed.id].loss != second[changed.id].loss
     for job in banks[0].jobs:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from company import curves
 from resident_jobs import DATA, STABLE, Bank, make_model, make_task
 from safetensors.torch import load_file
 from searches import PBT, SPACE, Run, make
+from shared_executor import curves
 
 from alto.errors import SpecError
 from alto.executor.planned_job import plan_jobs

@@ -65,9 +65,9 @@ def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
 
 
 def test_where_answers_choose_all_finalists_train_to_their_end() -> None:
-    asked = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
-    assert [progress for progress, _ in rungs_of(7200, **asked)] == [0.01, 0.025, 0.05, 0.1, 0.25]
-    assert rungs_of(7200, **asked, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)
+    keys = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
+    assert [progress for progress, _ in rungs_of(7200, **keys)] == [0.01, 0.025, 0.05, 0.1, 0.25]
+    assert rungs_of(7200, **keys, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)
 
 
 def clone(changes: dict[str, Any], **keys: Any) -> tuple[Job, Job]:

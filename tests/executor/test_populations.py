@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from biased_models import llama
-from company import built
 from job_kinds import KINDS
 from noise import same_noise
 from oracle import SoloJob
@@ -18,6 +17,7 @@ from oracle_classification import ONE_LABEL, SoloClassifier, data_of
 from peft_adapters import save_with_peft
 from resident_jobs import DATA, assert_same_step, make_model, make_task
 from searches import PBT, SPACE, Run, begun, make
+from shared_executor import built
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
@@ -113,7 +113,7 @@ def heads(folder: Path) -> tuple[Task, TaskData]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "model", "oracle"),
+    ("make_task_and_data", "model", "oracle"),
     [
         (plain, partial(make_model, "llama"), SoloJob),
         (from_saved, partial(make_model, "llama"), SoloJob),
@@ -123,7 +123,7 @@ def heads(folder: Path) -> tuple[Task, TaskData]:
     ids=["plain", "from a saved adapter", "all kinds", "heads of all kinds"],
 )
 def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
-    asked: Callable[[Path], tuple[Task, TaskData]],
+    make_task_and_data: Callable[[Path], tuple[Task, TaskData]],
     model: Callable[[], PreTrainedModel],
     oracle: type[SoloJob],
     tmp_path: Path,
@@ -181,7 +181,7 @@ def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
 
     monkeypatch.setattr(Trainer, "backward", before)
     monkeypatch.setattr(Trainer, "update", after)
-    task, data = asked(tmp_path)
+    task, data = make_task_and_data(tmp_path)
     Run(tmp_path / "run", task, model=model, data=data).train()
     assert len(compared) >= 3
     num_without_dropout = 0

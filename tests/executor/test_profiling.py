@@ -422,12 +422,12 @@ def test_rungs_of_a_preset_keep_fewer_jobs_where_a_budget_of_time_asks_for_it(
 
 
 def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_measured_steps(context: TaskContext):
-    told: list[float] = []
+    remaining: list[float] = []
     ticks = iter(range(10**6))
-    take_measures(context, clock=lambda: float(next(ticks)), on_progress=told.append)  # a step takes a second
-    sizes = len(told)
+    take_measures(context, clock=lambda: float(next(ticks)), on_progress=remaining.append)  # a step takes a second
+    sizes = len(remaining)
     assert sizes >= 2
-    assert told[-1] < told[0]
+    assert remaining[-1] < remaining[0]
     budget = MeasuringBudget.of(
         context.task,
         lengths_of(context.data.train),
@@ -452,7 +452,7 @@ def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_meas
 
 
 def test_the_process_that_measures_says_how_long_it_still_takes(context: TaskContext):
-    told: list[float] = []
-    assert not plan(context, on_measuring=told.append, refresh=True).is_cached
-    assert len(told) >= 3  # before the first size, and after each
-    assert all(remaining_s > 0.0 for remaining_s in told)
+    remaining: list[float] = []
+    assert not plan(context, on_measuring=remaining.append, refresh=True).is_cached
+    assert len(remaining) >= 3  # before the first size, and after each
+    assert all(remaining_s > 0.0 for remaining_s in remaining)

@@ -133,7 +133,7 @@ def test_every_step_is_told_once(resumed: tuple[RunDir, Failures]) -> None:
         if event["event"] == "train":
             first = event["first_step"]
             steps.setdefault(event["job"], []).extend(range(first, first + len(event["losses"])))
-    assert all(told == list(range(1, len(told) + 1)) for told in steps.values())
+    assert all(found == list(range(1, len(found) + 1)) for found in steps.values())
 
 
 def test_no_rank_writes_a_state_after_the_lock_was_lost(task: Task, tmp_path: Path) -> None:

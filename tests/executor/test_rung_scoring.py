@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import resident_jobs
-from company import built
 from judging import sums_task
+from shared_executor import built
 
 import alto
 from alto.backbone import Backbone
@@ -50,14 +50,14 @@ class Judge:
     def __init__(self, score: Callable[[str, float], float], failure: str = "") -> None:
         self.score = score
         self.failure = failure
-        self.asked: list[dict[str, float]] = []
+        self.calls: list[dict[str, float]] = []
         self.on_call: Callable[[], None] = lambda: None
 
     def __call__(self, adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
         self.on_call()
         on_turn()
         sizes = {job: size_of(read_adapter(folder)) for job, folder in adapters.items()}
-        self.asked.append(sizes)
+        self.calls.append(sizes)
         if self.failure:
             return Judgement(scorer="exact_match", failure=self.failure)
         rows = {job: tuple(self.score(job, size) + n / 100 for n in range(NUM_ROWS)) for job, size in sizes.items()}
@@ -132,7 +132,7 @@ def test_parked_and_resident_jobs_are_scored_as_they_are_at_the_rung(
 ) -> None:
     judge = Judge(by_number)
     run = tune(task.replace(max_slots=max_slots), judge, monkeypatch)
-    at_rung, at_end = judge.asked
+    at_rung, at_end = judge.calls
     assert list(at_rung) == [f"job-{n:03d}" for n in range(4)]
     halfway = sizes_after(task, 4, monkeypatch)
     assert at_rung == pytest.approx(halfway, rel=1e-4)
@@ -144,10 +144,10 @@ def test_parked_and_resident_jobs_are_scored_as_they_are_at_the_rung(
 
 
 def test_a_job_that_has_ended_is_scored_as_it_was_best(tmp_path: Path) -> None:
-    asked: list[dict[str, str]] = []
+    calls: list[dict[str, str]] = []
 
     def judge(adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
-        asked.append({job: folder.name.partition(".")[0] for job, folder in adapters.items()})
+        calls.append({job: folder.name.partition(".")[0] for job, folder in adapters.items()})
         return Judgement(scorer="exact_match", failure="not today")
 
     jobs = [{"lr": 1e-3, "r": 4, "batch_size": 4, "seed": seed} for seed in (1, 2, 3)]
@@ -165,7 +165,7 @@ def test_a_job_that_has_ended_is_scored_as_it_was_best(tmp_path: Path) -> None:
         session._lifecycle.end(ended, decision)
         while executor.sessions:
             executor.turn()
-    assert asked[0] == {"job-000": "last", "job-001": "best", "job-002": "last"}
+    assert calls[0] == {"job-000": "last", "job-001": "best", "job-002": "last"}
 
 
 def sizes_after(task: alto.Task, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:

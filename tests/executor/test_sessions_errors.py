@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from company import SETTINGS, Company, Curves, assert_as_alone, curves_alone, events_of, tasks
+from shared_executor import SETTINGS, Curves, SharedExecutor, assert_as_alone, curves_alone, events_of, tasks
 
 from alto.errors import DeviceMemoryError, RunBusyError, RunError, RunWriteError
 from alto.executor import Hooks, JobState, shared_bank
@@ -56,17 +56,17 @@ def test_a_row_that_does_not_fit_fails_a_job_of_its_task(
             raise RowTooLargeError(job.slot, 77)
         return backward(self, jobs)
 
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in ("ash", "cedar"):
-            company.attach(name, *tasks()[name])
-        cedar = company.executor.sessions["cedar"]
-        company.turn(2)
+            shared.attach(name, *tasks()[name])
+        cedar = shared.executor.sessions["cedar"]
+        shared.turn(2)
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "backward", too_large)
             patch.setattr("alto.scheduler.TokenShares.choose", lambda *_: ("ash", "cedar"))
-            company.turn()
-        assert not company.ended
-        company.finish()
+            shared.turn()
+        assert not shared.ended
+        shared.finish()
     (event,) = of(tmp_path / "cedar", "job_exited")
     assert (event["job"], event["reason"], event["evidence"]["row_tokens"]) == ("job-000", "failed", 77)
     assert_as_alone(tmp_path, ("ash",), alone)
@@ -83,27 +83,27 @@ def test_without_memory_for_the_update_every_task_is_saved(
         raise DeviceMemoryError("none left, as the test wants it")
 
     def steps() -> dict[str, list[int]]:
-        return {name: [job.step for job in company.executor.sessions[name].state.jobs.values()] for name in names}
+        return {name: [job.step for job in shared.executor.sessions[name].state.jobs.values()] for name in names}
 
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in names:
-            company.attach(name, *tasks()[name])
-        company.turn(3)
+            shared.attach(name, *tasks()[name])
+        shared.turn(3)
         before = [step for name in names for step in steps()[name]]
         with monkeypatch.context() as patch:
             patch.setattr(Trainer, "update", for_the_first)
             patch.setattr("alto.scheduler.TokenShares.choose", lambda *_: ("ash", "cedar"))
             with pytest.raises(DeviceMemoryError):
-                company.turn()
+                shared.turn()
         first, second, *others = [step for name in names for step in steps()[name]]
         assert [first - 1, second, *others] == before
         found = steps()
     for name in names:
         assert [saved["step"] for saved in of(tmp_path / name, "checkpoint")[-1]["jobs"].values()] == found[name]
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in names:
-            company.attach(name, *tasks()[name])
-        company.finish()
+            shared.attach(name, *tasks()[name])
+        shared.finish()
     assert_as_alone(tmp_path, names, alone)
 
 
@@ -115,19 +115,19 @@ def test_a_task_that_does_not_fit_is_refused_and_the_others_continue(
             raise NoMemoryError("bank")
         return build_trainer(backbone, size, *args)
 
-    with Company(tmp_path) as company:
-        company.attach("ash", *tasks()["ash"])
-        company.turn(2)
-        slots = company.executor.sessions["ash"].state.slots()
+    with SharedExecutor(tmp_path) as shared:
+        shared.attach("ash", *tasks()["ash"])
+        shared.turn(2)
+        slots = shared.executor.sessions["ash"].state.slots()
         with monkeypatch.context() as patch:
             patch.setattr(shared_bank, "build_trainer", small)
             with pytest.raises(DeviceMemoryError, match="one adapter of rank 16"):
-                company.attach("birch", *tasks()["birch"])
-            assert company.executor.sessions["ash"].state.slots() == slots
-            company.turn()
-            company.attach("elm", *tasks()["elm"])
-        company.finish()
-    assert company.ended == dict.fromkeys(("ash", "elm"))
+                shared.attach("birch", *tasks()["birch"])
+            assert shared.executor.sessions["ash"].state.slots() == slots
+            shared.turn()
+            shared.attach("elm", *tasks()["elm"])
+        shared.finish()
+    assert shared.ended == dict.fromkeys(("ash", "elm"))
     assert "job_parked" not in [event["event"] for event in events_of(tmp_path / "ash")]
     assert_as_alone(tmp_path, ("ash", "elm"), alone)
 
@@ -136,36 +136,36 @@ def test_a_task_that_does_not_fit_is_refused_and_the_others_continue(
 def test_jobs_that_a_smaller_bank_has_no_slot_for_are_parked(
     is_full: bool, tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in ("elm", "ash"):
-            company.attach(name, *tasks()[name])
-        company.turn(2)
+            shared.attach(name, *tasks()[name])
+        shared.turn(2)
         limit_slots(monkeypatch, 2)
         if is_full:
-            monkeypatch.setattr(company.executor.sessions["ash"]._recorder, "job_parked", full)
-        company.attach("birch", *tasks()["birch"])
+            monkeypatch.setattr(shared.executor.sessions["ash"]._recorder, "job_parked", full)
+        shared.attach("birch", *tasks()["birch"])
         assert [event["num_slots"] for event in of(tmp_path / "birch", "oom")] == [2]
         assert not of(tmp_path / "elm", "oom")
-        company.turn()
+        shared.turn()
         if is_full:
-            assert isinstance(company.ended["ash"], RunWriteError)
+            assert isinstance(shared.ended["ash"], RunWriteError)
         else:
             assert [event["reason"] for event in of(tmp_path / "ash", "job_parked")] == ["fewer_slots"]
-        company.finish()
+        shared.finish()
     assert_as_alone(tmp_path, ("elm", "birch", *(() if is_full else ("ash",))), alone)
 
 
 def test_what_has_fitted_into_memory_is_known_to_those_who_come_later(tmp_path: Path) -> None:
-    with Company(tmp_path) as company:
-        company.attach("ash", *tasks()["ash"])
-        company.turn()
-        company.executor.bank.trainer.micro_batches.max_tokens = 60  # as after memory has run out
+    with SharedExecutor(tmp_path) as shared:
+        shared.attach("ash", *tasks()["ash"])
+        shared.turn()
+        shared.executor.bank.trainer.micro_batches.max_tokens = 60  # as after memory has run out
         for name in ("elm", "birch"):  # the second needs a new bank
-            company.attach(name, *tasks()[name])
-            assert company.executor.bank.trainer.micro_batches.max_tokens == 60
-        while "birch" in company.executor.sessions:
-            company.turn()
-        assert company.executor.bank.trainer.micro_batches.max_tokens == 60
+            shared.attach(name, *tasks()[name])
+            assert shared.executor.bank.trainer.micro_batches.max_tokens == 60
+        while "birch" in shared.executor.sessions:
+            shared.turn()
+        assert shared.executor.bank.trainer.micro_batches.max_tokens == 60
 
 
 def test_a_run_whose_lock_is_lost_is_not_written_for_the_sake_of_another(
@@ -174,18 +174,18 @@ def test_a_run_whose_lock_is_lost_is_not_written_for_the_sake_of_another(
     def lost() -> None:
         raise RunBusyError("another process works on it, as the test wants it")
 
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in ("ash", "elm"):
-            company.attach(name, *tasks()[name])
-        company.turn(2)
-        elm = company.executor.sessions["elm"]
+            shared.attach(name, *tasks()[name])
+        shared.turn(2)
+        elm = shared.executor.sessions["elm"]
         monkeypatch.setattr(elm._start.run_dir, "check_lock", lost)
         files = {path: path.stat().st_mtime_ns for path in (tmp_path / "elm").rglob("*")}
-        company.attach("birch", *tasks()["birch"])
-        company.turn()
-        assert isinstance(company.ended["elm"], RunBusyError)
+        shared.attach("birch", *tasks()["birch"])
+        shared.turn()
+        assert isinstance(shared.ended["elm"], RunBusyError)
         assert {path: path.stat().st_mtime_ns for path in (tmp_path / "elm").rglob("*")} == files
-        company.finish()
+        shared.finish()
 
 
 @pytest.mark.parametrize("where", ["step", "evaluation", "bank"])
@@ -195,18 +195,18 @@ def test_a_device_that_cannot_be_used_again_ends_all(
     def lost(*_: object) -> None:
         raise torch.AcceleratorError("an illegal memory access, as the test wants it")
 
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in ("ash", "elm"):
-            company.attach(name, *tasks()[name])
-        company.turn()
-        elm = company.executor.sessions["elm"]
+            shared.attach(name, *tasks()[name])
+        shared.turn()
+        elm = shared.executor.sessions["elm"]
         if where == "step":
-            monkeypatch.setattr(company.executor.bank.trainer, "backward", lost)
+            monkeypatch.setattr(shared.executor.bank.trainer, "backward", lost)
         else:
             monkeypatch.setattr(*(elm, "stepped") if where == "evaluation" else (elm.state.slot_manager, "save"), lost)
         with pytest.raises(torch.AcceleratorError):
-            company.turn() if where != "bank" else company.attach("birch", *tasks()["birch"])
-        assert not company.ended
+            shared.turn() if where != "bank" else shared.attach("birch", *tasks()["birch"])
+        assert not shared.ended
 
 
 def test_an_error_of_a_step_that_no_task_has_by_itself_is_raised(
@@ -219,29 +219,29 @@ def test_an_error_of_a_step_that_no_task_has_by_itself_is_raised(
             raise ZeroDivisionError("of both, as the test wants it")
         return backward(self, jobs)
 
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in ("ash", "elm"):
-            company.attach(name, *tasks()[name])
-        company.turn()
+            shared.attach(name, *tasks()[name])
+        shared.turn()
         monkeypatch.setattr(Trainer, "backward", fails_together)
         with pytest.raises(ZeroDivisionError, match="of both"):
-            company.turn()
-        assert not company.ended
+            shared.turn()
+        assert not shared.ended
 
 
 def test_a_run_that_cannot_be_built_leaves_no_limit_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RunError("as the test wants it")
 
-    with Company(tmp_path) as company:
-        company.attach("ash", *tasks()["ash"])
-        company.turn()
+    with SharedExecutor(tmp_path) as shared:
+        shared.attach("ash", *tasks()["ash"])
+        shared.turn()
         elm, data = tasks()["elm"]
         with monkeypatch.context() as patch:
             patch.setattr("alto.executor.session.Control", fail)
             with pytest.raises(RunError):
-                company.attach("elm", elm.replace(max_tokens_per_pass=50), data)
-        assert company.executor.bank.trainer.micro_batches.max_tokens == SETTINGS["max_tokens_per_pass"]
+                shared.attach("elm", elm.replace(max_tokens_per_pass=50), data)
+        assert shared.executor.bank.trainer.micro_batches.max_tokens == SETTINGS["max_tokens_per_pass"]
 
 
 def test_a_task_that_cannot_leave_a_bank_takes_no_step_before_it_ends(
@@ -253,21 +253,21 @@ def test_a_task_that_cannot_leave_a_bank_takes_no_step_before_it_ends(
         monkeypatch.setattr(slot_manager, "save", save)  # only once
         raise RunWriteError("the disk is full, as the test wants it")
 
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name in ("ash", "cedar"):
-            company.attach(name, *tasks()[name])
-        company.turn(2)
-        ash, cedar = company.executor.sessions["ash"], company.executor.sessions["cedar"]
+            shared.attach(name, *tasks()[name])
+        shared.turn(2)
+        ash, cedar = shared.executor.sessions["ash"], shared.executor.sessions["cedar"]
         ash.save()
-        company.turn(2)
+        shared.turn(2)
         ash._next_save_at = 0.0
         slot_manager, save = ash.state.slot_manager, ash.state.slot_manager.save
         monkeypatch.setattr(slot_manager, "save", full)
         Mailbox(cedar._start.run_dir).send(JobAction.CLONE, "job-000", changes={"r": 32})
-        company.turn()
-        assert isinstance(company.ended["ash"], RunWriteError)
-        company.attach("ash", *tasks()["ash"])
-        company.finish()
+        shared.turn()
+        assert isinstance(shared.ended["ash"], RunWriteError)
+        shared.attach("ash", *tasks()["ash"])
+        shared.finish()
     assert_as_alone(tmp_path, ("ash",), alone)
 
 
@@ -276,25 +276,25 @@ def test_a_state_that_cannot_be_read_ends_its_task_alone(
     failing: str, tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its slot is free for others, whether the state was missing or belonged to another adapter."""
-    asked: list[bool] = []
+    stop_requests: list[bool] = []
 
     def broken(self: object, *_: object) -> None:
         if isinstance(self, Trainer):
             self.bank.occupy(_[1], _[0].shape)  # type: ignore[attr-defined, arg-type, index]
         raise RunError("not readable, as the test wants it")
 
-    with Company(tmp_path) as company:
-        company.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
-        company.attach("elm", *tasks()["elm"])
-        company.turn(3)
-        asked.append(True)
-        company.turn()
+    with SharedExecutor(tmp_path) as shared:
+        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(stop_requests)))
+        shared.attach("elm", *tasks()["elm"])
+        shared.turn(3)
+        stop_requests.append(True)
+        shared.turn()
         with monkeypatch.context() as patch:
             patch.setattr(f"alto.executor.slot_manager.{failing}", broken)
             with pytest.raises(RunError, match="not readable"):
-                company.attach("ash", *tasks()["ash"])
-        company.turn()
-        bank = company.executor.bank.trainer.bank
+                shared.attach("ash", *tasks()["ash"])
+        shared.turn()
+        bank = shared.executor.bank.trainer.bank
         assert sum(not bank.is_free(slot) for slot in range(bank.num_slots)) == 1
-        company.finish()
+        shared.finish()
     assert_as_alone(tmp_path, ("elm",), alone)

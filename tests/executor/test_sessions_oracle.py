@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from company import OTHER, SETTINGS, Company
 from oracle import SoloJob, SoloPairs, StepFacts, flat, make_dpo_trainer, reference_model
 from resident_jobs import DATA, PAIRS, assert_same_step, make_model, make_task
+from shared_executor import OTHER, SETTINGS, SharedExecutor
 from torch import Tensor
 
 from alto.data import TaskData
@@ -67,12 +67,12 @@ class Step:
 class Observer:
     """Records every step of the executor."""
 
-    def __init__(self, company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, shared: SharedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[Step] = []
-        self._company = company
+        self._shared = shared
         self._before: dict[str, tuple[AdapterWeights, OptimizerState]] = {}
         self._gradients: dict[str, Mapping[str, Tensor]] = {}
-        trainer = company.executor.bank.trainer
+        trainer = shared.executor.bank.trainer
         backward, update = trainer.backward, trainer.update
 
         def observed_backward(jobs: list[JobState]) -> Tensor:
@@ -105,12 +105,12 @@ class Observer:
 
     def _key(self, job: JobState) -> str:
         (name,) = (
-            name for name, session in self._company.executor.sessions.items() if job in session.state.jobs.values()
+            name for name, session in self._shared.executor.sessions.items() if job in session.state.jobs.values()
         )
         return f"{name}/{job.id}"
 
     def _state(self, job: JobState) -> tuple[AdapterWeights, OptimizerState]:
-        trainer = self._company.executor.bank.trainer
+        trainer = self._shared.executor.bank.trainer
         return trainer.bank.read(job.slot), trainer.optimizer.read(job.slot)
 
 
@@ -132,12 +132,12 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
     """All steps after the last of four tasks has joined, one after the other."""
-    with Company(tmp_path) as company:
+    with SharedExecutor(tmp_path) as shared:
         for name, (task, data) in tasks().items():
-            company.attach(name, task, data)
-            company.turn(2)
-        observer = Observer(company, monkeypatch)
-        company.turn(NUM_TURNS)
+            shared.attach(name, task, data)
+            shared.turn(2)
+        observer = Observer(shared, monkeypatch)
+        shared.turn(NUM_TURNS)
     return observer.steps
 
 

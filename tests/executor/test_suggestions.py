@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from company import built
 from resident_jobs import DATA, PAIRS, make_model
 from searches import PBT, SPACE, TPE, Run, make
+from shared_executor import built
 
 from alto.backbone import Backbone
 from alto.errors import TargetModuleError

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from company import built
 from oracle import SoloJob, padded_batch
 from preference_pairs import make_pairs
 from resident_jobs import DATA, PAIRS, make_dataset, make_model, make_task
+from shared_executor import built
 
 from alto.backbone import Backbone
 from alto.data import EncodedDataset, TaskData

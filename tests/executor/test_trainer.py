@@ -31,15 +31,15 @@ class ShortOfMemory(TorchDispatchMode):
     def __init__(self, *refused: int) -> None:
         super().__init__()
         self.refused = refused
-        self.num_asked = 0
+        self.num_requests = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if any(id(leaf.untyped_storage()) not in given for leaf in made):
-            self.num_asked += 1
-            if self.num_asked in self.refused:
+            self.num_requests += 1
+            if self.num_requests in self.refused:
                 raise torch.OutOfMemoryError("no memory, as the test wants it")
         return result
 
@@ -118,7 +118,7 @@ def test_a_step_that_runs_out_of_memory_anywhere_is_taken_once(num_jobs: int) ->
     expected += bank.train()
     after = bank.state()
     phases = set()
-    for place in places(enough.num_asked, 6):
+    for place in places(enough.num_requests, 6):
         bank.go_back(before)
         with ShortOfMemory(place):
             found = bank.train()
@@ -142,7 +142,7 @@ def test_a_step_may_run_out_of_memory_again_and_again() -> None:
         expected = bank.train()
     after = bank.state()
     bank.go_back(before)
-    with ShortOfMemory(*(round(share * enough.num_asked) for share in (0.3, 1.0, 1.4))):
+    with ShortOfMemory(*(round(share * enough.num_requests) for share in (0.3, 1.0, 1.4))):
         assert bank.train() == pytest.approx(expected, rel=LOSS_TOLERANCE)
     assert_same_change(bank.state(), after, before)
     limits = [event.max_tokens_per_pass for event in bank.memory_events]
@@ -171,8 +171,8 @@ def test_an_update_that_runs_out_of_memory_anywhere_is_applied_once_to_everybody
     with ShortOfMemory() as enough:
         norms = bank.trainer.update(bank.jobs)
     after = bank.state()
-    assert enough.num_asked > 5
-    for place in places(enough.num_asked, 20):
+    assert enough.num_requests > 5
+    for place in places(enough.num_requests, 20):
         bank.go_back(before)
         bank.trainer.bank.grads_ZP.copy_(grads_ZP)
         with ShortOfMemory(place):
@@ -198,7 +198,7 @@ def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(nu
     bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
     with ShortOfMemory() as enough:
         bank.validation_losses()
-    for place in places(enough.num_asked, 5):
+    for place in places(enough.num_requests, 5):
         bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
         bank.memory_events.clear()
         with ShortOfMemory(place):

@@ -53,7 +53,7 @@ def interrupted_run(task: alto.Task, output_dir: Path, after_steps: int = 7) -> 
     return root
 
 
-def told(root: Path) -> tuple[Any, Any, Any]:
+def facts_of(root: Path) -> tuple[Any, Any, Any]:
     """Return curves, exits and winner of a run."""
     events = read_journal(root)
     curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
@@ -65,7 +65,7 @@ def told(root: Path) -> tuple[Any, Any, Any]:
 @pytest.fixture(scope="module")
 def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    return told(Path(alto.Engine(output_dir=folder / "runs").tune(task_in(folder, model)).run_dir))
+    return facts_of(Path(alto.Engine(output_dir=folder / "runs").tune(task_in(folder, model)).run_dir))
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_run_falls_back_to_what_is_whole(kind: str, stopped: Path, undisturbed: tuple[Any, Any, Any]) -> None:
     DAMAGES[kind](stopped)
     result = alto.Engine().resume(stopped)
-    assert told(stopped) == undisturbed
+    assert facts_of(stopped) == undisturbed
     assert result.best_job == undisturbed[2]
     assert (stopped / "best" / "adapter_model.safetensors").is_file()
 
@@ -177,7 +177,7 @@ def test_a_process_that_dies_around_a_commit_loses_nothing_that_was_committed(
     alto.Engine().resume(root)
     events = read_journal(root)
     assert [event["notes"] for event in events if event["event"] == "task_resumed"] == [[]]
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
     assert {path.name for path in root.glob("jobs/*/*")} == {"best"}
 
 
@@ -325,7 +325,7 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
     assert read_journal(root)[-1]["event"] == "task_interrupted"
     assert (root / "report.html").is_file()
     alto.Engine().resume(root)
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
 
 
 FILL_THE_DISK = """
@@ -357,12 +357,12 @@ def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
     before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))"
     done = run_code(fill_the_disk(task_in(tmp_path, model), tmp_path, before))
     assert done.returncode == 0, done.stderr
-    said = done.stdout
+    message = done.stdout
     (root,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
-    assert said.startswith("DiskFullError")
-    assert f"continue with: alto resume {root}" in said
+    assert message.startswith("DiskFullError")
+    assert f"continue with: alto resume {root}" in message
     alto.Engine().resume(root)
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
 
 
 @pytest.mark.slow("campaigns")
@@ -383,12 +383,12 @@ def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, und
     command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = done.stdout
-    assert said.startswith("DiskFullError")
-    assert "No space left on device" in said
+    message = done.stdout
+    assert message.startswith("DiskFullError")
+    assert "No space left on device" in message
     (root,) = [path for path in saved.iterdir() if not path.name.startswith(".")]
     alto.Engine().resume(root)
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -423,7 +423,7 @@ def test_a_clock_that_jumps_does_not_bend_a_run(
         monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if entry.seq % 2 else 86_400))
 
     result = TaskRunner(observers=[jump]).begin(task_in(tmp_path, model), tmp_path / "runs")
-    assert told(Path(result.run_dir)) == undisturbed
+    assert facts_of(Path(result.run_dir)) == undisturbed
     assert 0 < result.duration_s < 600
     history = read_history(result.run_dir)
     assert all(stay.end is not None and stay.end >= stay.start for stay in history.occupancy)

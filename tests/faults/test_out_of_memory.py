@@ -98,11 +98,11 @@ def test_a_task_on_a_small_device_ends_as_on_a_large_one(
     small_device(monkeypatch, lambda batch: sum(batch.job_tokens) <= 50)
     events = finish(run_in(tmp_path))
     assert_same_curves(events, undisturbed, JOBS)
-    told = of(events, "oom")
-    assert {event["phase"] for event in told} == {"forward"}
-    assert told[0]["residents"] == JOBS
-    assert len(told) < 6, "the lowered limit stays"
-    assert 10 < told[-1]["max_tokens_per_pass"] <= 50
+    refused = of(events, "oom")
+    assert {event["phase"] for event in refused} == {"forward"}
+    assert refused[0]["residents"] == JOBS
+    assert len(refused) < 6, "the lowered limit stays"
+    assert 10 < refused[-1]["max_tokens_per_pass"] <= 50
 
 
 def test_the_limit_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,8 +193,8 @@ def test_a_bank_that_does_not_fit_has_fewer_slots(
     events = finish(run_in(tmp_path))
     assert_same_curves(events, undisturbed, JOBS)
     assert events[0]["max_slots"] == 1
-    (told,) = of(events, "oom")
-    assert (told["phase"], told["num_slots"], told["residents"]) == ("bank", 1, [])
+    (refused,) = of(events, "oom")
+    assert (refused["phase"], refused["num_slots"], refused["residents"]) == ("bank", 1, [])
 
 
 def test_if_no_slot_fits_the_error_says_how_much_one_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +214,8 @@ def test_under_a_real_limit_a_task_ends_as_without(tmp_path: Path) -> None:
     subprocess.run([sys.executable, script, capped, "6"], env=environment, check=True, timeout=300)
     (root,) = (capped / "runs").iterdir()
     events = read_journal(root)
-    told = of(events, "oom")
-    assert told
-    assert told[-1]["max_tokens_per_pass"] < 4 * 463
+    refused = of(events, "oom")
+    assert refused
+    assert refused[-1]["max_tokens_per_pass"] < 4 * 463
     assert_same_curves(events, finish(RunDir.create(free, load_task(RunDir(root).task_file))), [*JOBS, "job-003"])
     assert not of(events, "job_exited")

@@ -165,11 +165,11 @@ def test_settings_that_would_change_what_is_learned_are_refused_together() -> No
     config = sft(dataloader_drop_last=True, label_smoothing_factor=0.1, assistant_only_loss=False)
     with pytest.raises(UnsupportedError) as caught:
         task(lora(layer_replication=[(0, 1)]), config)
-    said = str(caught.value)
-    assert said.startswith("config: expected settings that ALTO supports, found 3 that it does not support:\n")
+    message = str(caught.value)
+    assert message.startswith("config: expected settings that ALTO supports, found 3 that it does not support:\n")
     for key in ("dataloader_drop_last", "label_smoothing_factor", "layer_replication"):
-        assert f"  {key}: not supported: " in said
-    assert "assistant_only_loss" not in said
+        assert f"  {key}: not supported: " in message
+    assert "assistant_only_loss" not in message
 
 
 def test_without_modules_those_are_trained_that_peft_chooses() -> None:

@@ -23,7 +23,7 @@ LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
+class Meaning:
     """The settings of a file, as its tool understands them.
 
     Attributes:
@@ -41,8 +41,8 @@ class Said:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-SAID = {
-    "llamafactory-sft.yaml": Said(
+MEANINGS = {
+    "llamafactory-sft.yaml": Meaning(
         method="sft",
         rows=1 * 8,
         epochs=3,
@@ -60,7 +60,7 @@ SAID = {
             "max_grad_norm": 1,
         },
     ),
-    "llamafactory-dpo.yaml": Said(
+    "llamafactory-dpo.yaml": Meaning(
         method="dpo",
         rows=1 * 8,
         epochs=3,
@@ -78,7 +78,7 @@ SAID = {
             "lora_dropout": 0,  # the trainer switches it off
         },
     ),
-    "axolotl-lora.yml": Said(
+    "axolotl-lora.yml": Meaning(
         method="sft",
         rows=2 * 4,
         epochs=4,
@@ -93,7 +93,7 @@ SAID = {
             "weight_decay": 0,
         },
     ),
-    "axolotl-instruct.yml": Said(
+    "axolotl-instruct.yml": Meaning(
         method="sft",
         rows=2 * 4,
         epochs=3,
@@ -108,7 +108,7 @@ SAID = {
             "optim": "adamw_8bit",  # another name of adamw_bnb_8bit
         },
     ),
-    "axolotl-qlora.yml": Said(
+    "axolotl-qlora.yml": Meaning(
         method="sft",
         rows=2 * 4,
         epochs=4,
@@ -124,7 +124,7 @@ SAID = {
             "lora_dropout": 0.05,
         },
     ),
-    "axolotl-dpo.yml": Said(
+    "axolotl-dpo.yml": Meaning(
         method="dpo",
         rows=2 * 4,
         epochs=4,
@@ -139,7 +139,7 @@ SAID = {
             "optim": "adamw_8bit",  # another name of adamw_bnb_8bit
         },
     ),
-    "trl-sft.yaml": Said(
+    "trl-sft.yaml": Meaning(
         method="sft",
         rows=2 * 8,
         epochs=1,
@@ -155,7 +155,7 @@ SAID = {
             "gradient_accumulation_steps": 8,
         },
     ),
-    "trl-dpo.yaml": Said(
+    "trl-dpo.yaml": Meaning(
         method="dpo",
         rows=2 * 8,
         epochs=1,
@@ -168,7 +168,7 @@ SAID = {
             "loss_type": "sigmoid",
         },
     ),
-    "trl-kto.yaml": Said(
+    "trl-kto.yaml": Meaning(
         method="kto",
         rows=8 * 2,
         epochs=2,
@@ -195,7 +195,7 @@ NAMES = [
             *([needs_bitsandbytes] if name in QUANTISED else []),
         ],
     )
-    for name in SAID
+    for name in MEANINGS
 ]
 
 
@@ -217,41 +217,41 @@ def run(*arguments: str) -> str:
 
 def test_all_kinds_are_here() -> None:
     """Each tool with supervised rows and with pairs; rows of messages and of instructions; labelled replies."""
-    found = {(CONFIGS[name][0], said.method) for name, said in SAID.items()}
+    found = {(CONFIGS[name][0], meaning.method) for name, meaning in MEANINGS.items()}
     assert found == {(tool, method) for tool in ("LLaMA-Factory", "Axolotl", "TRL") for method in ("sft", "dpo")} | {
         ("TRL", "kto")
     }
-    assert SAID.keys() <= CONFIGS.keys()
+    assert MEANINGS.keys() <= CONFIGS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_two_commands_train_what_the_file_says(name: str, folder: Path) -> None:
-    said = SAID[name]
+    meaning = MEANINGS[name]
     run("import", localise(folder / name), "--to", "task.yaml")
     best = Path(run("tune", "task.yaml", "--set", "early_exit=false", "--set", "keep=all", "--quiet"))
 
     events = read_journal(best.parent)
     started, done = events[0], events[-1]
     assert (started["event"], done["event"]) == ("task_started", "task_completed")
-    assert started["method"] == said.method
+    assert started["method"] == meaning.method
     (job,) = started["jobs"]
     config = job["config"]
-    assert {key: config[key] for key in said.config} == said.config
-    assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == said.rows
-    assert config["num_train_epochs"] == said.epochs
-    assert job["total_steps"] == said.epochs * math.ceil(started["num_train"] / said.rows)
+    assert {key: config[key] for key in meaning.config} == meaning.config
+    assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == meaning.rows
+    assert config["num_train_epochs"] == meaning.epochs
+    assert job["total_steps"] == meaning.epochs * math.ceil(started["num_train"] / meaning.rows)
     trained = [loss for event in events if event["event"] == "train" for loss in event["losses"]]
     assert len(trained) == job["total_steps"], "without early exit a job trains to its end, as with its own tool"
     assert all(math.isfinite(loss) for loss in trained)
 
     adapter = json.loads((best / "adapter_config.json").read_text(encoding="utf-8"))
-    assert (adapter["r"], adapter["lora_alpha"]) == (said.config["r"], said.config["lora_alpha"])
-    assert tuple(sorted(adapter["target_modules"])) == said.targets
+    assert (adapter["r"], adapter["lora_alpha"]) == (meaning.config["r"], meaning.config["lora_alpha"])
+    assert tuple(sorted(adapter["target_modules"])) == meaning.targets
     matrices = load_file(best.parent / "jobs" / job["job"] / "last" / "adapter_model.safetensors")
     halves_of_a = {key: matrix for key, matrix in matrices.items() if ".lora_A." in key}
-    assert {key.split(".")[-3] for key in halves_of_a} == set(said.targets)
-    assert {matrix.shape[0] for matrix in halves_of_a.values()} == {said.config["r"]}
+    assert {key.split(".")[-3] for key in halves_of_a} == set(meaning.targets)
+    assert {matrix.shape[0] for matrix in halves_of_a.values()} == {meaning.config["r"]}
     assert any(matrix.any() for key, matrix in matrices.items() if ".lora_B." in key), "B begins with zeros"
 
 
@@ -269,7 +269,7 @@ def test_trls_own_parser_reads_the_same(name: str, folder: Path) -> None:
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     from importlib import import_module
 
-    parser = import_module(f"trl.scripts.{SAID[name].method}").make_parser()
+    parser = import_module(f"trl.scripts.{MEANINGS[name].method}").make_parser()
     words = ["--config", name, "--use_cpu", "true", "--bf16", "false"]
     _, arguments, adapter, _ = parser.parse_args_and_config(words, fail_with_unknown_args=False)
     task = imported_task([import_file(folder / name)]).task

@@ -109,9 +109,9 @@ def test_datasets_are_a_mixture(folder: Path) -> None:
     ]
     found = task(folder, datasets=entries, test_split_size=0.2)
     sources = found.task
-    said = [note.text for note in found.files[0].notes if note.key.endswith(".fraction")]
-    assert len(said) == 2
-    assert "TRL trains on the first rows of each dataset, so few that no row repeats" in said[0]
+    texts = [note.text for note in found.files[0].notes if note.key.endswith(".fraction")]
+    assert len(texts) == 2
+    assert "TRL trains on the first rows of each dataset, so few that no row repeats" in texts[0]
     assert [(source.path, source.weight, source.dataset_train_split) for source in sources.sources] == [
         ("a/b", 0.7, "train_sft"),
         (str(folder / "data" / "chat_messages.jsonl"), 0.3, None),
@@ -307,7 +307,7 @@ def test_a_file_of_trls_command_trains_all_weights_by_default(keys: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("loss", "kept", "said"),
+    ("loss", "kept", "message"),
     [
         ("sigmoid", 0.0, "TRL does not use it with loss_type: sigmoid"),
         (["sigmoid", "sft"], 0.0, "TRL does not use it with loss_type: sigmoid"),
@@ -317,12 +317,12 @@ def test_a_file_of_trls_command_trains_all_weights_by_default(keys: dict[str, An
         (["hinge", "sft"], 0.0, "TRL does not use it with loss_type: hinge, sft"),
     ],
 )
-def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, said: str | None) -> None:
+def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, message: str | None) -> None:
     """``DPOTrainer._compute_loss`` of TRL 1.16 uses it only in ``robust`` and ``exo_pair``."""
     found = task(folder, beta=0.2, loss_type=loss, label_smoothing=0.1)
     assert {job.config.objective.label_smoothing for job in found.task.jobs} == {kept}
     notes = [str(note) for note in found.files[0].notes if note.key == "label_smoothing"]
-    assert [said in note for note in notes] == ([True] if said else [])
+    assert [message in note for note in notes] == ([True] if message else [])
 
 
 @pytest.mark.parametrize(("loss", "kept"), [("ipo", 0.0), ("hinge", 0.0), ("sigmoid", 0.1), ("simpo", 0.1)])

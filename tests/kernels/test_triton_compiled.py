@@ -198,7 +198,7 @@ class Slots:
         self.optimizer.step([SlotUpdate(slot=slot, config=JobConfig(), learning_rate=1e-3) for slot in slots], norms)
 
 
-def companies() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
+def groups_of_ranks() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
     """Yield one to three of the ranks at a time, on all modules and on some."""
     targets = itertools.cycle((MODULES, MODULES[:1], MODULES[1:], MODULES[::3]))
     for size in (1, 2, 3):
@@ -214,7 +214,7 @@ def test_whoever_comes_and_goes_nothing_is_compiled_again(launches: dict[str, La
     slots.step([5, 16, 1])
     for name, kernel in launches.items():
         compiled[name].append(len(kernel.keys))
-    for residents in companies():
+    for residents in groups_of_ranks():
         slots.admit(residents)
         slots.step([next(numbers) for _ in residents])
     for name, kernel in launches.items():

@@ -96,8 +96,8 @@ def test_every_job_trains_as_peft_trains_it_alone(name: str, tmp_path: Path) -> 
         alone: Any = PeftModel.from_pretrained(copy.deepcopy(own), str(tmp_path / f"{slot}"), is_trainable=True)
         of_job = rows[:2] if slot == 2 else rows[2:]
         loss = sum(
-            F.cross_entropy(alone(input_ids=row[None], use_cache=False).logits[0], sought, reduction="sum")
-            for row, sought in of_job
+            F.cross_entropy(alone(input_ids=row[None], use_cache=False).logits[0], wanted, reduction="sum")
+            for row, wanted in of_job
         )
         loss.backward()
         assert float(losses[tokens].sum()) == pytest.approx(float(loss.detach()), rel=1e-5)
@@ -191,7 +191,7 @@ class TestTargets:
             find_targets(tiny_model("llama"), "all-linear", target_parameters=["experts.gate_up_proj"])
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"lora_dropout": 0.1}, "lora_dropout should be 0 with target_parameters"),
             ({"optim": "paged_adamw_8bit"}, "optim should be 'adamw_torch' with target_parameters"),
@@ -199,8 +199,8 @@ class TestTargets:
             ({"target_parameters": 3}, "should be a list of names of parameters"),
         ],
     )
-    def test_settings_that_contradict_it_are_refused(self, changes: dict[str, Any], said: str) -> None:
-        with pytest.raises(SpecError, match=said):
+    def test_settings_that_contradict_it_are_refused(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(SpecError, match=message):
             JobConfig(**({"target_parameters": ["experts.down_proj"]} | changes))
 
     def test_nothing_to_train_is_refused(self) -> None:

@@ -197,17 +197,17 @@ BEFORE = TargetModule(name="before", in_features=6, out_features=4)
 
 def test_bfloat16_moments_of_an_adapter_follow_from_its_own_seed_and_steps() -> None:
     """This holds in another slot, beside later jobs, in a larger bank whose layout has more modules."""
-    alone, company = Rounded({0: 7}), Rounded({3: 7}, num_slots=5, max_rank=9, modules=(BEFORE, *MODULES))
+    alone, beside = Rounded({0: 7}), Rounded({3: 7}, num_slots=5, max_rank=9, modules=(BEFORE, *MODULES))
     alone.train(6)
-    company.train(2)
+    beside.train(2)
     for slot in (1, 4):
-        company.admit(slot, seed=slot)
-    company.train(4)
-    assert company.bits(3) == alone.bits(0)
+        beside.admit(slot, seed=slot)
+    beside.train(4)
+    assert beside.bits(3) == alone.bits(0)
     states = alone.optimizer.read(0).tensors
     assert {part.dtype for part in states.values()} == {torch.bfloat16}
     assert all((part >= 0).all() for name, part in states.items() if name.endswith("exp_avg_sq"))
-    assert company.bits(4) != company.bits(1), "the seed has no part in it"
+    assert beside.bits(4) != beside.bits(1), "the seed has no part in it"
 
 
 def test_every_step_of_a_job_rounds_by_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,10 +103,10 @@ def test_the_usual_export_is_what_vllm_reads_where_experts_are_stacked(name: str
 
 
 class TestRefusals:
-    def refused(self, name: str, tmp_path: Path, said: str, **changes: Any) -> None:
+    def refused(self, name: str, tmp_path: Path, message: str, **changes: Any) -> None:
         model = MODELS[name]()
         folder = random_adapter(model, tmp_path / "adapter", config_of(model, RANK, 2.0).replace(**changes))
-        with pytest.raises(UnsupportedError, match=said):
+        with pytest.raises(UnsupportedError, match=message):
             write_per_expert(read_saved_adapter(folder), model.config.model_type, tmp_path / "vllm")
         assert not (tmp_path / "vllm").exists()
 

@@ -237,7 +237,7 @@ def reduced(
         )[0]
 
 
-COMPANY = [JobRows(DATA, slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
+SMALL_JOBS = [JobRows(DATA, slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
 """Small jobs: the pairs of one job do not fill a vector, those of all do."""
 
 MIXED = ["ipo", "sigmoid", "apo_zero", "robust"]
@@ -264,7 +264,7 @@ OVERFLOWING = [
     ids=[*LOSS_TYPES, "mixed", "many", "overflowing", *DIVERGENCES, "cpo", "orpo"],
 )
 def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
-    batch, configs = collate(COMPANY), configs * (len(COMPANY) // 4)
+    batch, configs = collate(SMALL_JOBS), configs * (len(SMALL_JOBS) // 4)
     clean_S = draw_losses(batch)
     poisoned_S = clean_S.clone()
     poisoned_S[batch.job_targets[0]] = float("nan")  # the second job's
@@ -273,13 +273,13 @@ def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: l
     assert poisoned_terms.sums_J.isnan().nonzero().flatten().tolist() == [1]
     parts = zip(*(x.split(batch.job_targets) for x in (clean_S, clean, poisoned)), strict=True)
     for index, (mine_S, gradient, beside_nan) in enumerate(parts):
-        (_, expected), alone = reduced(objective, mine_S, collate([COMPANY[index]]), [configs[index]])
-        company = [terms] if index == 1 else [terms, poisoned_terms]
+        (_, expected), alone = reduced(objective, mine_S, collate([SMALL_JOBS[index]]), [configs[index]])
+        compared = [terms] if index == 1 else [terms, poisoned_terms]
         assert torch.equal(gradient, expected)
         assert index == 1 or torch.equal(beside_nan, expected)
-        assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in company)
+        assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in compared)
         for name in objective.method.entry.metrics:
-            assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in company), name
+            assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in compared), name
 
 
 def test_metrics_are_means_over_pairs_once_divided_by_weight() -> None:

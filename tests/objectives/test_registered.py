@@ -114,9 +114,9 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
 @pytest.mark.parametrize("says_so", [True, False])
 def test_its_evaluations_get_a_share_of_the_time_if_its_entry_says_so(install: Install, says_so: bool) -> None:
     install(entry=("", "") if says_so else ("has_row_losses=True", "has_row_losses=False"))
-    asked = make_task(CONFIGS, method="simpo")
+    task_file = make_task(CONFIGS, method="simpo")
     data = TaskData(train=PAIRS.train, validation=make_pairs(200, seed=2))
-    task = resolve_early_exit(asked, data, begins=True)
+    task = resolve_early_exit(task_file, data, begins=True)
     assert (task.early_exit.evaluations is not None) == says_so
     assert not says_so or min(rows for _, rows in task.early_exit.evaluations or ()) < 200
 
@@ -458,8 +458,8 @@ def test_its_setting_is_searched_from_the_task_file_to_the_report(install: Insta
     assert not any("Jobs differ in" in note for note in notes), "the accuracy does not depend on the margin"
 
     def clone(change: str) -> str:
-        asked = CliRunner().invoke(app, ["job", "clone", result.run_dir, "job-000", "--set", change])
-        return f"{type(asked.exception).__name__}: {asked.exception}"
+        done = CliRunner().invoke(app, ["job", "clone", result.run_dir, "job-000", "--set", change])
+        return f"{type(done.exception).__name__}: {done.exception}"
 
     assert "UnknownKeyError: the job has the unknown key 'target_margn'. Did you mean 'target_margin'" in clone(
         "target_margn=1.0"

@@ -79,8 +79,8 @@ def test_a_search(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_and_resumed(model: Path, tmp_path: Path) -> None:
-    asked = iter(range(10**6))
-    engine = Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: next(asked) > 12)
+    calls = iter(range(10**6))
+    engine = Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: next(calls) > 12)
     with pytest.raises(TaskInterruptedError):
         engine.tune(task_of("sft", model, tmp_path))
     (root,) = (tmp_path / "runs").iterdir()

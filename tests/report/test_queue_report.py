@@ -114,8 +114,10 @@ def test_time_in_which_no_process_ran_the_queue_is_in_no_number(interrupted_queu
 
 def test_the_page_says_once_what_is_cut_out(interrupted_queue, page_of):
     page = page_of(interrupted_queue)
-    said = "No process ran the queue for 5 min 00 s (1 interruption): this time is cut out of all times on this page."
-    assert page.count(said) == 1
+    message = (
+        "No process ran the queue for 5 min 00 s (1 interruption): this time is cut out of all times on this page."
+    )
+    assert page.count(message) == 1
     assert '<td class="number">10 s</td>\n<td>a submitted; b submitted</td>' in page
 
 

@@ -232,11 +232,11 @@ def test_commands_name_the_run_and_python_the_adapter(small_run, write_run):
     assert f'from_pretrained("{run_dir}/best")' in copied(page, "snippet")
 
 
-@pytest.mark.parametrize(("rank", "asked"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128)])
-def test_vllm_is_asked_for_a_rank_it_has(small_run, write_run, rank, asked):
+@pytest.mark.parametrize(("rank", "allowed"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128)])
+def test_vllm_is_asked_for_a_rank_it_has(small_run, write_run, rank, allowed):
     small_run[0]["jobs"][3]["config"] = config(2e-4, rank)
     page = write_report(write_run(small_run)).read_text(encoding="utf-8")
-    assert f"--max-lora-rank {asked} " in page
+    assert f"--max-lora-rank {allowed} " in page
 
 
 # -- two runs --------------------------------------------------------------------------------------------------------

@@ -295,15 +295,15 @@ def test_a_comparison_has_every_fact_of_both_runs() -> None:
 
 
 def test_losses_compare_by_method_and_settings_and_data_by_its_fingerprint() -> None:
-    def told(second: TaskStarted, **others: Any) -> tuple[bool | None, bool]:
+    def comparable(second: TaskStarted, **others: Any) -> tuple[bool | None, bool]:
         found = compared({}, others, start(), second)
         return found.same_data, found.same_loss
 
-    assert told(start()) == (True, True)
-    assert told(start(method="dpo")) == (True, False)
-    assert told(start(data={"fingerprint": "2"})) == (False, True)
-    assert told(start(data={})) == (None, True)
-    assert told(start(), best_job="a") == (True, False), "of another beta"
+    assert comparable(start()) == (True, True)
+    assert comparable(start(method="dpo")) == (True, False)
+    assert comparable(start(data={"fingerprint": "2"})) == (False, True)
+    assert comparable(start(data={})) == (None, True)
+    assert comparable(start(), best_job="a") == (True, False), "of another beta"
 
 
 def test_a_job_without_an_evaluation_has_no_loss_in_the_outcome(tmp_path: Path) -> None:

@@ -299,11 +299,11 @@ def tuned(folder: Path, rows: list[dict[str, object]], **changes: object) -> alt
     return alto.Engine(output_dir=folder / "runs").tune(task)
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-CHATS = [{"messages": [said("user", f"{a} + 1 ="), said("assistant", f" {a + 1}")]} for a in range(1, 13)]
+CHATS = [{"messages": [turn("user", f"{a} + 1 ="), turn("assistant", f" {a + 1}")]} for a in range(1, 13)]
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_preferences_are_trained_with_the_dropout_and_the_smoothing_of_the_job_o
     """TRL switches dropout off unless told otherwise, and smooths no labels with ``loss_type: sigmoid``."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     pairs = [
-        {"prompt": chat["messages"][:1], "chosen": chat["messages"][1:], "rejected": [said("assistant", " 0")]}
+        {"prompt": chat["messages"][:1], "chosen": chat["messages"][1:], "rejected": [turn("assistant", " 0")]}
         for chat in CHATS
     ]
     keys = {"method": "dpo", "lora_dropout": 0.1, "label_smoothing": 0.2}

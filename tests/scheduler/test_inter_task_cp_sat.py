@@ -148,17 +148,17 @@ def test_with_a_gap_it_ends_as_soon_as_that_is_reached(monkeypatch: pytest.Monke
     problem = SchedulingProblem(
         nodes=nodes_of(2), pending=tasks_of(*((2 if n in wide else 1, s) for n, s in enumerate(seconds)))
     )
-    asked: list[float] = []
+    gaps: list[float] = []
     least_makespan = CpModel.least_makespan
 
     def noted(model: CpModel, *args: Any, gap: float, **options: Any) -> Solved:
-        asked.append(gap)
+        gaps.append(gap)
         return least_makespan(model, *args, gap=gap, **options)
 
     monkeypatch.setattr(CpModel, "least_makespan", noted)
     found = schedule_tasks(problem, method="cp-sat", time_limit_s=2.0, gap=0.05)
     assert found.gap <= 0.05
     check_schedule(problem, found)
-    assert asked == [], "what it starts from is near enough"
+    assert gaps == [], "what it starts from is near enough"
     schedule_tasks(problem, method="cp-sat", time_limit_s=2.0)
-    assert asked == [0.0], "without the gap it looks for the best"
+    assert gaps == [0.0], "without the gap it looks for the best"

@@ -70,7 +70,7 @@ def both(*changes: Change) -> Change:
     return lambda placements: [change(placements) for change in changes]
 
 
-def asked(task: str, **changes: object) -> Other:
+def changed(task: str, **changes: object) -> Other:
     """Return a change of the problem: another demand of ``task``, or another sharing of it."""
 
     def change(problem: SchedulingProblem) -> SchedulingProblem:
@@ -195,13 +195,13 @@ def test_a_task_on_a_gpu_that_is_not_free_yet_is_refused(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (asked("two", base="other"), r"executor 'new': expected tasks with the same base"),
-        (asked("two", priority=1), r"executor 'new': expected tasks with the same priority"),
-        (asked("two", tenant="a"), r"executor 'new': expected no other tenants beside .* with a quota, found , a"),
-        (asked("two", sharing=None), r"executor 'new': expected tasks on one GPU that may share, found one and two"),
-        (asked("two", capacity_bytes=13), r"executor 'new': expected tasks that need 13 bytes, found 14"),
-        (asked("two", slot_bytes=3), r"executor 'new': expected tasks that need 20 bytes, found 22"),
-        (asked("joins", tenant=""), r"executor 'e': expected no other tenants beside a tenant with a quota"),
+        (changed("two", base="other"), r"executor 'new': expected tasks with the same base"),
+        (changed("two", priority=1), r"executor 'new': expected tasks with the same priority"),
+        (changed("two", tenant="a"), r"executor 'new': expected no other tenants beside .* with a quota, found , a"),
+        (changed("two", sharing=None), r"executor 'new': expected tasks on one GPU that may share, found one and two"),
+        (changed("two", capacity_bytes=13), r"executor 'new': expected tasks that need 13 bytes, found 14"),
+        (changed("two", slot_bytes=3), r"executor 'new': expected tasks that need 20 bytes, found 22"),
+        (changed("joins", tenant=""), r"executor 'e': expected no other tenants beside a tenant with a quota"),
         (runs(sharing=None), r"executor 'e': expected tasks on one GPU that may share"),
         (runs(priority=3), r"executor 'e': expected tasks with the same priority"),
         (runs(executor=""), r"GPU 1 of node 'n0': expected it free at 0.0 s for task"),

@@ -184,7 +184,7 @@ def job(name: str, batch_size: int, **state: Any) -> JobDemand:
 FOUR = ResidentLimits(num_slots=8, num_ranks=4)
 
 
-def told(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
+def moves_of(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
     return (
         [(parking.job, parking.reason) for parking in plan.park],
         [(admission.job, admission.slot, admission.reason, admission.is_data_parallel) for admission in plan.admit],
@@ -193,7 +193,7 @@ def told(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int
 
 def test_fresh_jobs_are_dealt_out() -> None:
     plan = plan_residents([job("a", 4), job("b", 4), job("c", 2), job("d", 2), job("e", 4), job("f", 4)], FOUR)
-    assert told(plan) == (
+    assert moves_of(plan) == (
         [],
         [("a", 0, "largest_first", False), ("b", 2, "largest_first", False), ("e", 4, "largest_first", False),
          ("f", 6, "largest_first", False), ("c", 1, "largest_first", False), ("d", 3, "largest_first", False)],
@@ -202,22 +202,22 @@ def test_fresh_jobs_are_dealt_out() -> None:
 
 def test_a_job_migrates_from_the_rank_with_most() -> None:
     sitting = [job("a", 4, slot=0), job("b", 4, slot=1), job("c", 4, slot=2), job("d", 4, slot=4)]
-    assert told(plan_residents(sitting, FOUR)) == ([("a", "rebalanced")], [("a", 6, "balances", False)])
+    assert moves_of(plan_residents(sitting, FOUR)) == ([("a", "rebalanced")], [("a", 6, "balances", False)])
 
 
 def test_the_tail_is_spread_and_comes_back_when_a_job_is_added() -> None:
     two = [job("a", 4, slot=1), job("b", 1, slot=6)]
     plan = plan_residents(two, FOUR)
-    assert told(plan) == (
+    assert moves_of(plan) == (
         [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "data_parallel", True), ("b", 1, "data_parallel", True)],
     )  # fmt: skip
     spread = carry_out(two, plan)
-    assert told(plan_residents(spread[:1], FOUR)) == ([], [])
+    assert moves_of(plan_residents(spread[:1], FOUR)) == ([], [])
     four = [*spread, job("c", 2), job("d", 2)]
     added = carry_out(four, plan_residents(four, FOUR))
     assert [(d.slot, d.is_data_parallel) for d in added] == [(0, False), (6, False), (2, False), (4, False)]
     off = replace(FOUR, may_data_parallel=False)
-    assert told(plan_residents(spread, off)) == (
+    assert moves_of(plan_residents(spread, off)) == (
         [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "balances", False), ("b", 2, "balances", False)],
     )  # fmt: skip
 
@@ -233,10 +233,10 @@ def test_one_that_waits_makes_way_and_keeps_a_slot() -> None:
     two_ranks = ResidentLimits(num_slots=4, num_ranks=2)
     demands = [job("a", 8, slot=0), job("w", 4, slot=2, is_waiting=True), job("x", 4, slot=3, is_waiting=True)]
     plan = plan_residents([*demands, job("b", 8)], two_ranks)
-    assert told(plan) == (
+    assert moves_of(plan) == (
         [("x", "rebalanced")], [("b", 3, "same_batch_size", False), ("x", 1, "balances", False)],
     )  # fmt: skip
 
 
 def test_jobs_of_one_row_each_are_not_spread() -> None:
-    assert told(plan_residents([job("a", 1, slot=0), job("b", 1, slot=2)], FOUR)) == ([], [])
+    assert moves_of(plan_residents([job("a", 1, slot=0), job("b", 1, slot=2)], FOUR)) == ([], [])

@@ -150,8 +150,8 @@ def test_a_page_does_not_say_what_is_lacking_before_its_data_are_there(setup: Se
     for path in (f"/tasks/{setup.task}", "/cluster"):
         text = Page(setup.browser.get(path).text).text
         assert "Loading…" in text
-        for said in ("No job has a finite", "Drawn once", "Nothing was planned yet"):
-            assert said not in text
+        for phrase in ("No job has a finite", "Drawn once", "Nothing was planned yet"):
+            assert phrase not in text
 
 
 def test_a_task_has_its_numbers_jobs_and_outputs(setup: Setup) -> None:
@@ -239,9 +239,9 @@ def test_hostile_text_is_shown_as_text(setup: Setup) -> None:
         ):
             assert shown in text
         found = json.loads(setup.browser.get(f"/dashboard/tasks/{setup.task}").body)
-        for said in (json.dumps(found["figures"]), *found["fragments"].values()):
-            assert "<script>alert" not in said
-            assert "<img src=x" not in said
+        for phrase in (json.dumps(found["figures"]), *found["fragments"].values()):
+            assert "<script>alert" not in phrase
+            assert "<img src=x" not in phrase
     finally:
         setup.journal.write_text(kept)
 
@@ -275,11 +275,11 @@ def test_other_tenants_see_nothing(setup: Setup) -> None:
 
 def test_a_key_opens_the_pages_until_it_is_logged_out(setup: Setup) -> None:
     stranger = Browser(service=setup.service)
-    asked = stranger.get(f"/tasks/{setup.task}?a=b")
-    assert asked.status == 303
-    assert asked.headers["Location"] == f"/login?next=%2Ftasks%2F{setup.task}%3Fa%3Db"
+    answer = stranger.get(f"/tasks/{setup.task}?a=b")
+    assert answer.status == 303
+    assert answer.headers["Location"] == f"/login?next=%2Ftasks%2F{setup.task}%3Fa%3Db"
     assert stranger.get("/dashboard/tasks").status == 401
-    assert f'value="/tasks/{setup.task}?a=b"' in stranger.get(asked.headers["Location"]).text
+    assert f'value="/tasks/{setup.task}?a=b"' in stranger.get(answer.headers["Location"]).text
 
     wrong = stranger.post("/login", {"key": "alto-wrong-key", "next": "/"})
     assert wrong.status == 401

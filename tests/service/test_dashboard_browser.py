@@ -61,7 +61,7 @@ def open_page(browser) -> Iterator[Opened]:
     for context in contexts:
         context.close()
     # The browser itself reports a request that a test lets fail.
-    assert [said for said in complaints if not said.startswith("Failed to load resource")] == []
+    assert [text for text in complaints if not text.startswith("Failed to load resource")] == []
 
 
 def until(page, condition: str) -> None:

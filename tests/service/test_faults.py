@@ -55,8 +55,8 @@ def check_once(root: Path, jobs: list[str], database: str | None = None) -> None
         assert len(trained) == len(set(trained)) == 8, "no two executors have trained it"
         own = [event for event in events if event.job == job]
         assert [event.number for event in own] == list(range(1, len(own) + 1))
-        told = [(event.data["job"], event.data["step"]) for event in own if event.data and "step" in event.data]
-        assert len(told) == len(set(told)) == 8
+        reported = [(event.data["job"], event.data["step"]) for event in own if event.data and "step" in event.data]
+        assert len(reported) == len(set(reported)) == 8
         ends = [event.message for event in own if "successfully completed" in event.message]
         assert len(ends) == 1
 

@@ -107,8 +107,12 @@ def test_a_grader_is_checked_by_itself(service: Served) -> None:
 def test_answers_choose_the_model_of_a_job(tmp_path: Path) -> None:
     with served(tmp_path, open_plane=local_plane(tmp_path)) as service:
         client = service.client()
-        asked = TRAINED | {"select_by": {**CHECK, "operation": "like"}, "num_finalists": 2, "early_exit": False}
-        method: Any = {"type": "supervised", "supervised": {"hyperparameters": asked}}
+        hyperparameters = TRAINED | {
+            "select_by": {**CHECK, "operation": "like"},
+            "num_finalists": 2,
+            "early_exit": False,
+        }
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
         file = service.upload(client, ROWS)
         job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=file, method=method)
         found = service.finished(client, job.id)

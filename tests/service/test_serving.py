@@ -98,7 +98,7 @@ def test_a_new_model_is_loaded_from_its_folder_and_ready_after_a_token(
     turns.after()
     assert row_of(service, name).serving == "ready"
     assert vllm.adapters == {name: str(service.settings.root / "artefacts/models/default/ftjob-a")}
-    probes = [body for _, path, body, _ in vllm.asked if path == "/v1/chat/completions"]
+    probes = [body for _, path, body, _ in vllm.requests if path == "/v1/chat/completions"]
     assert [(probe["model"], probe["max_tokens"]) for probe in probes] == [(name, 1)]
     assert vllm.paths().index("/v1/load_lora_adapter") < vllm.paths().index("/v1/chat/completions")
 
@@ -124,9 +124,9 @@ def test_a_turn_without_news_asks_nothing_before_it_is_time_to_look(
 ) -> None:
     add_model(service, "a")
     turns.after()
-    before = len(vllm.asked)
+    before = len(vllm.requests)
     turns.after(_INTERVAL_S - 1)
-    assert len(vllm.asked) == before
+    assert len(vllm.requests) == before
     turns.after(1)
     assert vllm.paths()[before:] == ["/v1/models"]
 
@@ -309,7 +309,7 @@ def test_a_server_that_is_away_changes_nothing_and_is_left_alone_for_a_while(
     vllm.is_away = True
     turns.after()
     turns.after(_INTERVAL_S - 1)
-    assert (len(vllm.asked), row_of(service, name).serving) == (1, "none")
+    assert (len(vllm.requests), row_of(service, name).serving) == (1, "none")
     vllm.is_away = False
     turns.after(1)
     assert row_of(service, name).serving == "ready"
@@ -339,9 +339,9 @@ def test_models_of_another_base_are_left_out(service: Service, vllm: FakeVllm, t
     row = row_of(service, name)
     assert (row.serving, vllm.loads()) == ("none", [])
     assert "a different base model than other" in str(row.serving_details)
-    before = len(vllm.asked)
+    before = len(vllm.requests)
     turns.after(1)
-    assert len(vllm.asked) == before
+    assert len(vllm.requests) == before
 
 
 def test_which_base_model_the_server_has(tmp_path: Path, vllm: FakeVllm) -> None:
@@ -371,7 +371,7 @@ def test_without_a_server_nothing_is_done(tmp_path: Path, vllm: FakeVllm) -> Non
         Registrar(service).turn()
         with registering(service):
             pass
-        assert (row_of(service, name).serving, vllm.asked) == ("none", [])
+        assert (row_of(service, name).serving, vllm.requests) == ("none", [])
 
 
 def test_the_thread_registers_and_ends_while_the_server_hangs(service: Service, vllm: FakeVllm) -> None:
@@ -380,9 +380,9 @@ def test_the_thread_registers_and_ends_while_the_server_hangs(service: Service, 
         wait_for(lambda: row_of(service, name).serving == "ready")
     registrar = Registrar(service)
     vllm.hangs.add("/v1/models")
-    before = len(vllm.asked)
+    before = len(vllm.requests)
     registrar.start()
-    wait_for(lambda: len(vllm.asked) > before)
+    wait_for(lambda: len(vllm.requests) > before)
     registrar.stop()
     assert not registrar._thread.is_alive()
 

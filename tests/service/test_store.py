@@ -194,7 +194,7 @@ def test_every_entry_of_a_journal_is_told_once_whoever_leads(
 ) -> None:
     """Entries read one by one, by different coordinators, equal entries read at once."""
     lines = [f"{json.dumps(event)}\n" for event in small_run]
-    told = []
+    messages = []
     for parts in (["".join(lines)], lines):
         job, journal = add_job(store), tmp_path / f"journal-{len(parts)}.jsonl"
         for part in parts:
@@ -207,9 +207,9 @@ def test_every_entry_of_a_journal_is_told_once_whoever_leads(
                 assert row is not None
                 projection.write(session, row)
         with store.reading() as session:
-            told.append([event.message for event in events_of(session, job, since=1, limit=1000)])
-    assert told[0][0] == "Training 4 configurations"
-    assert told[1] == told[0]
+            messages.append([event.message for event in events_of(session, job, since=1, limit=1000)])
+    assert messages[0][0] == "Training 4 configurations"
+    assert messages[1] == messages[0]
 
 
 def test_events_tell_users_from_rules(store: Store, tmp_path: Path) -> None:

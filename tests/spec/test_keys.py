@@ -195,15 +195,15 @@ def test_attention_of_other_programs_is_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("val_size", 20, "val_size (validation_split, share of the rows set aside for validation) should be a finite"),
         ("lr", -1, "lr (learning_rate, the peak learning rate) should be a finite number > 0, found -1"),
         ("validation_split", 20, "validation_split (share of the rows set aside for validation) should be a finite"),
     ],
 )
-def test_a_value_is_refused_under_the_name_that_the_user_wrote(key: str, value: object, said: str) -> None:
+def test_a_value_is_refused_under_the_name_that_the_user_wrote(key: str, value: object, message: str) -> None:
     for make in (lambda: Task(model="m", dataset="d", **{key: value}), lambda: build_task(BASE, [f"{key}={value}"])):
         with pytest.raises(SpecError) as caught:
             make()
-        assert str(caught.value).startswith(said)
+        assert str(caught.value).startswith(message)

@@ -63,7 +63,7 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("search", "changes", "said"),
+    ("search", "changes", "message"),
     [
         ({"budget": {"cost": 1}}, {}, "search.budget.* expected both cost and gpu_hour_price, found only cost"),
         ({"budget": {"gpu_hour_price": 1}}, {}, "search.budget.* found only gpu_hour_price"),
@@ -80,8 +80,8 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
         (3, {}, r"search should be a mapping of settings, found 3. Write for example \{algorithm: tpe\}"),
     ],
 )
-def test_what_is_refused(search: Any, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_what_is_refused(search: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         task(search, **changes)
 
 

@@ -61,9 +61,9 @@ def test_a_field_is_known(kind: type[Any], field: dataclasses.Field[Any]) -> Non
         try:
             task_with(kind, field.name, value)
         except AltoError as error:
-            said = str(error)
-            assert "unknown key" not in said
-            assert "Did you mean" not in said
+            message = str(error)
+            assert "unknown key" not in message
+            assert "Did you mean" not in message
 
 
 @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=NAMES)

@@ -40,7 +40,7 @@ class ServiceProcess:
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         self._process = _CONTEXT.Process(target=main, args=self._arguments)
-        # The server of forks finds what it is to have imported, so that a service begins in no time.
+        # The fork server finds the modules to import, so that a service starts at once.
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             self._process.start()
         wait_for(self._answers)

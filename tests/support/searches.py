@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from company import built
 from resident_jobs import DATA, make_model
+from shared_executor import built
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone

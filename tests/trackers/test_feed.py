@@ -47,7 +47,7 @@ class Recorder:
         return {point.step: point.metrics[name] for point in self.points[job] if name in point.metrics}
 
 
-def told(events: Sequence[Mapping[str, Any]]) -> Recorder:
+def recorded(events: Sequence[Mapping[str, Any]]) -> Recorder:
     recorder = Recorder()
     feed = Feed(recorder, Path("runs/maths-1"))
     for event in events:
@@ -58,7 +58,7 @@ def told(events: Sequence[Mapping[str, Any]]) -> Recorder:
 
 def test_run_is_told_once_with_flat_settings(small_run: list[Event]) -> None:
     replayed = [{**event, "replayed": True} for event in small_run]
-    (run,) = told(replayed).runs
+    (run,) = recorded(replayed).runs
     assert (run.name, run.run_dir) == ("maths-1", Path("runs/maths-1"))
     assert run.settings["model"] == "alto-tiny"
     assert run.settings["early_exit.policy"] == "alto"
@@ -66,13 +66,13 @@ def test_run_is_told_once_with_flat_settings(small_run: list[Event]) -> None:
 
 
 def test_configuration_is_split_into_what_varies_and_what_does_not(small_run: list[Event]) -> None:
-    (run,) = told(small_run).runs
+    (run,) = recorded(small_run).runs
     assert run.fixed == {"seed": 1, "target_modules": ["q", "v"]}
     assert run.varying("d") == {"learning_rate": 2e-4, "r": 8, "lora_alpha": 16}
 
 
 def test_every_loss_is_told_at_its_step(small_run: list[Event]) -> None:
-    recorder = told(small_run)
+    recorder = recorded(small_run)
     assert recorder.metric("d", "train/loss") == dict.fromkeys(range(1, 101), 2.0)
     assert recorder.metric("d", "eval/loss") == {10: 2.1, 100: 1.9}
     assert recorder.metric("d", "eval/train_ema") == {10: 2.0, 100: 2.0}
@@ -81,7 +81,7 @@ def test_every_loss_is_told_at_its_step(small_run: list[Event]) -> None:
 
 
 def test_metrics_have_the_names_that_trl_gives_them(preference_run: list[Event]) -> None:
-    recorder = told(preference_run)
+    recorder = recorded(preference_run)
     assert recorder.metric("b", "eval/rewards/accuracies") == {10: 0.75, 100: 0.7}
     assert recorder.metric("b", "eval/rewards/margins") == pytest.approx({10: 0.38, 100: 0.45})
     assert recorder.metric("b", "eval/rewards/chosen") == {10: 0.1, 100: 0.1}
@@ -91,7 +91,7 @@ def test_metrics_have_the_names_that_trl_gives_them(preference_run: list[Event])
 
 
 def test_outcomes(small_run: list[Event]) -> None:
-    recorder = told(small_run)
+    recorder = recorded(small_run)
     reasons = {job: outcome.reason for job, outcome in recorder.outcomes.items()}
     assert reasons == {"a": "diverging", "b": "underperforming", "c": "overfitting", "d": "completed"}
     best = {job: (outcome.best_step, outcome.best_loss) for job, outcome in recorder.outcomes.items()}
@@ -104,7 +104,7 @@ def test_numbers_that_are_not_finite_survive_the_journal(small_run: list[Event])
     read_back = json.loads(
         json.dumps(small_run).replace("NaN", f'"{text[math.nan]}"').replace("Infinity", f'"{text[math.inf]}"')
     )
-    recorder = told(read_back)
+    recorder = recorded(read_back)
     assert recorder.metric("a", "train/loss")[1] == math.inf
     assert math.isnan(recorder.metric("a", "eval/loss")[10])
     assert recorder.outcomes["a"].best_loss is None
@@ -112,21 +112,21 @@ def test_numbers_that_are_not_finite_survive_the_journal(small_run: list[Event])
 
 def test_job_added_while_the_task_runs_is_known_before_its_losses(small_run: list[Event]) -> None:
     added = {"event": "job_added", "time": 1.0, "job": "e", "origin": "d", "config": {"learning_rate": 5e-4}}
-    recorder = told([small_run[0], added])
+    recorder = recorded([small_run[0], added])
     assert recorder.runs[0].jobs["e"] == {"learning_rate": 5e-4}
 
 
 def test_interrupted_run_has_no_best_job(small_run: list[Event]) -> None:
-    assert told(small_run[:-1]).finished == [None]
+    assert recorded(small_run[:-1]).finished == [None]
 
 
 def test_run_that_never_started_is_not_finished() -> None:
-    assert told([]).finished == []
+    assert recorded([]).finished == []
 
 
 @pytest.mark.parametrize("event", ["task_resumed", "task_interrupted", "of_a_later_version"])
 def test_other_events_are_passed_over(small_run: list[Event], event: str) -> None:
-    recorder = told([small_run[0], {"event": event, "time": 1.0}])
+    recorder = recorded([small_run[0], {"event": event, "time": 1.0}])
     assert recorder.points == {}
 
 

@@ -40,14 +40,14 @@ def test_one_line_per_noteworthy_event(small_run):
 
 
 def test_what_the_task_chooses_by_is_what_is_told(preference_run):
-    told = [line[14:] for line in lines_of(preference_run)]
-    assert [line for line in told if line.startswith("best so far")] == [
+    shown = [line[14:] for line in lines_of(preference_run)]
+    assert [line for line in shown if line.startswith("best so far")] == [
         "best so far reward accuracy 60 %: a (lr 1e-4) at step 10 of 100",
         "best so far reward accuracy 75 %: b (lr 2e-4) at step 10 of 100",
     ]
-    assert "b (lr 2e-4) completed, best reward accuracy 75 %" in told
-    assert told[-1].startswith("done in ")
-    assert ": best reward accuracy 75 %: c (lr 3e-4); 3,000 of 3,000 samples" in told[-1]
+    assert "b (lr 2e-4) completed, best reward accuracy 75 %" in shown
+    assert shown[-1].startswith("done in ")
+    assert ": best reward accuracy 75 %: c (lr 3e-4); 3,000 of 3,000 samples" in shown[-1]
 
 
 def test_sixty_jobs_with_twenty_evaluations_do_not_flood(sweep):
@@ -69,8 +69,8 @@ def test_time_is_counted_from_the_start(small_run):
 
 
 def test_answers_of_finalists_are_told(judged_run):
-    told, done = lines_of(judged_run)[-2:]
-    assert told[14:] == "answers of the finalists: d 1 of 8 right, c 5 of 8 right"
+    shown, done = lines_of(judged_run)[-2:]
+    assert shown[14:] == "answers of the finalists: d 1 of 8 right, c 5 of 8 right"
     assert "best 2.2000: c (lr 2e-4 · r 4)" in done
 
 
@@ -138,5 +138,5 @@ def test_ranks_and_moves_between_them_are_told(ranked_run):
 
 def test_a_run_that_goes_on_says_on_how_many_ranks(ranked_run):
     resumed = {"seq": 1, "time": ranked_run[0]["time"] + 1, "event": "task_resumed", "notes": [], "num_ranks": 4}
-    said = "resumed on 4 ranks: 0 of 3 jobs have ended, 0 % of the sweep decided"
-    assert lines_of([ranked_run[0], resumed])[-1].endswith(said)
+    message = "resumed on 4 ranks: 0 of 3 jobs have ended, 0 % of the sweep decided"
+    assert lines_of([ranked_run[0], resumed])[-1].endswith(message)

@@ -151,13 +151,13 @@ def test_a_task_that_measures_is_said_live_and_in_plain_lines_until_it_trains():
     for each in [*entries(RESUMED[:2]), relayed]:
         view.observe(each)
         plain.observe(each)
-    said = "measuring memory and time of a on tiny: about 40 s left"
-    assert said in plain._stream.getvalue()
-    assert said in "\n".join(screen_of(view, width=160))
+    message = "measuring memory and time of a on tiny: about 40 s left"
+    assert message in plain._stream.getvalue()
+    assert message in "\n".join(screen_of(view, width=160))
     assert view.progress.queue.tasks["a"].attempts
     trains = JournalEntry(seq=0, time=12.0, event=events.TaskRelayed(task="a", entry=entry(STARTED_RUN)))
     view.observe(trains)
-    assert said not in "\n".join(screen_of(view, width=160))
+    assert message not in "\n".join(screen_of(view, width=160))
 
 
 NAMES = ("qwen-maths-sweep", "llama-short")
@@ -169,7 +169,7 @@ def task_started(name: str, attempt: int, time: float) -> dict[str, object]:
 
 def resumed() -> QueueProgress:
     progress = QueueProgress()
-    told = [
+    journal = [
         {
             "event": "queue_started",
             "time": 0.0,
@@ -193,7 +193,7 @@ def resumed() -> QueueProgress:
         },
         {"event": "task_given_up", "time": 301.0, "task": NAMES[1], "reason": "killed " * 20},
     ]
-    for event in told:
+    for event in journal:
         progress.apply(entry(event))
     return progress
 

@@ -61,15 +61,17 @@ def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run
 def test_the_metrics_on_test_rows_stand_beside_their_loss(preference_run, tmp_path):
     best = next(one for one in preference_run if (one["event"], one.get("job"), one.get("step")) == ("eval", "c", 10))
     best |= {"test_loss": 0.7, "test_metrics": {"reward_accuracy": 0.5, "kl": 0.1}}
-    said = "0.7000, reward accuracy 50 %"
-    assert f"best by reward accuracy: c with validation loss 0.6000 (test {said})" in "\n".join(screen(preference_run))
+    message = "0.7000, reward accuracy 50 %"
+    assert f"best by reward accuracy: c with validation loss 0.6000 (test {message})" in "\n".join(
+        screen(preference_run)
+    )
     history, lines = RunHistory.of(entries(preference_run)), io.StringIO()
     with PlainView(lines) as view:
         for entry in entries(preference_run):
             view.observe(entry)
-    assert f", test loss {said};" in lines.getvalue().splitlines()[-1]
-    assert f"(test {said})" in result_html(history, str(tmp_path))
-    assert f"; {said} on test rows" in report_page(tmp_path, history)
+    assert f", test loss {message};" in lines.getvalue().splitlines()[-1]
+    assert f"(test {message})" in result_html(history, str(tmp_path))
+    assert f"; {message} on test rows" in report_page(tmp_path, history)
     del best["test_metrics"]
     assert "(test 0.7000)" in "\n".join(screen(preference_run)), "a journal without them"
 
@@ -274,9 +276,9 @@ def test_what_is_measured_is_said_before_it_is():
     for each in entries([{**first, "remaining_s": 125.0}, update]):
         plain.observe(each)
         live.observe(each)
-    said = "measuring memory and time of maths on alto-tiny: about 2 min 05 s left, longer on a busy machine"
+    message = "measuring memory and time of maths on alto-tiny: about 2 min 05 s left, longer on a busy machine"
     for text in (stream.getvalue(), " ".join(target.file.getvalue().split())):
-        assert said in text
+        assert message in text
         assert "kept in /home/a/.cache/alto for later runs" in text
     assert "[       15 s] measuring maths: about 16 s left" in stream.getvalue()
     assert "about 16 s left" not in target.file.getvalue()  # the line about the preparation replaces it

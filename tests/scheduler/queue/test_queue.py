@@ -84,16 +84,16 @@ def test_a_failure_that_would_come_again_is_given_up_at_once():
     assert isinstance(actions[0], GaveUp)
 
 
-@pytest.mark.parametrize("is_told_first", [True, False])
-def test_a_lost_gpu_does_not_count_against_the_task_until_there_is_no_end_to_it(is_told_first: bool):
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_a_lost_gpu_does_not_count_against_the_task_until_there_is_no_end_to_it(is_lost_first: bool):
     queue = queue_of(1, max_attempts=1)
     submit(queue, 0, "a")
     for attempt in range(1, 11):
-        news = [
+        events = [
             GpuLost(time_s=attempt, gpu=Gpu("n", 0)),
             Failed(time_s=attempt, task="a", attempt=attempt, reason="gone", is_retryable=True),
         ]
-        actions = queue.apply(*(news if is_told_first else news[::-1]))
+        actions = queue.apply(*(events if is_lost_first else events[::-1]))
         if attempt < 10:
             assert queue.tasks["a"].state is TaskState.WAITING
             assert started(queue.apply(GpuAdded(time_s=attempt, gpu=Gpu("n", 0)))) == ["a"]
@@ -213,7 +213,7 @@ def test_priorities_that_change_lead_to_one_plan_of_the_tasks_that_wait():
     assert started(queue.apply(Finished(time_s=3, task="c", attempt=1))) == ["b"]
 
 
-def test_late_news_changes_nothing():
+def test_late_events_change_nothing():
     queue = queue_of(1)
     submit(queue, 0, "a")
     queue.apply(Failed(time_s=1, task="a", attempt=1, reason="hung", is_retryable=True))

@@ -179,7 +179,7 @@ class QueueMachine(World):
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
-    def late_news(self, data: st.DataObject) -> None:
+    def late_event(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.attempts)))
         before = self.queue.tasks[task].state
         self.tell(Finished(time_s=self.now_s, task=task, attempt=self.attempts[task] - 1))

@@ -48,7 +48,7 @@ def tasks() -> dict[str, tuple[Task, TaskData]]:
     return {name: (task.replace(name=name), data) for name, (task, data) in found.items()}
 
 
-class Company:
+class SharedExecutor:
     """An executor, and the tasks that join it."""
 
     def __init__(self, folder: Path) -> None:
@@ -58,7 +58,7 @@ class Company:
         self.ended: dict[str, Exception | None] = {}
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Company:
+    def __enter__(self) -> SharedExecutor:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,12 +116,12 @@ def curves(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def curves_alone(folder: Path, asked: Mapping[str, tuple[Task, TaskData]]) -> Curves:
+def curves_alone(folder: Path, given: Mapping[str, tuple[Task, TaskData]]) -> Curves:
     """Return the curves of every task when it trains alone."""
-    for name, (task, data) in asked.items():
+    for name, (task, data) in given.items():
         with built(folder / name, task, data, Backbone(make_model("llama"), None, "unused")) as session:
             run_alone(session)
-    return {name: curves(folder / name) for name in asked}
+    return {name: curves(folder / name) for name in given}
 
 
 def assert_as_alone(folder: Path, names: Sequence[str], alone: Curves) -> None:
