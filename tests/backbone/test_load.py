@@ -307,7 +307,7 @@ class TestPickles:
         assert_refused(pickled, "pytorch_model.bin", use_safetensors=False)
         assert not marker.exists()
         torch.load(pickled / "pytorch_model.bin", weights_only=False)
-        assert marker.exists(), "the file does what it is made for where it is let"
+        assert marker.exists(), "the pickle runs its code where that is allowed"
 
     def test_missing(self, folder: Path) -> None:
         assert_refused(folder, "pytorch_model.bin", kind=ModelNotFoundError, use_safetensors=False)

@@ -199,7 +199,7 @@ class TestKernel:
 
         token_losses(hidden_SH, weight_VH, targets_S, kernel=watched).sum().backward()
         token_losses(hidden_SH.detach(), weight_VH, targets_S, kernel=watched)
-        assert in_place == [True, False], "the gradient takes the place of the logits where one is needed"
+        assert in_place == [True, False], "a needed gradient is written over the logits"
 
     def test_no_kernel_computes_a_cap_or_a_scale(self) -> None:
         hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)

@@ -78,5 +78,5 @@ def checked(code: object, out: str, err: str, *, is_unchanged: bool) -> str:
     assert err.partition(":")[0].endswith("Error"), err
     assert err.replace("\n", "").isprintable()
     assert len(err) < 1600
-    assert is_unchanged, "something half-written was left"
+    assert is_unchanged, "a half-written file was left"
     return err

@@ -79,7 +79,7 @@ def test_every_job_of_the_recordings_came_to_its_end(folder: Path) -> None:
         assert len(recording.jobs) == len(size.learning_rates) * len(size.ranks) * len(size.batch_sizes)
         assert all(len(job.train_losses) == job.total_steps for job in recording.jobs)
         assert recording.task["base"] == "alto-tiny"
-    assert not list((folder / "real-smoke.pieces").glob("*-all-*")), "runs that are done are not kept"
+    assert not list((folder / "real-smoke.pieces").glob("*-all-*")), "finished runs are not kept"
 
 
 def test_a_run_that_was_killed_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

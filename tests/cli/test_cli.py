@@ -290,7 +290,7 @@ def test_a_run_outlives_the_pipe_it_is_read_from(task_file: Path, tmp_path: Path
     alto_tune = f"{sys.executable} -c 'from alto.cli import main; main()' tune {task_file}"
     command = f"{alto_tune} -o {tmp_path / 'runs'} | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
-    assert done.stdout, "the reader has its line"
+    assert done.stdout, "the reader got its line"
     assert "Traceback" not in done.stderr
     assert read_journal(run_of(tmp_path / "runs"))[-1]["event"] == "task_completed"
     assert (run_of(tmp_path / "runs") / "best").is_dir()

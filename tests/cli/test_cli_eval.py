@@ -219,7 +219,7 @@ def test_predictions_are_saved_a_row_a_line_with_every_adapter_and_the_base(run:
     for job in ("job-000", "job-001"):
         (own,) = evaluations(run / "jobs" / job / "best")
         assert sum(line["predictions"][job]["score"] for line in lines) == own["num_correct"]
-        assert own["settings"]["weights"] == "adapter", "the base generates, and is not measured"
+        assert own["settings"]["weights"] == "adapter", "the base generates, and is not evaluated"
     assert set(lines[0]["predictions"]["base"]) == {"text", "extracted", "score"}
 
 

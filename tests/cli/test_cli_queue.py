@@ -139,7 +139,7 @@ def test_tasks_of_a_finished_queue_are_not_cancelled(tmp_path: Path) -> None:
         journal.append(event("task_given_up", task="a", reason="it failed"))
         journal.append(event("queue_completed"))
     accepted = invoke("cancel", queue.root, "a")
-    assert "takes effect with: alto resume" in accepted.stdout, "which would try it again"
+    assert "takes effect with: alto resume" in accepted.stdout, "a new process would retry it"
     with queue.run.locked():
         (command,) = QueueMailbox(queue.run).pending()
         QueueMailbox(queue.run).answer(command.id, Answer(done=True, message=""))

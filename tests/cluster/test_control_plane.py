@@ -118,13 +118,13 @@ class Executors:
 
     def start(self, launch: Launch) -> None:
         run = RunDir(Path(launch.run_dir))
-        assert launch.task not in self.running, "it runs already"
+        assert launch.task not in self.running, "it is already running"
         assert {gpu.index for gpu in launch.gpus} <= self._present
         taken = {gpu for _, other in self.running.values() for gpu in other.gpus}
         assert taken.isdisjoint(launch.gpus)
-        assert not has_result(run), "it has its result"
-        assert launch.task not in self._world.cancelled, "it is not wanted any more"
-        assert alto.load_task(run.task_file).name, "its folder is whole"
+        assert not has_result(run), "it has a result"
+        assert launch.task not in self._world.cancelled, "it was cancelled"
+        assert alto.load_task(run.task_file).name, "its folder is incomplete"
         self.running[launch.task] = (self._world.clock() + 3.0, launch)
 
     def stop(self, task: str) -> None:

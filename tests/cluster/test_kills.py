@@ -122,7 +122,7 @@ def finished(queue: QueueDir) -> QueueHistory:
     assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
     for name, task in history.tasks.items():
         outcomes = [attempt.outcome for attempt in task.attempts]
-        assert outcomes.count("finished") == 1, "what was finished is not run again"
+        assert outcomes.count("finished") == 1, "a finished task ran again"
         assert outcomes[-1] == "finished"
         kinds = Counter(event["event"] for event in read_events(queue.run_of(name).journal_file))
         assert (kinds["task_resumed"], kinds["task_completed"]) == (len(outcomes) - 1, 1), name
@@ -213,7 +213,7 @@ def test_tasks_whose_node_is_killed_go_on_elsewhere(
         first, second = history.tasks[name].attempts
         assert first.outcome == "lost"
         assert {gpu.node for gpu in first.gpus} == {lost.name}
-        assert len({gpu.node for gpu in second.gpus} - {lost.name}) == 1, "one node, and another"
+        assert len({gpu.node for gpu in second.gpus} - {lost.name}) == 1, "two nodes"
     events = [(event["event"], event.get("task")) for event in read_events(queue.run.journal_file)]
     assert events.index(("gpu_lost", None)) < events.index(("executor_ended", "alone"))
     resumed = {name: num_ranks_resumed(queue.run_of(name)) for name in gpus}

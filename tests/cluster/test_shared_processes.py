@@ -83,7 +83,7 @@ def test_a_process_that_is_killed_loses_all_its_tasks_and_no_other(machine: Star
         ended = machine.until_ended(task)
         assert ended.outcome is Outcome.LOST
         assert "was killed by SIGKILL" in ended.reason
-        assert "logs" not in ended.reason, "what it printed belongs to no one of them"
+        assert "logs" not in ended.reason, "its output belongs to no single task"
     assert machine.ended("c") is None
     assert begin(machine, "a", attempt=2) not in (pid, other)
     assert end(machine, "c") is end(machine, "a", attempt=2) is Outcome.FINISHED
@@ -102,11 +102,11 @@ def test_an_error_that_nobody_expected_ends_the_process_after_the_others(machine
 def test_a_task_that_needs_the_same_base_gets_the_process_that_has_it(local: Started) -> None:
     pid = begin(local, "a", "")
     assert end(local, "a") is Outcome.FINISHED
-    assert begin(local, "b", "", gpu=1) == pid, "slots of the CPU are alike"
+    assert begin(local, "b", "", gpu=1) == pid, "all slots of a CPU are equal"
     assert end(local, "b") is Outcome.FINISHED
     other = begin(local, "c", "", base="n", gpu=1)
     assert other != pid
-    assert not is_alive(pid), "its memory may be wanted"
+    assert not is_alive(pid), "its memory may be needed"
     assert end(local, "c") is Outcome.FINISHED
 
 

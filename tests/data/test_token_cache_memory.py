@@ -39,7 +39,7 @@ def test_reading_holds_a_bounded_part_of_the_files(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", tool.MIB)
     assert _growth(tmp_path / "rows") < 12 * tool.MIB
     monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", 10**12)
-    assert _growth(tmp_path / "rows") > 40 * tool.MIB, "what is read stays resident where nothing gives it back"
+    assert _growth(tmp_path / "rows") > 40 * tool.MIB, "read pages stay resident unless they are released"
 
 
 def _growth(folder: Path) -> int:

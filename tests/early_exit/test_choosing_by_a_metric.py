@@ -48,8 +48,8 @@ def standing(job: str, score: float, loss: float, *, is_training: bool = True) -
         ("more is better, whatever the loss", [("a", 0.6, 0.1), ("b", 0.7, 9.0)], ["b"]),
         ("ties by the loss", [("a", 0.7, 0.6), ("b", 0.7, 0.5)], ["b"]),
         ("ties of both by job id", [("b", 0.7, 0.5), ("a", 0.7, 0.5)], ["a"]),
-        ("a gain that was not finite is the least", [("a", LEAST, 0.1), ("b", -5.0, 0.5)], ["b"]),
-        ("where no gain was finite the loss decides", [("a", LEAST, 0.6), ("b", LEAST, 0.5)], ["b"]),
+        ("a score that was not finite is the least", [("a", LEAST, 0.1), ("b", -5.0, 0.5)], ["b"]),
+        ("where no score was finite the loss decides", [("a", LEAST, 0.6), ("b", LEAST, 0.5)], ["b"]),
         ("a loss that is not finite is last", [("a", 0.9, math.nan), ("b", 0.1, 0.5)], ["b"]),
         ("a negative margin is less than none", [("a", -0.1, 0.1), ("b", 0.0, 0.7)], ["b"]),
     ],
@@ -79,11 +79,11 @@ def test_a_race_from_start_to_end() -> None:
         train_to(selection, job, 1, loss, score)
     assert selection.select().kept == ("b", "c")
     train_to(selection, "b", 5, 0.4, 0.65)
-    assert selection.best("b").step == 1, "the loss fell, and it is right less often"
+    assert selection.best("b").step == 1, "its loss fell, but its accuracy did too"
     train_to(selection, "b", 10, 0.55, 0.7)
-    assert selection.best("b").step == 10, "as often right, with a lower loss"
+    assert selection.best("b").step == 10, "the same accuracy, with a lower loss"
     train_to(selection, "c", 10, 0.55, 0.7)
-    assert selection.winner() == selection.best("b"), "of equals the first job"
+    assert selection.winner() == selection.best("b"), "the first of equal jobs"
     assert selection.training == ()
 
 
@@ -329,7 +329,7 @@ def test_scores_at_a_rung_decide_that_rung_alone() -> None:
     selection, result = scored_at_first_rung({"a": right(1), "b": right(2), "c": right(20), "d": right(38)}, losses)
     assert result.kept == ("d", "c")
     evaluated(selection, {"c": 3.0, "d": 4.0}, 8)
-    assert selection.select().kept == ("c",), "at the next one the loss decides again"
+    assert selection.select().kept == ("c",), "at the next rung the loss decides again"
 
 
 def test_at_a_rung_the_loss_decides_within_noise() -> None:

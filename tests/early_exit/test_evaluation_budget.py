@@ -58,7 +58,7 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     count, rows = found.final_evaluations
     paid = SHARE_AT_END * share * training / row_cost
     if num_rows * row_cost <= share * training * (1 - 1e-6):
-        assert rows == num_rows, "one job is measured on all rows where its share of all evaluations pays for that"
+        assert rows == num_rows, "a job is evaluated on all rows if its share of all evaluations pays for it"
     elif num_rows * row_cost > share * training * (1 + 1e-6):
         assert rows == pytest.approx(min(max(paid, LEAST_ROWS), num_rows), abs=1)
     assert count == min(max(1, int(paid / rows + 1e-9)), MOST_MEASURED)

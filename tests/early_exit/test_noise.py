@@ -206,7 +206,9 @@ def test_two_evaluations_differ_by_their_difference_on_common_rows() -> None:
     many, few = point_on_rows("a", [2.0, 9.0, 4.0, 1.0]), point_on_rows("b", [1.5, 8.0])
     moved = on_scale_of(many, few, WEIGHTS)
     assert moved.validation_loss == pytest.approx(many.validation_loss - (0.5 * 1 + 1.0 * 3) / 4)
-    assert few.validation_loss > many.validation_loss > moved.validation_loss, "hard rows are no fault of the job"
+    assert few.validation_loss > many.validation_loss > moved.validation_loss, (
+        "hard rows must not count against the job"
+    )
     assert on_scale_of(few, many, WEIGHTS).validation_loss == pytest.approx(few.validation_loss + 3.5 / 4)
 
 
@@ -258,7 +260,7 @@ def test_the_best_checkpoint_and_the_winner_are_found_on_common_rows() -> None:
     found.observe_measured("b", 4.0, [2.0] * 6)
     winner = found.winner()
     assert winner is not None
-    assert (winner.job, winner.validation_loss) == ("b", 4.0), "who was measured comes before who was not"
+    assert (winner.job, winner.validation_loss) == ("b", 4.0), "jobs that were measured come first"
 
 
 def test_a_rung_between_two_evaluations_takes_the_near_one_on_the_rows_of_the_other() -> None:

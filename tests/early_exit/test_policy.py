@@ -101,8 +101,8 @@ def test_select_ranks_at_the_rung_asked_for() -> None:
     standings = [Standing(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
     policy = policy_from(EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2))))
     assert len(policy.select(0, standings).kept) == 5
-    assert len(policy.select(1, standings).kept) == 1, "half, and of those a fifth"
-    assert len(policy.select(1, standings, 40).kept) == 4, "of the 40 that were ranked at the first"
+    assert len(policy.select(1, standings).kept) == 1, "half of the jobs, then a fifth of these"
+    assert len(policy.select(1, standings, 40).kept) == 4, "a share of the 40 jobs ranked at the first rung"
 
 
 def test_places_of_the_paper_are_a_share_of_those_ranked_at_the_rung() -> None:
@@ -178,7 +178,7 @@ def test_a_late_job_is_ranked_alone_at_the_rung_it_missed(loss: float, ended: tu
     assert reason(found, "late") == ended
     assert found.training == (("a", "b") if ended else ("a", "b", "late"))
     if ended:
-        assert found.decision_on("late").evidence["progress"] == 0.2, "its place was at that rung"
+        assert found.decision_on("late").evidence["progress"] == 0.2, "it took its place at that rung"
 
 
 def test_late_jobs_are_ranked_among_each_other_too() -> None:
@@ -209,7 +209,7 @@ def test_no_rung_waits_for_a_late_job_until_it_has_caught_up() -> None:
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
     assert found.rungs.is_ready(), "it has not reached the first rung yet"
-    assert found.select().kept == ("a",), "what it has at another share of its steps is not compared"
+    assert found.select().kept == ("a",), "values at other shares of the steps are not compared"
     train(found, "late", 1.5, STEPS)
     # At the second rung two of five continue: ceil(0.25 * 5).
     assert reason(found, "late") is None
@@ -224,7 +224,7 @@ def test_a_job_that_caught_up_is_waited_for() -> None:
         train(found, job, FIELD[job], STEPS)
     assert found.rungs.is_ready()
     train(found, "late", 1.5, 5)
-    assert found.rungs.is_ready(), "it is still on its way"
+    assert found.rungs.is_ready(), "it has not reached the rung yet"
     train(found, "late", 1.5, 6)
     assert found.rungs.is_waiting("late")
     assert found.rungs.is_ready()

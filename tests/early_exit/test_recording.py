@@ -54,7 +54,7 @@ def test_metrics_are_written_and_read_and_may_be_absent(recording, tmp_path) -> 
     assert math.isnan(with_metrics.metrics["kl"][0])
     assert with_metrics.metrics["kl"][1] == 1 / 3
     assert without.metrics == {}
-    assert "metrics" not in json.loads((tmp_path / "r.json").read_text())["jobs"][1], "as before they were recorded"
+    assert "metrics" not in json.loads((tmp_path / "r.json").read_text())["jobs"][1], "as before the recording"
 
 
 def test_equal_content_gives_equal_bytes(recording, tmp_path) -> None:

@@ -104,7 +104,7 @@ def test_the_journal_of_both_parts_is_one_run(finished: RunDir) -> None:
     seen: list[Any] = []
     alto.Engine(observers=[seen.append]).resume(finished.root)
     events = read_journal(finished.root)
-    assert events[: len(before)] == before, "nothing of the finished run is cut"
+    assert events[: len(before)] == before, "the finished run's journal was cut"
     names = [event["event"] for event in events[len(before) :]]
     assert names[0] == "task_resumed"
     note = events[len(before)]["notes"][0]
@@ -151,7 +151,7 @@ def test_it_can_be_interrupted_and_continues(finished: RunDir) -> None:
     calls = iter(range(3))
     with pytest.raises(TaskInterruptedError):
         alto.Engine(is_interrupted=lambda: next(calls, None) is None).resume(finished.root)
-    assert read_history(finished.root).result is None, "there will be another"
+    assert read_history(finished.root).result is None, "a new result will follow"
     assert (finished.best / "metrics.json").is_file(), "the best adapter so far is kept until then"
     result, expected = alto.Engine().resume(finished.root), alto.Engine().resume(whole)
     assert result.best_validation_loss == expected.best_validation_loss

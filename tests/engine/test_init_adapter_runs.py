@@ -63,7 +63,7 @@ def test_a_run_begins_with_the_best_adapter_of_another(folder: Path, tmp_path: P
     start = read_adapter(folder / "first" / "best")
     stayed = read_adapter(Path(result.run_dir) / "jobs" / "job-001" / "last")
     for name, (a_KR, b_RN) in start.items():
-        assert stayed[name][0].equal(a_KR), "at that rate nothing is learned"
+        assert stayed[name][0].equal(a_KR), "at that rate the job learns nothing"
         assert stayed[name][1].equal(b_RN)
     assert result.best_job == "job-000"
     assert result.best_validation_loss < before.best_validation_loss

@@ -56,7 +56,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
         assert answer.done, answer.message
         assert queue.submit(short) == "short"
         assert queue.submit(short) == "short-2"
-        assert queue.status().tasks[waits].state is TaskState.WAITING, "its tenant has all that it may have"
+        assert queue.status().tasks[waits].state is TaskState.WAITING, "its tenant has used its quota"
         queue.cancel("long")
         queue.cancel("short-2")
         results = queue.results()

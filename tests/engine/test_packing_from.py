@@ -75,7 +75,7 @@ def test_a_run_packed_as_another_is_equal_to_the_last_bit(task: alto.Task, first
     engine = alto.Engine(output_dir=tmp_path)
     other = engine.tune(task).run_dir
     assert packing(other) != packing(first)
-    assert losses(other) != losses(first), "another packing gives these bits too, so nothing is proved"
+    assert losses(other) != losses(first), "another packing gives the same bits, so the test proves nothing"
     again = engine.tune(task, packing_from=first).run_dir
     assert losses(again) == losses(first)
     weights = [Path(run) / "best" / "adapter_model.safetensors" for run in (first, again)]

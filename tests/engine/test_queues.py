@@ -382,7 +382,7 @@ def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: 
         TaskEstimate(duration_s=20.0),
         TaskEstimate(duration_s=10.0, sharing=ANY),
     ]
-    assert shown == [("wide", 20.0), ("small", 10.0)], "executors that do not say so have measured nothing"
+    assert shown == [("wide", 20.0), ("small", 10.0)], "executors that report no measurement have measured nothing"
     wide, small = cluster.launches
     assert (wide.gpus, wide.num_ranks, wide.entry) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
     assert (len(small.gpus), small.num_ranks) == (1, 1)

@@ -69,7 +69,7 @@ def winner_of(result: alto.TaskResult) -> JobResult:
 
 def test_it_equals_pefts_training_on_all_rows(tuned: alto.TaskResult, refit: alto.TaskResult, model: Path) -> None:
     winner, [job] = winner_of(tuned), refit.job_results
-    assert winner.best_step < winner.total_steps, "the schedule would not be told from that of a shorter job"
+    assert winner.best_step < winner.total_steps, "the schedule would equal that of a shorter job"
     task = alto.load_task(Path(tuned.run_dir) / "task.yaml")
     data = read_task_rows(task).encode(load_tokenizer()).with_all_rows()
     assert len(data.train) == 24, "18 rows to train and 6 to validate"

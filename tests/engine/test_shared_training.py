@@ -255,7 +255,7 @@ def test_an_error_of_nobody_ends_all_with_its_reason(
     assert {number: type(error) for number, error in ended.items()} == {0: DeviceMemoryError, 1: DeviceMemoryError}
     for number, name in enumerate(("alder", "cedar")):
         assert f"task '{name}': none left, as the test wants it" in str(ended[number])
-        assert str(tmp_path / name) in str(ended[number]), "where to resume it"
+        assert str(tmp_path / name) in str(ended[number]), "the message says where to resume it"
     assert not host.is_usable
     assert host.turn() == {}
 

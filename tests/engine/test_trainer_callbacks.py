@@ -118,7 +118,7 @@ def test_what_a_resumed_run_did_before_is_known_and_not_told_again(
     for job, calls in recording.calls.items():
         found = again.calls[job]
         assert found[0][0] == "on_train_begin"
-        assert found[0][1] > 0, "it goes on where it was"
+        assert found[0][1] > 0, "it continues at the same step"
         assert found[1:] == calls[len(calls) - len(found) + 1 :]
         assert again.states[job].log_history == recording.states[job].log_history
 

@@ -57,7 +57,7 @@ def scores_of_base(backbone: Backbone, rows: Sequence[Conversation]) -> list[flo
 def test_the_most_likely_option_counts(backbone: Backbone) -> None:
     assert options_of(ROWS) == OPTIONS
     wanted = by_transformers(backbone, ROWS, OPTIONS)
-    assert 0 < sum(wanted) < len(wanted), "rows that tell right from wrong"
+    assert 0 < sum(wanted) < len(wanted), "all rows have the same outcome"
     assert scores_of_base(backbone, ROWS) == wanted
 
 

@@ -86,7 +86,7 @@ def assert_peft_has_the_losses(run: RunDir, model: Callable[[], PreTrainedModel]
         peft = PeftModel.from_pretrained(model(), folder).eval()
         assert loss(peft, rows) == pytest.approx(expected, rel=tolerance), job
         assert loss(peft.merge_and_unload(), rows) == pytest.approx(expected, rel=tolerance), job
-        assert abs(expected - alone) > 2 * tolerance * alone, "the adapter matters"
+        assert abs(expected - alone) > 2 * tolerance * alone, "the adapter changes the loss"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def test_peft_loads_and_merges_adapters_of_all_kinds_with_the_same_loss(run: RunDir, base: Path) -> None:
     assert_peft_has_the_losses(run, lambda: AutoModelForCausalLM.from_pretrained(base).eval(), of_tokens, 1e-4)
     extras = [len(read_adapter(run.job(job, "best")).extras) for job in best_losses(run)]
-    assert len(set(extras)) >= 3, "they differ in what they hold"
+    assert len(set(extras)) >= 3, "the kinds hold different tensors"
 
 
 def test_an_evaluation_finds_the_losses_of_the_journal(run: RunDir, tmp_path: Path) -> None:

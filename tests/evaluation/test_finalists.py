@@ -137,7 +137,7 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
     assert len(FinalistJudge(rows, backbone, "tiny")._answers.prompts) == 1
     turned = [rows[1], rows[0], rows[0]]
     first = FinalistJudge(turned, backbone, "tiny", Scoring(scorer="exact_match", num_rows=1))
-    assert len(first._answers.prompts) == 1, "the first of those that can be scored"
+    assert len(first._answers.prompts) == 1, "the first that can be scored"
     long = Conversation([Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2")])
     message = r"select_by eval_accuracy: among the validation rows .* expected prompts shorter .* in row 2; .*select_by"
     with pytest.raises(DataError, match=message):

@@ -179,7 +179,7 @@ def test_jobs_measured_together_predict_what_peft_predicts_with_each(trained: tu
     found = evaluate(run, all_jobs=True, dataset=write(tmp_path / "test.jsonl", rows))
     logits = {name: peft_logits(run / "jobs" / name / "best", kind, [row["text"] for row in rows]) for name in found}
     assert list(logits) == ["job-000", "job-001"]
-    assert np.abs(logits["job-000"] - logits["job-001"]).max() > 0.1, "heads that change places would show"
+    assert np.abs(logits["job-000"] - logits["job-001"]).max() > 0.1, "swapped heads would show"
     for name, evaluation in found.items():
         check(evaluation, logits[name], kind, rows)
 

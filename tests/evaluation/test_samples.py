@@ -90,7 +90,9 @@ def test_texts_are_those_of_transformers_and_peft(folders: dict[str, Path]) -> N
         assert list(one.adapters) == ["job-001", "job-000"]
         assert one.base == generated_by_peft(one.prompt, None)
         assert dict(one.adapters) == {job: generated_by_peft(one.prompt, folder) for job, folder in folders.items()}
-    assert len({text for one in found.rows for text in (one.base, *one.adapters.values())}) > 3, "weights matter"
+    assert len({text for one in found.rows for text in (one.base, *one.adapters.values())}) > 3, (
+        "the weights change the text"
+    )
 
 
 def test_the_prompt_is_what_the_model_sees_before_the_reply(folders: dict[str, Path]) -> None:

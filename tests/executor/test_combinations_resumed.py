@@ -140,7 +140,7 @@ def test_a_run_that_is_killed_and_resumed_is_equal_to_the_last_bit(
     assert killed.events("job_parked")
     assert curves(killed.folder) == curves(whole.folder)
     found, expected = (states(run.root) for run in (killed, whole))
-    assert len(expected) == 3 * len(task.jobs), "adapters of both kinds, and the states of the optimizers"
+    assert len(expected) == 3 * len(task.jobs), "best and last adapters, and optimizer states"
     assert found == expected
 
 

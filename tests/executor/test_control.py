@@ -31,7 +31,7 @@ class Commanded:
     """A task that receives commands at chosen events.
 
     Attributes:
-        answers: What the task said to each, in the order they were sent.
+        answers: The answers to the commands, in the order they were sent.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:

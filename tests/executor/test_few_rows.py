@@ -206,7 +206,7 @@ def test_rows_that_begin_alike_have_the_losses_and_gradients_that_they_have_by_t
         jobs[0].planned = replace(
             jobs[0].planned, job=replace(jobs[0].planned.job, config=jobs[0].config.replace(lora_dropout=0.5))
         )
-        assert num_alone - gradients()[2] == 3 * len(begun), "what is drawn for every token is drawn for all"
+        assert num_alone - gradients()[2] == 3 * len(begun), "draws per token cover all tokens"
         for job in jobs:
             session.state.slot_manager._free(job)
 

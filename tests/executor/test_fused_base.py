@@ -106,7 +106,7 @@ def test_the_journal_says_what_is_fused(tmp_path: Path) -> None:
     run_task(task, run_dir)
     started = read_journal(run_dir.root)[0]
     assert started["fused"] == {"kept": {"all": "the backend of the kernels is not Triton"}}
-    assert not any("fused" in note for note in started["notes"]), "on a CPU it is no news"
+    assert not any("fused" in note for note in started["notes"]), "a CPU run has no note about fusion"
 
 
 @pytest.mark.parametrize(

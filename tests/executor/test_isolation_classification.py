@@ -206,7 +206,7 @@ def test_a_label_that_no_validation_row_has_is_counted_where_it_is_predicted() -
         expected, metrics = reference(logits, torch.tensor(validation.classes), ONE_LABEL)
         assert found.loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
         assert found.metrics == pytest.approx(metrics, rel=1e-4)
-    assert any(2 in of_job for of_job in predicted), "the label that no row has is predicted"
+    assert any(2 in of_job for of_job in predicted), "no row is predicted as the label that no row has"
 
 
 @pytest.mark.parametrize("number", [0.0, 0.1, 1e6 + 0.1])

@@ -150,7 +150,7 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
             assert metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
         kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.objective.beta
         assert metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
-        assert abs(metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
+        assert abs(metrics["kl"]) > 1e-2, "nothing has been learned, so the test proves nothing"
 
 
 def test_without_a_reference_one_step_and_one_evaluation_in_company_equal_trl_alone(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_experts_that_get_no_token_of_a_job(name: str, sft: TrlSft, tmp_path: Pa
     found = assert_steps_are_trls(bank, name, sft, tmp_path, DATA, **many)
     untouched = [untouched_experts(facts) for facts in found.values()]
     fewest = [min(len(of_layer) for of_layer in layers) for layers in untouched]
-    assert fewest[0] > 0, "the smallest job sends tokens to all experts, so nothing was shown"
+    assert fewest[0] > 0, "the smallest job sends tokens to all experts, so the test proves nothing"
     for layer in range(2):
         sets = [set(layers[layer]) for layers in untouched]
         assert sets[0] - set.intersection(*sets), "no other job sends tokens to those experts"

@@ -290,4 +290,4 @@ def test_a_population_keeps_its_size_at_every_rung_of_its_interval() -> None:
         assert [rung.progress for rung in found] == pytest.approx([n / 10 for n in range(1, 10)])
         assert [places_at(found, number, 8 + 2 * number) for number in range(9)] == [6] * 9
     own = rungs(of_eight, rungs=[[0.3, 0.5]])
-    assert [rung.progress for rung in own] == [0.3], "those of a user are taken as they are"
+    assert [rung.progress for rung in own] == [0.3], "a user's rungs are taken unchanged"

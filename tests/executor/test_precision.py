@@ -100,7 +100,9 @@ def test_a_step_in_half_precision_is_pefts(
     wrong = {"lora_alpha": 1.1 * config.lora_alpha}
     alone = SoloJob(load_for_peft(base, None, dtype), DATA.train, config, tamper=wrong)
     alone.load(initial)
-    assert relative_distance(pairs[0][0].gradients, alone.train_step().gradients) > tolerance, "it does not bite"
+    assert relative_distance(pairs[0][0].gradients, alone.train_step().gradients) > tolerance, (
+        "a wrong scale would pass"
+    )
 
 
 @pytest.mark.parametrize("bits", BITS)

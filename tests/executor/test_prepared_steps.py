@@ -114,7 +114,7 @@ def test_rows_that_cannot_be_read_are_an_error_where_they_are_read(monkeypatch: 
         patch.setattr(forward_plan, "collate", broken)
         with pytest.raises(OSError, match="the file is gone"):
             bank.trainer.prepare(bank.jobs)
-    assert bank.trainer.read(losses) == expected, "the step that was done is not lost"
+    assert bank.trainer.read(losses) == expected, "a finished step was lost"
 
 
 def test_memory_that_is_missing_for_the_next_batch_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -447,7 +447,7 @@ def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_meas
     assert budget.remaining_s(len(budget.sizes), token_s=1.0, spent_s=0.0) == pytest.approx(evaluation)
     on_gpu = replace(budget, warms_up=True)
     assert on_gpu.remaining_s(0, token_s=1.0, spent_s=0.0) == pytest.approx(2 * (first + second + evaluation))
-    assert not budget.allows(100, token_s=0.1, spent_s=0.0), "10 seconds are more than the least of a CPU"
+    assert not budget.allows(100, token_s=0.1, spent_s=0.0), "10 seconds are more than a CPU's minimum"
     assert replace(budget, least_s=60.0).allows(100, token_s=0.1, spent_s=0.0)
 
 

@@ -259,7 +259,7 @@ def test_it_is_asked_in_parts_each_of_which_is_kept(base: Base, monkeypatch: pyt
     monkeypatch.setenv("ALTO_CACHE", os.environ["ALTO_CACHE"] + "-2")
     before = base.num_passes
     find()
-    assert in_vain < base.num_passes - before, "what was kept was asked again"
+    assert in_vain < base.num_passes - before, "cached replies were computed again"
 
 
 def test_a_run_that_is_stopped_while_the_base_is_asked_can_be_gone_on_with(base: Base, tmp_path: Path) -> None:

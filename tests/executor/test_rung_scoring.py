@@ -108,7 +108,7 @@ def test_the_journal_alone_gives_the_same_exits(task: alto.Task, monkeypatch: py
     assert {job for job in SPACE_JOBS if selection_of(entries).decision_on(job) is None} == {"job-002", "job-003"}
     turned = [with_turned_scores(entry) for entry in entries]
     kept = {job for job in SPACE_JOBS if selection_of(before_continuing(turned)).decision_on(job) is None}
-    assert kept == {"job-000", "job-001"}, "the exits are those of the scores in the journal"
+    assert kept == {"job-000", "job-001"}, "the exits follow from the scores in the journal"
 
 
 def with_turned_scores(entry: JournalEntry) -> JournalEntry:
@@ -231,6 +231,6 @@ def test_the_point_from_which_only_the_best_continues_may_be_scored(
     run = tune(task.replace(**changes), Judge(by_number), monkeypatch)
     events = [entry.event for entry in entries_of(run)]
     assert [event.progress for event in events if isinstance(event, WarmupEnded)] == [0.25, 0.5]
-    assert [event.progress for event in events if isinstance(event, RungScored)] == [0.5], "at no other one"
+    assert [event.progress for event in events if isinstance(event, RungScored)] == [0.5], "no other rung is scored"
     last = [event for event in events if isinstance(event, WarmupEnded)][-1]
     assert last.kept == ("job-003",)

@@ -128,7 +128,7 @@ class TestASuggestionThatDoesNotFit:
         run = Run(tmp_path / "run", self.TASK).train()
         misfits = [event["job"] for event in run.added() if event["config"]["r"] == 64]
         assert len(run.added()) == 11
-        assert 1 <= len(misfits) <= 3, "configurations like it are avoided"
+        assert 1 <= len(misfits) <= 3, "similar configurations are avoided"
         assert run.events("oom") == [], "the bank is as large as before"
         ends = [event for event in run.events("job_exited") if event["reason"] == "failed"]
         assert [event["job"] for event in ends] == misfits
@@ -205,7 +205,7 @@ def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypat
     assert {job.exit_reason for job in history.jobs.values()} == {None, "failed", "underperforming"}
     evaluated = [job for job in found if not found[job].is_infeasible]
     starts = [history.jobs[job].start for job in evaluated]
-    assert None not in starts, "one that is suggested is compared at equal shares too"
+    assert None not in starts, "suggested jobs are compared at equal shares too"
     assert len({start.validation_loss for start in starts if start}) == 1
 
 
@@ -332,7 +332,7 @@ class TestABudget:
         assert history.best.step == history.best.total_steps
         assert [job.exit_reason for job in history.jobs.values() if job is not history.best] == ["budget"]
         assert history.samples_trained <= 100
-        assert history.samples_saved == 0, "a budget saves nothing"
+        assert history.samples_saved == 0, "a budget does not count as saving"
         assert history.samples_cut_off == history.samples_budgeted - history.samples_trained > 0
         shares = "0 % saved, 50 % cut off by the budget"
         assert describe_savings(history) == shares
@@ -397,7 +397,7 @@ class TestABudget:
                 training = {event["job"]}
             else:
                 training.remove(event["job"])
-        assert not run.events("job_exited"), "none begins that cannot be finished"
+        assert not run.events("job_exited"), "a job began that cannot finish"
         assert 900 - 2 * 3 * len(DATA.train) < read_history(run.root).samples_trained <= 900
 
     def test_of_nothing_yet_is_an_error(self, tmp_path: Path) -> None:
@@ -432,7 +432,7 @@ def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: 
     assert expected({**TPE, "budget": {"jobs": 12, "samples": 2 * samples}}) == pytest.approx(300)
     assert expected(PBT) == 100
     grid = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4, 8]}
-    assert expected("grid", search_space=grid) == 100, "all of a grid begin with the task"
+    assert expected("grid", search_space=grid) == 100, "all jobs of a grid start with the task"
     assert expected({"budget": {"duration_s": 60}}, search_space=grid) == 60
     budget = {"cost": 1, "gpu_hour_price": 60}
     assert [expected({"budget": budget}, search_space=grid, num_gpus=number) for number in (1, 2)] == [60, 30]

@@ -159,7 +159,7 @@ def test_the_base_is_tested_with_the_loss_of_each_job(tmp_path: Path) -> None:
     values = next(event for event in events if event["event"] == "base_evaluated")["values"]
     assert {value["jobs"][0]: value["test_loss"] for value in values} == pytest.approx(
         {"job-000": math.log(2), "job-001": 1.0}
-    ), "of ipo it is (0 - 1 / (2 * beta)) ** 2"
+    ), "IPO's is (0 - 1 / (2 * beta)) ** 2"
 
 
 def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: p
     assert {event["job"] for event in best} == {"job-000", "job-001"}
     assert [event["job"] for event in best if "test_loss" in event] == [
         event["job"] for event in best if event["job"] == "job-000"
-    ], "the other is tested all the same"
+    ], "the other job is tested anyway"
 
 
 def test_a_recording_holds_them(tmp_path: Path) -> None:

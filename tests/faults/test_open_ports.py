@@ -81,7 +81,7 @@ def test_a_process_alone_listens_on_nothing(tmp_path: Path) -> None:
             executors |= set(filter(is_executor, descendants(process.pid)))
         assert process.stdout is not None
         assert process.returncode == 0, process.stdout.read()
-    assert executors, "the process that plans and trains was looked at"
+    assert executors, "the process that plans and trains was not observed"
     assert any(event["event"] == "train" for event in events_of(tmp_path / "runs"))
     assert not seen
 
@@ -128,7 +128,7 @@ def test_ranks_listen_on_the_loopback_interface_alone_and_do_not_run_what_strang
         output = process.stdout.read()
     assert seen, "ranks talk to each other over TCP"
     assert [one for one in seen if not one.is_loopback] == []
-    assert attacked, "it was attacked while it trained"
+    assert attacked, "it was not attacked while it trained"
     assert not marker.exists()
     (run_dir,) = output_dir.iterdir()
     ended = read_journal(run_dir)[-1]["event"]

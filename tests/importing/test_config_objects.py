@@ -153,10 +153,10 @@ def test_settings_that_change_nothing_are_noted_together() -> None:
     found = task(lora(), sft(logging_steps=7, save_steps=3, output_dir="elsewhere"))
     keys = [note.partition(":")[0] for note in found.notes]
     assert {"logging_steps", "save_steps", "output_dir"} <= set(keys)
-    assert not any("--set" in note for note in found.notes), "that is of the command line"
+    assert not any("--set" in note for note in found.notes), "only the command line's note"
     noted = {note.partition(":")[0] for note in task(lora(), sft()).notes}
     assert noted <= {"assistant_only_loss", "bf16", "dataset_format", "eval_strategy", "use_cpu"}, (
-        "nothing is said of defaults that ask for nothing"
+        "defaults that ask for nothing are not reported"
     )
     assert found.replace(seed=5).notes == found.notes
 

@@ -69,7 +69,7 @@ def test_the_report_names_what_is_left_out(folder: Path) -> None:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     kinds = [line.split(": ")[1].split(" as")[0] for line in lines[1:]]
     order = ["not supported", "used", "not needed"]
-    assert sorted(kinds, key=order.index) == kinds, "what matters most is first"
+    assert sorted(kinds, key=order.index) == kinds, "the most important note is first"
 
 
 @pytest.mark.parametrize("name", ["llamafactory-sft.yaml", "llamafactory-kto.yaml", "axolotl-lora.yml", "trl-sft.yaml"])

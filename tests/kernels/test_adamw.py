@@ -196,7 +196,7 @@ class TestRowNorms:
         expected = [float(rows_ZP[slot, :end].double().square().sum().sqrt()) for slot, end in pairs]
         assert found.dtype == result
         assert found.tolist() == pytest.approx(expected, rel=limit, abs=0.0)
-        assert expected[2] == 0.0, "a row of no numbers"
+        assert expected[2] == 0.0, "a row without numbers"
         assert torch.equal(rows_ZP.view(torch.uint8), before.view(torch.uint8))
 
     @BACKENDS

@@ -164,7 +164,7 @@ def test_alignment_is_what_every_start_row_and_column_has_in_common() -> None:
     lay_end_to_end(operands, 1, [0, 16], 2)
     assert operands.alignment == 2, "the start"
     operands.clear(1)
-    assert operands.alignment == 2, "who leaves changes nothing"
+    assert operands.alignment == 2, "a leaving slot changes nothing"
     assert make_operands(1, [3]).alignment == 1, "the columns of a B"
 
 

@@ -77,10 +77,10 @@ def test_the_page_has_every_configuration_and_none_spills() -> None:
     ]
     one_each = ("square sums", "total norms", "summed norms", "adamw")
     of_rows = [row for row in rows if row[0].split(",")[0] in one_each]
-    assert len(of_rows) == 5 * 2 * 3, "of two sorts of bank, and adamw with moments of two sorts"
+    assert len(of_rows) == 5 * 2 * 3, "two dtypes of banks, and adamw with two dtypes of moments"
     of_layers = [row for row in rows if row[0].split(",")[0] in ("rms norm", "swiglu", "rotary", "losses")]
     # Three widths of norms and of heads, forward and backward; the product; losses with and without their gradient.
-    assert len(of_layers) == (2 * 3 + 2 * 3 + 2 + 2) * 3 * 3, "of three dtypes, on three GPUs"
+    assert len(of_layers) == (2 * 3 + 2 * 3 + 2 + 2) * 3 * 3, "three dtypes, on three GPUs"
     found = [(op, dtypes, tiles.split("×")[0], arch) for op, dtypes, tiles, _, _, arch, *_ in rows]
     of_32_bits = ("float16 / float32", "float32 / float32")
     looping = ("expand", "dx", "dx, dropout")

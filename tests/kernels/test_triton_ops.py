@@ -202,7 +202,7 @@ def test_alignment_is_that_of_the_least_aligned_of_all_that_were_admitted() -> N
     operands = LoraOperands(
         number=0, in_features=8, out_features=[16], params_ZP=rows_ZP, grads_ZP=rows_ZP, max_rank=16
     )
-    assert operands.alignment == 8, "nobody there"
+    assert operands.alignment == 8, "no slot is occupied"
     operands.assign(0, [16], 0, [128])
     assert operands.alignment == 8
     operands.assign(1, [4], 0, [32])
@@ -382,7 +382,7 @@ def test_launches(ops: ModuleType, monkeypatch: pytest.MonkeyPatch, num_members:
     assert counts == dict.fromkeys(["shrink", "dx", "da"], 1) | of_members
     counts.clear()
     drawn.run(ops)
-    assert counts["dy"] == 2 * launches, "of input and weight by themselves"
+    assert counts["dy"] == 2 * launches, "input and weight separately"
 
 
 class Counted:

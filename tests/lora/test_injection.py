@@ -80,7 +80,7 @@ def test_a_second_bank_takes_the_place_of_the_first(tiny_model: ModelFactory) ->
     assert not any(isinstance(model.get_submodule(name).base, MultiLoraLinear) for name in wrapped)
     expected = hidden(fresh, inject(other, make_bank(other, 8, every=3)))
     assert torch.equal(hidden(backbone, second), expected)
-    assert torch.equal(hidden(backbone, first), hidden(backbone)), "the first bank is still heard"
+    assert torch.equal(hidden(backbone, first), hidden(backbone)), "the first bank still has an effect"
 
 
 @pytest.fixture

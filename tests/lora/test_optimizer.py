@@ -207,7 +207,7 @@ def test_bfloat16_moments_of_an_adapter_follow_from_its_own_seed_and_steps() -> 
     states = alone.optimizer.read(0).tensors
     assert {part.dtype for part in states.values()} == {torch.bfloat16}
     assert all((part >= 0).all() for name, part in states.items() if name.endswith("exp_avg_sq"))
-    assert beside.bits(4) != beside.bits(1), "the seed has no part in it"
+    assert beside.bits(4) != beside.bits(1), "the seed has no effect"
 
 
 def test_every_step_of_a_job_rounds_by_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -401,7 +401,7 @@ def test_paged_memory_is_taken_over_by_the_next_job_of_that_shape(monkeypatch: p
     world.optimizer.reset(1, "adamw_torch")
     world.optimizer.reset(0, "paged_adamw_8bit")
     world.optimizer.reset(1, "paged_adamw_8bit")
-    assert ranks_made == [16, 48, 16, 48], "no more than one of either shape and World"
+    assert ranks_made == [16, 48, 16, 48], "at most one per shape and World"
     for index in (0, 1):
         world.bank.initialise(index, index)
     for number in range(2):

@@ -99,7 +99,7 @@ def test_one_computation_serves_all_readers_of_a_tensor() -> None:
         for _ in range(2):
             for member in (1, 0):
                 torch.testing.assert_close(pair.layers[member](x), pair.expected(member, x))
-    assert pair.calls.shrinks == 2, "one a round"
+    assert pair.calls.shrinks == 2, "one per round"
 
 
 def test_another_tensor_is_not_mistaken_for_the_one_at_hand() -> None:

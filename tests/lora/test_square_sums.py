@@ -100,7 +100,7 @@ def test_norms_after_micro_batches_are_those_of_the_last_gradients(ops: ModuleTy
         world.train({0: 70, 2: 5, 1: 1}, seed=step)
         world.train({3: 2, 2: 66}, seed=step + 2)
         world.bank.complete_gradients([0, 1, 2, 3])
-        assert summed(world) == [0, 1, 2], "of a bias no kernel leaves sums"
+        assert summed(world) == [0, 1, 2], "no kernel writes sums for a bias"
         slots = [2, 3, 0, 1]
         torch.testing.assert_close(world.norms(slots), world.expected(slots), rtol=1e-12, atol=0.0)
         torch.testing.assert_close(world.norms([1, 0]), world.expected([1, 0]), rtol=1e-12, atol=0.0)

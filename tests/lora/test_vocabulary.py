@@ -68,7 +68,7 @@ class TestInPeft:
     ) -> None:
         write_random(build_tiny(name), tmp_path, JobConfig(r=4, lora_alpha=8, **trained))
         found = logits_of(Backbone(build_tiny(name), None, "tiny"), IDS, tmp_path)
-        assert not near(found, build_tiny(name)(input_ids=IDS).logits, 0.05), "the adapter matters"
+        assert not near(found, build_tiny(name)(input_ids=IDS).logits, 0.05), "the adapter changes the logits"
         assert near(found, PeftModel.from_pretrained(build_tiny(name), tmp_path).eval()(input_ids=IDS).logits)
         base: Any = build_tiny(name)
         if name == "gemma3" and "modules_to_save" not in trained:

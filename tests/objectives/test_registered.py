@@ -129,7 +129,7 @@ def test_an_evaluation_on_some_pairs_keeps_the_loss_of_each(task: Task, tmp_path
     with Journal(run_dir.journal_file) as journal:
         run_alone(TaskSession(TaskContext.of(resolved, backbone, data), journal, RunStart(run_dir=run_dir)))
     evaluations = [event for event in read_events(run_dir.journal_file) if event["event"] == "eval"]
-    assert min(len(event["loss_rows"]) for event in evaluations) == 32, "the least number of pairs"
+    assert min(len(event["loss_rows"]) for event in evaluations) == 32, "the minimum number of pairs"
     for event in evaluations:
         mean = sum(event["loss_rows"]) / len(event["loss_rows"])
         assert event["validation_loss"] == pytest.approx(mean, rel=1e-5)

@@ -107,7 +107,7 @@ def test_time_in_which_no_process_ran_the_queue_is_in_no_number(interrupted_queu
         ("a", 0.0, 10.0), ("a", 10.0, 20.0), ("b", 0.0, 10.0), ("b", 10.0, 20.0), ("c", 20.0, 40.0),
     }  # fmt: skip
     assert bars(found["gantt"], "planned") == {("a", 0.0, 20.0), ("b", 20.0, 40.0), ("c", 20.0, 40.0)}
-    assert found["gantt"]["gaps"] == [(10.0, "interrupted for 5 min 00 s")], "it rested until `c` came"
+    assert found["gantt"]["gaps"] == [(10.0, "interrupted for 5 min 00 s")], "it was idle until `c` was added"
     # 60 seconds of executors, in 40 seconds on two slots.
     assert found["utilisation"] == 0.75
 
@@ -161,7 +161,7 @@ def test_each_task_has_its_winner_and_what_it_saved(interrupted_queue, page_of, 
         (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     page = page_of(interrupted_queue)
     assert '<td class="winner">d<span class="detail">lr 2e-4 · r 8</span></td>' in page
-    assert '<td class="number">57.5 %</td>' in page, "of the task a: 2,300 of 4,000"
+    assert '<td class="number">57.5 %</td>' in page, "task a: 2,300 of 4,000"
     rows = {row["task"].task: row for row in _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"]}
     assert (rows["a"]["winner"], rows["b"]["winner"], rows["c"]["winner"]) == ("d", "b", "")
     assert (rows["c"]["saved_share"], rows["c"]["hours"]) == (None, None)

@@ -58,7 +58,7 @@ def test_samples_stand_side_by_side(small_run, write_run):
     assert "img" not in page.tags
     for expected in ("<|user|>What is 3 plus 3?", "Let me\nsee.", "#### 6", HOSTILE, "first 2 validation rows"):
         assert expected in page.text
-    assert page.text.count("nothing") >= 2, "an empty text is said to be one"
+    assert page.text.count("nothing") >= 2, "empty texts are marked"
 
 
 def test_without_samples_there_is_no_section(small_run, write_run):
@@ -167,7 +167,7 @@ def test_money_is_shown_with_a_price_alone(small_run, write_run, monkeypatch):
     assert "24.00" in page_of(run_dir, price=3600.0).text
     monkeypatch.setenv(PRICE_VARIABLE, "7200")
     assert "48.00" in page_of(run_dir).text
-    assert "24.00" in page_of(run_dir, price=3600.0).text, "what is given comes first"
+    assert "24.00" in page_of(run_dir, price=3600.0).text, "the given price takes precedence"
 
 
 def test_the_price_of_the_task_s_budget_is_used(small_run, write_run):

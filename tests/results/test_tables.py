@@ -303,7 +303,7 @@ def test_losses_compare_by_method_and_settings_and_data_by_its_fingerprint() -> 
     assert comparable(start(method="dpo")) == (True, False)
     assert comparable(start(data={"fingerprint": "2"})) == (False, True)
     assert comparable(start(data={})) == (None, True)
-    assert comparable(start(), best_job="a") == (True, False), "of another beta"
+    assert comparable(start(), best_job="a") == (True, False), "another beta"
 
 
 def test_a_job_without_an_evaluation_has_no_loss_in_the_outcome(tmp_path: Path) -> None:

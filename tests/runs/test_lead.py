@@ -93,7 +93,7 @@ def test_the_difference_is_that_of_the_losses_though_rows_are_rounded() -> None:
     assert sum(lead.interval) / 2 == pytest.approx(lead.difference, rel=1e-12)
     shown = [history.jobs[job].best_loss_rows for job in "ab"]
     of_rows = sum(w * (b - a) for w, a, b in zip(WEIGHTS, *shown, strict=True)) / sum(WEIGHTS)
-    assert abs(of_rows - lead.difference) > 1e-4, "rounding is seen"
+    assert abs(of_rows - lead.difference) > 1e-4, "rounding has an effect"
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:

@@ -43,7 +43,7 @@ def test_gpu_time_that_tasks_share_counts_once(spans: list[tuple[str, int, float
 
 def test_a_task_that_runs_counts_until_now() -> None:
     queue = QueueHistory.of(entries(attempts(("a", 0, 0.0, 10.0), ("b", 1, 10.0, 20.0))[:-1]))
-    assert [place.duration_s for place in queue.actual_placements()] == [10.0, 0.0], "until the latest event"
+    assert [place.duration_s for place in queue.actual_placements()] == [10.0, 0.0], "up to the latest event"
     assert [place.duration_s for place in queue.actual_placements(40.0)] == [10.0, 30.0]
     assert queue.utilisation(40.0) == pytest.approx(40.0 / 80.0)
 

@@ -97,7 +97,7 @@ def test_a_task_that_the_other_only_catches_up_with_waits_for_it() -> None:
     shares, costs, weight_of = TokenShares(), {"a": 100, "b": 100}, {"a": 1.0, "b": 1.0}
     shares.choose(costs, weight_of)
     shares.trained({"a": 100, "b": 0}, weight_of)
-    assert step(shares, costs, weight_of) == ("b",), "its step brings b to where a is"
+    assert step(shares, costs, weight_of) == ("b",), "its step brings b level with a"
     assert step(shares, costs, weight_of) == ("a", "b")
 
 

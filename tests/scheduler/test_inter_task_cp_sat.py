@@ -85,7 +85,7 @@ def test_the_paper_case_is_proven_with_little_work(monkeypatch: pytest.MonkeyPat
     assert schedule.status == "optimal"
     assert schedule.gap == 0.0
     assert solved
-    assert all(found.is_optimal for found in solved), "nothing was left open when the work was done"
+    assert all(found.is_optimal for found in solved), "the search was complete"
     assert schedule_tasks(problem, method="sjf").makespan_s / schedule.makespan_s > 1.2
 
 
@@ -159,6 +159,6 @@ def test_with_a_gap_it_ends_as_soon_as_that_is_reached(monkeypatch: pytest.Monke
     found = schedule_tasks(problem, method="cp-sat", time_limit_s=2.0, gap=0.05)
     assert found.gap <= 0.05
     check_schedule(problem, found)
-    assert gaps == [], "what it starts from is near enough"
+    assert gaps == [], "the start is within the gap"
     schedule_tasks(problem, method="cp-sat", time_limit_s=2.0)
-    assert gaps == [0.0], "without the gap it looks for the best"
+    assert gaps == [0.0], "without a gap it searches for the optimum"

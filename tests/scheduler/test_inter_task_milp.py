@@ -105,6 +105,6 @@ def test_making_a_large_program_never_goes_on_for_long_without_looking_at_the_cl
     schedule = schedule_tasks(problem, method="milp", time_limit_s=1.0)
     check_schedule(problem, schedule)
     assert schedule.notice.startswith("scheduled by lpt: 200 tasks were too many for milp")
-    assert 0 < max(added) <= 2 * num_gpus, "those of a pair of tasks"
-    assert len(added) <= 260, "a quarter of a second, of which each look takes one thousandth"
+    assert 0 < max(added) <= 2 * num_gpus, "the constraints of one pair of tasks"
+    assert len(added) <= 260, "a quarter of a second at a millisecond per reading"
     assert added[-1] == 0, "nothing is added when that is over"

@@ -94,7 +94,7 @@ def test_nothing_is_idle_while_a_job_that_could_train_fits(situation: Situation)
     num_tokens = sum(demand.num_tokens for demand in train)
     for demand in demands:
         if demand not in train and (not demand.is_waiting or demand.may_run_ahead):
-            assert train, "somebody alone would always fit"
+            assert train, "one job alone would always fit"
             assert limits.max_tokens is not None
             assert num_tokens + demand.num_tokens > limits.max_tokens
 

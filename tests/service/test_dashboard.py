@@ -476,7 +476,7 @@ def test_a_failed_task_trains_nothing_any_more(service: Served) -> None:
     now = json.loads(shown(service, f"/dashboard/tasks/{job}"))
     assert "training (" not in json.dumps(now["figures"])
     assert "failed (" in json.dumps(now["figures"]["validation"])
-    assert 'data-role="diverging"></i>failed' in now["fragments"]["heading"], "the colour that alarms"
+    assert 'data-role="diverging"></i>failed' in now["fragments"]["heading"], "the warning colour"
     assert "saved by early exit;" not in now["fragments"]["numbers"]
 
 

@@ -74,7 +74,7 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
         client.fine_tuning.jobs.create(model="alto-tiny", training_file=file)
     assert found.value.status_code == 503
     assert found.value.response.headers["retry-after"] == "2"
-    assert status(client, running) == "running", "what only reads is answered"
+    assert status(client, running) == "running", "requests that only read are answered"
     wait_for(lambda: service.coordinator is not None and service.coordinator.failure is not None)
     assert httpx2.get(f"{service.url}/readyz").status_code == 503
     time.sleep(2.0)  # some turns of the coordinator
@@ -87,7 +87,7 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
     assert {job.id for job in client.fine_tuning.jobs.list()} == {running, later}
     journal = service.service.run_of(row_of(service, running)) / "journal.jsonl"
     events = [json.loads(line)["event"] for line in journal.read_text().splitlines()]
-    assert not {"task_resumed", "task_interrupted"} & set(events), "its executor went on meanwhile"
+    assert not {"task_resumed", "task_interrupted"} & set(events), "its executor continued meanwhile"
 
 
 def test_the_repetition_of_a_request_that_the_database_refused_creates_an_object_of_its_own(service: Served) -> None:
@@ -178,10 +178,10 @@ def test_a_result_that_cannot_be_kept_is_kept_later_and_others_go_on(
         patch.setattr(artefacts, "write_folder", refuse_the_first)
         gate.touch()
         check_trained_once(service, client, create(service, client))
-        assert status(client, first) == "running", "it is put off"
+        assert status(client, first) == "running", "it is postponed"
         messages = [event.message for event in client.fine_tuning.jobs.list_events(first, limit=100)]
         assert messages.count("The service cannot read or write the job's files; it tries again") == 1
-        assert httpx2.get(f"{service.url}/readyz").status_code == 200, "the server is well"
+        assert httpx2.get(f"{service.url}/readyz").status_code == 200, "the server is healthy"
         assert "\nalto_tasks_put_off 1\n" in httpx2.get(f"{service.url}/metrics").text
     check_trained_once(service, client, first)
     assert "\nalto_tasks_put_off 0\n" in httpx2.get(f"{service.url}/metrics").text

@@ -43,7 +43,7 @@ def check_once(root: Path, jobs: list[str], database: str | None = None) -> None
         results = Counter(row.filename for row in session.query(FileRow) if row.purpose == "fine-tune-results")
         events = list(session.query(JobEvent).order_by(JobEvent.job, JobEvent.number))
     store.close()
-    assert set(rows) == set(jobs), "none is lost, none is there twice"
+    assert set(rows) == set(jobs), "a job was lost or duplicated"
     assert {row.status for row in rows.values()} == {"succeeded"}
     assert models == Counter(jobs)
     assert results == Counter(f"{job}-results.csv" for job in jobs)
@@ -52,7 +52,7 @@ def check_once(root: Path, jobs: list[str], database: str | None = None) -> None
         entries = [json.loads(line) for line in journal]
         assert sum(entry["event"] == "task_completed" for entry in entries) == 1, "trained once"
         trained = [(entry["job"], entry["step"]) for entry in entries if entry["event"] == "eval"]
-        assert len(trained) == len(set(trained)) == 8, "no two executors have trained it"
+        assert len(trained) == len(set(trained)) == 8, "two executors have trained it"
         own = [event for event in events if event.job == job]
         assert [event.number for event in own] == list(range(1, len(own) + 1))
         reported = [(event.data["job"], event.data["step"]) for event in own if event.data and "step" in event.data]
@@ -146,7 +146,7 @@ def test_two_servers_in_two_pid_namespaces_lose_nothing_when_their_leaders_are_k
             epoch = session.scalars(select(LeaderRow.epoch)).one()
         store.close()
         # A leader may be late on a busy machine; servers that took turns would be at hundreds.
-        assert epoch <= 2 * (1 + num_kills), "none takes leadership from a leader that lives"
+        assert epoch <= 2 * (1 + num_kills), "leadership was taken from a live leader"
     finally:
         for server in servers:
             server.kill()

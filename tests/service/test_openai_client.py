@@ -458,7 +458,7 @@ def test_a_repeated_request_creates_nothing(service: Served, client: openai.Open
         again = list(pool.map(lambda _: create(extra_headers=RETRY).id, range(8)))
     assert set(again) == {first}
     assert count() == before
-    assert create().id != first, "without the mark of a repetition it is another request"
+    assert create().id != first, "without the retry header it is another request"
     with ThreadPoolExecutor(8) as pool:
         key = {"Idempotency-Key": f"key of {kind}"}
         keyed = set(pool.map(lambda _: create(extra_headers=key).id, range(8)))
@@ -477,7 +477,7 @@ def test_a_key_is_for_one_body(service: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
         client.files.create(file=("a", ROWS), purpose="fine-tune", expires_after=expiry, extra_headers=key)
     upload = client.uploads.create(bytes=7, filename="c", **PART, extra_headers=key)  # type: ignore[arg-type]
-    assert upload.id != first.id, "keys of other addresses are others"
+    assert upload.id != first.id, "keys of other addresses are separate"
 
 
 def test_an_upload_completes_once(service: Served, client: openai.OpenAI) -> None:
@@ -538,7 +538,7 @@ def test_the_repetition_of_a_request_that_was_one_too_many_creates_an_object_of_
         (client.fine_tuning.jobs if kind == "job" else client.uploads).cancel(older)
     created = refused_once(service, monkeypatch, create)
     assert created != older
-    assert create(extra_headers=RETRY).id == created, "it was carried out: now it is remembered"
+    assert create(extra_headers=RETRY).id == created, "it has succeeded, so it is remembered"
 
 
 def test_a_repetition_that_is_one_too_many_still_finds_what_the_lost_answer_was_about(
@@ -556,7 +556,7 @@ def test_a_key_of_a_request_that_was_refused_is_free(service: Served, monkeypatc
     created = refused_once(service, monkeypatch, lambda: create(extra_headers=key))
     assert created != older
     assert create(extra_headers=key).id == created
-    assert create(extra_headers=RETRY).id == older, "a request with a key says nothing about those without"
+    assert create(extra_headers=RETRY).id == older, "a request with a key does not affect those without"
 
 
 @pytest.mark.parametrize("kind", ["job", "file", "upload"])

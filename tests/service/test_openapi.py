@@ -91,7 +91,7 @@ def test_no_request_makes_the_service_fail(service: Served) -> None:
                 answer = case.call(base_url=service.url, timeout=30)
                 num_answers += 1
                 if case.path == "/readyz":
-                    assert answer.status_code in (405, 503), "nobody leads here"
+                    assert answer.status_code in (405, 503), "this server does not lead"
                     return
                 assert answer.status_code < 500, (case, answer.text)
                 assert answer.status_code != 409

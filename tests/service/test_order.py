@@ -60,7 +60,7 @@ class Bench:
         """Return the names of all jobs but the first, in the order in which they began."""
         self._gate.touch()
         wait_for(lambda: len(set(self._launches)) == len(self._names))
-        assert len(self._launches) == len(self._names), "none is begun twice"
+        assert len(self._launches) == len(self._names), "a job began twice"
         return [self._names[job] for job in self._launches][1:]
 
 

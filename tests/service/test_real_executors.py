@@ -76,7 +76,7 @@ def serving(folder: Path) -> Iterator[Server]:
             yield Server(process, found[0])
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=200) == 0, "it drains, and ends well"
+            assert process.wait(timeout=200) == 0, "it drains, and exits with 0"
 
 
 def check_results(server: Server, job: Any) -> None:

@@ -82,7 +82,7 @@ def test_files_that_cannot_be_removed_stop_nobody(tmp_path: Path, monkeypatch: p
         gate.touch()
         assert service.finished(client, job).status == "succeeded"
         journal = (tmp_path / "runs" / "default" / job / "journal.jsonl").read_text()
-        assert "task_resumed" not in journal, "its executor went on"
+        assert "task_resumed" not in journal, "its executor continued"
 
 
 def test_what_an_executor_may_still_write_is_not_removed(tmp_path: Path) -> None:

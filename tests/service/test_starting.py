@@ -52,7 +52,7 @@ def test_a_port_in_use_is_said_before_anything_leads(tmp_path: Path, taken: int,
         serve(settings)
     with served(tmp_path) as service, service.service.store.reading() as session:
         leader = session.get(LeaderRow, 1)
-        assert leader is None or leader.epoch == 0, "no coordinator has begun"
+        assert leader is None or leader.epoch == 0, "no coordinator was started"
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o2770, 0o700])

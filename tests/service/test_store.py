@@ -285,7 +285,7 @@ def test_a_request_that_is_refused_forgets_older_ones_and_not_what_it_has_create
         assert again.find(session) == "ftjob-1", "a repetition forgets nothing"
     mark(key="k").forget_older(store, has_database=has_database)
     with store.writing() as session:
-        assert again.find(session) == "ftjob-1", "nor does one with a key"
+        assert again.find(session) == "ftjob-1", "nor does a repetition with a key"
     mark().forget_older(store, has_database=has_database)
     with store.writing() as session:
         assert again.find(session) is None
@@ -358,13 +358,13 @@ def test_one_server_leads_and_another_takes_over_after_its_silence(store: Store,
     own_s = 0.0
     first, second = (Leadership(store, clock=lambda: own_s) for _ in range(2))
     assert first.acquire()
-    assert first.acquire(), "it leads still"
+    assert first.acquire(), "it still leads"
     assert not second.acquire()
     own_s = LEASE_S  # of its own clock, which only tells it to renew
     clock.now_s += LEASE_S - 1
     first.renew()
     clock.now_s += LEASE_S - 1
-    assert not second.acquire(), "it was renewed since"
+    assert not second.acquire(), "the lease was renewed since"
     clock.now_s += 1
     assert second.acquire()
     assert second.epoch > first.epoch
@@ -401,7 +401,7 @@ def test_a_clock_of_the_database_that_jumps_changes_the_leader_at_most(
     first, second = Leadership(store), Leadership(store)
     assert first.acquire()
     clock.now_s += jump_s
-    assert second.acquire(), "nobody waits for the old time to come back"
+    assert second.acquire(), "leadership must not wait for the old time"
     assert not first.acquire()
 
 

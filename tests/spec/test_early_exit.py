@@ -106,7 +106,7 @@ def test_a_rung_after_the_rise_of_the_learning_rate_takes_those_before_it() -> N
     assert [(rung.progress, rung.min_kept) for rung in found] == [
         (0.025, 8), (0.05, 5), (0.1, 3), (0.25, 2), (0.6, 1)
     ]  # fmt: skip
-    assert [places_at(found, index, 240) for index in range(5)] == [20, 10, 5, 3, 1], "as without a rise"
+    assert [places_at(found, index, 240) for index in range(5)] == [20, 10, 5, 3, 1], "as without a warmup"
     found = EarlyExit().resolved(lr_warmup=0.16).selection_rungs
     assert [(rung.progress, rung.min_kept) for rung in found] == [
         (0.04, 8), (0.05, 5), (0.1, 3), (0.25, 2), (0.6, 1)

@@ -56,7 +56,9 @@ def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1, poison: st
                 for kind in ("gradients", "updates"):
                     for name, tensor in getattr(clean[job.id], kind).items():
                         assert torch.equal(tensor, getattr(poisoned[job.id], kind)[name])
-    assert poisoned[broken.id].loss != poisoned[broken.id].loss, "the victim itself must be NaN, or nothing was shown"
+    assert poisoned[broken.id].loss != poisoned[broken.id].loss, (
+        "the victim itself must be NaN, or the test proves nothing"
+    )
     for job, *worths in zip(banks[0].jobs, *(bank.trainer.evaluate(bank.jobs) for bank in banks), strict=True):
         assert (worths[0] == worths[1]) == (job.id != broken.id)
 

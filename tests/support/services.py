@@ -123,5 +123,5 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait until a condition holds; the time limit is far beyond what a busy machine needs."""
     until = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < until, "it never came to hold"
+        assert time.monotonic() < until, "the condition never held"
         time.sleep(0.05)

@@ -92,7 +92,7 @@ def built(
     run_dir = RunDir(next(iter(folder.iterdir()))) if folder.exists() else RunDir.create(folder, task)
     context = TaskContext.of(task, backbone, data, start=start_of(task, backbone))
     if context.objective.needs_reference:
-        assert context.start is None, "the references are those of the base"
+        assert context.start is None, "the references must be the base's"
         context = replace(context, data=referenced(backbone, data))
     resume_state = recover(run_dir)
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:

@@ -36,7 +36,7 @@ def test_the_folder_is_made_whole_and_once(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("killed here"))
         with pytest.raises(pytest.fail.Exception):
             make_real_model.main(["--output", str(folder)])
-    assert list(folder.parent.iterdir()) == [], "nothing of a model that is not whole"
+    assert list(folder.parent.iterdir()) == [], "an incomplete model was left"
 
     assert make_real_model.main(["--output", str(folder)]) == 0
     assert list(folder.parent.iterdir()) == [folder]

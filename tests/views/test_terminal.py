@@ -73,7 +73,7 @@ def test_the_metrics_on_test_rows_stand_beside_their_loss(preference_run, tmp_pa
     assert f"(test {message})" in result_html(history, str(tmp_path))
     assert f"; {message} on test rows" in report_page(tmp_path, history)
     del best["test_metrics"]
-    assert "(test 0.7000)" in "\n".join(screen(preference_run)), "a journal without them"
+    assert "(test 0.7000)" in "\n".join(screen(preference_run)), "a journal without metrics"
 
 
 def test_live_screen_tells_the_state(small_run):

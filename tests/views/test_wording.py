@@ -164,7 +164,7 @@ def test_the_time_of_a_run_is_told_by_what_it_was_spent_on():
     history.samples_trained = 300
     assert len(describe_time(history)) == 1
     history.time_s = {}
-    assert describe_time(history) == [], "journals of earlier versions do not tell"
+    assert describe_time(history) == [], "journals of earlier versions do not say"
 
 
 def test_nothing_is_said_of_a_plain_winner(small_run) -> None:

@@ -207,7 +207,7 @@ def test_priorities_that_change_lead_to_one_plan_of_the_tasks_that_wait():
     submit(queue, 0, "a", "b", "c")
     changes = [Prioritised(time_s=1, task=task, priority=level) for task, level in (("a", -5), ("b", -1))]
     planned = [action for action in queue.apply(*changes) if isinstance(action, Planned)]
-    assert [action.reason for action in planned] == ["b now has priority -1"], "a runs already"
+    assert [action.reason for action in planned] == ["b now has priority -1"], "a is already running"
     assert queue.tasks["a"].demand.priority == 0
     assert started(queue.apply(Finished(time_s=2, task="a", attempt=1))) == ["c"]
     assert started(queue.apply(Finished(time_s=3, task="c", attempt=1))) == ["b"]

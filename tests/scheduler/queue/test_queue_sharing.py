@@ -214,7 +214,7 @@ def test_a_task_that_is_stopped_leaves_its_executor_to_the_others():
     assert started(submit(queue, 2, "c")) == {"c": "executor-1"}
     for name in "bc":
         queue.apply(Cancelled(time_s=3, task=name))
-    assert started(submit(queue, 4, "d")) == {}, "none of its tasks goes on, so none joins"
+    assert started(submit(queue, 4, "d")) == {}, "none of its tasks continues, so none joins"
     assert all(task.sharing is None for task in seen.running.values())
     for name in "abc":
         actions = queue.apply(Failed(time_s=5, task=name, attempt=1, reason="stopped", is_retryable=True))
