@@ -88,7 +88,7 @@ def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
         ({"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2}}, "one rank and one scale"),
     ],
 )
-def test_what_vllm_cannot_serve_is_said_instead_of_a_command(
+def test_what_vllm_cannot_serve_is_reported_instead_of_a_command(
     settings: dict[str, Any], message: str, base: Path, tmp_path: Path
 ) -> None:
     result = alto.Engine().export(save_adapter(base, tmp_path / "mine", **settings), tmp_path / "out")
@@ -108,7 +108,7 @@ def test_every_kind_of_tensor_is_named_as_what_vllm_cannot_serve(base: Path, tmp
     )
 
 
-def test_experts_that_vllm_reads_one_by_one_are_said(tmp_path: Path) -> None:
+def test_experts_that_vllm_reads_one_by_one_are_reported(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "mixtral")
     adapter = random_adapter(build_mixture("mixtral", vocab_size=len(load_tokenizer())), tmp_path / "mine")
     engine = alto.Engine()

@@ -210,7 +210,7 @@ def test_cards_of_heads_give_a_label(kind: str, tmp_path: Path, monkeypatch: pyt
     assert merged["label"] == label_of(kind, merged["logits"])
 
 
-def test_a_head_whose_labels_nobody_names_has_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_without_label_names_has_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of(tmp_path, **rows_of(tmp_path, "one"), **LABELLED)
     best = Path(alto.Engine(output_dir=tmp_path / "runs").tune(task).adapter_dir)
     named = run_card(best, monkeypatch)["label"]

@@ -95,7 +95,7 @@ def test_an_adapter_of_another_base_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def test_what_is_wrong_is_said_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_raised_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_base(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
 

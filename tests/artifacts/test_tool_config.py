@@ -156,7 +156,7 @@ def test_what_is_written_is_imported_as_the_same_job(case: str, tool: str, tmp_p
         ("trl", {"optim_state_dtype": "bfloat16"}, ["TRL has no place for optim_state_dtype: 'bfloat16'."]),
     ],
 )
-def test_what_the_tool_has_no_place_for_is_said(
+def test_settings_without_a_key_in_the_tool_are_reported(
     tool: str, keys: dict[str, Any], notes: list[str], tmp_path: Path
 ) -> None:
     _, _, found = written(winner_of(tmp_path, PLAIN | keys), tool, tmp_path / "out")

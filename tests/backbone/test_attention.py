@@ -199,7 +199,7 @@ def test_nan_in_one_pair_leaves_every_bit_of_the_others(implementation: Implemen
 
 
 @every_implementation
-def test_output_bits_do_not_depend_on_the_company(implementation: Implementation) -> None:
+def test_output_bits_do_not_depend_on_other_sequences(implementation: Implementation) -> None:
     operands, _ = draw(sum(LENGTHS))
     (together,) = implementation.run(operands, LENGTHS)
     for part, *alone in zip(together.split(LENGTHS), *(x.split(LENGTHS) for x in operands), strict=True):
@@ -284,7 +284,7 @@ AMPERE, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
         ("cpu", HOPPER, BF16, (128, 128), None, None, None),
     ],
 )
-def test_who_serves_whom(
+def test_the_implementation_that_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     capability: tuple[int, int],

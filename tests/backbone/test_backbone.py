@@ -202,7 +202,7 @@ def test_checkpointing_gives_the_same_losses_and_adapter_gradients(
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
 
 
-def test_the_base_is_frozen_and_asleep(tiny_model: ModelFactory) -> None:
+def test_the_base_is_frozen_and_in_evaluation_mode(tiny_model: ModelFactory) -> None:
     model = tiny_model("llama").train()
     backbone = Backbone(model, None, "tiny")
     assert not any(parameter.requires_grad for parameter in model.parameters())

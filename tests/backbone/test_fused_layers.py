@@ -254,11 +254,11 @@ class TestRotations:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("kind", [LlamaAttention, Olmo2Attention, Qwen3NextAttention])
-    def test_those_of_halves_are_taken(self, kind: type[nn.Module], dtype: torch.dtype) -> None:
+    def test_rotations_of_halves_are_replaced(self, kind: type[nn.Module], dtype: torch.dtype) -> None:
         assert not isinstance(self.found(kind, dtype=dtype), str)
 
     @pytest.mark.parametrize("kind", [CohereAttention, GlmAttention])
-    def test_those_of_neighbours_are_left_alone(self, kind: type[nn.Module]) -> None:
+    def test_rotations_of_neighbours_are_left_alone(self, kind: type[nn.Module]) -> None:
         assert self.found(kind) == "its rotation is different"
 
     def test_a_kernel_with_other_numbers_is_not_taken(self) -> None:
@@ -329,7 +329,7 @@ def test_where_the_whole_model_differs_nothing_is_fused(monkeypatch: pytest.Monk
     assert "expected the packed pass to give the model's own losses" in backbone.fusion.kept["all"]
 
 
-def test_a_kernel_that_cannot_run_is_not_used_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_run_is_not_used_and_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         raise RuntimeError("no kernel image is available")
 

@@ -90,7 +90,7 @@ class TestHalfPrecisionOnACpu:
             load_backbone(BaseModelSpec(id="alto-tiny", dtype="float16"))
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_is_refused_where_there_are_none(self, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_refused_without_instructions(self, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         missing = {"avx512_bf16": False, "amx_bf16": False, "avx512_f": True, "f16c": True}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: missing)
         text = rf"^dtype: expected a CPU that computes in {dtype} \(A.*; set dtype: float32 \(auto .*, or use a GPU$"
@@ -167,7 +167,7 @@ class TestConfig:
         assert_refused(tmp_path, "config.json", "no such file", kind=ModelNotFoundError)
 
     @pytest.mark.parametrize("named", ["", "best"], ids=["adapter", "run"])
-    def test_of_an_adapter(self, tmp_path: Path, named: str) -> None:
+    def test_a_config_of_an_adapter(self, tmp_path: Path, named: str) -> None:
         (tmp_path / "best").mkdir()
         config = {"base_model_name_or_path": "some/base"}
         (tmp_path / named / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -206,7 +206,7 @@ class TestConfig:
         ],
         ids=["classifier", "encoder", "encoder-decoder"],
     )
-    def test_of_another_kind_of_model(self, tmp_path: Path, model: Callable[[], PreTrainedModel]) -> None:
+    def test_a_config_of_another_kind_of_model(self, tmp_path: Path, model: Callable[[], PreTrainedModel]) -> None:
         built = model()
         assert_refused(save(built, tmp_path), "config.json", type(built).__name__, "generates text")
 
@@ -354,7 +354,7 @@ class TestRemoteCode:
         tensors = load_file(with_code / WEIGHTS)
         assert all(torch.equal(parameter, tensors[name]) for name, parameter in backbone.model.named_parameters())
 
-    def test_that_is_broken_is_a_named_error(self, with_code: Path) -> None:
+    def test_broken_code_is_a_named_error(self, with_code: Path) -> None:
         (with_code / "own_code.py").write_text("import no_such_package_at_all", encoding="utf-8")
         assert_refused(with_code, "no_such_package_at_all", trust_remote_code=True)
 
@@ -364,7 +364,7 @@ class TestRemoteCode:
         (folder / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
         assert type(load_backbone(BaseModelSpec(id=str(folder))).model).__module__.startswith("transformers.")
 
-    def test_of_a_tokenizer_is_refused_too(self, folder: Path) -> None:
+    def test_code_of_a_tokenizer_is_refused_too(self, folder: Path) -> None:
         path = folder / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own_code.OwnTokenizer"]}}
@@ -422,6 +422,6 @@ def test_a_vision_language_model_is_loaded_for_rows_of_text(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere/at/all", "~/nowhere"])
-def test_a_path_that_is_not_there_is_told_as_a_path(name: str) -> None:
+def test_a_missing_path_is_reported_as_a_path(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"found no such folder; check the path$"):
         load_backbone(BaseModelSpec(id=name))

@@ -149,7 +149,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_the_mask_alone_says_is_heeded(name: str) -> None:
+def test_a_pattern_only_in_the_mask_is_followed(name: str) -> None:
     ids, positions = draw()
     own = EXACT[name]().requires_grad_(False)
     logits = torch.cat([own(input_ids=row[None], use_cache=False).logits[0] for row in ids.split(LENGTHS)])

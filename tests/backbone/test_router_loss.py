@@ -55,7 +55,7 @@ def granite() -> Any:
 
 
 @pytest.mark.parametrize("name", [*WITH_LOSS, "granite"])
-def test_of_every_row_it_is_what_the_model_gives_that_row_alone(name: str) -> None:
+def test_every_row_has_the_loss_that_the_model_gives_it_alone(name: str) -> None:
     """Here one forward pass covers all rows, packed or padded."""
     own = granite() if name == "granite" else MODELS[name]()
     backbone = Backbone(copy.deepcopy(own), None, "tiny")

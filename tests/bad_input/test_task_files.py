@@ -177,7 +177,7 @@ def test_what_is_too_large_is_refused_before_it_is_unfolded(refusal: Any, folder
     num_calls(lambda: refusal("tune", "task.yaml"), at_most=MANY_CALLS)
 
 
-def test_as_many_jobs_as_may_be_are_read_back(tmp_path: Path) -> None:
+def test_the_maximum_number_of_jobs_is_read_back(tmp_path: Path) -> None:
     """The largest file that can be written can be read."""
     task = Task(model="alto-tiny", dataset="rows.jsonl", search_space={"seed": list(range(10_000))})
     (tmp_path / "task.yaml").write_text(task.to_yaml(), encoding="utf-8")

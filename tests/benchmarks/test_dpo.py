@@ -212,7 +212,7 @@ def test_a_pair_that_would_be_cut_is_refused():
         tokenize_pairs(tokenizer, ROWS, max_length=8)
 
 
-def test_of_pairs_of_ones_own_every_source_counts(tmp_path: Path) -> None:
+def test_every_source_of_own_pairs_counts(tmp_path: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "source": "mine"}
     alike = pair | {"prompt": "d", "chosen": "c "}
     file = tmp_path / "pairs.jsonl"
@@ -220,7 +220,7 @@ def test_of_pairs_of_ones_own_every_source_counts(tmp_path: Path) -> None:
     assert dpo.read_pairs(file) == [{"prompt": "a", "chosen": "b", "rejected": "c"}]
 
 
-def test_of_our_mixture_one_source_counts_however_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_source_of_our_mixture_counts_however_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     if not PREFERENCE_PAIRS.exists():
         pytest.skip(f"needs pairs at {PREFERENCE_PAIRS}")
     monkeypatch.chdir(PREFERENCE_PAIRS.parent)

@@ -103,7 +103,7 @@ def test_the_gate_bites(found: Found, system: str, change: Callable[[Outcome], O
     assert all(failure.startswith(message) for failure in failures[:1])
 
 
-def test_what_stands_in_a_result_is_measured_anew(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_not_reused_as_measurements(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = found[3]
     assert not list((folder / ".paper").iterdir())
     monkeypatch.setattr(program, "measure", lambda *_: pytest.fail("measured again"))

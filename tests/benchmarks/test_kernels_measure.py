@@ -60,7 +60,7 @@ class TestAnOpIsTimed:
         assert time_op(lambda: None, torch.device("cuda")).by == "events"
         assert "operation not permitted when stream is capturing" in capsys.readouterr().out
 
-    def test_as_the_difference_of_rounds_with_it_and_without(self):
+    def test_by_the_difference_of_rounds_with_it_and_without(self):
         assert difference_per_call([5.0, 7.0], [1.0, 2.0], 2) == [2.0, 2.5]
         with pytest.raises(ValueError, match="to take longer than those without"):
             difference_per_call([5.0, 1.0], [1.0, 2.0], 2)

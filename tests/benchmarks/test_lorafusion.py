@@ -206,7 +206,7 @@ class TestTiles:
         with pytest.raises(triton.OutOfResources):
             lorafusion_triton.fastest([3], measure)
 
-    def test_a_shape_is_measured_once_and_another_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_shape_is_measured_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lorafusion_triton, "_chosen", {})
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
         monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: run() or float(len(tried)))

@@ -174,7 +174,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_cannot_be_measured_is_said_in_a_line(
+def test_what_cannot_be_measured_is_reported_in_a_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")

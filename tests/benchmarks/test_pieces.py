@@ -124,7 +124,7 @@ class TestSeveralCommands:
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_of_two_origins_are_never_one_result(self, tmp_path, origin, capsys, changes, message):
+    def test_two_origins_are_never_one_result(self, tmp_path, origin, capsys, changes, message):
         run_pieces(STUDY, good("two"), tmp_path / "a")
         old = read_pieces(STUDY, tmp_path / "a")[0]
         origin(**changes)
@@ -139,7 +139,7 @@ class TestSeveralCommands:
         assert result_in(tmp_path / "a")["figures"] == {"x_three": 1.0}
         assert "left out, because it is of another run: two: " in capsys.readouterr().out
 
-    def test_of_a_long_study_may_span_states_of_the_source_and_then_name_their_commits(self, tmp_path, origin):
+    def test_a_long_study_may_span_commits_and_then_names_them(self, tmp_path, origin):
         study = replace(STUDY, spans_sources=True)
         run_pieces(study, good("one"), tmp_path)
         origin(commit="b" * 40, source="other")

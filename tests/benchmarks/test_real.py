@@ -96,7 +96,7 @@ def test_a_run_that_was_killed_resumes(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Not measured: sweep24 alto." in result["notes"]
 
 
-def test_what_is_finished_is_measured_anew(folder: Path) -> None:
+def test_a_finished_study_keeps_no_parts(folder: Path) -> None:
     assert not list((folder / ".paper").iterdir())
 
 

@@ -88,7 +88,7 @@ def test_a_job_of_the_run_is_measured_by_name(run: Path) -> None:
         assert len(evaluations(run / "jobs" / job / "best")) == 1
 
 
-def test_all_jobs_are_measured_at_once_and_stand_in_the_report(run: Path, tmp_path: Path) -> None:
+def test_all_jobs_are_measured_at_once_and_are_in_the_report(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     done = invoke(run, "--all-jobs", "--baseline", "--save-predictions", path, *FAST)
     assert done.exit_code == 0, done.output
@@ -334,7 +334,7 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
         assert show is None
 
 
-def test_metrics_that_cannot_be_added_to_are_said_before_a_model_is_loaded(
+def test_an_invalid_metrics_file_is_reported_before_a_model_is_loaded(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "best" / "metrics.json").write_text("[]", encoding="utf-8")

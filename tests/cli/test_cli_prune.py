@@ -41,7 +41,7 @@ def states(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run / "jobs")) for path in run.glob("jobs/*/*"))
 
 
-def test_finalists_stay_by_default_and_the_bytes_are_told(run: Path) -> None:
+def test_finalists_stay_by_default_and_the_bytes_are_printed(run: Path) -> None:
     journal = (run / "journal.jsonl").read_bytes()
     result = invoke(run)
     assert result.exit_code == 0, result.output
@@ -51,7 +51,7 @@ def test_finalists_stay_by_default_and_the_bytes_are_told(run: Path) -> None:
     assert (run / "journal.jsonl").read_bytes() == journal
 
 
-def test_several_runs_are_pruned_at_once_and_told_as_json(run: Path, tmp_path: Path, small_run: Events) -> None:
+def test_several_runs_are_pruned_at_once_and_printed_as_json(run: Path, tmp_path: Path, small_run: Events) -> None:
     other = filled(write_run(tmp_path, "other", small_run, start=START))
     result = invoke(run, other, "--keep", "winner", "--json")
     assert result.exit_code == 0, result.output

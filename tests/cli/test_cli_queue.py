@@ -54,7 +54,7 @@ def invoke(*words: object) -> Result:
     return CliRunner().invoke(app, [*map(str, words), "--wait", PATIENCE_S])
 
 
-def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir, tmp_path: Path) -> None:
+def test_if_one_task_is_refused_the_others_are_reported(queue: QueueDir, tmp_path: Path) -> None:
     files = []
     for name in ("bad", "good", "worse"):
         files.append(tmp_path / f"{name}.yaml")
@@ -103,7 +103,7 @@ def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monke
     assert invoke("cancel", queue.root, "t").stdout == "t is cancelled.\n"
 
 
-def test_commands_that_nobody_has_carried_out_are_listed(queue: QueueDir) -> None:
+def test_pending_commands_are_listed(queue: QueueDir) -> None:
     queue.run.journal_file.write_text('{"seq": 0, "time": 0.0, "event": "queue_completed"}\n', encoding="utf-8")
     assert "commands" not in CliRunner().invoke(app, ["list", str(queue.root)]).stdout
     QueueMailbox(queue.run).submit({})

@@ -320,7 +320,7 @@ def test_an_executor_uses_its_share_of_the_cores_alone(
 
 
 @here
-def test_a_torn_line_is_told_when_it_is_whole(start_cluster: StartCluster) -> None:
+def test_a_torn_line_is_reported_when_it_is_complete(start_cluster: StartCluster) -> None:
     started = start_cluster("tears_a_line")
     run_dir = started.start()
     wait_for((run_dir / "torn").exists, "half a line", meanwhile=started.poll)

@@ -135,7 +135,7 @@ def test_nothing_is_started_on_a_gpu_that_is_lost_with_another(tmp_path: Path) -
     assert {task.state for task in read_queue_history(bench.queue_dir.root).tasks.values()} == {TaskStage.FINISHED}
 
 
-def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_planned_anew(tmp_path: Path) -> None:
+def test_progress_moves_the_estimate_and_an_estimate_ten_times_off_causes_a_new_plan(tmp_path: Path) -> None:
     bench = Bench(tmp_path, {"a": 10.0, "b": 10.0, "c": 10.0, "d": 10.0})
     bench.cluster.seconds["a"] = 100.0
     jobs = [{"job": "job-000", "config": {}, "total_steps": 100, "samples_budgeted": 100}]
@@ -205,7 +205,7 @@ def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(
 
 
 @pytest.mark.parametrize(("retries", "num_starts"), [(True, 2), (False, 1)])
-def test_whether_an_executor_that_somebody_else_interrupted_is_started_again(
+def test_an_executor_interrupted_from_outside_restarts_only_with_retries(
     retries: bool, num_starts: int, tmp_path: Path
 ) -> None:
     bench = Bench(tmp_path, {})

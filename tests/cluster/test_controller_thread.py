@@ -63,7 +63,7 @@ def test_on_its_thread_it_is_used_from_many(threaded: tuple[Bench, Controller]) 
         controller.cancel("a")
 
 
-def test_what_ends_its_thread_is_told_to_everybody_who_waits(threaded: tuple[Bench, Controller]) -> None:
+def test_the_error_that_ends_its_thread_is_raised_for_everybody_who_waits(threaded: tuple[Bench, Controller]) -> None:
     bench, controller = threaded
     follower = threading.Thread(target=lambda: list(controller.events()))
     follower.start()

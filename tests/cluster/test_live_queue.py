@@ -214,7 +214,7 @@ def test_a_queue_is_drained_by_command(tmp_path: Path) -> None:
     assert bench.kinds()[-1] == "queue_interrupted"
 
 
-def test_a_file_that_is_no_command_is_answered_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_file_that_is_no_command_is_answered_and_changes_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.queue_dir.run.control.mkdir(exist_ok=True)
     facts = ["[]", "{", json.dumps({"action": "submit", "values": 7}), json.dumps({"action": "fly"})]
@@ -261,7 +261,7 @@ def test_a_task_whose_files_cannot_be_looked_at_is_refused_and_the_queue_goes_on
     assert [entry.task for entry in bench.queue_dir.read()[0]] == ["t"]
 
 
-def test_a_task_that_is_cancelled_while_nobody_works_on_the_queue_is_not_begun(tmp_path: Path) -> None:
+def test_a_task_that_is_cancelled_without_a_controller_is_not_begun(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with bench.working() as (live, _):
         live.submit(bench.task, tenant="", priority=0)

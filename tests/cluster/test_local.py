@@ -92,7 +92,7 @@ def test_an_executor_sees_its_own_gpus(
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("is_trusted", [False, True])
 @pytest.mark.usefixtures("no_gpus")
-def test_every_rank_is_told_who_asks_and_whether_code_of_a_model_is_allowed(
+def test_every_rank_gets_the_tenant_and_the_permission_for_code_of_a_model(
     start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, is_trusted: bool, num_ranks: int
 ) -> None:
     monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")  # set by another executor, which this process may belong to
@@ -299,7 +299,7 @@ def test_an_executor_says_how_it_ended_where_it_can_write_nothing(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"outcome": "fine", "reason": "", "error": ""}', "\xff"])
-def test_an_ending_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
+def test_an_invalid_ending_file_is_ignored(text: str, tmp_path: Path) -> None:
     attempt = AttemptDir.create(tmp_path, 1)
     (attempt.root / "ended.json").write_bytes(text.encode("latin-1"))
     assert attempt.ending() is None

@@ -151,7 +151,7 @@ def test_only_living_nodes_with_slots_take_part() -> None:
     assert nodes.id_of("host-dddddddd") is None
 
 
-def test_what_came_and_went_is_told_once() -> None:
+def test_nodes_that_come_and_go_are_reported_once() -> None:
     nodes = RayNodes("GPU", None)
     first, second = row("a", GPU=2), row("b", GPU=1)
     nodes.update([first])

@@ -89,7 +89,7 @@ def test_a_process_that_is_killed_loses_all_its_tasks_and_no_other(machine: Star
     assert end(machine, "c") is end(machine, "a", attempt=2) is Outcome.FINISHED
 
 
-def test_an_error_that_nobody_expected_ends_the_process_after_the_others(machine: Started) -> None:
+def test_an_unexpected_error_ends_the_process_after_the_others(machine: Started) -> None:
     pid = begin(machine, "a")
     begin(machine, "b")
     assert end(machine, "a", "RuntimeError") is Outcome.LOST

@@ -115,7 +115,7 @@ def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ],
     ids=["crash", "kill", "hang"],
 )
-def test_without_an_answer_tasks_are_listed_and_told_so(
+def test_without_an_answer_tasks_are_listed_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, grace_s: float, why: str
 ) -> None:
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
@@ -134,7 +134,7 @@ def test_a_process_that_cannot_be_started_ends_nothing(monkeypatch: pytest.Monke
     assert "could not be started" in schedule.notice
 
 
-def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     does = f"exec {sys.executable} -c \"import sys, runpy; sys.modules['ortools'] = None; {_RUN}\""
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
     with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:

@@ -147,7 +147,7 @@ def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> N
     ]
 
 
-def test_an_idle_batch_is_one_token_of_nobody() -> None:
+def test_an_idle_batch_is_one_token_of_no_job() -> None:
     batch = dummy_batch()
     assert (batch.slots, batch.job_tokens, batch.job_first_tokens) == ((), (), ())
     assert batch.sequence_lengths == (1,)

@@ -163,7 +163,7 @@ def test_rows_of_single_turns_stay_whole_under_such_a_template(tokenizer: Any) -
     assert (len(dataset), dataset.num_unrolled) == (3, 1)
 
 
-def test_a_template_that_rewrites_what_stands_before_the_reply_is_refused(tokenizer: Any) -> None:
+def test_a_template_that_rewrites_text_before_the_reply_is_refused(tokenizer: Any) -> None:
     # The number of turns comes first.
     tokenizer.chat_template = (
         "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -81,7 +81,7 @@ PAIR = {"prompt": "u", "completion": "a"}
         ({"text": "once", "title": "t"}, "text", turns(("text", "once"))),
     ],
 )
-def test_every_form_is_told_by_its_columns(row: dict[str, Any], form: str, expected: Conversation) -> None:
+def test_every_form_is_recognised_by_its_columns(row: dict[str, Any], form: str, expected: Conversation) -> None:
     assert convert(row) == (form, [expected])
 
 
@@ -107,7 +107,7 @@ def test_columns_say_which_is_which() -> None:
     assert convert({"body": "b"}, columns={"text": "body"})[0] == "text"
 
 
-def test_columns_win_over_what_would_be_told() -> None:
+def test_columns_win_over_the_recognised_form() -> None:
     row = {"prompt": "no", "completion": "no", "q": "u", "a": "a"}
     assert convert(row, columns={"prompt": "q", "completion": "a"})[1] == [UA]
 
@@ -219,7 +219,7 @@ def test_two_kinds_that_fit_are_both_named_where_neither_is_meant() -> None:
     assert message.endswith("name one with dataset_format: messages or preference")
 
 
-def test_columns_of_no_form_are_told_those_of_pairs_where_pairs_are_meant() -> None:
+def test_unknown_columns_are_answered_with_those_of_pairs_if_the_task_needs_pairs() -> None:
     with pytest.raises(DataFormatError) as caught:
         find_layout([RawRow("r:1", {"prompt": "u", "best": "a"})], "auto", {}, is_paired=True)
     message = str(caught.value)
@@ -246,7 +246,7 @@ def test_columns_of_no_form_may_be_texts_with_labels() -> None:
     ("row", "nearest"),
     [({"foo": "u", "bar": 1}, "text, label"), ({"premise": "u", "bar": 1, "labels": 2}, "premise, hypothesis, labels")],
 )
-def test_of_the_spellings_of_a_form_the_nearest_one_is_named(row: dict[str, Any], nearest: str) -> None:
+def test_the_nearest_spelling_of_a_form_is_named(row: dict[str, Any], nearest: str) -> None:
     with pytest.raises(DataFormatError) as caught:
         find_layout([RawRow("r:1", row)], "auto", {}, is_classified=True)
     assert str(caught.value) == (

@@ -120,7 +120,7 @@ def test_a_conversation_without_a_last_reply_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [None, "yes", 2, 0.5])
-def test_a_label_that_is_none_is_refused(tmp_path: Path, label: object) -> None:
+def test_an_invalid_label_is_refused(tmp_path: Path, label: object) -> None:
     rows = [*labelled_rows(4), {"prompt": "a", "completion": "b", "label": label}]
     with pytest.raises(DataFormatError, match=r"rows.jsonl:5: expected label to be true .* or false, found"):
         read_task_rows(make_task(tmp_path, rows))

@@ -124,7 +124,7 @@ def test_validation_rows_have_the_labels_of_the_training_rows(tmp_path: Path) ->
         ({"text": "a", "labels": [0.0, 1.0]}, {}, ("a", None)),
     ],
 )
-def test_texts_stand_in_the_columns_of_known_data_sets(
+def test_texts_are_in_the_columns_of_known_data_sets(
     tmp_path: Path, row: dict[str, Any], settings: dict[str, Any], texts: tuple[str, str | None]
 ) -> None:
     other = {key: {0: 1}.get(value, value) if isinstance(value, int) else value for key, value in row.items()}
@@ -140,7 +140,7 @@ def test_a_row_without_a_text_is_a_bad_row(tmp_path: Path) -> None:
         read(tmp_path, rows)
 
 
-def test_tokens_are_those_of_transformers_and_the_last_that_is_no_padding_is_read(tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers_and_the_last_one_before_padding_is_read(tmp_path: Path) -> None:
     tokenizer = load_tokenizer()
     rows = [{"text": "a text", "text_pair": "and another one", "label": name} for name in ("a", "b")]
     found = read(tmp_path, rows, max_length=4).encode(tokenizer)

@@ -204,6 +204,6 @@ def test_raw_pairs_hold_texts_only() -> None:
         pair_of_alto(PAIRS["explicit prompt"] | {"prompt": "x"}, TOKENIZER, "raw_preference")
 
 
-def test_texts_without_a_prompt_are_told_of_the_raw_form() -> None:
+def test_texts_without_a_prompt_are_refused_with_a_hint_at_the_raw_form() -> None:
     with pytest.raises(DataFormatError, match="texts that begin with the prompt, join them unchanged with dataset_f"):
         pair_of_alto(RAW_PAIRS["implicit prompt"], TOKENIZER)

@@ -58,7 +58,7 @@ def whole(dataset: EncodedDataset, row: int = 0) -> list[tuple[list[int], list[i
     ]
 
 
-def test_a_prompt_stands_once_but_for_its_last_token_which_predicts_both_replies() -> None:
+def test_a_prompt_is_stored_once_except_its_last_token_which_predicts_both_replies() -> None:
     dataset = encode(pair("q", "xy", "z"))
     assert dataset.input_ids[0].tolist() == [0, *letters("q\nxy"), EOS, *letters("\nz"), EOS]
     assert dataset.targets[0].tolist() == [

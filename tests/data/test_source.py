@@ -295,7 +295,7 @@ def test_a_hub_dataset_that_is_not_there(hub: Hub) -> None:
         read_task_rows(make("me/mine"))
 
 
-def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("Name or service not known")
 
@@ -336,7 +336,7 @@ def test_a_preset_knows_how_long_its_rows_are(hub: Hub, name: str, tokens: int) 
 
 
 @pytest.mark.parametrize("has_splits", [False, True])
-def test_a_folder_of_save_to_disk_is_told_apart(has_splits: bool, tmp_path: Path) -> None:
+def test_a_folder_of_save_to_disk_is_recognised(has_splits: bool, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list(gsm8k(3))
     (datasets.DatasetDict(train=rows) if has_splits else rows).save_to_disk(tmp_path / "saved")

@@ -392,7 +392,7 @@ def test_a_folder_that_cannot_be_written_is_named(task: Task, tmp_path: Path, mo
         read_task_rows(task)
 
 
-def test_what_nobody_uses_is_removed(task: Task, cache: Path) -> None:
+def test_unused_entries_are_removed(task: Task, cache: Path) -> None:
     encode(task)
     (old,) = entries(cache)
     os.utime(old, (0, 0))
@@ -401,7 +401,7 @@ def test_what_nobody_uses_is_removed(task: Task, cache: Path) -> None:
     assert len(entries(cache)) == 1
 
 
-def test_what_is_used_and_the_locks_of_others_stay(task: Task, cache: Path) -> None:
+def test_used_entries_and_the_locks_of_others_stay(task: Task, cache: Path) -> None:
     """Removing a lock that a process holds would let another process in."""
     encode(task)
     (used,) = entries(cache)

@@ -45,7 +45,7 @@ def test_every_result_file_and_every_note_has_its_section() -> None:
     assert {file.stem for file in generator.NOTES.glob("*.md")} <= set(EXPERIMENTS)
 
 
-def test_no_result_stands_in_two_pages_or_sections() -> None:
+def test_no_result_is_in_two_pages_or_sections() -> None:
     files = [f"{found.topic}-{scale}" for found in EXPERIMENTS.values() for scale in found.scales if scale != "smoke"]
     assert len(files) == len(set(files))
 

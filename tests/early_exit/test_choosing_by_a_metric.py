@@ -94,7 +94,7 @@ def test_the_last_evaluation_of_equals_does_not_replace_the_first() -> None:
     assert selection.best("a").step == 2
 
 
-def test_nobody_is_certain_of_a_place_that_others_may_take_by_their_gain() -> None:
+def test_no_job_is_certain_of_a_place_that_others_may_take_by_their_score() -> None:
     selection = Selection(
         Policy(rungs=(HALF, Rung(progress=0.5, keep=0.5))), ema_alpha=1.0, total_steps=dict.fromkeys("abcd", 10)
     )
@@ -291,7 +291,7 @@ def test_intervals(rows: tuple[float, ...], interval: tuple[float, float]) -> No
 
 
 @pytest.mark.parametrize("rows", [(0.3,), (1e308, -1e308, 1e308)])
-def test_where_no_interval_can_be_estimated_there_is_none(rows: tuple[float, ...]) -> None:
+def test_one_row_or_huge_scores_give_no_interval(rows: tuple[float, ...]) -> None:
     assert interval_of(rows) is None
 
 

@@ -58,7 +58,7 @@ def right(num_right: int, num_rows: int, first: int = 0) -> list[float]:
         ("one row", [1.0], [0.0], True),
     ],
 )
-def test_what_lies_within_noise(case, one, other, within) -> None:
+def test_differences_within_noise(case, one, other, within) -> None:
     assert is_within_noise(point("a", 1.0, one), point("b", 1.0, other)) is within
     assert is_within_noise(point("b", 1.0, other), point("a", 1.0, one)) is within
 
@@ -119,7 +119,7 @@ def test_the_interval_is_student_s() -> None:
     assert is_within_noise(point("a", 1.0, [0, 0, 1, 1, 1]), point("b", 1.0, nothing))
 
 
-def test_of_few_rows_the_interval_is_wide() -> None:
+def test_the_interval_of_few_rows_is_wide() -> None:
     """For the differences 1, 2, 2.5 t is 4.16, below the 4.30 of two degrees of freedom; for 1, 1.5, 2 it is 5.20."""
     nothing = [0.0] * 3
     assert is_within_noise(point("a", 1.0, [1, 2, 2.5]), point("b", 1.0, nothing))

@@ -140,7 +140,7 @@ def test_the_rung_ranks_by_the_value_there_and_counts_who_broke_after_it() -> No
     assert selection.select().kept == ("a", "f", "b")
 
 
-def test_a_job_that_fails_in_the_step_after_the_rung_stands_there() -> None:
+def test_a_job_that_fails_in_the_step_after_the_rung_is_ranked_there() -> None:
     """It has as many steps as at the rung, and was evaluated there; had it waited, it would have been kept."""
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     fail(selection, "a", 3)
@@ -148,14 +148,14 @@ def test_a_job_that_fails_in_the_step_after_the_rung_stands_there() -> None:
     assert selection.select().kept == ("a", "b", "c")
 
 
-def test_a_job_that_cannot_be_evaluated_at_the_rung_does_not_stand_there() -> None:
+def test_a_job_that_cannot_be_evaluated_at_the_rung_is_not_ranked_there() -> None:
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     selection.observe_losses("f", 1, [1.0] * 3)
     fail(selection, "f", 3)
     assert selection.select().kept == ("a", "b", "c")
 
 
-def test_a_job_that_a_user_stops_while_it_runs_ahead_stands_no_more() -> None:
+def test_a_job_that_a_user_stops_while_it_runs_ahead_is_no_longer_ranked() -> None:
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     run_ahead(selection, "a", {4: 0.9})
     selection.end(ExitDecision(job="a", step=4, reason=ExitReason.STOPPED))

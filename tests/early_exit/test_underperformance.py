@@ -64,7 +64,7 @@ def test_evidence() -> None:
     }
 
 
-def test_there_is_no_cutoff_where_nobody_is_kept() -> None:
+def test_there_is_no_cutoff_if_no_job_is_kept() -> None:
     assert "cutoff_loss" not in select(Rung(progress=0.05, keep=0.5), standings({"a": NAN})).dropped[0].evidence
 
 
@@ -113,7 +113,7 @@ LEADING = [1.0, 2.0, 1.5, 1.2, 0.8, 1.1]
         ("one row tells no error", [0.2], 3.27, True),
     ],
 )
-def test_a_job_that_lies_clearly_behind_the_best_does_not_continue_though_there_is_a_place(
+def test_a_job_clearly_behind_the_best_does_not_continue_though_there_is_a_place(
     case: str, behind: list[float], start_loss: float | None, is_kept: bool
 ) -> None:
     first = Standing(job="a", step=5, validation_loss=1.27, start_loss=start_loss, loss_rows=tuple(LEADING))

@@ -34,9 +34,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize(("num_tasks", "num_gpus", "slots"), [(1, 1, 1), (3, 1, 3), (20, 1, 7), (2, 3, 6)])
 @pytest.mark.usefixtures("machine")
-def test_as_many_as_the_tasks_ask_for_and_memory_holds(
-    num_tasks: int, num_gpus: int, slots: int, tmp_path: Path
-) -> None:
+def test_slots_are_limited_by_tasks_and_memory(num_tasks: int, num_gpus: int, slots: int, tmp_path: Path) -> None:
     tasks = [make_task(tmp_path).replace(num_gpus=num_gpus)] * num_tasks
     assert setup().sized_for(tasks).total_gpus == slots  # 9 GiB per process: seven fit
 

@@ -226,7 +226,7 @@ def test_the_single_strategy_is_one_process_on_cpu_slots(model: Path, tmp_path: 
     assert not (Path(result.run_dir) / "logs").exists()
 
 
-def test_a_wrong_task_on_several_ranks_is_told_by_name_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_wrong_task_on_several_ranks_is_a_named_error_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
     task = make_task(tmp_path, model=str(model), num_gpus=2, target_modules=["q_porj"])
     with pytest.raises(TargetModuleError, match="q_porj"):
         alto.Engine(output_dir=tmp_path / "runs").tune(task)
@@ -264,9 +264,7 @@ def test_a_run_without_a_result_is_kept_with_its_report(model: Path, tmp_path: P
     assert not (root / "best").exists()
 
 
-def test_a_failure_in_the_middle_is_told_as_it_was(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_in_the_middle_keeps_its_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Journal.append
 
     def fail(journal: Journal, event: Event) -> JournalEntry:
@@ -319,7 +317,7 @@ def test_observers_that_raise_hang_or_are_slow_change_nothing(
     assert set(of_trackers) <= {FLUSH_TIMEOUT_S}
 
 
-def test_a_failure_before_the_first_event_is_told_as_it_was(
+def test_a_failure_before_the_first_event_keeps_its_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

@@ -132,7 +132,7 @@ def test_a_run_whose_ranks_are_lost_is_kept_with_its_logs(
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-def test_a_run_that_is_not_tried_again_says_no_number_of_times(
+def test_the_error_of_a_run_without_retries_names_no_number_of_attempts(
     script: Callable[..., ScriptedCluster], tmp_path: Path
 ) -> None:
     script(ends(Outcome.FAILED, "it could not write down how it ended"))

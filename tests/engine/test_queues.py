@@ -225,7 +225,7 @@ def test_a_task_that_fails_by_its_own_fault_leaves_the_others_their_results(mode
     assert stages == {"good": TaskStage.FINISHED, "bad": TaskStage.FAILED}
 
 
-def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_more_gpus_than_there_are_are_refused_before_anything_starts(tmp_path: Path) -> None:
     task = make_task(tmp_path, num_gpus=3)
     engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
     with pytest.raises(SpecError, match="num_gpus from 1 to 2"):
@@ -405,14 +405,14 @@ def test_measuring_is_interrupted(tmp_path: Path) -> None:
         measurement(cluster, [], is_interrupted=True).estimates([make_task(tmp_path)])
 
 
-def test_more_gpus_than_the_tenants_quota_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_more_gpus_than_the_tenants_quota_are_refused_before_anything_starts(tmp_path: Path) -> None:
     task = make_task(tmp_path, num_gpus=2, tenant="research")
     engine = alto.Engine(total_gpus=4, quotas={"research": 1}, output_dir=tmp_path / "runs")
     with pytest.raises(SpecError, match="the quota of tenant 'research'"):
         engine.schedule([task])
 
 
-def test_what_is_wrong_with_the_data_is_said_by_name_before_anything_starts(tmp_path: Path) -> None:
+def test_bad_data_is_a_named_error_before_anything_starts(tmp_path: Path) -> None:
     task = make_task(tmp_path, dataset="absent.jsonl")
     with pytest.raises(DataFileNotFoundError):
         alto.Engine(output_dir=tmp_path / "runs").schedule([task])

@@ -183,7 +183,7 @@ def test_it_is_not_resumed_for_other_steps(tuned: alto.TaskResult, tmp_path: Pat
         alto.Engine().resume(run)
 
 
-def test_of_a_mixture_the_rows_of_each_source_stay_together(tmp_path: Path) -> None:
+def test_the_rows_of_each_source_of_a_mixture_stay_together(tmp_path: Path) -> None:
     paths = [write_rows(tmp_path / f"{name}.jsonl", 12, first=first) for name, first in (("one", 0), ("two", 50))]
     task = make_task(
         tmp_path,

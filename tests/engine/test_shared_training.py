@@ -239,7 +239,7 @@ def hosted(
     host.attach(HostedRun(number=number, ticket=ticket_of(str(folder), **owner), is_interrupted=is_interrupted))
 
 
-def test_an_error_of_nobody_ends_all_with_its_reason(
+def test_an_error_that_belongs_to_no_task_ends_all_with_its_reason(
     tasks: Mapping[str, Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = work.Training()

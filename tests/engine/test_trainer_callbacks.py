@@ -92,7 +92,7 @@ def test_losses_and_evaluations_are_those_of_the_journal(
         assert len(state.log_history) == len([method for method, *_ in calls if method == "on_log"])
 
 
-def test_of_many_tasks_a_job_has_the_name_of_its_task(
+def test_with_many_tasks_a_job_has_the_name_of_its_task(
     trained: tuple[Recording, alto.TaskResult, list[JournalEntry]],
 ) -> None:
     recording, _, entries = trained
@@ -105,7 +105,7 @@ def test_of_many_tasks_a_job_has_the_name_of_its_task(
     assert relayed.calls["two/job-000"] == recording.calls["job-000"]
 
 
-def test_what_a_resumed_run_did_before_is_known_and_not_told_again(
+def test_a_resumed_run_knows_its_past_and_does_not_report_it_again(
     trained: tuple[Recording, alto.TaskResult, list[JournalEntry]],
 ) -> None:
     recording, _, entries = trained
@@ -123,9 +123,7 @@ def test_what_a_resumed_run_did_before_is_known_and_not_told_again(
         assert again.states[job].log_history == recording.states[job].log_history
 
 
-def test_a_callback_that_gives_orders_is_not_obeyed_and_it_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_orders_of_a_callback_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stopping(TrainerCallback):
         def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
             control.should_training_stop = True

@@ -206,7 +206,7 @@ def test_an_adapter_on_experts_or_routers_is_refused(folder: Path, parameter: st
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_without_an_adapter_is_said(folder: Path, name: str) -> None:
+def test_a_folder_without_an_adapter_is_a_named_error(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(RunNotFoundError, match=f"found no {name}"):
         read_saved_adapter(folder)

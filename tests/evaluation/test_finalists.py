@@ -87,7 +87,7 @@ def test_equal_answers_are_decided_by_the_validation_loss(task: alto.Task, monke
     assert result.best_job == by_loss(result)[1]
 
 
-def test_without_it_nobody_is_asked(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_it_no_finalist_answers(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge([])
     result = tune_judged(task.replace(select_by="metric"), judge, monkeypatch)
     assert (result.best_job, judge.calls, result.finalists) == (by_loss(result)[0], [], ())

@@ -196,7 +196,7 @@ def test_a_prompt_near_the_last_position_leaves_its_neighbours_their_length(tiny
     assert len(found[-1]) == 4
 
 
-def test_whoever_is_asked_may_end_the_writing(tiny_model: ModelFactory) -> None:
+def test_the_callback_may_end_the_generation(tiny_model: ModelFactory) -> None:
     backbone = Backbone(tiny_model("llama"), TOKENIZER, "tiny")
 
     def stop(_: int) -> None:
@@ -233,7 +233,7 @@ def test_where_memory_runs_out_fewer_are_written_at_a_time(tiny_model: ModelFact
     assert max(rows[-20:]) <= 2
 
 
-def test_one_text_that_does_not_fit_is_said_to_be_too_large(tiny_model: ModelFactory) -> None:
+def test_one_text_that_does_not_fit_is_reported_as_too_large(tiny_model: ModelFactory) -> None:
     model = tiny_model("llama")
 
     def refuse(_: Any, __: Any, settings: dict[str, Any]) -> None:

@@ -131,7 +131,7 @@ def test_an_adapter_whose_modules_differ_is_refused(differs: str) -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_of_many_adapters_few_are_on_the_gpu_at_a_time() -> None:
+def test_few_of_many_adapters_are_on_the_gpu_at_a_time() -> None:
     found = complete([adapter(str(number)) for number in range(9)], [[5]])
     assert found == [[[101 + number, 5]] for number in range(9)]
     assert (LLM.made[0]["max_loras"], LLM.made[0]["max_cpu_loras"]) == (8, 9)
@@ -169,7 +169,7 @@ def test_answers_are_judged_as_those_of_alto(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("vllm")
-def test_what_vllm_cannot_do_is_said() -> None:
+def test_what_vllm_cannot_do_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="rank 512 at most, which vLLM takes, found rank 600"):
         complete([adapter("a", 600)], [[5]])
     with pytest.raises(UnsupportedError, match="found one that is quantised on loading"):
@@ -187,7 +187,7 @@ def test_what_vllm_cannot_do_is_said() -> None:
         complete([adapter("a")], [list(range(2, 99))])
 
 
-def test_without_vllm_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'alto-lora\[vllm\]'"):
         complete([adapter("a")], [[5]])

@@ -30,7 +30,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     return load_task(folder / "quickstart.yaml")
 
 
-def test_data_lies_where_the_generator_puts_it(task: Task) -> None:
+def test_data_is_where_the_generator_puts_it(task: Task) -> None:
     assert task.validation_dataset is not None
     assert Path(task.dataset).is_absolute()
     assert Path(task.dataset).name == "train.jsonl"

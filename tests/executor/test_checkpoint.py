@@ -139,7 +139,7 @@ def test_a_job_that_did_not_change_belongs_to_both_checkpoints(store: StateStore
 @pytest.mark.parametrize(
     "damage", ["truncated", "flipped", "missing", "no state.json", "torn state.json", "other step"]
 )
-def test_a_damaged_state_is_told_apart(store: StateStore, damage: str) -> None:
+def test_a_damaged_state_is_recognised(store: StateStore, damage: str) -> None:
     store.save("a", "last", 1, text("weights"))
     store.commit()
     folder = store.folder("a", "last")

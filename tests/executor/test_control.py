@@ -181,7 +181,7 @@ def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Pat
     assert selection.start_of("job-003") == selection.start_of("job-000") is not None
 
 
-def test_a_clone_larger_than_the_bank_gets_a_larger_bank_and_nobody_notices(tmp_path: Path) -> None:
+def test_a_clone_larger_than_the_bank_gets_a_larger_bank_without_effect_on_others(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path / "a", r=4, target_modules=["q_proj"])
     changes = {"r": 12, "target_modules": ["up_proj", "q_proj"]}
     commanded.at(JobAction.CLONE, "job-000", event="eval", step=3, changes=changes)
@@ -294,7 +294,7 @@ def test_a_job_that_is_done_can_only_be_cloned(tmp_path: Path) -> None:
     assert of(events, "job_added")[0]["total_steps"] == 6
 
 
-def test_a_file_that_is_no_command_is_answered_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_file_that_is_no_command_is_answered_and_changes_nothing(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
     commanded.run_dir.control.mkdir()
     (commanded.run_dir.control / "5.command.json").mkdir()
@@ -309,7 +309,7 @@ def test_a_file_that_is_no_command_is_answered_and_harms_nobody(tmp_path: Path) 
     assert not commanded.mailbox.pending()
 
 
-def test_a_command_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
+def test_a_command_that_comes_too_late_is_answered(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
     commanded.at(JobAction.STOP, "job-001", event="task_completed", of=None)
     commanded._plan[0] = (lambda line: line["event"] == "task_completed", commanded._plan[0][1])

@@ -132,7 +132,7 @@ def test_a_run_that_was_killed_makes_the_same_choices(run: Run, tmp_path: Path, 
     assert losses_of(killed) == losses_of(run)
 
 
-def test_a_job_is_evaluated_in_company_as_alone(run: Run, tmp_path: Path) -> None:
+def test_a_job_is_evaluated_beside_others_as_alone(run: Run, tmp_path: Path) -> None:
     losses = {(event["job"], event["step"]): event["validation_loss"] for event in run.events("eval")}
     slots = Run(tmp_path / "run", task_of(max_slots=1), data=ROWS).train()
     alone = {(event["job"], event["step"]): event["validation_loss"] for event in slots.events("eval")}

@@ -119,7 +119,7 @@ def llama() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_from_equal_state_one_step_in_company_equals_peft_alone(name: str) -> None:
+def test_from_equal_state_one_step_beside_other_jobs_equals_peft_alone(name: str) -> None:
     base = make_model(name)
     bank = Bank(make_model(name), make_task(STABLE + CHAOTIC), slots=[5, 2, 8, 11, 0, 9, 4, 12, 7, 1, 10, 3])
     checked = 0

@@ -52,7 +52,7 @@ def bank_of(labels: LabelSet, slots: list[int] | None = None, name: str = "llama
     ],
     ids=lambda of: of if isinstance(of, str) else f"{of.problem_type}_{of.num_labels}",
 )
-def test_from_equal_state_every_step_in_company_equals_peft_alone(labels: LabelSet, name: str) -> None:
+def test_from_equal_state_every_step_beside_other_jobs_equals_peft_alone(labels: LabelSet, name: str) -> None:
     bank = bank_of(labels, SLOTS, name)
     compare_heads(lambda: make_model(name), bank, labels)
     assert all("score.weight" in bank.trainer.bank.read(job.slot).extras for job in bank.jobs)

@@ -138,7 +138,7 @@ def solo_of(job: JobState, base: PreTrainedModel, trl: Any) -> SoloPairs:
     return SoloPairs(base, PAIRS.train, job.config, trl=trl, reference=reference_model(base))
 
 
-def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
+def test_from_equal_state_one_step_and_one_evaluation_beside_other_jobs_equal_trl_alone(trl: Any) -> None:
     base, bank = make_model("qwen3"), Bank(make_model("qwen3"), dpo_task(JOBS), slots=SLOTS, data=PAIRS)
     solos = [solo_of(job, base, trl) for job in bank.jobs]
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone
         assert abs(metrics["kl"]) > 1e-2, "nothing has been learned, so the test proves nothing"
 
 
-def test_without_a_reference_one_step_and_one_evaluation_in_company_equal_trl_alone(tmp_path: Path) -> None:
+def test_without_a_reference_one_step_and_one_evaluation_beside_other_jobs_equal_trl_alone(tmp_path: Path) -> None:
     trl = make_cpo_trainer(tmp_path)
     task = make_task([{**config, "seed": seed} for seed, config in enumerate(CPO_JOBS)], method="cpo")
     base, bank = make_model("qwen3"), Bank(make_model("qwen3"), task, slots=[4, 2, 0, 5, 1], data=PAIRS)
@@ -231,7 +231,7 @@ def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step(configs:
     assert_micro_batches_change_nothing(whole, parted)
 
 
-def test_jobs_on_odds_ratios_do_not_depend_on_their_company() -> None:
+def test_jobs_on_odds_ratios_do_not_depend_on_other_jobs() -> None:
     configs = [
         {"beta": 0.1, "lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1},
         {"beta": 0.5, "lr": 5e-4, "r": 16, "batch_size": 4, "seed": 2},

@@ -231,7 +231,7 @@ def trl_alone(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-shared", "qwen3-moe-dense", "olmoe", "gpt-oss"])
-def test_from_equal_state_one_step_in_company_equals_trl_alone(name: str, sft: TrlSft, tmp_path: Path) -> None:
+def test_from_equal_state_one_step_beside_other_jobs_equals_trl_alone(name: str, sft: TrlSft, tmp_path: Path) -> None:
     bank = trained_bank(name, sft_task(jobs_of(name)), SLOTS)
     weights = {job.id: bank.trainer.bank.read(job.slot) for job in bank.jobs}
     found = bank.step()
@@ -258,7 +258,7 @@ def test_the_comparison_fails_for(change: dict[str, Any], sft: TrlSft, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_on_pairs_one_step_in_company_equals_trl_alone(name: str, dpo: TrlDpo, tmp_path: Path) -> None:
+def test_on_pairs_one_step_beside_other_jobs_equals_trl_alone(name: str, dpo: TrlDpo, tmp_path: Path) -> None:
     """The prompt of a pair is computed once, and counts twice."""
     common = {"lr": 1e-3, "target_modules": ATTENTION, "gradient_accumulation_steps": 1, "loss_type": "sigmoid"}
     jobs = [

@@ -60,7 +60,7 @@ def far_from_the_base(bank: Bank) -> None:
     bank.trainer.bank.params_ZP.mul_(3)
 
 
-def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
+def test_from_equal_state_one_step_and_one_evaluation_beside_other_jobs_equal_trl_alone(trl: Any) -> None:
     base, bank = make_model("qwen3"), bank_of(JOBS, SLOTS, "qwen3")
     solos = [SoloKto(base, LABELLED.train, job.config, trl=trl, reference=reference_model(base)) for job in bank.jobs]
     for _ in range(3):

@@ -272,7 +272,7 @@ every_end = pytest.mark.parametrize("kind", [KINDS[name] for name in ENDS], ids=
     ("kind", "model"),
     [pytest.param(kind, model, id=f"{name}-{model.__name__}") for name, kind in KINDS.items() for model in kind.models],
 )
-def test_every_step_in_company_equals_peft_alone(kind: Kind, model: Callable[[], PreTrainedModel]) -> None:
+def test_every_step_beside_other_jobs_equals_peft_alone(kind: Kind, model: Callable[[], PreTrainedModel]) -> None:
     bank = kind.bank(model)
     compare(model, bank, kind.num_steps)
     ends = {"lm_head", "model.embed_tokens", HEAD, TABLE}

@@ -85,7 +85,7 @@ def _state(*, is_compiled: bool = True, is_padded: bool = False, groups: tuple[i
     return SimpleNamespace(context=SimpleNamespace(backbone=backbone), trainer=SimpleNamespace(passes=passes))
 
 
-def test_without_torch_compile_nothing_is_said() -> None:
+def test_without_torch_compile_there_is_no_note() -> None:
     assert compile_notes(_state(is_compiled=False)) == ()
 
 

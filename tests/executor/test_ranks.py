@@ -127,7 +127,7 @@ def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(
     assert (started["num_ranks"], resumed_at["num_ranks"]) == (4, 2)
 
 
-def test_every_step_is_told_once(resumed: tuple[RunDir, Failures]) -> None:
+def test_every_step_is_reported_once(resumed: tuple[RunDir, Failures]) -> None:
     steps: dict[str, list[int]] = {}
     for event in read_events(resumed[0].journal_file):
         if event["event"] == "train":

@@ -102,7 +102,7 @@ def test_what_another_tenant_has_trained_does_not_show(base: Base) -> None:
     assert is_cached(find(TASK.replace(tenant="b")))
 
 
-def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: Path) -> None:
+def test_it_is_computed_again_if_it_may_differ(base: Base, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     local = TASK.replace(model=str(tmp_path))
     first, *others = PAIRS.train.spans
@@ -127,7 +127,7 @@ def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: 
     assert base.runs_base_in(lambda: find(local))
 
 
-def test_settings_of_jobs_ask_nothing_anew(base: Base) -> None:
+def test_settings_of_jobs_cause_no_new_computation(base: Base) -> None:
     find()
     other = make_task([{"loss_type": "ipo", "beta": 0.5, "lr": 1e-4, "r": 8, "seed": 7}], method="dpo")
     assert not base.runs_base_in(lambda: find(other))
@@ -170,7 +170,7 @@ def test_where_memory_runs_out_passes_are_halved(base: Base) -> None:
     assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-6)
 
 
-def test_a_pair_that_does_not_fit_is_said_to_be_too_large(base: Base) -> None:
+def test_a_pair_that_does_not_fit_is_reported_as_too_large(base: Base) -> None:
     base.max_tokens = longest = max(ids.numel() for ids in PAIRS.train.input_ids) - 1
     with pytest.raises(
         DeviceMemoryError, match=rf"not enough memory on cpu .* pair of {longest + 1} tokens; lower max_length"

@@ -103,7 +103,7 @@ class TestReferences:
 
 
 class TestTheBank:
-    def test_holds_nobody_yet(self, tmp_path: Path) -> None:
+    def test_holds_no_jobs_yet(self, tmp_path: Path) -> None:
         context = context_of(make_task(JOBS, max_slots=1))
         state = build_state(
             context,

@@ -81,7 +81,7 @@ def test_random_configurations_all_begin_with_the_task(tmp_path: Path) -> None:
     assert run.added() == []
 
 
-def test_what_optuna_lacks_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optuna_is_reported_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from alto.errors import UnsupportedError
@@ -164,7 +164,7 @@ class TestASuggestionThatDoesNotFit:
         run.assert_decided_as_journalled()
 
 
-def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_gets_the_results_of_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets the values at exactly half of the steps, the best value of finished jobs, and the jobs that did not fit
     into memory."""
     from alto.executor.micro_batches import RowTooLargeError
@@ -242,7 +242,7 @@ def test_targets_that_only_a_suggestion_would_have_are_checked_before_training(t
         pass
 
 
-def test_clones_of_a_user_are_none_of_the_search_s_configurations(tmp_path: Path) -> None:
+def test_clones_of_a_user_are_not_counted_by_the_search(tmp_path: Path) -> None:
     """They are neither counted as tried nor told to the estimator, because they have no place in the search space."""
     search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"jobs": 4}}
     run = Run(tmp_path / "run", make(search, num_train_epochs=1, early_exit=False)).train(turns=2)
@@ -308,7 +308,9 @@ class TestABudget:
         ids=["grid", "random", "pbt", "tpe"],
     )
     @pytest.mark.parametrize("selects", [True, False])
-    def test_of_time_trains_the_winner_to_its_end(self, tmp_path: Path, search: dict[str, Any], selects: bool) -> None:
+    def test_with_a_budget_of_time_the_winner_trains_to_its_end(
+        self, tmp_path: Path, search: dict[str, Any], selects: bool
+    ) -> None:
         budget = {**search.get("budget", {}), "duration_s": 30}
         space = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4], "batch_size": [4]}
         rules = {"select": selects or search == PBT, "detect_overfitting": False, "detect_divergence": False}
@@ -323,7 +325,7 @@ class TestABudget:
         assert selects or "budget" in {job.exit_reason for job in history.jobs.values()}
         run.assert_decided_as_journalled()
 
-    def test_of_samples_trains_the_winner_to_its_end(self, tmp_path: Path) -> None:
+    def test_with_a_budget_of_samples_the_winner_trains_to_its_end(self, tmp_path: Path) -> None:
         task = make({"budget": {"samples": 100}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
         assert 3 * len(DATA.train) < 100 < 2 * 3 * len(DATA.train)
         run = Run(tmp_path / "run", task).train()
@@ -341,7 +343,7 @@ class TestABudget:
         assert outcome.samples_cut_off == pytest.approx(history.samples_cut_off / history.samples_budgeted)
         run.assert_decided_as_journalled()
 
-    def test_that_is_too_small_for_one_ends_it_with_the_best_so_far(self, tmp_path: Path) -> None:
+    def test_a_budget_too_small_for_one_job_ends_it_with_the_best_so_far(self, tmp_path: Path) -> None:
         task = make({"budget": {"samples": 40}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
         run = Run(tmp_path / "run", task).train()
         history = read_history(run.root)
@@ -400,7 +402,7 @@ class TestABudget:
         assert not run.events("job_exited"), "a job began that cannot finish"
         assert 900 - 2 * 3 * len(DATA.train) < read_history(run.root).samples_trained <= 900
 
-    def test_of_nothing_yet_is_an_error(self, tmp_path: Path) -> None:
+    def test_a_budget_that_ends_before_the_first_evaluation_is_an_error(self, tmp_path: Path) -> None:
         from alto.errors import NoResultError
 
         task = make({"budget": {"samples": 1}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False, eval_steps=1.0)

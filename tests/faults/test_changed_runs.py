@@ -154,7 +154,7 @@ def test_a_base_that_the_journal_has_damaged_is_as_good_as_none(damage: Any, sto
     assert resumed["base"]["weights"]
 
 
-def test_other_tokens_of_a_run_of_version_0_1_are_said_to_be_this_versions(stopped: Path) -> None:
+def test_other_tokens_of_a_run_of_version_0_1_are_explained_by_the_version(stopped: Path) -> None:
     first, *others = read_journal(stopped / "run")
     del first["base"]
     first["data"]["fingerprint"] = "of other tokens"

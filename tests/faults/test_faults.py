@@ -135,7 +135,7 @@ def test_a_damaged_run_falls_back_to_what_is_whole(kind: str, stopped: Path, und
     assert (stopped / "best" / "adapter_model.safetensors").is_file()
 
 
-def test_a_state_that_is_damaged_on_disk_costs_the_run_and_is_told(stopped: Path) -> None:
+def test_a_damaged_checkpoint_restarts_the_run_with_a_note(stopped: Path) -> None:
     """Only one copy of a state is kept: the previous one is removed once the new one is durable."""
     assert not [*stopped.glob("jobs/*/*.previous")]
     checkpoints = [event for event in read_journal(stopped) if event["event"] == "checkpoint"]
@@ -181,7 +181,7 @@ def test_a_process_that_dies_around_a_commit_loses_nothing_that_was_committed(
     assert {path.name for path in root.glob("jobs/*/*")} == {"best"}
 
 
-def test_a_run_that_begins_anew_says_so(stopped: Path) -> None:
+def test_a_run_that_starts_over_says_so(stopped: Path) -> None:
     shutil.rmtree(stopped / "jobs")
     alto.Engine().resume(stopped)
     started = read_journal(stopped)[0]

@@ -152,7 +152,7 @@ def test_only_what_another_attempt_may_not_meet_is_tried_again(
         (shutil.Error([("a", "b", "[Errno 122] Disk quota exceeded")]), True),
     ],
 )
-def test_a_full_disk_is_told_from_a_broken_one(error: OSError, is_full: bool, tmp_path: Path) -> None:
+def test_a_full_disk_is_distinguished_from_a_broken_one(error: OSError, is_full: bool, tmp_path: Path) -> None:
     assert is_disk_full(error) is is_full
     with pytest.raises(RunWriteError) as caught, writing(tmp_path, tmp_path / "file"):
         raise error

@@ -146,7 +146,7 @@ def test_a_validation_row_that_never_fits_fails_the_job_too(
     assert [event["job"] for event in of(events, "job_exited")] == ["job-001"]
 
 
-def test_if_nobody_fits_the_error_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_job_fits_the_error_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_device(monkeypatch, lambda batch: sum(batch.job_tokens) <= 13)
     with pytest.raises(
         NoResultError, match=r"3 of 3 jobs have a row .* tokens \(the largest .* has \d+\); lower max_length"

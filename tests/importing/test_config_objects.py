@@ -253,7 +253,7 @@ def test_a_configuration_and_a_method_of_two_trainers_are_refused() -> None:
     assert task(lora(), trl.DPOConfig(**ON_CPU), method="dpo").method == "dpo"
 
 
-def test_that_trl_joins_texts_is_noted_of_its_trainers_alone() -> None:
+def test_the_note_that_trl_joins_texts_is_for_its_trainers_only() -> None:
     """With transformers' own arguments the user makes the tokens."""
 
     def noted(arguments: Any, **keys: Any) -> bool:

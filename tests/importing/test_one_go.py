@@ -27,8 +27,7 @@ class Meaning:
     """The settings of a file, as its tool understands them.
 
     Attributes:
-        method: What is learned.
-        rows: Rows of a step: those of a micro-batch times micro-batches.
+        rows: Rows of a step: batch size times accumulation steps.
         epochs: Passes over the training rows.
         targets: Layers with adapters.
         config: Further settings of the job, by ALTO's names.

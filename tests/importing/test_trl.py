@@ -343,7 +343,7 @@ def test_label_smoothing_of_cpo_is_that_of_trl(folder: Path, loss: str, kept: fl
     ],
     ids=["sft", "dpo", "kto", "messages"],
 )
-def test_that_texts_are_joined_by_trl_alone_is_reported(keys: dict[str, Any], remedy: str | None, folder: Path) -> None:
+def test_a_note_says_that_only_trl_joins_texts(keys: dict[str, Any], remedy: str | None, folder: Path) -> None:
     """The chat template gives them other tokens; with ``assistant_only_loss`` TRL takes only messages."""
     (folder / "lora.yaml").write_text(json.dumps(keys | {"use_peft": True}), encoding="utf-8")
 

@@ -210,7 +210,7 @@ class TestRowNorms:
         assert torch.equal(found[1:], clean[1:])
 
     @BACKENDS
-    def test_a_row_s_bits_do_not_depend_on_its_company(self, ops: ModuleType) -> None:
+    def test_a_row_s_bits_do_not_depend_on_other_rows(self, ops: ModuleType) -> None:
         rows_ZP = self.rows(torch.float32)
         together = ops.row_norms(rows_ZP, self.SLOTS, self.ENDS)
         alone = [ops.row_norms(rows_ZP, [slot], [end]) for slot, end in zip(self.SLOTS, self.ENDS, strict=True)]

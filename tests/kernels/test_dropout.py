@@ -114,7 +114,7 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_company_slot_and_offset_do_not_matter() -> None:
+def test_other_jobs_slot_and_offset_do_not_matter() -> None:
     """With ``A`` the identity, ``grouped_shrink`` returns the masked tokens themselves."""
     group = Group([[9]] * 8, in_features=9, out_features=[1], number=2)
     for matrices in group.operands.slots.values():

@@ -132,7 +132,7 @@ def test_an_input_that_needs_no_gradient_still_gives_adapter_gradients(ops: Modu
 
 @BACKENDS
 @pytest.mark.parametrize("unused", [0, 1, 2])
-def test_a_member_whose_output_nobody_uses_adds_nothing(ops: ModuleType, unused: int) -> None:
+def test_a_member_whose_output_is_unused_adds_nothing(ops: ModuleType, unused: int) -> None:
     case = Case(dropout=True)
     case.dys[unused].zero_()
     expected = case.expected()
@@ -232,7 +232,7 @@ def test_unwritten_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @BACKENDS
-def test_tokens_of_nobody_go_through_the_frozen_layers_alone(ops: ModuleType) -> None:
+def test_tokens_of_no_job_go_through_the_frozen_layers_only(ops: ModuleType) -> None:
     case = Case()
     case.schedule = TokenSchedule.build((), (), ())
     x_TK = case.x_TK.detach().clone().requires_grad_()

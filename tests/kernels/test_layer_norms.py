@@ -99,6 +99,6 @@ def test_a_row_depends_on_itself_alone(kind: NormKind) -> None:
     assert both(poisoned, weight_H[1], dy, kind)[0][4].isnan().all()
 
 
-def test_of_no_rows_there_is_nothing() -> None:
+def test_no_rows_give_no_results() -> None:
     y, dx = both(torch.zeros(0, 8), torch.ones(8), torch.zeros(0, 8), NormKind.ROUNDED)
     assert y.shape == dx.shape == (0, 8)

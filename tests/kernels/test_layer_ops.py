@@ -247,7 +247,7 @@ class TestCrossEntropy:
         assert on[:, 512:].isnan().all()
 
 
-def test_of_no_tokens_there_is_nothing() -> None:
+def test_no_tokens_give_no_results() -> None:
     empty = torch.zeros(0, 8)
     assert [x.shape for x in results(functions().swiglu, [empty, empty], [empty])] == [(0, 8)] * 3
     heads, angles = torch.zeros(1, 2, 0, 8), torch.zeros(1, 0, 8)

@@ -129,7 +129,7 @@ def test_clearing_an_empty_slot_is_nothing() -> None:
     assert not operands.slots
 
 
-def test_the_table_is_sent_once_while_nobody_comes_or_goes() -> None:
+def test_the_table_is_sent_once_until_a_slot_changes() -> None:
     operands = make_operands(2, [4])
     lay_end_to_end(operands, 0, [2], 0)
     assert operands.table() is operands.table()

@@ -414,7 +414,7 @@ class TestTheComparisonBites:
         found = found._replace(ys=rotated(found.ys, -first))
         assert min(distances(mixed_case(), found)) > self.FAR
 
-    def test_zeros_and_gradients_nobody_added_to_are_far(self) -> None:
+    def test_zeros_and_untouched_gradients_are_far(self) -> None:
         case = mixed_case()
         zeros = Found(
             *[torch.empty(0)] * 2,

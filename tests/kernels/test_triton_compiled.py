@@ -206,7 +206,7 @@ def groups_of_ranks() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
             yield [(rank, next(targets)) for rank in ranks]
 
 
-def test_whoever_comes_and_goes_nothing_is_compiled_again(launches: dict[str, Launches]) -> None:
+def test_no_change_of_residents_compiles_anything_again(launches: dict[str, Launches]) -> None:
     slots = Slots(RANKS, rank_step=1)
     numbers = itertools.cycle((1, 2, 15, 16, 17, 64, 100, 128, 1000))
     compiled: dict[str, list[int]] = defaultdict(list)

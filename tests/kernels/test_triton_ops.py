@@ -168,7 +168,7 @@ def test_a_member_with_more_ranks_than_a_program_takes(ops: ModuleType) -> None:
 
 
 @TRITON
-def test_adapters_that_lie_where_vectors_may_begin(ops: ModuleType) -> None:
+def test_aligned_adapters(ops: ModuleType) -> None:
     """Nearly all adapters do; most groups in these tests have odd places, so that kernels must not rely on
     alignment."""
     ns, ranks_ZM = (48, 16), [[8, 8], [16, 0], [24, 24]]
@@ -217,7 +217,7 @@ def test_alignment_is_that_of_the_least_aligned_of_all_that_were_admitted() -> N
 
 
 @TRITON
-def test_memory_nobody_wrote_is_neither_read_nor_written(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_memory_is_neither_read_nor_written(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, allocated = Tensor.new_empty, []
 
     def new_empty(self: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -247,7 +247,7 @@ def test_the_backward_pass_in_one_op_has_the_bits_of_two(ops: ModuleType) -> Non
 
 
 @TRITON
-def test_same_bits_every_time_and_in_any_company(ops: ModuleType) -> None:
+def test_same_bits_every_time_and_beside_any_jobs(ops: ModuleType) -> None:
     """Float32, so that another order of summation would show."""
     ranks_ZM = [[16, 16, 16], [3, 0, 3], [33, 33, 0], [50, 50, 50]]
     together = Pass([70, 5, 2, 3], ranks_ZM, k=40, ns=[70, 9, 9], keys=[MASKED, None, None, MASKED])
@@ -294,7 +294,7 @@ class TestParts:
         assert_close(drawn.run(ops), drawn.run(REFERENCE))
 
     @TRITON
-    def test_bits_do_not_depend_on_company(self, ops: ModuleType) -> None:
+    def test_bits_do_not_depend_on_other_jobs(self, ops: ModuleType) -> None:
         together = self.drawn()
         first = together.run(ops, torch.float32, torch.float32)
         for index, (slot, start, end) in enumerate(together.schedule.segments):
@@ -303,7 +303,7 @@ class TestParts:
             assert all(torch.equal(tensor, first[name][start:end]) for name, tensor in alone.items())
 
     @TRITON
-    def test_planes_that_nobody_wrote_are_not_read(self, ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unwritten_planes_are_not_read(self, ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         plain = Tensor.new_empty
 
         def new_empty(self: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -335,14 +335,14 @@ class TestDropout:
         return group, schedule, torch.cat(expected)
 
     @TRITON
-    def test_of_shrink(self, ops: ModuleType) -> None:
+    def test_masks_of_shrink(self, ops: ModuleType) -> None:
         group, schedule, expected_TK = self.make(self.K)
         for matrices in group.operands.slots.values():
             matrices.a_KQ.copy_(torch.eye(self.K))
         assert torch.equal(ops.grouped_shrink(torch.ones_like(expected_TK), group.operands, schedule), expected_TK)
 
     @TRITON
-    def test_of_dx(self, ops: ModuleType) -> None:
+    def test_masks_of_dx(self, ops: ModuleType) -> None:
         group, schedule, expected_TK = self.make(1)
         for matrices in group.operands.slots.values():
             matrices.a_KQ.fill_(1.0)
@@ -353,7 +353,7 @@ class TestDropout:
         assert torch.equal(dx_TK, expected_TK)
 
     @TRITON
-    def test_of_da(self, ops: ModuleType) -> None:
+    def test_masks_of_da(self, ops: ModuleType) -> None:
         group, schedule, expected_TK = self.make(130)
         # Every token has its own column.
         ds_TQ = torch.cat([torch.eye(3, 130), torch.eye(130)]).double()
@@ -475,7 +475,7 @@ class TestRows:
         torch.testing.assert_close(found, REFERENCE.row_norms(rows_ZP, [4, 1], [33, 3001]), rtol=EXACT, atol=0.0)
 
     @TRITON
-    def test_bits_do_not_depend_on_company(self, ops: ModuleType) -> None:
+    def test_bits_do_not_depend_on_other_jobs(self, ops: ModuleType) -> None:
         together, alone = self.banks(torch.float32), self.banks(torch.float32)
         norms = ops.row_norms(together[1], [2, 0, 1], [40_007, 3001, 2048])
         self.step(ops, together, [2, 0, 3, 1])

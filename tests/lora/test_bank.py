@@ -226,7 +226,7 @@ def test_gradients_that_a_step_has_not_written_are_set_to_zero() -> None:
     assert not any(gradient.any() for _, *pair in bank.matrices(bank.grads_ZP, 0) for gradient in pair)
 
 
-def test_adapters_that_nobody_trains_have_no_memory_for_gradients() -> None:
+def test_adapters_that_are_not_trained_have_no_memory_for_gradients() -> None:
     bank = AdapterBank(BankLayout(modules=MODULES, max_rank=4), 2, has_grads=False)
     assert (bank.grads_ZP.device.type, bank.grads_ZP.shape) == ("meta", bank.params_ZP.shape)
     assert_equal(initialised(bank, 1, 0, shape()), initialised(make_bank(), 1, 0, shape()))

@@ -185,7 +185,7 @@ def test_what_is_not_implemented_there_is_refused(settings: dict[str, Any], mess
         adapter_shape(build_tiny("llama"), JobConfig(target_modules=["embed_tokens"], **settings))
 
 
-def test_other_embeddings_are_none_of_the_tokens() -> None:
+def test_other_embeddings_are_not_taken_for_the_tokens_ones() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64))

@@ -42,7 +42,9 @@ def test_an_adapter_fills_its_row_from_the_start_without_gap_or_overlap(
 
 @given(own=st.sets(st.integers(0, 4), min_size=1), others=st.sets(st.integers(0, 4)), max_rank=st.integers(3, 9))
 @example(own={3, 4}, others={2}, max_rank=3)  # the group of 4 has a member before 3, which is another adapter's
-def test_where_an_adapter_lies_does_not_depend_on_its_company(own: set[int], others: set[int], max_rank: int) -> None:
+def test_the_place_of_an_adapter_does_not_depend_on_other_adapters(
+    own: set[int], others: set[int], max_rank: int
+) -> None:
     modules = targets_of([(5, 3), (5, 2), (4, 6), (5, 1), (4, 4)])
     shape = AdapterShape(rank=3, targets=tuple(modules[i] for i in sorted(own)))
     shared = (("m0", "m1", "m3"), ("m2", "m4"))

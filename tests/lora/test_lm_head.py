@@ -246,7 +246,7 @@ class TestTheModelsOwnLogits:
             found = backbone.model(input_ids=IDS, use_cache=False, logits_to_keep=kept).logits
         assert near(found, torch.stack(expected)[:, -kept:].double())
 
-    def test_positions_that_no_slot_can_be_told_of_are_refused(self) -> None:
+    def test_positions_of_unknown_slots_are_refused(self) -> None:
         backbone, _, context = with_heads(build_tiny("llama"))
         with (
             context.use(TokenSchedule.build([0, 1], [3, 5], [1.0, 1.0])),

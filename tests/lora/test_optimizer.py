@@ -85,7 +85,7 @@ def adapters() -> Adapters:
     return Adapters()
 
 
-def test_many_steps_in_changing_company(adapters: Adapters) -> None:
+def test_many_steps_beside_changing_jobs(adapters: Adapters) -> None:
     for step in range(20):
         slots = [[0, 1, 2], [2, 0], [1], [1, 2]][step % 4]
         norms, expected = adapters.train(slots, rate=1.0 - step / 40)

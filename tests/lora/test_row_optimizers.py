@@ -369,7 +369,7 @@ def test_a_parked_job_goes_on_elsewhere_to_the_last_bit() -> None:
 
 
 @needs_bitsandbytes
-def test_the_next_job_of_a_slot_begins_anew_with_its_own_optimizer() -> None:
+def test_the_next_job_of_a_slot_starts_fresh_with_its_own_optimizer() -> None:
     """One of the next jobs follows another of its kind; the others change places."""
     nexts = (EIGHT_BIT_CONFIGS[IN_32_BITS], EIGHT_BIT_CONFIGS[CLIPPED], EIGHT_BIT_CONFIGS[UNCLIPPED])
     used, fresh = EightBitWorld(), EightBitWorld(nexts)

@@ -111,7 +111,7 @@ def test_another_tensor_is_not_mistaken_for_the_one_at_hand() -> None:
         torch.testing.assert_close(pair.layers[1](x), pair.expected(1, x))
 
 
-def test_outputs_that_nobody_took_do_not_outlive_the_pass() -> None:
+def test_unused_outputs_do_not_outlive_the_pass() -> None:
     """A tensor that is changed in place between passes is the same object with other values."""
     pair, x = Pair(), torch.randn(7, 6)
     schedule = TokenSchedule.build([0], [7], [1.0])

@@ -112,7 +112,7 @@ def test_norms_after_micro_batches_are_those_of_the_last_gradients(ops: ModuleTy
 
 @TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_do_not_depend_on_company(ops: ModuleType, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_other_jobs(ops: ModuleType, dtype: torch.dtype) -> None:
     together, alone = World(ops, SHAPES, dtype), World(ops, SHAPES[:3], dtype)
     for world, tokens in ((together, {3: 4, 0: 70, 1: 9, 2: 5}), (alone, {2: 5})):
         world.train(tokens)
@@ -158,7 +158,7 @@ def test_gradients_that_others_have_changed_are_read(ops: ModuleType) -> None:
 
 
 @TRITON
-def test_a_step_that_begins_anew_forgets_its_first_passes(ops: ModuleType) -> None:
+def test_a_restarted_step_forgets_its_first_passes(ops: ModuleType) -> None:
     world = World(ops, SHAPES)
     world.train({0: 3, 1: 5})
     world.bank.clear_gradients([0, 1])

@@ -125,7 +125,7 @@ def test_names_match_whole_or_from_a_dot_and_patterns_match_whole(
 
 
 @pytest.mark.parametrize("name", ["proj", "query", "layers.2.mlp.up_proj", "self_attn", "all_linear"])
-def test_a_name_that_matches_nothing_is_told_what_the_model_has(llama: PreTrainedModel, name: str) -> None:
+def test_a_name_that_matches_nothing_is_answered_with_the_models_names(llama: PreTrainedModel, name: str) -> None:
     with pytest.raises(TargetModuleError) as caught:
         find_targets(llama, ["q_proj", name])
     assert repr(name) in str(caught.value)
@@ -134,7 +134,7 @@ def test_a_name_that_matches_nothing_is_told_what_the_model_has(llama: PreTraine
     assert "'all-linear'" in str(caught.value)
 
 
-def test_a_misspelt_name_is_told_the_nearest(llama: PreTrainedModel) -> None:
+def test_a_misspelt_name_is_answered_with_the_nearest(llama: PreTrainedModel) -> None:
     with pytest.raises(TargetModuleError, match=r"found none under 'qproj'; did you mean 'q_proj'\?"):
         find_targets(llama, ["qproj"])
 

@@ -263,7 +263,7 @@ OVERFLOWING = [
     ],
     ids=[*LOSS_TYPES, "mixed", "many", "overflowing", *DIVERGENCES, "cpo", "orpo"],
 )
-def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
+def test_nan_and_other_jobs_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
     batch, configs = collate(SMALL_JOBS), configs * (len(SMALL_JOBS) // 4)
     clean_S = draw_losses(batch)
     poisoned_S = clean_S.clone()

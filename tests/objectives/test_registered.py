@@ -84,7 +84,7 @@ def replies_of(backbone: Backbone, row: int) -> tuple[torch.Tensor, ...]:
     return (-losses_S.double()).split(batch.sequence_targets)
 
 
-def test_its_jobs_train_in_company_as_they_do_alone(task: Task) -> None:
+def test_its_jobs_train_beside_others_as_they_do_alone(task: Task) -> None:
     together = Bank(make_model("llama"), task, data=PAIRS)
     alone = [Bank(make_model("llama"), make_task([config], method="simpo"), data=PAIRS) for config in CONFIGS]
     found = list(together.step().values())
@@ -156,7 +156,7 @@ def test_it_refuses_conversations(task: Task) -> None:
         find_objective(task.method).check(DATA.train, [])
 
 
-def test_a_method_that_nobody_brings_is_unknown() -> None:
+def test_a_method_without_a_package_is_unknown() -> None:
     for ask in (lambda: make_task(CONFIGS, method="simpo"), lambda: find_objective("simpo")):
         with pytest.raises(SpecError, match=r"method should be one of sft, dpo, .*, found 'simpo'\. Write method: cpo"):
             ask()
@@ -360,7 +360,7 @@ def test_the_one_on_conversations_is_the_focal_loss(tmp_path: Path, monkeypatch:
     assert losses_S.grad.isfinite().all()
 
 
-def test_jobs_of_the_one_on_conversations_train_in_company_as_they_do_alone(
+def test_jobs_of_the_one_on_conversations_train_beside_others_as_they_do_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages.install(tmp_path, FOCAL, monkeypatch)

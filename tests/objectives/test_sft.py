@@ -97,7 +97,7 @@ class GivenLosses:
 
 
 @pytest.mark.parametrize("reduce", [sft_losses, sft_sums])
-def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tensor]) -> None:
+def test_nan_and_other_jobs_change_no_bit_of_a_job(reduce: Callable[..., torch.Tensor]) -> None:
     batch = collate(JOBS)
     clean_S = torch.rand(sum(batch.job_targets), generator=torch.Generator().manual_seed(0)) * 9
     poisoned_S = clean_S.clone()
@@ -132,7 +132,7 @@ def reduced(
     return result_J.detach(), gradient_S
 
 
-def test_a_jobs_loss_and_gradient_do_not_depend_on_its_company(tiny_model: ModelFactory) -> None:
+def test_a_jobs_loss_and_gradient_do_not_depend_on_other_jobs(tiny_model: ModelFactory) -> None:
     backbone, bank, run = adapted(tiny_model)
     together = run(collate(JOBS))
     gradients = bank.grads_ZP.clone()

@@ -160,9 +160,7 @@ def test_a_contract_refuses(graph: grimp.ImportGraph, contract: str, importer: s
         ("def cook():\n    from torch.cuda import Event", "torch"),
     ],
 )
-def test_an_import_is_seen_wherever_it_stands(
-    text: str, imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_is_found_anywhere(text: str, imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"__init__": "", "kitchen": "", "hall": text}
     (tmp_path / "house").mkdir()
     for name, source in files.items():

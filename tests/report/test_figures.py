@@ -164,7 +164,7 @@ def test_an_open_stay_lasts_until_now(small_run):
     assert figure["traces"][0]["x"] == [2.0, 1.0]
 
 
-def test_time_in_which_nobody_worked_is_cut_out_and_marked(interrupted_run):
+def test_time_without_a_process_is_cut_out_and_marked(interrupted_run):
     history = RunHistory.of(entries(interrupted_run))
     figure = occupancy_figure(history, job_table(history).rows)
     assert figure["xTitle"] == "seconds since the start, interruptions cut out"

@@ -143,7 +143,7 @@ def fast_and_slow(num_kept: int = 12) -> RunHistory:
     return RunHistory.of(entries(journal.events))
 
 
-def test_a_value_that_leads_at_first_does_not_stand_against_the_winner_without_a_word():
+def test_a_value_that_leads_early_but_differs_from_the_winners_is_explained():
     """The first rung alone says that the rate 0.01 is best, though the winner has 1e-3."""
     history = fast_and_slow()
     found = importance_of_settings(history)

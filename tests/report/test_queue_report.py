@@ -130,7 +130,7 @@ def test_without_an_interruption_the_page_says_nothing_of_it(interrupted_queue, 
     assert "interrupted for" not in page
 
 
-def test_attempts_are_numbered_by_order_though_the_journal_counts_anew(interrupted_queue, tmp_path):
+def test_attempts_are_numbered_by_order_though_the_journal_restarts_its_count(interrupted_queue, tmp_path):
     attempts = _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"][1]["attempts"]
     assert [attempt.split(":")[0] for attempt in attempts] == ["1 on local", "2 on local"]
 
@@ -142,7 +142,7 @@ def test_the_method_is_the_one_that_made_the_schedule(interrupted_queue, page_of
     assert "scheduled by" not in page_of(interrupted_queue[:1])
 
 
-def test_how_to_continue_is_said_of_tasks_that_are_not_finished_alone(interrupted_queue, page_of):
+def test_only_unfinished_tasks_have_a_command_to_continue(interrupted_queue, page_of):
     assert "continue with" not in page_of(interrupted_queue)
     stopped = page_of(interrupted_queue[:7])
     assert stopped.count(f"1 on local:0: interrupted ({ADVICE})") == 1

@@ -52,7 +52,7 @@ def with_samples(events: list[dict[str, Any]], *samples: dict[str, Any], failure
 # -- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_samples_stand_side_by_side(small_run, write_run):
+def test_samples_are_side_by_side(small_run, write_run):
     page = page_of(write_run(with_samples(small_run, SAMPLE, {**SAMPLE, "prompt": HOSTILE, "base": HOSTILE})))
     assert page.tags.count("article") == 2
     assert "img" not in page.tags
@@ -176,7 +176,7 @@ def test_the_price_of_the_task_s_budget_is_used(small_run, write_run):
 
 
 @pytest.mark.parametrize("text", ["cheap", "-1", "nan", "inf"])
-def test_a_price_that_is_none_is_refused(text, monkeypatch):
+def test_an_invalid_price_is_refused(text, monkeypatch):
     monkeypatch.setenv(PRICE_VARIABLE, text)
     with pytest.raises(SpecError, match=f"{PRICE_VARIABLE}: expected the price of an hour of one GPU"):
         price_of_hour(None)

@@ -137,7 +137,7 @@ def test_settings_without_a_place_in_trl_are_named(tmp_path: Path) -> None:
     assert training.warmup_steps == 0.25
 
 
-def test_the_best_adapter_is_loaded_on_its_base_with_the_loss_that_was_told(result: alto.TaskResult) -> None:
+def test_the_best_adapter_is_loaded_on_its_base_with_the_reported_loss(result: alto.TaskResult) -> None:
     from alto.backbone import load_tokenizer
     from alto.spec import BaseModelSpec, read_run_task
 
@@ -180,7 +180,7 @@ def test_two_runs_side_by_side(result: alto.TaskResult, tmp_path: Path) -> None:
     assert facts["facts"]["jobs"] == [4, 1]
 
 
-def test_runs_on_other_rows_are_said_not_to_compare(result: alto.TaskResult, tmp_path: Path) -> None:
+def test_runs_on_other_rows_are_reported_as_not_comparable(result: alto.TaskResult, tmp_path: Path) -> None:
     other = alto.Engine(output_dir=tmp_path / "runs").tune(
         make_task(tmp_path, search_space={}, learning_rate=2e-3, data_seed=1)
     )
@@ -270,7 +270,7 @@ def test_samples_are_empty_where_none_were_asked_for(result: alto.TaskResult) ->
     assert list(result.samples.columns) == ["prompt", "reference", "base"]
 
 
-def test_losses_of_other_methods_or_settings_are_said_not_to_compare(tmp_path: Path) -> None:
+def test_losses_of_other_methods_or_settings_are_reported_as_not_comparable(tmp_path: Path) -> None:
     """Both runs have the same pairs; their losses are on different scales."""
     pairs = [{"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": " 0"} for a in range(1, 21)]
     one, other, alike = (

@@ -277,7 +277,7 @@ def test_a_wrong_type_is_an_error_that_names_file_event_and_field(
     assert message in str(caught.value)
 
 
-def test_a_base_that_is_damaged_is_none() -> None:
+def test_a_damaged_base_is_ignored() -> None:
     line = {"seq": 0, "time": 1.0, "event": "task_started", "jobs": [], "base": {"weights": None}}
     event = decode(line).event
     assert isinstance(event, TaskStarted)
@@ -337,7 +337,7 @@ def test_an_object_that_is_no_event_is_refused() -> None:
 
 
 @pytest.mark.parametrize("time", ["NaN", "1e18", "-1", "1e999", '"x"', "true", "null", "[]", "1" + "0" * 400])
-def test_a_time_that_is_none_damages_its_line(tmp_path: Path, time: str) -> None:
+def test_an_invalid_time_damages_its_line(tmp_path: Path, time: str) -> None:
     path = tmp_path / "journal.jsonl"
     lines = [json.dumps({"seq": seq, "time": 10.0 + seq, "event": "x"}) for seq in range(3)]
     lines[1] = f'{{"seq": 1, "time": {time}, "event": "x"}}'

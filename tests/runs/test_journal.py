@@ -32,7 +32,7 @@ def strict(line: str) -> dict[str, Any]:
     return json.loads(line, parse_constant=refuse)
 
 
-def test_lines_are_numbered_and_hold_what_was_said(tmp_path: Path) -> None:
+def test_lines_are_numbered_and_hold_the_events(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.append(TrainSteps(job="job-000", first_step=1, losses=(0.1, 1 / 3)))
         journal.append(CommandRefused(command="c-0", job="job-000", why="ü\n"))
@@ -152,7 +152,7 @@ def test_a_journal_that_was_appended_to_where_it_was_torn_is_read_whole(path: Pa
         assert [line["seq"] for line in lines] == list(range(first + 3))
 
 
-def test_a_damaged_line_in_the_middle_is_said_with_what_helps(path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_an_error_with_a_remedy(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b'{"seq": 2, \n', *lines[3:]]))
     with pytest.raises(RunError, match=r"line 3 of 4 is not one.*Cut off.*alto resume"):

@@ -114,7 +114,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert 0.90 <= held / 400 <= 0.985
 
 
-def test_a_lead_within_noise_is_said() -> None:
+def test_a_lead_within_noise_is_noted() -> None:
     close = (2.1, 0.9, 3.05, 1.5)
     note = choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", close, [1.0] * 4)))
     assert [text.partition(":")[0] for text in note] == ["loss"]
@@ -125,7 +125,7 @@ def test_a_lead_within_noise_is_said() -> None:
     )
 
 
-def test_jobs_stand_with_their_best_evaluation() -> None:
+def test_jobs_are_compared_by_their_best_evaluation() -> None:
     later = evaluated("b", (9.0,) * 4, [1.0] * 4, step=8, is_best=False)
     events: Sequence[Any] = [evaluated("a", FIRST, [1.0] * 4), evaluated("b", (2.2, 1.2, 3.2, 1.7), [1.0] * 4)]
     assert lead_of_winner(history_of(started("ab"), *events)) == lead_of_winner(
@@ -143,7 +143,7 @@ def test_without_comparable_rows_there_is_no_interval(change: Mapping[str, Any])
     assert lead_of_winner(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), other)) is None
 
 
-def test_a_single_job_leads_nobody() -> None:
+def test_a_single_job_has_no_lead() -> None:
     assert lead_of_winner(history_of(started("a"), evaluated("a", FIRST, [1.0] * 4))) is None
 
 

@@ -67,7 +67,7 @@ def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: 
     assert not run.control.exists()
 
 
-def test_a_journal_is_cut_by_nobody_who_has_lost_the_lock(run: RunDir) -> None:
+def test_a_process_that_has_lost_the_lock_cuts_no_journal(run: RunDir) -> None:
     with Journal(run.journal_file) as journal:
         journal.append(CheckpointSaved(jobs={}))
     with run.locked():
@@ -132,7 +132,7 @@ def test_the_lock_of_a_process_that_ended_is_free(run: RunDir) -> None:
     assert not run.is_locked()
 
 
-def test_who_may_only_read_sees_whether_somebody_works_on_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_sees_whether_a_process_works_on_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
 
     def only_read(path: Path, flags: int, *arguments: int) -> int:

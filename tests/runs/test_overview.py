@@ -91,7 +91,7 @@ def test_a_damaged_run_says_what_is_wrong(damage: str, is_finished: bool, tmp_pa
     assert find_runs(tmp_path) == [root]
 
 
-def test_of_a_finished_run_few_lines_are_decoded(
+def test_few_lines_of_a_finished_run_are_decoded(
     tmp_path: Path, sweep: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []

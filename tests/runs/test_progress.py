@@ -89,7 +89,7 @@ def test_the_more_is_trained_the_less_the_plan_counts(small_run):
     assert found.remaining_s == pytest.approx((1 - share) * (1 - share) * 100.0 + share * 76.0)
 
 
-def test_a_resumed_run_is_estimated_without_the_time_in_which_nobody_worked(interrupted_run):
+def test_a_resumed_run_is_estimated_without_the_time_without_a_process(interrupted_run):
     events = planned(interrupted_run)
     resumed = next(index for index, event in enumerate(events) if event["event"] == "task_resumed")
     # Nothing has trained since: 200 samples in the 8 seconds before, and a has ended with 900 left.

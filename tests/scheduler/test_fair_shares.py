@@ -75,7 +75,7 @@ def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, 
         assert received.due_tokens == pytest.approx(received.all_tokens * weight_of[task] / sum(weight_of.values()))
 
 
-def test_rows_of_20_times_the_length_starve_nobody() -> None:
+def test_rows_of_20_times_the_length_starve_no_task() -> None:
     shares, costs = TokenShares(), {"short": 50, "long": 1000, "middle": 300}
     weight_of = dict.fromkeys(costs, 1.0)
     steps = [step(shares, costs, weight_of) for _ in range(1000)]

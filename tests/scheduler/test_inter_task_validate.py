@@ -162,7 +162,7 @@ def test_a_broken_schedule_is_refused(
         check_schedule(problem, schedule_of(placements))
 
 
-def test_as_few_nodes_as_hold_a_task_are_enough() -> None:
+def test_a_task_uses_no_more_nodes_than_necessary() -> None:
     problem = SchedulingProblem(nodes=nodes_of(4, 4, 4), pending=(TaskDemand(task="x", num_gpus=6, duration_s=1.0),))
     two, three = (
         gpus("n0:0", "n0:1", "n0:2", "n2:0", "n2:1", "n2:2"),
@@ -218,7 +218,7 @@ def test_a_schedule_of_another_problem_is_refused(other: Other, message: str) ->
 
 @settings(max_examples=examples(100))
 @given(sharing_problems(), st.data())
-def test_whoever_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: st.DataObject) -> None:
+def test_a_task_that_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: st.DataObject) -> None:
     schedule = schedule_tasks(problem, method="lpt")
     shared = [place for place in schedule.placements if place.executor]
     if not shared:

@@ -185,7 +185,7 @@ def test_nothing_of_a_share_is_idle_while_a_job_that_could_train_fits(situation:
 
 
 @given(situations())
-def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situation) -> None:
+def test_the_usual_batch_size_is_chosen_while_a_job_has_it(situation: Situation) -> None:
     demands, limits = situation
     limits = replace(limits, max_tokens=None)
     by_id = {demand.job: demand for demand in demands}
@@ -333,13 +333,13 @@ class TestRungsAhead:
         assert found is not None
         assert found.spread_duration_s == pytest.approx((1 * 10 + 50 * 40) * 0.01)
 
-    def test_a_rung_that_lies_behind_ends_nobody(self) -> None:
+    def test_a_past_rung_ends_no_job(self) -> None:
         jobs = [LastJob(num_tokens=10, num_steps=10, step=90)] * 2
         found = forecast_last_jobs(jobs, law(step_s=1.0, job_s=0.1), 4, places=[(0.4, 1), (0.9, 1)])
         assert found is not None
         assert found.spread_duration_s == pytest.approx(10 * (1 + 4 * 2 * 0.1))
 
-    def test_a_rung_between_two_steps_lies_at_the_later_one(self) -> None:
+    def test_a_rung_between_two_steps_is_at_the_later_one(self) -> None:
         jobs = [LastJob(num_tokens=10, num_steps=7)] * 2
         found = forecast_last_jobs(jobs, law(step_s=1.0, job_s=0.1), 4, places=[(0.5, 1)])
         assert found is not None

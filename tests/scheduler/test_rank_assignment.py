@@ -100,7 +100,7 @@ def test_who_has_a_slot_and_who_trains_is_as_on_one_rank(situation: Situation) -
 
 
 @given(situations())
-def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> None:
+def test_a_job_that_moves_is_parked_and_seated_with_the_reason(situation: Situation) -> None:
     demands, limits = situation
     slots = slots_of(limits)
     before = {demand.job: demand for demand in demands}
@@ -118,7 +118,7 @@ def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> Non
 
 
 @given(situations())
-def test_those_that_train_are_on_the_ranks_they_are_assigned_to(situation: Situation) -> None:
+def test_training_jobs_are_on_their_assigned_ranks(situation: Situation) -> None:
     demands, limits = situation
     slots = slots_of(limits)
     plan = plan_residents(demands, replace(limits, may_data_parallel=False))

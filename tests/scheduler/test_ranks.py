@@ -86,14 +86,14 @@ def test_the_order_of_the_demands_does_not_matter(situation: Situation, shuffler
 
 
 @given(situations())
-def test_asked_again_it_moves_nobody(situation: Situation) -> None:
+def test_a_second_call_moves_no_job(situation: Situation) -> None:
     demands, slots = situation
     rank_of = assign_ranks(demands, slots)
     assert assign_ranks([replace(demand, rank=rank_of[demand.job]) for demand in demands], slots) == rank_of
 
 
 @given(situations())
-def test_nobody_moves_while_the_ranks_are_even_and_else_only_to_make_them_more_so(situation: Situation) -> None:
+def test_no_job_moves_while_the_ranks_are_even_and_otherwise_only_to_balance_them(situation: Situation) -> None:
     demands, slots = situation
     settled = [demand for demand in demands if demand.rank is not None]
     stay = {demand.job: demand.rank for demand in settled if demand.rank is not None}
@@ -151,7 +151,7 @@ def test_an_exit_moves_as_many_as_it_must() -> None:
     assert {d.job for d in demands if rank_of[d.job] != d.rank} == {"job-6", "job-4", "job-2"}
 
 
-def test_an_exit_of_equal_jobs_moves_nobody() -> None:
+def test_an_exit_of_equal_jobs_moves_no_job() -> None:
     """With seven equal jobs on four ranks some rank has two, whatever moves."""
     demands = [RankDemand(job=f"job-{index}", num_tokens=100, rank=index % 4) for index in range(7)]
     assert num_moved(demands, assign_ranks(demands, RankSlots(num_ranks=4, per_rank=2))) == 0

@@ -32,7 +32,7 @@ def test_settings_are_those_of_the_origin_changed() -> None:
         assert factor == pytest.approx(0.8) or factor == pytest.approx(1.25)
 
 
-def test_those_that_ended_at_one_rung_are_replaced_by_different_copies() -> None:
+def test_jobs_that_ended_at_one_rung_are_replaced_by_different_copies() -> None:
     drawn = [forks(["a"], ["b", "c"], rung=rung) for rung in range(10)]
     assert any(one.changes != other.changes for one, other in drawn)
 

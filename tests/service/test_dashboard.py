@@ -246,7 +246,7 @@ def test_hostile_text_is_shown_as_text(setup: Setup) -> None:
         setup.journal.write_text(kept)
 
 
-def test_a_damaged_journal_is_told_and_hides_no_other_task(setup: Setup) -> None:
+def test_a_damaged_journal_is_reported_and_hides_no_other_task(setup: Setup) -> None:
     kept = setup.journal.read_text()
     try:
         setup.journal.write_text("no JSON\n" + kept)

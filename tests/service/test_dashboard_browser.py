@@ -234,7 +234,7 @@ def test_pages_fit_phones_and_both_schemes(
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_what_a_page_lacks_is_said_once_its_data_are_there(patient: Served, open_page: Opened) -> None:
+def test_missing_parts_of_a_page_are_explained_once_its_data_arrive(patient: Served, open_page: Opened) -> None:
     page = open_page(f"{patient.url}/tasks/{running_task(patient)}")
     note = page.locator('[data-lacks="parallel"]')
     page.route("**/dashboard/tasks/*", lambda route: route.abort())

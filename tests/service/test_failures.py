@@ -188,7 +188,7 @@ def test_a_result_that_cannot_be_kept_is_kept_later_and_others_go_on(
 
 
 @pytest.mark.parametrize("param", ["training_file", "validation_file"])
-def test_jobs_whose_stored_file_is_gone_fail_with_the_reason_and_delay_nobody(
+def test_jobs_whose_stored_file_is_gone_fail_with_the_reason_and_delay_no_other(
     service: Served, gate: Path, param: str
 ) -> None:
     client = service.client()
@@ -351,7 +351,7 @@ def test_a_clock_that_jumps_changes_nothing_but_times(
     check_trained_once(service, client, create(service, client))
 
 
-def test_a_slow_follower_delays_nobody_and_misses_nothing(service: Served) -> None:
+def test_a_slow_follower_delays_no_other_and_misses_nothing(service: Served) -> None:
     """More events than the buffers of a connection hold, and a follower that does not read them for a while."""
     client, num = service.client(), 4000
     job = create(service, client)

@@ -182,7 +182,7 @@ def test_jobs_are_what_the_client_types_say(service: Served, client: openai.Open
 
 
 @pytest.mark.parametrize("n_epochs", [0.4, 1.5, 2])
-def test_epochs_are_told_as_they_were_sent(service: Served, client: openai.OpenAI, n_epochs: Any) -> None:
+def test_epochs_are_returned_as_they_were_sent(service: Served, client: openai.OpenAI, n_epochs: Any) -> None:
     job = client.fine_tuning.jobs.create(
         model="alto-tiny", training_file=service.upload(client), hyperparameters={**FIXED, "n_epochs": n_epochs}
     )

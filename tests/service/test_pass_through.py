@@ -189,7 +189,7 @@ def test_other_errors_of_the_server_are_bad_gateways_without_its_words(
     assert "10.0.0.7" not in caught.value.message
 
 
-def test_what_is_wrong_with_a_request_is_said_in_the_words_of_the_server(service: Served, vllm: FakeVllm) -> None:
+def test_errors_of_the_server_are_passed_on_unchanged(service: Served, vllm: FakeVllm) -> None:
     vllm.answer = (400, {"error": {"message": "max_tokens is too large"}})
     with pytest.raises(openai.BadRequestError, match="max_tokens is too large"):
         service.client().chat.completions.create(model="base", messages=_MESSAGES)

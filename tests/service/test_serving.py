@@ -119,7 +119,7 @@ def test_adapters_in_another_store_are_fetched_to_this_machine(
     assert not folder.exists()
 
 
-def test_a_turn_without_news_asks_nothing_before_it_is_time_to_look(
+def test_a_turn_without_changes_sends_no_request_before_the_next_probe_is_due(
     service: Service, vllm: FakeVllm, turns: Turns
 ) -> None:
     add_model(service, "a")
@@ -344,7 +344,7 @@ def test_models_of_another_base_are_left_out(service: Service, vllm: FakeVllm, t
     assert len(vllm.requests) == before
 
 
-def test_which_base_model_the_server_has(tmp_path: Path, vllm: FakeVllm) -> None:
+def test_the_base_model_of_the_server(tmp_path: Path, vllm: FakeVllm) -> None:
     settings = settings_of(tmp_path, vllm)
     assert settings.is_served("base")
     assert not settings.is_served("other")

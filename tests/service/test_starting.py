@@ -46,7 +46,7 @@ def loggers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def test_a_port_in_use_is_said_before_anything_leads(tmp_path: Path, taken: int, loggers: None) -> None:
+def test_a_port_in_use_is_reported_before_anything_leads(tmp_path: Path, taken: int, loggers: None) -> None:
     settings = ServiceSettings(data_dir=str(tmp_path), port=taken)
     with pytest.raises(ServiceError, match=f"listens on {taken} of 127.0.0.1; choose another port"):
         serve(settings)

@@ -189,7 +189,7 @@ def test_pages_hold_each_row_once(store: Store, *, is_ascending: bool) -> None:
     assert read == (jobs if is_ascending else jobs[::-1])
 
 
-def test_every_entry_of_a_journal_is_told_once_whoever_leads(
+def test_every_entry_of_a_journal_is_reported_once_whoever_leads(
     store: Store, small_run: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     """Entries read one by one, by different coordinators, equal entries read at once."""

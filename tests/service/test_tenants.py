@@ -59,7 +59,7 @@ def test_nothing_of_another_tenant_is_found(site: Site) -> None:
         refused(site.job("b", **{key: own["file_id"]}), 404)
 
 
-def test_a_page_after_what_another_tenant_has_looks_as_one_after_what_nobody_has(site: Site) -> None:
+def test_a_page_after_an_object_of_another_tenant_looks_like_one_after_an_unknown_object(site: Site) -> None:
     paths = [path for path, of in site.parameters().items() if any(found.get("name") == "after" for found in of)]
     assert len(paths) > 5
     for path in paths:

@@ -79,7 +79,7 @@ def test_lora_alpha_is_resolved(given, alpha):
 
 
 @pytest.mark.parametrize("alpha", ["2r", "r*2", "-1*r", "0*r", "", "2*s", "32", "rr", "nan*r", 0, -1, None, True, [32]])
-def test_lora_alpha_that_is_none(alpha):
+def test_an_invalid_lora_alpha(alpha):
     with pytest.raises(SpecError, match=r"^lora_alpha "):
         JobConfig(lora_alpha=alpha)
 
@@ -530,7 +530,7 @@ def test_mappings_are_kept_in_order_and_can_be_hashed_and_written():
     assert config.replace(r=4).rank_pattern == config.rank_pattern
 
 
-def test_the_loss_of_routers_is_none_of_a_classification_head() -> None:
+def test_a_classification_head_has_no_router_loss() -> None:
     """0 switches it off, and null leaves it to the base model."""
     for name in ("sft", "dpo", "kto", "cpo", "orpo"):
         values = [JobConfig.of(find_method(name), {"moe_aux_loss_coef": value}) for value in (0, 0.01, None)]

@@ -68,7 +68,7 @@ def test_key_near_to_nothing_lists_the_canonical_names():
 
 
 @pytest.mark.parametrize("key", [True, 1, None])
-def test_key_that_is_no_text(key):
+def test_a_key_that_is_not_text(key):
     with pytest.raises(UnknownKeyError, match="expected text"):
         canonical({key: 1})
 

@@ -229,7 +229,9 @@ def test_a_method_of_a_package_has_scores_of_its_own() -> None:
         ("reward_accuracy", {"beta": [0.1, 0.2]}, ""),
     ],
 )
-def test_who_compares_losses_of_other_scales_is_told(metric: str, space: dict[str, list[object]], message: str) -> None:
+def test_comparing_losses_of_other_scales_gives_a_note(
+    metric: str, space: dict[str, list[object]], message: str
+) -> None:
     task = Task(**ROWS, method="dpo", metric=metric, search_space=space)
     notes = metric_notes(task.metric, task.method, [job.config for job in task.jobs])
     assert "".join(notes).startswith(message)

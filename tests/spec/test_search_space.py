@@ -383,7 +383,7 @@ def space(**fields: Any) -> dict[str, Any]:
     return SearchSpace.parse(fields).to_dict()
 
 
-def test_those_of_optuna() -> None:
+def test_distributions_of_optuna() -> None:
     distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
     found = space(
         learning_rate=distributions.FloatDistribution(1e-5, 1e-2, log=True),
@@ -401,7 +401,7 @@ def test_those_of_optuna() -> None:
     }
 
 
-def test_those_of_ray() -> None:
+def test_distributions_of_ray() -> None:
     tune = pytest.importorskip("ray.tune", reason="the distributions are Ray's")
     found = space(
         learning_rate=tune.loguniform(1e-5, 1e-2),

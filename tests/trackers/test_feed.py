@@ -56,7 +56,7 @@ def recorded(events: Sequence[Mapping[str, Any]]) -> Recorder:
     return recorder
 
 
-def test_run_is_told_once_with_flat_settings(small_run: list[Event]) -> None:
+def test_a_run_is_reported_once_with_flat_settings(small_run: list[Event]) -> None:
     replayed = [{**event, "replayed": True} for event in small_run]
     (run,) = recorded(replayed).runs
     assert (run.name, run.run_dir) == ("maths-1", Path("runs/maths-1"))
@@ -71,7 +71,7 @@ def test_configuration_is_split_into_what_varies_and_what_does_not(small_run: li
     assert run.varying("d") == {"learning_rate": 2e-4, "r": 8, "lora_alpha": 16}
 
 
-def test_every_loss_is_told_at_its_step(small_run: list[Event]) -> None:
+def test_every_loss_is_reported_at_its_step(small_run: list[Event]) -> None:
     recorder = recorded(small_run)
     assert recorder.metric("d", "train/loss") == dict.fromkeys(range(1, 101), 2.0)
     assert recorder.metric("d", "eval/loss") == {10: 2.1, 100: 1.9}
@@ -197,7 +197,7 @@ def test_slow_tracker_hears_everything_before_the_end(
 
 @pytest.mark.parametrize("when", CALLS)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_tracker_that_raises_is_told_nothing_more(
+def test_a_tracker_that_raises_gets_nothing_more(
     small_run: list[Event], tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str, error: BaseException
 ) -> None:
     def mischief() -> None:

@@ -63,7 +63,7 @@ class TestOffline:
         assert found["d"]["history"]["train/loss"] == [(step, 2.0) for step in range(1, 101)]
         assert not {run["id"] for run in found.values()} & {read(path)["id"] for path in before}
 
-    def test_whoever_is_not_logged_in_is_told_once(
+    def test_a_user_who_is_not_logged_in_gets_one_warning(
         self,
         small_run: list[Event],
         tmp_path: Path,

@@ -46,7 +46,7 @@ def test_live_view_draws_and_leaves_nothing_behind(small_run):
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")
 
 
-def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run):
+def test_the_metric_and_the_value_of_the_best_are_shown(preference_run):
     found = "\n".join(screen(preference_run))
     assert (
         "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 %, reward margin 0.4000 (lr 3e-4)"
@@ -58,7 +58,7 @@ def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run
     assert "best so far: a with validation loss 0.4000, reward accuracy 61 %" in target.file.getvalue()
 
 
-def test_the_metrics_on_test_rows_stand_beside_their_loss(preference_run, tmp_path):
+def test_the_metrics_on_test_rows_are_beside_their_loss(preference_run, tmp_path):
     best = next(one for one in preference_run if (one["event"], one.get("job"), one.get("step")) == ("eval", "c", 10))
     best |= {"test_loss": 0.7, "test_metrics": {"reward_accuracy": 0.5, "kl": 0.1}}
     message = "0.7000, reward accuracy 50 %"
@@ -87,7 +87,7 @@ def test_live_screen_tells_the_state(small_run):
     assert "smoothed training loss became infinite" in text
 
 
-def test_a_winner_by_answers_is_told_with_the_answers(judged_run):
+def test_a_winner_by_answers_is_shown_with_the_answers(judged_run):
     text = "\n".join(screen(judged_run, width=200))
     assert (
         "best: c with validation loss 2.2000 (lr 2e-4 · r 4); chosen by answers: d 1 of 8 right, c 5 of 8 right" in text
@@ -108,7 +108,7 @@ def test_jobs_tell_when_they_reach_what_comes_next(small_run):
     assert next(line for line in after if line.startswith("  c ")).rstrip().endswith("end in 55 s")
 
 
-def test_time_in_which_nobody_worked_does_not_slow_the_pace(interrupted_run):
+def test_time_without_a_process_does_not_slow_the_pace(interrupted_run):
     resumed = interrupted_run[-1]["time"]
     view = LiveView(console(), clock=lambda: resumed)
     for event in interrupted_run:
@@ -248,7 +248,7 @@ def test_summary_of_a_run_without_an_evaluation_names_no_checkpoints(small_run):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_summary_says_where_the_adapter_lies(small_run, finished):
+def test_summary_says_where_the_adapter_is(small_run, finished):
     target = console()
     target.print(final_summary(RunHistory.of(entries(small_run if finished else small_run[:-1])), "runs/maths-1"))
     text = target.file.getvalue()
@@ -268,7 +268,7 @@ def test_the_time_of_a_run_counts_what_was_measured_for_it_and_not_what_was_know
     assert measured.endswith(f"finished after {total}, including 1 min 40 s for measuring")
 
 
-def test_what_is_measured_is_said_before_it_is():
+def test_a_measurement_is_announced_before_it_begins():
     first = {"event": "measuring", "time": 5.0, "task": "maths", "model": "alto-tiny", "kept_in": "/home/a/.cache/alto"}
     update = {**first, "time": 20.0, "remaining_s": 16.0, "is_update": True}
     stream, target = io.StringIO(), console()
@@ -338,7 +338,7 @@ def test_a_run_that_lasts_shows_how_long_it_takes_and_how_fast_it_is(small_run):
         assert "left" not in target.file.getvalue()
 
 
-def test_a_job_of_a_run_that_nobody_works_on_is_interrupted(small_run):
+def test_a_job_of_a_run_without_a_process_is_interrupted(small_run):
     def stages(**options):
         target = console()
         target.print(final_summary(RunHistory.of(entries(small_run[:11])), **options))
@@ -348,7 +348,7 @@ def test_a_job_of_a_run_that_nobody_works_on_is_interrupted(small_run):
     assert stages(is_live=False) == ["parked", "diverging", "interrupted", "interrupted"]
 
 
-def test_the_name_of_a_lone_configuration_is_said_once(small_run, tmp_path):
+def test_the_name_of_a_single_configuration_is_shown_once(small_run, tmp_path):
     start, *events = small_run
     alone = [{**start, "jobs": start["jobs"][-1:]}, *(event for event in events if event.get("job", "d") == "d")]
     alone = [event for event in alone if event["event"] != "rung"]

@@ -113,7 +113,7 @@ def test_a_failure_is_not_counted_where_its_gpu_is_heard_to_be_lost_in_the_pause
     assert given_up == GaveUp(task="a", reason="boom (attempt 1 of 1)")
 
 
-def test_a_gpu_lost_after_the_pause_excuses_nobody():
+def test_a_gpu_lost_after_the_pause_excuses_no_failure():
     queue = queue_of(2, max_attempts=2, backoff_s=10)
     submit(queue, 0, "a")
     queue.apply(Failed(time_s=1, task="a", attempt=1, reason="boom", is_retryable=True))
@@ -294,7 +294,7 @@ def test_it_ends_and_goes_on_beside_the_one_that_waited():
     assert wide.demand.duration_s == 50.0
 
 
-def test_nothing_is_given_back_where_nobody_waits_until_somebody_does():
+def test_nothing_is_given_back_until_a_task_waits():
     queue = wide_and_waiting(waiting=False)
     assert offer(queue) == []
     assert StopTask(task="wide") in submit_wide(queue, 11, "next", 3)
@@ -327,7 +327,7 @@ def test_a_failure_for_good_stays_one():
     assert any(isinstance(action, GaveUp) for action in ended(queue, is_retryable=False))
 
 
-def test_a_lost_gpu_is_told_as_such():
+def test_a_lost_gpu_is_reported_as_such():
     queue = wide_and_waiting()
     offer(queue)
     queue.apply(GpuLost(time_s=11, gpu=Gpu("n", 3)))

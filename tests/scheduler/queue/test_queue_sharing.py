@@ -141,7 +141,7 @@ def test_who_is_lost_beside_others_has_an_executor_of_its_own_from_then_on():
     assert all(task.sharing is None for task in seen.problems[-1].pending if task.task in crashed)
 
 
-def test_nobody_joins_an_executor_that_is_probably_lost():
+def test_no_task_joins_an_executor_that_is_probably_lost():
     queue, _ = queue_of(backoff_s=1.0)
     submit(queue, 0, "a", "b")
     queue.apply(Failed(time_s=3, task="a", attempt=1, reason="killed", is_retryable=True))
@@ -159,7 +159,7 @@ def test_an_executor_is_joined_after_one_of_its_tasks_was_stopped():
     assert started(submit(queue, 3, "c")) == {"c": "executor-1"}
 
 
-def test_nobody_joins_an_executor_whose_gpu_was_lost_and_is_back():
+def test_no_task_joins_an_executor_whose_gpu_was_lost_and_is_back():
     queue, _ = queue_of()
     submit(queue, 0, "a")
     queue.apply(GpuLost(time_s=1, gpu=G0))
@@ -190,7 +190,7 @@ def test_a_task_that_fails_by_its_own_fault_ends_alone():
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
-def test_a_lost_gpu_isolates_nobody(is_told_first: bool):
+def test_a_lost_gpu_isolates_no_task(is_told_first: bool):
     queue, seen = queue_of(2, backoff_s=10.0)
     submit(queue, 0, *"abcd")
     there = [task.name for task in queue.tasks.values() if task.gpus == (G0,)]

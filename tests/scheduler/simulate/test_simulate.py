@@ -55,7 +55,7 @@ def test_nothing_is_lost_and_no_gpu_has_two_tasks(method: str):
     # Without overtaking, a start depends on when the task before was expected to start.
     [("fifo", {"estimate_error": 1.0, "early_exit_shares": [0.2]}), ("sjf", {}), ("lpt", {})],
 )
-def test_plans_of_what_starts_now_start_whom_whole_plans_start(
+def test_limited_plans_start_the_same_tasks_as_whole_plans(
     monkeypatch: pytest.MonkeyPatch, method: str, more: dict[str, object], nodes: int
 ):
     simulation = hard(arrivals="at_once", arrivals_per_hour=None, nodes=nodes, gpus={1: 0.5, 4: 0.3, 6: 0.2}, **more)
