@@ -134,7 +134,7 @@ class Piece:
 
     @property
     def is_sound(self) -> bool:
-        """Whether everything was measured, and the gate passed."""
+        """True if everything was measured, and the gate passed."""
         return self.is_finished and not self.failures and not self.errors
 
 

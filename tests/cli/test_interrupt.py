@@ -29,7 +29,7 @@ SECOND = "Stopping at once; what the run trained since its last checkpoint will 
 
 
 @pytest.fixture(autouse=True)
-def heeded() -> Iterator[None]:
+def sigint_enabled() -> Iterator[None]:
     """Make SIGINT work, which is ignored where the tests run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -84,7 +84,7 @@ class World:
         self.writes_left: int | None = None
         self.tears = False
 
-    def strike(self) -> bool:
+    def is_killed_now(self) -> bool:
         """Return whether the process dies at this write."""
         if self.writes_left is None:
             return False
@@ -92,7 +92,7 @@ class World:
         return self.writes_left < 0
 
     @contextmanager
-    def unharmed(self) -> Iterator[None]:
+    def another_process(self) -> Iterator[None]:
         """Let another process write, which the controller's fate does not affect."""
         left, self.writes_left = self.writes_left, None
         yield
@@ -182,7 +182,7 @@ class Executors:
 
     def _answer(self, launch: Launch) -> None:
         commands = Mailbox(RunDir(Path(launch.run_dir)))
-        with self._world.unharmed():
+        with self._world.another_process():
             for command in commands.pending():
                 commands.answer(command.id, Answer(done=True, message="done"))
                 self._world.answered[command.id] += 1
@@ -242,7 +242,7 @@ class ControlPlane(RuleBasedStateMachine):
         self.start()
 
     @contextmanager
-    def mortal(self, fate: Fate) -> Iterator[None]:
+    def may_die(self, fate: Fate) -> Iterator[None]:
         """Let the process die within the block, if ``fate`` says so."""
         if fate is not None:
             self.world.writes_left, self.world.tears = fate
@@ -260,13 +260,13 @@ class ControlPlane(RuleBasedStateMachine):
 
     @rule(num_gpus=st.integers(1, 2), priority=st.integers(0, 2), tenant=st.sampled_from(["", "a", "b"]), fate=FATES)
     def submit(self, num_gpus: int, priority: int, tenant: str, fate: Fate) -> None:
-        with self.mortal(fate):
+        with self.may_die(fate):
             task = self.task.replace(num_gpus=num_gpus)
             self.accepted.append(self.live.submit(task, tenant=tenant, priority=priority))
 
     @rule(num_gpus=st.integers(1, 2))
     def submit_by_command(self, num_gpus: int) -> None:
-        with self.world.unharmed():
+        with self.world.another_process():
             values = self.task.replace(num_gpus=num_gpus).to_dict()
             self.sent[QueueMailbox(self.queue_dir.run).submit(values)] = QueueAction.SUBMIT
 
@@ -275,13 +275,13 @@ class ControlPlane(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, by_command: bool, fate: Fate) -> None:
         task = data.draw(st.sampled_from(self.accepted))
         if by_command:
-            with self.world.unharmed():
+            with self.world.another_process():
                 self.sent[QueueMailbox(self.queue_dir.run).ask(QueueAction.CANCEL, task)] = QueueAction.CANCEL
             return
         self.cancel_task(task, fate)
 
     def cancel_task(self, task: str, fate: Fate) -> None:
-        with self.mortal(fate):
+        with self.may_die(fate):
             try:
                 self.live.cancel(task)
                 self.world.cancelled.add(task)
@@ -292,7 +292,7 @@ class ControlPlane(RuleBasedStateMachine):
     @rule(data=st.data())
     def job_command(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.cluster.running)))
-        with self.world.unharmed():
+        with self.world.another_process():
             answer = self.controller.job_command(task, JobAction.STOP, "job-000", timeout_s=0)
             assert answer is None, "nobody has had time to answer"
             for command in Mailbox(self.queue_dir.run_of(task)).pending():
@@ -302,7 +302,7 @@ class ControlPlane(RuleBasedStateMachine):
 
     @rule(turns=st.integers(1, 8), fate=FATES)
     def time_passes(self, turns: int, fate: Fate) -> None:
-        with self.mortal(fate):
+        with self.may_die(fate):
             for _ in range(turns):
                 self.controller.turn()
 
@@ -405,7 +405,7 @@ class ControlPlane(RuleBasedStateMachine):
     def _let_writes_fail(self) -> None:
         def fatal(write: Callable[..., Any]) -> Callable[..., Any]:
             def written(*arguments: Any) -> Any:
-                if self.world.strike():
+                if self.world.is_killed_now():
                     if not self.world.tears:
                         write(*arguments)  # the write succeeds, and then the process dies
                     raise KilledError
@@ -419,7 +419,7 @@ class ControlPlane(RuleBasedStateMachine):
 
         def torn(journal: Journal, data: bytes) -> None:
             is_queue = journal.path == self.queue_dir.run.journal_file
-            if is_queue and self.world.strike():
+            if is_queue and self.world.is_killed_now():
                 append(journal, data[: len(data) // 2] if self.world.tears else data)
                 raise KilledError
             append(journal, data)

@@ -44,7 +44,7 @@ class Run:
     entries: tuple[JournalEntry, ...]
 
 
-class Meddler:
+class Commander:
     """An observer that records the events of a run, sends it every kind of command, and interrupts it once."""
 
     def __init__(self, runs: Path) -> None:
@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         report_to="none",
     )
     runs = folder / "runs"
-    meddler = Meddler(runs)
+    meddler = Commander(runs)
     runner = TaskRunner(observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
     with pytest.MonkeyPatch.context() as patch:
         measured_at_once(patch)

@@ -180,7 +180,7 @@ def in_half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], PreTrained
     return load
 
 
-def shaken(bank: Bank) -> Bank:
+def with_noise(bank: Bank) -> Bank:
     """Add noise to a bank's adapters, so that no matrix is zero and no bias or magnitude equals the base's."""
     generator = torch.Generator().manual_seed(5)
     for job in bank.jobs:
@@ -206,7 +206,7 @@ def test_all_kinds_of_jobs_in_half_precision_are_near_peft_without_rounding(
 ) -> None:
     task = classification(KINDS, adapter_dtype=adapter_dtype) if has_head else None
     data, solo = (data_of(ONE_LABEL), SoloClassifier) if has_head else (DATA, SoloJob)
-    bank = shaken(bank_of(in_half(), KINDS, task=task, data=data, adapter_dtype=adapter_dtype))
+    bank = with_noise(bank_of(in_half(), KINDS, task=task, data=data, adapter_dtype=adapter_dtype))
     assert bank.trainer.bank.params_ZP.dtype == getattr(torch, adapter_dtype)
     compare(lambda: in_half().float(), bank, num_steps=1, data=data, solo=solo, same=assert_close)
     for _ in range(2):  # optimizers step in that precision too
@@ -217,7 +217,7 @@ def test_all_kinds_of_jobs_in_half_precision_are_near_peft_without_rounding(
 
 @pytest.mark.parametrize("wrong", [{"use_rslora": False}, {"lora_alpha": 17.0}], ids=str)
 def test_the_comparison_in_half_precision_bites(wrong: dict[str, Any], in_half: Callable[[], PreTrainedModel]) -> None:
-    bank = shaken(Bank(in_half(), make_task([{**KINDS["everything-adamw"], "neftune_noise_alpha": None}])))
+    bank = with_noise(Bank(in_half(), make_task([{**KINDS["everything-adamw"], "neftune_noise_alpha": None}])))
     (job,) = bank.jobs
     alone = SoloJob(in_half().float(), DATA.train, job.config, tamper=wrong)
     alone.load(bank.trainer.bank.read(job.slot))

@@ -119,7 +119,7 @@ def test_ranks_send_values_and_prove_who_they_are(tmp_path: Path) -> None:
     assert failures_on_ranks(2, checks, tmp_path) == {}
 
 
-class Unheard(Ranks):
+class DeafRank(Ranks):
     """One of two ranks that receives nothing from the other."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
     monkeypatch.setattr(trainer, "job_losses", watched)
     task, model = make_task(STABLE[2:4], max_tokens_per_pass=60, **settings), make_model("llama")
     backbone = Backbone(model, None, "unused")
-    context = TaskContext.of(task, backbone, data, Unheard())
+    context = TaskContext.of(task, backbone, data, DeafRank())
     if context.objective.needs_reference:
         context = replace(context, data=with_references(backbone, data))
     busy, idle = initial_states(context)

@@ -26,7 +26,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALTO_KERNELS", "triton")
 
 
-class Begun:
+class InitialAdapter:
     """The initial adapter of a job, as far as it is read."""
 
     def __init__(self, weights: AdapterWeights) -> None:
@@ -75,7 +75,7 @@ def test_passes_of_what_jobs_begin_with() -> None:
     bank = make_bank()
     step(bank)
     before = bank.trainer.bank.params_ZP.clone()
-    begun = Begun(bank.trainer.bank.read(1))
+    begun = InitialAdapter(bank.trainer.bank.read(1))
     for value in begun.weights.values():
         value[1].fill_(3.0)
     with start_weights(bank.trainer.bank, {1: begun}, WeakKeyDictionary()):

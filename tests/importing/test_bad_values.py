@@ -54,16 +54,16 @@ OTHER_KEYS: dict[str, tuple[str, ...]] = {
 """Further keys that importers read themselves."""
 
 
-def spoilt(value: Any) -> Iterator[Any]:
+def with_junk(value: Any) -> Iterator[Any]:
     """Yield ``value`` with junk in each of its places."""
     yield from JUNK
     if isinstance(value, dict):
         for key, inner in value.items():
-            for junk in spoilt(inner):
+            for junk in with_junk(inner):
                 yield {**value, key: junk}
     if isinstance(value, list):
         for index, inner in enumerate(value):
-            for junk in spoilt(inner):
+            for junk in with_junk(inner):
                 yield [*value[:index], junk, *value[index + 1 :]]
 
 
@@ -74,7 +74,7 @@ def test_a_wrong_value_is_an_error_in_words(name: str, folder: Path) -> None:
     tool = next(tool for tool in TOOLS.values() if tool.title == title)
     outcomes = {"task": 0, "error": 0}
     for key in (*given, *OTHER_KEYS[title]):
-        for junk in spoilt(given.get(key)):
+        for junk in with_junk(given.get(key)):
             draft = Draft(given={**given, key: junk}, folders=(folder,))
             try:
                 tool.read(draft, None)
@@ -90,7 +90,7 @@ def test_a_wrong_value_is_an_error_in_words(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(DATASET_INFO))
 def test_a_wrong_dataset_info_is_an_error_in_words(name: str, folder: Path) -> None:
     for method in ("sft", "dpo", "kto"):
-        for entry in spoilt(DATASET_INFO[name]):
+        for entry in with_junk(DATASET_INFO[name]):
             draft = Draft(given={}, folders=(folder,))
             try:
                 _source(draft, {"mine": entry}, folder, "mine", find_method(method))

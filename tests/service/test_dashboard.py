@@ -410,7 +410,7 @@ def service(tmp_path: Path, gate: Path) -> Iterator[Served]:
 
 
 def running(service: Served, client: openai.OpenAI) -> str:
-    """A task in the middle of its run."""
+    """Start a task; return its id in the middle of its run."""
     job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client)).id
     wait_for(lambda: client.fine_tuning.jobs.retrieve(job).status == "running")
     wait_for(lambda: sum(event.type == "metrics" for event in client.fine_tuning.jobs.list_events(job, limit=100)) >= 4)

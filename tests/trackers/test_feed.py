@@ -137,16 +137,16 @@ LIMIT_S = 120.0
 
 
 class Tracker:
-    """Records its calls, and does ``mischief`` at the call ``when``."""
+    """Records its calls, and does ``action`` at the call ``when``."""
 
-    def __init__(self, when: str = "", mischief: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, when: str = "", action: Callable[[], object] = lambda: None) -> None:
         self.calls: list[str] = []
-        self._when, self._mischief = when, mischief
+        self._when, self._action = when, action
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
         if call == self._when:
-            self._mischief()
+            self._action()
 
     def start(self, run: TrackedRun) -> None:
         self._note("start")
@@ -200,10 +200,10 @@ def test_slow_tracker_hears_everything_before_the_end(
 def test_a_tracker_that_raises_gets_nothing_more(
     small_run: list[Event], tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str, error: BaseException
 ) -> None:
-    def mischief() -> None:
+    def action() -> None:
         raise error
 
-    bad, good = Tracker(when, mischief), Tracker()
+    bad, good = Tracker(when, action), Tracker()
     show(small_run, {"bad": bad, "good": good}, tmp_path)
     assert bad.calls[-1] == when
     assert bad.calls.count(when) == 1
