@@ -240,8 +240,6 @@ def rebuilt(found: dict[str, Any]) -> Tokenizer:
 
 
 class Writer:
-    """Records what is added to the metadata."""
-
     def __init__(self) -> None:
         self.added: dict[str, Any] = {}
 
@@ -288,7 +286,6 @@ def test_other_additions_to_every_text_are_refused() -> None:
 
 
 def adding(template: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that adds what ``template`` says to every text."""
     backend = byte_bpe(_SPLITTERS["gpt-2"].build()).backend_tokenizer
     tokens = [("<s>", 257), ("</s>", 258)]
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)

@@ -20,7 +20,6 @@ TASK_STARTED = {
 
 @pytest.fixture
 def run(folder: Path) -> Path:
-    """A run without a process."""
     root = folder / "run"
     root.mkdir()
     (root / "task.yaml").write_text((folder / "task.yaml").read_text())

@@ -148,11 +148,9 @@ class Executors:
         self._dying.append(task)
 
     def lose_gpu(self, index: int) -> None:
-        """Take a GPU away, with its executor."""
         self._kept.discard(index)
 
     def bring_gpus(self) -> None:
-        """Bring all lost GPUs back."""
         self._kept = set(range(NUM_GPUS))
 
     def _deaths(self) -> Iterator[ClusterEvent]:

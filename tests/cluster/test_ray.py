@@ -52,7 +52,6 @@ def parent(pid: int) -> int:
 
 
 def actor_of(executor: int) -> int:
-    """Return the parent of the executor's zygote."""
     return parent(parent(executor))
 
 

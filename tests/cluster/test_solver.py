@@ -75,7 +75,6 @@ def test_one_process_answers_all_calls_and_is_replaced_when_it_was_killed() -> N
 
 
 def _children() -> set[int]:
-    """Return the solvers that this process has started."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
     return {int(pid) for pid in listed if b"alto.cluster.solver" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 

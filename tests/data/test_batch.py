@@ -85,7 +85,6 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
 
 
 def totals(num_trained: int) -> BatchTotals:
-    """Return the totals of a batch of conversations."""
     return BatchTotals(weight=num_trained, num_chosen=num_trained)
 
 

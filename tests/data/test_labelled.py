@@ -164,7 +164,6 @@ def test_answers_are_not_scored_and_one_row_makes_no_estimate(tmp_path: Path) ->
 
 
 def dataset(*rows: tuple[list[int], list[int]], **settings: Any) -> EncodedDataset:
-    """Return a dataset of prompts and replies."""
     input_ids = tuple(torch.tensor(prompt + reply) for prompt, reply in rows)
     targets = tuple(torch.tensor([-100] * (len(prompt) - 1) + reply + [-100]) for prompt, reply in rows)
     return EncodedDataset(input_ids=input_ids, targets=targets, **settings)

@@ -24,7 +24,6 @@ def read(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> TaskRows:
 
 
 def labels_of(found: TaskRows) -> dict[str, Any]:
-    """Return the label of every text."""
     rows = [row for row in (*found.train, *found.validation) if isinstance(row, LabelledText)]
     return {str(row.text): row.label for row in rows}
 

@@ -213,7 +213,6 @@ def test_an_adapter_may_be_judged_on_rows_of_the_other_kind(tmp_path: Path) -> N
 
 @pytest.fixture
 def simpo(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A method from an installed package."""
     objectives = replace(OBJECTIVES, own={**OBJECTIVES.own, "simpo": ObjectiveEntry(implementation="simpo:SimPO")})
     monkeypatch.setattr("alto.spec.method.OBJECTIVES", objectives)
     return "simpo"

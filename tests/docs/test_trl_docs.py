@@ -213,7 +213,6 @@ def names_of_scripts() -> set[str]:
 
 
 def table() -> list[tuple[str, str]]:
-    """Return the cells of the page's table."""
     found = re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
     return [(script, task) for script, task in found if "in the script" not in script]
 

@@ -41,7 +41,6 @@ SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 
 @pytest.fixture(scope="module")
 def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, alto.TaskResult, list[Any]]:
-    """A task, its result, and all events that an observer received."""
     folder = tmp_path_factory.mktemp("tuned")
     seen: list[Mapping[str, Any]] = []
     task = make_task(folder, model=str(model), search_space=SPACE, r=4)

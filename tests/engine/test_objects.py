@@ -56,7 +56,6 @@ def task_of(rows: Path, model: Any, tokenizer: Any = None, **changes: Any) -> al
 
 
 def numbers(result: alto.TaskResult) -> list[tuple[str, Any]]:
-    """Return all losses of a run."""
     events = (event for event in read_journal(result.run_dir) if event["event"] in ("train", "eval"))
     return sorted(
         (event["job"], json.dumps({key: event[key] for key in ("losses", "validation_loss") if key in event}))

@@ -75,7 +75,6 @@ def task(planted: Planted, tmp_path: Path) -> alto.Task:
 
 @pytest.fixture
 def waiting(task: alto.Task, tmp_path: Path) -> RunDir:
-    """A run that has not begun to train."""
     return RunDir.create(tmp_path / "runs", task)
 
 

@@ -43,7 +43,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Task]:
 
 @pytest.fixture(scope="module")
 def alone(tasks: Mapping[str, Task], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Each task's run alone, in this process."""
     folder = tmp_path_factory.mktemp("alone")
     return {name: TaskRunner().begin(task, folder).run_dir for name, task in tasks.items()}
 

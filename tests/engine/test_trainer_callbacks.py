@@ -21,8 +21,6 @@ SPACE = {"lr": [1e-3, 1e-2]}
 
 
 class Recording(TrainerCallback):
-    """Records its calls, by job."""
-
     def __init__(self) -> None:
         self.calls: dict[str, list[tuple[str, int, dict[str, float]]]] = {}
         self.states: dict[str, TrainerState] = {}

@@ -36,7 +36,6 @@ Loss = Callable[[Any, EncodedDataset], float]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with biases, and its tokenizer."""
     folder, tokenizer = tmp_path_factory.mktemp("base"), load_tokenizer()
     build_tiny("llama-bias", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -35,7 +35,6 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 
 
 def summary(run: str) -> str:
-    """Return the terminal's final summary."""
     console = Console(file=io.StringIO(), width=400)
     console.print(final_summary(read_history(run), run, max_rows=None, is_live=False))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

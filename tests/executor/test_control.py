@@ -63,7 +63,6 @@ class Commanded:
         self._plan.append((is_due, lambda: self.mailbox.send(action, job, **options)))
 
     def run(self) -> list[dict[str, Any]]:
-        """Train and return the journal."""
         self.result = run_task(self.task, self.run_dir, [lambda entry: self._observe(entry.to_dict())])
         self.answers = [self.mailbox.wait_for_answer(command, 0) for command in self._ids]
         assert not self._plan, "an event that a command waited for never came"

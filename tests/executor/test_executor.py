@@ -36,8 +36,6 @@ OFF = EarlyExit(enabled=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A task that has been run."""
-
     task: Task
     result: TaskOutcome
     root: Path

@@ -67,7 +67,6 @@ def gemma3() -> PreTrainedModel:
 
 
 def phi() -> PreTrainedModel:
-    """Build a model with a bias in its head."""
     return build_tiny("phi", vocab_size=VOCABULARY)
 
 

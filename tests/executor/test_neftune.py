@@ -30,7 +30,6 @@ def test_a_step_is_that_of_transformers_hook_with_the_same_draws(name: str) -> N
 
 
 def test_the_noise_is_not_small() -> None:
-    """Without the noise the step differs."""
     job = JOBS[0]
     banks = [Bank(make_model("llama"), make_task([job | {"neftune_noise_alpha": alpha}])) for alpha in (5.0, None)]
     found, other = (bank.step()["job-000"] for bank in banks)

@@ -71,7 +71,6 @@ def test_where_answers_choose_all_finalists_train_to_their_end() -> None:
 
 
 def clone(changes: dict[str, Any], **keys: Any) -> tuple[Job, Job]:
-    """Return the only job of a task, and a clone of it."""
     task = Task(**{"model": "alto-tiny", "dataset": "rows.jsonl"} | keys)
     [origin] = task.jobs
     others = [SimpleNamespace(id=origin.id, config=origin.config)]

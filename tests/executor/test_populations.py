@@ -34,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """A finished run of a population."""
     return Run(tmp_path_factory.mktemp("population") / "run", make(PBT)).train()
 
 

@@ -72,7 +72,6 @@ def make_run(folder: Path, **changes: Any) -> RunDir:
 def train(
     run_dir: RunDir, observers: Sequence[Observer] = (), *, is_interrupted: Callable[[], bool] | None = None
 ) -> TaskOutcome:
-    """Begin or continue the run."""
     task, resume_state, tokenizer = load_task(run_dir.task_file), recover(run_dir), load_tokenizer()
     backbone = Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama")
     with Journal(run_dir.journal_file, observers, past=resume_state.entries) as journal:

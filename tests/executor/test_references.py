@@ -51,7 +51,6 @@ class Base:
         return ask(backbone, batch)
 
     def runs_base_in(self, work: Callable[[], Any]) -> bool:
-        """Return whether ``work`` has run the base."""
         before = self.num_passes
         work()
         return self.num_passes > before
@@ -59,7 +58,6 @@ class Base:
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
-    """A base with an empty cache."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     return Base(monkeypatch)
 
@@ -187,7 +185,6 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
 
 
 def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] = lambda: False) -> list[Event]:
-    """Begin or continue a run; return its events."""
     resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)

@@ -121,7 +121,6 @@ def with_turned_scores(entry: JournalEntry) -> JournalEntry:
 
 
 def before_continuing(entries: list[JournalEntry]) -> list[JournalEntry]:
-    """Return the entries up to the outcome of the rung."""
     position = next(at for at, entry in enumerate(entries) if isinstance(entry.event, WarmupEnded))
     return entries[: position + 1]
 

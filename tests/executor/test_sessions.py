@@ -85,8 +85,6 @@ def bits(shared: SharedExecutor, name: str) -> dict[str, torch.Tensor]:
 
 
 class Raises:
-    """An objective that raises."""
-
     def __init__(self, implementation: Any, is_due: Callable[[], bool]) -> None:
         self._implementation, self._is_due = implementation, is_due
 

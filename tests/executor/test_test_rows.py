@@ -33,7 +33,6 @@ EXIT = {"rungs": [[0.3, 1.0], [0.6, 0.5]], "detect_divergence": False, "detect_o
 
 
 def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tuple[Path, list[dict[str, Any]]]:
-    """Return the folder of a finished run, and its events."""
     task = make_task(jobs, **{"eval_steps": 0.2, "early_exit": EXIT, "test_jobs": "all", **settings})
     with built(folder, task, data, Backbone(make_model("llama"), None, "unused")) as session:
         run_alone(session)

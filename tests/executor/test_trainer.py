@@ -56,7 +56,6 @@ class Jobs(Bank):
         super().__init__(make_model("llama"), make_task(configs, max_tokens_per_pass=max_tokens))
 
     def train(self, num_steps: int = 1) -> list[float]:
-        """Train, and return the losses of all jobs in all steps."""
         losses = []
         for _ in range(num_steps):
             losses += self.trainer.step(self.jobs)
@@ -85,7 +84,6 @@ def adamw(num_jobs: int) -> Jobs:
 
 
 def numbers(state: State) -> dict[str, torch.Tensor]:
-    """Return all tensors of every job, by name."""
     found = {}
     for job, (weights, optimizer) in enumerate(state):
         pairs = itertools.chain.from_iterable(weights.values())

@@ -53,7 +53,6 @@ def run_in(folder: Path, **changes: Any) -> RunDir:
 
 
 def finish(run: RunDir) -> list[dict[str, Any]]:
-    """Begin or continue a run; return its events."""
     task, resume_state = load_task(run.task_file), recover(run)
     context = TaskContext.of(task, *load_tiny(task))
     with Journal(run.journal_file, past=resume_state.entries) as journal:

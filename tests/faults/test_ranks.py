@@ -59,7 +59,6 @@ def undisturbed(
 
 @pytest.fixture(scope="module")
 def alone(task: alto.Task, tmp_path_factory: pytest.TempPathFactory) -> alto.TaskResult:
-    """The result of the same jobs in one process."""
     return alto.Engine(output_dir=tmp_path_factory.mktemp("alone")).tune(task.replace(num_gpus=1))
 
 

@@ -55,7 +55,6 @@ OTHER_KEYS: dict[str, tuple[str, ...]] = {
 
 
 def with_junk(value: Any) -> Iterator[Any]:
-    """Yield ``value`` with junk in each of its places."""
     yield from JUNK
     if isinstance(value, dict):
         for key, inner in value.items():

@@ -208,7 +208,6 @@ def localise(file: Path) -> str:
 
 
 def run(*arguments: str) -> str:
-    """Return what a command prints on stdout."""
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout.strip()

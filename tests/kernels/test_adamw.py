@@ -86,7 +86,6 @@ class Alone:
         self.optimizer = torch.optim.AdamW(groups, **settings)
 
     def step(self, gradient_P: Tensor) -> Tensor:
-        """Return the row's tensors after a step on ``gradient_P``."""
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             parameter.grad = gradient_P[part].clone()
         self.optimizer.step()

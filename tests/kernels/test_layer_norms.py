@@ -23,7 +23,6 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def both(x: Tensor, weight_H: Tensor, dy: Tensor, kind: NormKind, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
-    """Return the kernels' output and their gradient for ``x``."""
     x, weight_H, dy = on_device(x), on_device(weight_H), on_device(dy)
     y = functions().rms_norm(x.requires_grad_(), weight_H, epsilon, kind)
     [dx] = torch.autograd.grad(y, x, dy)

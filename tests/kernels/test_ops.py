@@ -61,12 +61,10 @@ class Case:
 
     @property
     def token_slots(self) -> Tensor:
-        """Return the slot of every token, ``[T]``."""
         return torch.tensor([slot for slot, start, end in self.schedule.segments for _ in range(start, end)])
 
     @property
     def token_scales(self) -> Tensor:
-        """Return the scale of every token, ``[T]``."""
         pairs = zip(self.schedule.lengths, self.schedule.scales, strict=True)
         return torch.tensor([scale for length, scale in pairs for _ in range(length)], dtype=torch.float64)
 
@@ -102,7 +100,6 @@ class Case:
         assert_same(torch.where(expected_TQ.isnan(), NAN, found_TQ), expected_TQ)
 
     def expected(self) -> Results:
-        """Return the results of the dense formula."""
         slots_T, scales_T1 = self.token_slots, self.token_scales[:, None]
         a_ZMKR, bs = self.group.dense(self.operands.params_ZP)
         da_ZMKR, dbs = self.group.dense(self.operands.grads_ZP)
@@ -287,7 +284,6 @@ def test_the_first_product_of_a_step_overwrites_and_later_ones_are_added(ops: Mo
 
 
 def gradients_of(operands: LoraOperands) -> list[tuple[Tensor, ...]]:
-    """Return copies of the gradients, by slot."""
     return [(own.da_KQ.clone(), *map(Tensor.clone, own.dbs)) for _, own in sorted(operands.slots.items())]
 
 

@@ -386,8 +386,6 @@ def test_launches(ops: ModuleType, monkeypatch: pytest.MonkeyPatch, num_members:
 
 
 class Counted:
-    """A kernel that counts its launches."""
-
     def __init__(self, kernel: Any, name: str, counts: Counter[str]) -> None:
         self._kernel, self._name, self._counts = kernel, name, counts
         self.arg_names = kernel.arg_names

@@ -49,7 +49,6 @@ class World:
         self.admit(configs)
 
     def admit(self, configs: Sequence[JobConfig]) -> None:
-        """Start again with a job for each of ``configs``."""
         self.configs = configs
         for index, (slot, config) in enumerate(zip(self.slots, configs, strict=True)):
             self.bank.occupy(slot, AdapterShape(rank=config.r, targets=tuple(self.modules)))
@@ -67,7 +66,6 @@ class World:
         return self.optimizer.read(self.slots[index])
 
     def rate(self, index: int, number: int) -> float:
-        """Return the learning rate of step ``number``, which falls."""
         return self.configs[index].learning_rate / (1 + number)
 
     def give_gradients(self, number: int) -> None:

@@ -55,8 +55,6 @@ def test_it_is_the_same_with_adapters_injected_and_leaves_no_hook(tiny_model: Mo
 
 
 class Calls:
-    """A backend that counts its shrinks."""
-
     def __init__(self) -> None:
         self._ops = choose_backend("torch")
         self.shrinks = 0

@@ -27,7 +27,6 @@ def history_of(loss_of, configs, *, stop_at_rung=(), rungs=((0.1, 0.5),)) -> Run
 
 
 def first(history) -> Comparison:
-    """Return the comparison of all jobs."""
     return importance_of_settings(history).comparisons[0]
 
 

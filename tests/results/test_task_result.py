@@ -420,7 +420,6 @@ def test_a_model_and_a_device_for_it_are_refused(result: alto.TaskResult) -> Non
 
 
 def test_tables_hold_what_the_journal_holds(result: alto.TaskResult) -> None:
-    """The test reads the journal itself, line by line."""
     lines = [json.loads(line) for line in (Path(result.run_dir) / "journal.jsonl").read_text("utf-8").splitlines()]
     evaluations = [line for line in lines if line["event"] == "eval"]
     frame = result.curves[result.curves["step"] > 0]

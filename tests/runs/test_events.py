@@ -59,7 +59,6 @@ PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Return values of a field of this type."""
     if hint in PLAIN:
         return PLAIN[hint]
     origin, arguments = get_origin(hint), get_args(hint)

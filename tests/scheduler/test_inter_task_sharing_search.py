@@ -45,7 +45,6 @@ def planned(problem: SchedulingProblem, method: str = "lpt") -> Schedule:
 
 
 def together(schedule: Schedule) -> set[frozenset[str]]:
-    """Return the tasks that share each executor."""
     by_executor: dict[str, set[str]] = {}
     for placement in schedule.placements:
         if placement.executor:

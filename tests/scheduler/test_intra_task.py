@@ -51,7 +51,6 @@ def slots_after(demands: list[JobDemand], plan: ResidentPlan) -> dict[str, int]:
 
 
 def train_after(demands: list[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
-    """Return the jobs that take the next step."""
     slot_of = slots_after(demands, plan)
     return [d for d in demands if d.job in slot_of and (not d.is_waiting or d.job in plan.ahead)]
 

@@ -34,7 +34,6 @@ def situations(draw: st.DrawFn, *, max_jobs: int = 24, max_ranks: int = 6) -> Si
 
 
 def loads_of(demands: Sequence[RankDemand], rank_of: dict[str, int], slots: RankSlots) -> list[int]:
-    """Return the tokens of each rank's step."""
     loads = [0] * slots.num_ranks
     for demand in demands:
         loads[rank_of[demand.job]] += demand.num_tokens
@@ -50,7 +49,6 @@ def num_moved(demands: Sequence[RankDemand], rank_of: dict[str, int]) -> int:
 
 
 def all_ways(demands: Sequence[RankDemand], slots: RankSlots) -> Iterator[dict[str, int]]:
-    """Yield every assignment that the slots allow."""
     for ranks in itertools.product(range(slots.num_ranks), repeat=len(demands)):
         if max(Counter(ranks).values(), default=0) <= slots.per_rank:
             yield {demand.job: rank for demand, rank in zip(demands, ranks, strict=True)}

@@ -34,7 +34,6 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A service with two tenants."""
     from sites import open_site
 
     with open_site(tmp_path_factory.mktemp("service")) as found:

@@ -39,8 +39,6 @@ OTHER = "rival"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A server's answer."""
-
     status: int
     headers: http.client.HTTPMessage
     body: bytes
@@ -52,8 +50,6 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Browser:
-    """A browser that follows nothing by itself."""
-
     service: Served
     key: str = ""
 

@@ -172,7 +172,6 @@ def test_only_what_was_measured_is_shown_as_planned(site: Served) -> None:
 
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """The tasks whose rows were tokenised."""
     found = []
     made = context.preview_data
 

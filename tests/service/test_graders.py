@@ -31,7 +31,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def created(service: Served, select_by: Any, **more: Any) -> Any:
-    """Return the task of an accepted job with ``select_by``."""
     client = service.client()
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": TRAINED | {"select_by": select_by, **more}}}
     job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client), method=method)

@@ -46,7 +46,6 @@ def client(service: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def done(service: Served, client: openai.OpenAI) -> Any:
-    """A job that has succeeded."""
     job = client.fine_tuning.jobs.create(
         model="alto-tiny", training_file=service.upload(client), hyperparameters={"n_epochs": 1}, metadata={"a": "b"}
     )
@@ -490,7 +489,6 @@ def test_an_upload_completes_once(service: Served, client: openai.OpenAI) -> Non
 
 
 def test_the_client_repeats_a_lost_answer_by_itself(service: Served) -> None:
-    """The first answer never arrives."""
     lost = list[str]()
 
     class Lossy(httpx2.HTTPTransport):

@@ -40,8 +40,6 @@ PAIRS = "".join(
 
 
 class Server:
-    """The running command."""
-
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url

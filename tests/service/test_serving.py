@@ -27,8 +27,6 @@ _INTERVAL_S = 10.0
 
 
 class Clock:
-    """A clock that tests move."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 

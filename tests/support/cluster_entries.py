@@ -61,7 +61,6 @@ class Alone:
 
 
 def alone(work: Callable[[str, IsInterrupted], str | None]) -> type[Alone]:
-    """Return the host that does this work."""
     return type(work.__name__, (Alone,), {"work": staticmethod(work)})
 
 
@@ -136,7 +135,6 @@ def leaves_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 @alone
 def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Write the environment variables."""
     names = (
         "RANK",
         "WORLD_SIZE",
@@ -164,7 +162,6 @@ class TellsTicket:
 
 @alone
 def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Write the devices that PyTorch sees."""
     import torch
 
     tell(run_dir, "devices", threads=torch.get_num_threads(), gpus=torch.cuda.device_count())

@@ -66,7 +66,6 @@ class FakeVllm:
         self.adapters.clear()
 
     def paths(self) -> list[str]:
-        """Paths of the requests so far."""
         return [path for _, path, _, _ in self.requests]
 
     def loads(self) -> list[str]:

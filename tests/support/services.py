@@ -49,11 +49,9 @@ class Served:
     coordinator: Coordinator | None
 
     def client(self, key: str = "none", **settings: Any) -> openai.OpenAI:
-        """Return the unmodified client."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **settings})
 
     def upload(self, client: openai.OpenAI, content: bytes = ROWS) -> str:
-        """Upload a file, and return its id."""
         return client.files.create(file=("rows.jsonl", content), purpose="fine-tune").id
 
     def finished(self, client: openai.OpenAI, job: str) -> Any:

@@ -23,8 +23,6 @@ Event = dict[str, Any]
 
 
 class Recorder:
-    """A tracker that records what it gets."""
-
     def __init__(self) -> None:
         self.runs: list[TrackedRun] = []
         self.points: dict[str, list[Point]] = {}

@@ -33,8 +33,6 @@ def show(events: list[Event], run_dir: Path) -> None:
 
 
 class TestOffline:
-    """The real W&B."""
-
     pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # raised by it and its libraries
 
     @pytest.fixture(autouse=True)
@@ -146,7 +144,6 @@ def offline_files(run_dir: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the content of an offline run."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     run: dict[str, Any] = {"history": {}, "summary": {}}

@@ -60,7 +60,6 @@ def submit(queue: Queue, time_s: float, *names: str, **more: object) -> list[Act
 
 
 def started(actions: list[Action]) -> dict[str, str]:
-    """Return the executor of each started task."""
     return {action.task: action.executor for action in actions if isinstance(action, StartTask)}
 
 

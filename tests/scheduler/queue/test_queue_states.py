@@ -274,7 +274,6 @@ class SharingMachine(World):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), at_once=st.booleans())
     def crash(self, data: st.DataObject, at_once: bool) -> None:
-        """Lose an executor with all of its tasks."""
         run = self.one(data)
         runs = self.beside(run) or [run]
         failed = [
@@ -302,7 +301,6 @@ class SharingMachine(World):
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """Lose a GPU with its executor."""
         gpu = data.draw(st.sampled_from(self.gpus()))
         if gpu not in self.there:
             return
