@@ -31,7 +31,7 @@ from benchmarks.dpo import program as dpo
 from benchmarks.dpo.gate import TOLERANCE, gate_failures
 from benchmarks.dpo.judge import Worth
 from benchmarks.dpo.measured import Measured, Tuned
-from benchmarks.dpo.tell import best_accuracy, figures
+from benchmarks.dpo.summary import best_accuracy, figures
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
 ROWS = [

@@ -103,19 +103,19 @@ def test_a_finished_study_keeps_no_parts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"told": 1 + 2 * TOLERANCE}, "expected a test loss of"),
-        ({"worth": 1 + 2 * TOLERANCE}, "expected a validation loss of"),
-        ({"worth": float("nan")}, "expected finite losses"),
+        ({"test_loss": 1 + 2 * TOLERANCE}, "expected a test loss of"),
+        ({"peft_losses": 1 + 2 * TOLERANCE}, "expected a validation loss of"),
+        ({"peft_losses": float("nan")}, "expected finite losses"),
     ],
 )
 def test_the_gate_bites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, float], message: str
 ) -> None:
-    told, worth = Answers.told, Answers.worth
-    factor = change.get("told", 1.0)
-    monkeypatch.setattr(Answers, "told", lambda *given: told(*given) * factor)
-    by = change.get("worth", 1.0)
-    monkeypatch.setattr(Answers, "worth", lambda *given: tuple(by * loss for loss in worth(*given)))
+    test_loss, peft_losses = Answers.test_loss, Answers.peft_losses
+    factor = change.get("test_loss", 1.0)
+    monkeypatch.setattr(Answers, "test_loss", lambda *given: test_loss(*given) * factor)
+    by = change.get("peft_losses", 1.0)
+    monkeypatch.setattr(Answers, "peft_losses", lambda *given: tuple(by * loss for loss in peft_losses(*given)))
     assert run(tmp_path, "--pieces", "sweep24", "--systems", "alto") == 1
     result = result_in(tmp_path)
     assert (result["gate"], result["figures"], result["rows"]) == ("failed", {}, [])
