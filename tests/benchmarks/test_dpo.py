@@ -79,7 +79,7 @@ def test_the_smallest_scale_passes_its_gate(smoke):
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert all(0 <= value <= 1 for value in measured.recording.jobs[0].metrics["reward_accuracy"])
     tuned = measured.batched[measured.first_seed]
-    assert tuned.told_accuracy == pytest.approx(best_accuracy(measured.sequential[tuned.result.best_job]))
+    assert tuned.reported_accuracy == pytest.approx(best_accuracy(measured.sequential[tuned.result.best_job]))
     assert [row["exit"] for row in result["rows"] if "saved" in row] == ["overfitting", "diverging", "underperforming"]
     assert len([row for row in result["rows"] if "heldout_accuracy" in row]) == 4
 
