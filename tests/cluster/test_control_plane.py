@@ -1,7 +1,7 @@
 """The controller, its queue on disk and its mailbox as one state machine, killed at any instant and started again.
 
-Executors are made of nothing but a clock, so that nothing waits. What must hold: no task is lost, none runs twice,
-every command takes effect once, and whoever follows the events and comes back sees each once and in order.
+Executors are only a clock, so nothing waits. The invariants: no task is lost or runs twice, every command takes effect
+once, and a follower of the events that comes back sees each event once, in order.
 """
 
 from __future__ import annotations

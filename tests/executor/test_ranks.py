@@ -1,6 +1,6 @@
 """Isolation on several ranks: a job beside others, on any rank and any number of ranks, equals the job alone.
 
-What every rank does is checked where it does it (``tests/support/rank_jobs.py``); whole curves are compared here.
+Each rank checks itself (``tests/support/rank_jobs.py``); whole curves are compared here.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def test_by_default_only_a_job_that_leads_is_tested(tmp_path: Path) -> None:
         if event["event"] == "eval" and event["is_best"]:
             best_steps[event["job"], event["step"]] = True
     tested = is_tested(events)
-    # Of jobs that are evaluated together, only the one that leads afterwards.
+    # Among jobs that are evaluated together, only the new leader.
     assert set(tested) <= set(led)
     assert len(tested) < len(best_steps)
     history = read_history(root)

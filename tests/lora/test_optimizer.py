@@ -1,6 +1,6 @@
 """``SlotAdamW`` on a row equals ``clip_grad_norm_`` and ``torch.optim.AdamW`` on that adapter alone.
 
-That LoRA+ rates are PEFT's is shown by ``tests/executor/test_isolation.py``, whose oracle is PEFT's own optimizer.
+``tests/executor/test_isolation.py`` compares LoRA+ rates with PEFT's own optimizer.
 """
 
 from __future__ import annotations

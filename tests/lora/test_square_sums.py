@@ -51,7 +51,7 @@ class World:
         self.bank.ops = ops
         self.bank.keep_square_sums(ops.gradient_tiles(self.base, dtype))
         assert self.bank.square_sums is not None
-        # Nobody reads what nobody has written.
+        # Unwritten sums must not be read.
         self.bank.square_sums.sums_ZC.fill_(float("nan"))
         self.groups = [self.bank.operands(index, index) for index in range(len(layout.groups))]
         for slot, shape in enumerate(shapes):

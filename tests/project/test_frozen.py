@@ -1,7 +1,7 @@
 """Runs of every kind give what they gave when they were recorded: journals, files, adapters, reports, answers.
 
-A change of the code that is to change nothing for users changes none of this. Where a change is meant, the recordings
-are written anew: see ``tests/support/frozen.py``.
+A change of the code that users must not notice changes none of this. After an intended change the recordings are
+written again: see ``tests/support/frozen.py``.
 """
 
 from __future__ import annotations

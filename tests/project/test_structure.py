@@ -1,6 +1,6 @@
 """The shape of the source, read without importing it: no circles, few parameters, short files.
 
-That names of events are spelled in one place is the business of ``tests/runs/test_event_names.py``.
+``tests/runs/test_event_names.py`` checks that names of events are spelled in one place.
 """
 
 from __future__ import annotations

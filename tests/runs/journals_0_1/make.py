@@ -1,11 +1,11 @@
-"""Make the run folders of version 0.1 that lie here, with that version's code.
+"""Make the run folders of version 0.1 in this folder, with that version's code.
 
     git worktree add /tmp/alto-0.1 d09c0f5
     PYTHONPATH=/tmp/alto-0.1/src python tests/runs/journals_0_1/make.py
 
-``finished`` is a run of DPO that chooses by reward accuracy, ``interrupted`` a run that was stopped at a checkpoint,
-``queue`` a queue of two tasks of which one was stopped. Their rows lie in ``rows``; files name the folder ``/alto-0.1``
-in place of the one in which they were made.
+``finished`` is a run of DPO that chooses by reward accuracy, ``interrupted`` a run stopped at a checkpoint, ``queue`` a
+queue of two tasks, one of them stopped. Their rows are in ``rows``. The files name the folder ``/alto-0.1`` instead of
+the folder in which they were made.
 """
 
 from __future__ import annotations
