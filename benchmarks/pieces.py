@@ -134,7 +134,7 @@ class Piece:
 
     @property
     def is_sound(self) -> bool:
-        """Whether everything was measured, and the gate passed."""
+        """True if everything was measured, and the gate passed."""
         return self.is_finished and not self.failures and not self.errors
 
 
@@ -270,8 +270,8 @@ def describe_error(error: Exception) -> str:
     """Return a description in one line: out of memory, or the type and the first line of the message."""
     if isinstance(error, torch.OutOfMemoryError):
         return "out of memory"
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}{f': {said[0]}' if said else ''}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}{f': {lines[0]}' if lines else ''}"
 
 
 def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
@@ -327,8 +327,8 @@ def read_pieces(study: Study, folder: Path) -> list[Piece]:
     for name in study.pieces:
         file = _file(study, name, folder)
         if file.exists():
-            said = json.loads(file.read_text(encoding="utf-8"))
-            found.append(Piece(**(said | {"origin": Origin(**said["origin"])})))
+            content = json.loads(file.read_text(encoding="utf-8"))
+            found.append(Piece(**(content | {"origin": Origin(**content["origin"])})))
     return found
 
 

@@ -1,15 +1,15 @@
-"""What all tests share: no network, a budget, and models small enough to run in milliseconds."""
+"""Settings for all tests: no network, a time budget, and models small enough to run in milliseconds."""
 
 from __future__ import annotations
 
 import os
 
-# Read by huggingface_hub when it is imported, so it has to stand before anything that imports transformers.
+# huggingface_hub reads it when imported, so it must be set before anything imports transformers.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 
-# Read by triton when it is imported: without a GPU its kernels are interpreted on the CPU.
+# Triton reads it when imported: without a GPU its kernels are interpreted on the CPU.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported and collected stays to the end: no collection of garbage looks through it again."""
+    """Exempt imported modules and collected tests from garbage collection, which would scan them again and again."""
     gc.collect()
     gc.freeze()
 
@@ -68,7 +68,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Profiles that the machine's user has measured decide no test."""
+    """Keep profiles measured by the user of this machine out of all tests."""
     os.environ["ALTO_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
@@ -94,9 +94,9 @@ def tiny_model() -> Callable[..., PreTrainedModel]:
 
 @pytest.fixture
 def computes_in_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU that is taken for one with instructions for half precision, so that tests pass on any.
+    """A CPU that reports instructions for half precision, so that tests pass on any CPU.
 
-    Whatever it has, torch's results are the same but for rounding; without them they take longer.
+    Without the instructions torch computes the same, up to rounding, but more slowly.
     """
     found = {**torch.cpu.get_capabilities(), "avx512_bf16": True, "avx512_fp16": True}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)

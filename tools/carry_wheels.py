@@ -235,9 +235,11 @@ def _normal(name: str) -> str:
 
 def _machine(options: argparse.Namespace) -> Machine:
     if options.machine is not None:
-        said = json.loads(options.machine.read_text(encoding="utf-8"))
+        content = json.loads(options.machine.read_text(encoding="utf-8"))
         return Machine(
-            python_version=said["python_version"], platforms=tuple(said["platforms"]), packages=said["packages"]
+            python_version=content["python_version"],
+            platforms=tuple(content["platforms"]),
+            packages=content["packages"],
         )
     has = [name.partition("==") for name in options.has or USUALLY_THERE]
     return Machine(

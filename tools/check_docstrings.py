@@ -1,5 +1,5 @@
 """Checks how docstrings begin: a function's docstring with a verb, and no sentence or entry with a word that makes it a
-riddle.
+riddle. The docstring of a test states the fact that it proves, and that of a fixture may begin with a noun.
 
     python -m tools.check_docstrings
 
@@ -19,7 +19,7 @@ from pathlib import Path
 __all__ = ["complaints", "main"]
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("src/alto", "benchmarks", "tools")
+FOLDERS = ("src/alto", "benchmarks", "tools", "tests")
 
 NOWHERE = frozenset({"As", "Of", "That", "Those", "What", "Which", "Whose"})
 """Words that must not begin a docstring or an entry of one."""
@@ -77,10 +77,10 @@ def _complaints_of(string: ast.Constant, *, is_function: bool) -> Iterator[str]:
 
 
 def _is_function(node: ast.AST) -> bool:
-    """Return whether ``node`` is a function that is called. A property is not: its docstring begins with a noun."""
-    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+    """Return whether ``node`` is a function that is called by name. Tests, fixtures and properties are not."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("test_"):
         return False
-    return not any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return not re.search("property|fixture", " ".join(map(ast.unparse, node.decorator_list)))
 
 
 def _attributes(body: Iterable[ast.stmt]) -> Iterator[tuple[ast.stmt, ast.Constant]]:

@@ -221,9 +221,9 @@ def compile_build(build: Build | LayerBuild) -> Usage:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", told)
-    assert found, f"cuobjdump has another output format now: {told}"
+        output = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", output)
+    assert found, f"cuobjdump has another output format now: {output}"
     registers, stack, local = map(int, found.groups())
     # These kernels have no arrays of their own, so everything on the stack was spilled.
     return Usage(registers=registers, spilled=max(stack, local), shared=compiled.metadata.shared)
@@ -292,18 +292,18 @@ def main() -> int:
     parser.add_argument("--arch", type=int, nargs="+", default=ARCHES, choices=ARCHES)
     parser.add_argument("--narrow", type=int, nargs="+", default=NARROWS, choices=NARROWS, help="columns of a slot")
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES, help="of base and bank")
-    asked = parser.parse_args()
-    bases = [DTYPES[name][0] for name in asked.dtypes]
-    wanted = [*builds(asked.arch, asked.narrow, asked.dtypes), *layer_builds(asked.arch, bases)]
+    options = parser.parse_args()
+    bases = [DTYPES[name][0] for name in options.dtypes]
+    wanted = [*builds(options.arch, options.narrow, options.dtypes), *layer_builds(options.arch, bases)]
     # Processes, because the compiler holds Python's lock.
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         done = list(zip(wanted, pool.imap(compile_build, wanted), strict=True))
     problems = [fault for build, usage in done for fault in faults(build, usage)]
-    if asked.check:
-        written = asked.page.read_text(encoding="utf-8")
+    if options.check:
+        written = options.page.read_text(encoding="utf-8")
         problems += [difference for build, usage in done for difference in differences(build, usage, written)]
     else:
-        asked.page.write_text(page(line(build, usage) for build, usage in done), encoding="utf-8")
+        options.page.write_text(page(line(build, usage) for build, usage in done), encoding="utf-8")
     print(f"{len(done)} builds, {len(problems)} problems", *problems, sep="\n")
     return 1 if problems else 0
 

@@ -111,11 +111,11 @@ def _part(kind: type) -> str:
 
 def _described(kind: type) -> str:
     summary = " ".join((inspect.getdoc(kind) or "").partition("\n\n")[0].split())
-    said = meanings(kind)
+    described = meanings(kind)
     hints = get_type_hints(kind)
     rows = [
         f"| `{field.name}`{'*' if _may_be_left_out(field, kind) else ''} | {_type(hints[field.name])} "
-        f"| {_sentence(said.get(field.name, field.name.replace('_', ' ')))}{_earlier(field)} |"
+        f"| {_sentence(described.get(field.name, field.name.replace('_', ' ')))}{_earlier(field)} |"
         for field in dataclasses.fields(kind)
     ]
     table = ["", "| field | type | meaning |", "| --- | --- | --- |", *rows] if rows else []

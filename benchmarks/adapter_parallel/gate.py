@@ -33,11 +33,13 @@ def gate_failures(
             of_ranks: list[tuple[list[str], set[tuple[int, str]]]] = [([], set())] * dist.get_world_size()
             mine = {(job, module) for job, facts in found.items() for module in facts.gradients}
             dist.all_gather_object(of_ranks, (wrong(found, expected), mine))
-            said = list(dict.fromkeys(failure for failures_of_rank, _ in of_ranks for failure in failures_of_rank))
+            differences = list(
+                dict.fromkeys(failure for failures_of_rank, _ in of_ranks for failure in failures_of_rank)
+            )
             missing = {(job, module) for job in range(len(expected)) for module in expected[job].gradients}
             missing -= set().union(*(known for _, known in of_ranks))
-            said += [f"job {job}: no gradient of {module}" for job, module in sorted(missing)]
-            failures += [f"{name}, batch size {batch_size}, {failure}" for failure in said]
+            differences += [f"job {job}: no gradient of {module}" for job, module in sorted(missing)]
+            failures += [f"{name}, batch size {batch_size}, {failure}" for failure in differences]
     return failures
 
 

@@ -62,8 +62,8 @@ def _curves(measured: Measured) -> list[str]:
 def _worth(name: str, tuned: Tuned, num_pairs: int) -> list[str]:
     failures = _differences(name, [tuned.validation.loss], [tuned.result.best_validation_loss], TOLERANCE)
     # A pair whose margin is only rounding may count as right or wrong.
-    if abs(tuned.validation.accuracy - tuned.told_accuracy) > 1.5 / num_pairs:
-        failures.append(f"{name}: expected an accuracy of {tuned.validation.accuracy}, found {tuned.told_accuracy}")
+    if abs(tuned.validation.accuracy - tuned.reported_accuracy) > 1.5 / num_pairs:
+        failures.append(f"{name}: expected an accuracy of {tuned.validation.accuracy}, found {tuned.reported_accuracy}")
     return failures
 
 

@@ -34,7 +34,7 @@ class Tuned:
     heldout: Worth
 
     @property
-    def told_accuracy(self) -> float:
+    def reported_accuracy(self) -> float:
         """Reward accuracy of the exported adapter on the validation pairs, as ALTO reports it."""
         return self.result.best_metrics["reward_accuracy"]
 

@@ -31,7 +31,7 @@ from benchmarks.common import PREFERENCE_PAIRS, Result, option_parser, publish
 from benchmarks.dpo.gate import gate_failures
 from benchmarks.dpo.judge import Judge
 from benchmarks.dpo.measured import Measured, Tuned
-from benchmarks.dpo.tell import best_loss, figures, notes, rows
+from benchmarks.dpo.summary import best_loss, figures, notes, rows
 from benchmarks.end_to_end.plans import LEARNING_RATE_FACTOR, PAPER_LEARNING_RATES
 from benchmarks.end_to_end.systems import eval_steps, observed, tune
 from benchmarks.rows import read_rows

@@ -1,6 +1,6 @@
 """A driver of Triton for a machine without a GPU: kernels are compiled for one, and their launches do nothing.
 
-What remains of a launch is the work of Python, up to the call of Triton's launcher, which is C code.
+A launch is then only the work of Python, up to the call of Triton's launcher, which is C code.
 """
 
 from __future__ import annotations

@@ -306,8 +306,8 @@ VARIANTS: Mapping[str, Callable[[PreTrainedModel, Workload], Variant]] = {
 
 def usable_variants(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """Return all variants except those that PyTorch cannot run on this device."""
-    asked = {"grouped_mm": grouped_mm, "lorafusion": lorafusion}
-    return tuple(name for name in VARIANTS if name not in asked or asked[name].is_supported(device, dtype))
+    optional = {"grouped_mm": grouped_mm, "lorafusion": lorafusion}
+    return tuple(name for name in VARIANTS if name not in optional or optional[name].is_supported(device, dtype))
 
 
 def build(name: str, base: PreTrainedModel, workload: Workload) -> Variant:

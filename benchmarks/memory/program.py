@@ -221,8 +221,8 @@ def in_child(request: dict[str, Any], module: str = "benchmarks.memory.child") -
     )
     sys.stderr.write(done.stderr)
     if done.returncode:
-        said = (done.stderr.strip() or "nothing").splitlines()[-1]
-        raise RuntimeError(f"its process ended with exit code {done.returncode} and said: {said}")
+        last_line = (done.stderr.strip() or "nothing").splitlines()[-1]
+        raise RuntimeError(f"its process ended with exit code {done.returncode} and said: {last_line}")
     answer: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return answer
 

@@ -28,9 +28,9 @@ GROUPS: Mapping[str, Mapping[str, Experiment]] = {"all": PAPER, "others": OTHERS
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
-    asked = next((name for name in arguments if name in EXPERIMENTS), None)
-    if asked is not None and not {"-h", "--help"}.isdisjoint(arguments):
-        program = EXPERIMENTS[asked].program
+    named = next((name for name in arguments if name in EXPERIMENTS), None)
+    if named is not None and not {"-h", "--help"}.isdisjoint(arguments):
+        program = EXPERIMENTS[named].program
         return load(program)(["--help"]) if program is not None else _parser().parse_args(["--help"])
     parser = _parser()
     options, own = parser.parse_known_args(arguments)

@@ -212,7 +212,7 @@ class Measurement:
         if setting is not None and not failures:
             adapter = Path(result.adapter_dir)
             test_loss, failures = judged(
-                setting, adapter, result.best_validation_loss, told=setting.told(result.run_dir)
+                setting, adapter, result.best_validation_loss, test_loss=setting.test_loss(result.run_dir)
             )
         print(f"{self.name} {self.system}: {duration_s:.1f} s, best {result.best_validation_loss:.4f}", flush=True)
         row = self._row(
@@ -243,7 +243,7 @@ class Measurement:
         if not failures:
             adapter = Path(result.adapter_dir)
             test_loss, failures = judged(
-                setting, adapter, result.best_validation_loss, told=setting.told(result.run_dir)
+                setting, adapter, result.best_validation_loss, test_loss=setting.test_loss(result.run_dir)
             )
         if not failures:
             recording = Recording.from_journal(read_entries(Path(result.run_dir) / "journal.jsonl"))

@@ -53,11 +53,11 @@ class Setting(Protocol):
         """Train the first ``share`` of ``job``: :func:`trl_config`. ``best`` keeps its best adapter, if TRL lets it."""
         ...
 
-    def worth(self, adapter: Path) -> tuple[float, float]:
+    def peft_losses(self, adapter: Path) -> tuple[float, float]:
         """Return validation and test loss of an adapter, as PEFT finds them."""
         ...
 
-    def told(self, run_dir: str) -> float | None:
+    def test_loss(self, run_dir: str) -> float | None:
         """Return the test loss of a run's best adapter as ALTO finds it; None if ALTO has no such number."""
         ...
 
@@ -88,7 +88,7 @@ class Answers:
         config, steps = trl_config(job, self.num_train, share)
         return train_one(self.sweep.prepared, config, eval_at_steps=steps, on_evaluation=best.keep)
 
-    def worth(self, adapter: Path) -> tuple[float, float]:
+    def peft_losses(self, adapter: Path) -> tuple[float, float]:
         train, _, test = self._splits
         tested = prepare(self._base, train[:1], test, max_length=self._size.max_length)
         prepared = self.sweep.prepared
@@ -97,7 +97,7 @@ class Answers:
             adapter_loss(tested, adapter, tested.validation),
         )
 
-    def told(self, run_dir: str) -> float | None:
+    def test_loss(self, run_dir: str) -> float | None:
         rows = str(self._folder / "sweep" / "test.jsonl")
         [found] = Engine().evaluate(run_dir, dataset=rows, metric="loss").adapters
         return found.evaluation.loss
@@ -134,7 +134,7 @@ class Pairs:
         start = first_adapter(load_backbone(self.task.base_model), job.config)
         return train_on_pairs(self._prepared, config, start=start, eval_at_steps=steps)
 
-    def worth(self, adapter: Path) -> tuple[float, float]:
+    def peft_losses(self, adapter: Path) -> tuple[float, float]:
         prepared = self._prepared
         heldout = tokenize_pairs(prepared.tokenizer, self._splits[2], max_length=self._size.max_length)
         validation, test = (
@@ -143,7 +143,7 @@ class Pairs:
         )
         return validation, test
 
-    def told(self, run_dir: str) -> float | None:
+    def test_loss(self, run_dir: str) -> float | None:
         return None  # alto eval measures preferences of pairs, but no loss
 
 
@@ -185,18 +185,18 @@ def winner_failures(task: Task, result: TaskResult) -> list[str]:
 
 
 def judged(
-    setting: Setting, adapter: Path, validation_loss: float, *, told: float | None = None
+    setting: Setting, adapter: Path, validation_loss: float, *, test_loss: float | None = None
 ) -> tuple[float, list[str]]:
     """Return the test loss of an adapter, as PEFT finds it, and the faults.
 
     Args:
         validation_loss: Validation loss that the system reports.
-        told: Test loss that the system finds; None if it has none.
+        test_loss: Test loss that the system finds; None if it has none.
     """
-    found = setting.worth(adapter)
+    found = setting.peft_losses(adapter)
     failures = [
         f"{adapter}: expected a {split} loss of {by_peft} within {TOLERANCE:g}, as PEFT finds it, found {reported}"
-        for split, by_peft, reported in zip(("validation", "test"), found, (validation_loss, told), strict=True)
+        for split, by_peft, reported in zip(("validation", "test"), found, (validation_loss, test_loss), strict=True)
         if reported is not None and not math.isclose(by_peft, reported, rel_tol=TOLERANCE)
     ]
     if not all(map(math.isfinite, found)):

@@ -1,4 +1,4 @@
-"""The task's best adapter as a folder: the winner's files, its numbers, a card that says how to use it."""
+"""The folder of a task's best adapter: its files, its numbers, and a card that says how to use it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that leave a run: their folders, and uploads to a private repository."""
+"""Export of adapters from a run: to folders, and to a private repository on the hub."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             {"use_dora": True},
@@ -88,13 +88,13 @@ def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
         ({"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2}}, "one rank and one scale"),
     ],
 )
-def test_what_vllm_cannot_serve_is_said_instead_of_a_command(
-    settings: dict[str, Any], said: str, base: Path, tmp_path: Path
+def test_what_vllm_cannot_serve_is_reported_instead_of_a_command(
+    settings: dict[str, Any], message: str, base: Path, tmp_path: Path
 ) -> None:
     result = alto.Engine().export(save_adapter(base, tmp_path / "mine", **settings), tmp_path / "out")
     assert result.command == ""
     (note,) = result.notes
-    assert said in note
+    assert message in note
     assert note.endswith("--merged writes a model that vLLM serves.")
 
 
@@ -108,7 +108,7 @@ def test_every_kind_of_tensor_is_named_as_what_vllm_cannot_serve(base: Path, tmp
     )
 
 
-def test_experts_that_vllm_reads_one_by_one_are_said(tmp_path: Path) -> None:
+def test_experts_that_vllm_reads_one_by_one_are_reported(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "mixtral")
     adapter = random_adapter(build_mixture("mixtral", vocab_size=len(load_tokenizer())), tmp_path / "mine")
     engine = alto.Engine()
@@ -121,7 +121,7 @@ def test_experts_that_vllm_reads_one_by_one_are_said(tmp_path: Path) -> None:
 
 def test_the_card_of_a_folder_says_what_it_is_and_names_a_hub_model_alone(base: Path, tmp_path: Path) -> None:
     adapter = save_adapter(base, tmp_path / "mine")
-    (adapter / "README.md").unlink()  # PEFT's
+    (adapter / "README.md").unlink()  # PEFT wrote it
     alto.Engine().export(adapter, tmp_path / "out")
     assert header_of(tmp_path / "out") == {
         "library_name": "peft",
@@ -132,7 +132,7 @@ def test_the_card_of_a_folder_says_what_it_is_and_names_a_hub_model_alone(base: 
 
 
 def test_the_header_for_a_hub_model_is_that_of_peft(base: Path, tmp_path: Path) -> None:
-    """PEFT's own card of the same adapter has these keys and tags, in another order."""
+    """PEFT's own card has the same keys and tags, in another order."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -170,7 +170,7 @@ def adapter(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The client of the hub, with the signatures of the real one, logged in as ``ann``."""
+    """A client of the hub with the signatures of the real one, logged in as ``ann``."""
     found = create_autospec(HfApi, instance=True)
     found.create_repo.return_value = RepoUrl("https://huggingface.co/ann/mine")
     monkeypatch.setattr(winner, "HfApi", lambda: found)

@@ -1,4 +1,4 @@
-"""Python in model cards: it runs, and finds what transformers and PEFT find when they are called by hand."""
+"""Python code in model cards: it runs, and computes what transformers and PEFT compute when called directly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 import alto
 
-# PEFT asks transformers for a property under its old name, and warns of tied weights.
+# PEFT reads a transformers property by its deprecated name, and warns about tied weights.
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 FOLDER = 'folder = "path/to/this/folder"'
@@ -40,7 +40,7 @@ ROWS: dict[str, Any] = {
 
 
 def save_untied(folder: Path) -> Path:
-    """A random Llama that does not repeat the last token for ever, and its tokenizer."""
+    """Save a random Llama that does not repeat its last token for ever, with its tokenizer."""
     config = random_llama(len(load_tokenizer())).config
     config.tie_word_embeddings = False
     LlamaForCausalLM(config).save_pretrained(save_model(folder))
@@ -48,7 +48,7 @@ def save_untied(folder: Path) -> Path:
 
 
 def task_of(folder: Path, **changes: Any) -> alto.Task:
-    """A task on a random model."""
+    """Return a task on a random model."""
     settings = {
         "model": str(folder / "base") if "model" in changes else str(save_untied(folder / "base")),
         "search_space": {"lr": [0.05], "r": [3]},
@@ -61,7 +61,7 @@ def task_of(folder: Path, **changes: Any) -> alto.Task:
 
 
 def rows_of(folder: Path, kind: str) -> dict[str, Any]:
-    """Keys of a task on rows of a kind of :data:`ROWS`."""
+    """Return the keys of a task on rows of a kind of :data:`ROWS`."""
 
     def filled(value: Any, n: int) -> Any:
         if callable(value):
@@ -76,17 +76,17 @@ def rows_of(folder: Path, kind: str) -> dict[str, Any]:
 
 
 def run_card(folder: Path, elsewhere: pytest.MonkeyPatch, **objects: Any) -> dict[str, Any]:
-    """Run the Python of the card in ``folder`` from another directory, with the names that it leaves behind.
+    """Run the Python code of the card in ``folder`` from another directory, and return the names it defines.
 
     Args:
-        objects: What the reader puts in place of ``...``, by name.
+        objects: The values that a reader fills in for ``...``, by name.
     """
     (code,) = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text("utf-8"), re.DOTALL | re.MULTILINE)
     assert code.splitlines().count(FOLDER) == 1
     code = code.replace(FOLDER, f"folder = {str(folder)!r}")
     for name in objects:
-        asked = rf"^{name} = \.\.\.(?=  # the \w+ that ALTO was given .*; put it here$)"
-        code, count = re.subn(asked, f"{name} = {name}", code, flags=re.MULTILINE)
+        pattern = rf"^{name} = \.\.\.(?=  # the \w+ that ALTO was given .*; put it here$)"
+        code, count = re.subn(pattern, f"{name} = {name}", code, flags=re.MULTILINE)
         assert count == 1
     names = dict(objects)
     elsewhere.chdir(folder.parent)
@@ -96,7 +96,7 @@ def run_card(folder: Path, elsewhere: pytest.MonkeyPatch, **objects: Any) -> dic
 
 @torch.no_grad()
 def follows(model: Any, names: dict[str, Any], prompt: str) -> bool:
-    """Whether ``model`` says what the card found, token by token the most likely one after the tokens of ``prompt``."""
+    """Return whether each token that the card generated for ``prompt`` is the most likely one for ``model``."""
     tokenizer = load_tokenizer()
     ids, start = names["output"][0], tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert ids[: len(start)].tolist() == start
@@ -135,7 +135,7 @@ def test_cards_of_language_models_give_an_answer(kind: str, tmp_path: Path, monk
     by_hand = adapted(base, best)
     names = run_card(best, monkeypatch)
     assert follows(by_hand, names, prompt)
-    assert not follows(AutoModelForCausalLM.from_pretrained(base), names, prompt)  # it was trained
+    assert not follows(AutoModelForCausalLM.from_pretrained(base), names, prompt)  # training changed the model
     others: dict[str, dict[str, Any]] = {"adapter": {}, "merged": {"merged": True}, "job": {"job": result.best_job}}
     for name, how in others.items():
         source = best if name == "merged" else result.run_dir
@@ -157,7 +157,7 @@ def test_the_card_of_an_object_runs_with_the_object(
     def load() -> Any:
         model = AutoModelForCausalLM.from_pretrained(base)
         with torch.no_grad():
-            model.model.norm.weight.mul_(1.5)  # so that no name loads the same
+            model.model.norm.weight.mul_(1.5)  # so that no name loads the same weights
         return model
 
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task_of(tmp_path, model=load(), tokenizer=tokenizer))
@@ -210,7 +210,7 @@ def test_cards_of_heads_give_a_label(kind: str, tmp_path: Path, monkeypatch: pyt
     assert merged["label"] == label_of(kind, merged["logits"])
 
 
-def test_a_head_whose_labels_nobody_names_has_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_without_label_names_has_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = task_of(tmp_path, **rows_of(tmp_path, "one"), **LABELLED)
     best = Path(alto.Engine(output_dir=tmp_path / "runs").tune(task).adapter_dir)
     named = run_card(best, monkeypatch)["label"]
@@ -226,7 +226,7 @@ def test_cards_of_an_adapter_from_elsewhere_run_and_a_card_of_its_own_stays(
 ) -> None:
     base = save_untied(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
-    (adapter / "README.md").unlink()  # PEFT's
+    (adapter / "README.md").unlink()  # PEFT wrote it
     by_hand = adapted(base, adapter)
     assert follows(by_hand, run_card(exported(adapter, tmp_path / "out"), monkeypatch), CHAT)
     assert follows(by_hand, run_card(exported(adapter, tmp_path / "merged", merged=True), monkeypatch), CHAT)

@@ -1,4 +1,4 @@
-"""GGUF files: read back by gguf's own reader, with the tensors, hyperparameters and tokens of the merged model."""
+"""GGUF files: gguf's own reader finds the tensors, hyperparameters and tokens of the merged model."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def save_config(folder: Path, name: str) -> Path:
 
 
 def exported(name: str, folder: Path, kind: Any) -> tuple[Any, dict[str, Tensor], PreTrainedConfig, ExportResult]:
-    """The reader of a file; and what is to be in it, by transformers' names: the merged model as safetensors."""
+    """Export GGUF; return its reader, and from the merged model the expected tensors by transformers' names."""
     adapter = save_adapter(save_config(folder / "base", name), folder / "adapter", target_modules="all-linear")
     alto.Engine().export(adapter, folder / "merged", merged=True)
     model = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype=torch.float32)
@@ -113,7 +113,7 @@ def their_name(name: str) -> str:
 
 
 def permuted(weight: Any, num_heads: int) -> Any:
-    """As llama.cpp's convert_hf_to_gguf.py orders rows of queries and keys."""
+    """Order the rows of queries and keys as llama.cpp's convert_hf_to_gguf.py does."""
     halves = weight.reshape(num_heads, 2, weight.shape[0] // num_heads // 2, *weight.shape[1:])
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
@@ -150,7 +150,7 @@ def test_rows_that_blocks_do_not_fill_are_float16(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_rotates_the_permuted_rows_as_transformers_rotates_its_own(tmp_path: Path) -> None:
-    """llama.cpp rotates neighbours (2i, 2i+1); transformers rotates i with i + D/2. Scores of heads must not change."""
+    """llama.cpp rotates neighbours (2i, 2i+1); transformers rotates i with i + D/2. The attention scores must agree."""
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     config: Any = CONFIGS["llama"]
@@ -179,7 +179,7 @@ def test_the_factors_of_llama_3_are_those_of_the_models_own_frequencies() -> Non
     model = LlamaForCausalLM(CONFIGS["llama3"])
     factors = rope_factors(CONFIGS["llama3"], model.model.rotary_emb.inv_freq)
     assert factors is not None
-    # short waves stay, long ones are 8 × longer
+    # short wavelengths stay, long ones are 8 times as long
     assert factors.tolist() == pytest.approx([1.0, 8.0, 8.0, 8.0], rel=1e-5)
     assert rope_factors(CONFIGS["llama"], model.model.rotary_emb.inv_freq) is None
 
@@ -231,7 +231,7 @@ def test_the_metadata_is_that_of_llama_cpp(tmp_path: Path) -> None:
 
 
 def rebuilt(found: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that a file describes, as llama.cpp reads it."""
+    """Build the tokenizer that a file describes, as llama.cpp reads it."""
     vocabulary = {text: index for index, text in enumerate(found["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in found["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
@@ -240,8 +240,6 @@ def rebuilt(found: dict[str, Any]) -> Tokenizer:
 
 
 class Writer:
-    """Records what is added to the metadata."""
-
     def __init__(self) -> None:
         self.added: dict[str, Any] = {}
 
@@ -288,7 +286,6 @@ def test_other_additions_to_every_text_are_refused() -> None:
 
 
 def adding(template: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that adds what ``template`` says to every text."""
     backend = byte_bpe(_SPLITTERS["gpt-2"].build()).backend_tokenizer
     tokens = [("<s>", 257), ("</s>", 258)]
     backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=tokens)
@@ -296,14 +293,14 @@ def adding(template: str) -> PreTrainedTokenizerFast:
 
 
 @pytest.mark.parametrize(
-    ("backend", "said"),
+    ("backend", "message"),
     [
         (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "a byte-level BPE tokenizer, found WordLevel"),
         (Tokenizer(models.Unigram([("a", 0.0)])), "a byte-level BPE tokenizer, found Unigram"),
     ],
 )
-def test_a_tokenizer_of_another_kind_is_refused(backend: Tokenizer, said: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"{said}.*convert_hf_to_gguf"):
+def test_a_tokenizer_of_another_kind_is_refused(backend: Tokenizer, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{message}.*convert_hf_to_gguf"):
         add_vocabulary(Writer(), PreTrainedTokenizerFast(tokenizer_object=backend), 10)
 
 
@@ -315,7 +312,7 @@ def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (LlamaConfig(hidden_act="gelu", **SIZES), "expected hidden_act silu, found 'gelu'"),
         (Qwen3Config(attention_bias=True, **SIZES), "expected a Qwen3 model without biases"),
@@ -325,8 +322,8 @@ def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
         ),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_is_refused(config: PreTrainedConfig, said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
+def test_what_llama_cpp_computes_otherwise_is_refused(config: PreTrainedConfig, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
         architecture_of(config)
 
 

@@ -1,4 +1,4 @@
-"""Merged models: saved, loaded by transformers alone, they have the logits of the adapter on its base."""
+"""Merged models: loaded by transformers alone, they have the logits of the adapter on its base."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alto.backbone import dequantised, load_network
 from alto.errors import DiskFullError, ModelError, RunExistsError, SpecError, UnsupportedError
 from alto.spec import BaseModelSpec
 
-# PEFT asks transformers for a property under its old name, and warns of tied weights.
+# PEFT reads a transformers property by its deprecated name, and warns about tied weights.
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,7 +48,7 @@ def test_a_merged_model_has_the_logits_of_the_adapter(case: str, tmp_path: Path)
     base = save_base(tmp_path / "base", name)
     adapter = save_adapter(base, tmp_path / "adapter", **settings)
     expected = adapter_logits(base, adapter)
-    assert apart(expected, base_logits(base)) > 1e-2  # the adapter does something
+    assert apart(expected, base_logits(base)) > 1e-2  # the adapter changes the logits
     result = alto.Engine().export(adapter, tmp_path / "merged", merged=True)
     found = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     assert apart(found, expected) < 1e-5
@@ -95,7 +95,7 @@ def test_an_adapter_of_another_base_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "merged").exists()
 
 
-def test_what_is_wrong_is_said_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_raised_before_the_base_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = save_base(tmp_path / "base")
     adapter = save_adapter(base, tmp_path / "adapter")
 
@@ -138,7 +138,7 @@ def test_a_quantised_base_is_merged_with_the_weights_that_it_computes_with(quant
     network = load_network(spec)
     plain = dequantised(network)
     assert apart(logits_of(plain), logits_of(network)) < 1e-5
-    assert apart(logits_of(plain), base_logits(base)) > 1e-4  # it was quantised
+    assert apart(logits_of(plain), base_logits(base)) > 1e-4  # the base was quantised
     plain.save_pretrained(tmp_path / "plain")
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     assert apart(base_logits(tmp_path / "plain"), logits_of(network)) < 1e-5

@@ -1,4 +1,5 @@
-"""A task from its file to PEFT: the best adapter gives the same logits there; where it does not, everything says so."""
+"""A task from its file to PEFT: the best adapter has the same logits in PEFT; an export that cannot be equal says
+so."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from alto.records import AdapterCheck
 from alto.runs import read_history
 from alto.views import PlainView, final_summary
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 IDS = torch.tensor([[3, 5, 8, 13, 21, 34, 55, 2]])
@@ -67,7 +68,7 @@ def test_the_best_adapter_of_a_task_has_the_same_logits_in_peft(name: str, tmp_p
         for module, (a_KR, b_RN) in adapter.weights.items():
             expected.get_submodule(module).weight += adapter.scales[module] * (a_KR @ b_RN).T
     after = logits(expected)
-    assert (after - before).norm() / before.norm() > 1e-2  # it was trained
+    assert (after - before).norm() / before.norm() > 1e-2  # training changed it
     found = logits(PeftModel.from_pretrained(base(name, len(load_tokenizer())), best))
     assert (found - after).norm() / after.norm() < 1e-5
     check = json.loads((best / "metrics.json").read_text())["peft_check"]

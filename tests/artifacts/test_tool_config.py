@@ -1,4 +1,4 @@
-"""Configurations of other trainers: read back, they are the job that was exported, or say what is left out."""
+"""Configurations for other trainers: read back, they give the exported job, or say what is left out."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "kto": ({**PAIRS, "method": "kto", "desirable_weight": 1.5}, TOOLS),
 }
-"""Keys of a task, and the tools that have a place for all of them."""
+"""Keys of a task, and the tools that can express all of them."""
 
 FORMS = {"sft": "prompt_completion", "kto": "unpaired_preference"}
 COLUMNS = {
@@ -83,7 +83,7 @@ COLUMNS = {
 def winner_of(
     folder: Path, keys: dict[str, Any], form: str | None = None, *, of_messages: bool | None = None, **columns: str
 ) -> Winner:
-    """A job as a run of a task with these keys would have it."""
+    """Return a job as a run of a task with these keys has it."""
     data = folder / "rows.jsonl"
     data.write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     task = Task(**({"name": "mine", "model": "alto-tiny", "dataset": str(data)} | keys))
@@ -102,7 +102,7 @@ def written(winner: Winner, tool: Any, folder: Path) -> tuple[Path, str, tuple[s
 
 
 def normal(config: JobConfig) -> dict[str, Any]:
-    """The settings of a job, warmup as a share or as steps, and DPO's sum of forms by their weights."""
+    """Return a job's settings in one form: warmup as a share or as steps, DPO's loss forms by their weights."""
     found = config.to_dict()
     found["warmup"] = found.pop("warmup_ratio") or found.pop("warmup_steps")
     found.pop("warmup_steps", None)
@@ -156,17 +156,17 @@ def test_what_is_written_is_imported_as_the_same_job(case: str, tool: str, tmp_p
         ("trl", {"optim_state_dtype": "bfloat16"}, ["TRL has no place for optim_state_dtype: 'bfloat16'."]),
     ],
 )
-def test_what_the_tool_has_no_place_for_is_said(
+def test_settings_without_a_key_in_the_tool_are_reported(
     tool: str, keys: dict[str, Any], notes: list[str], tmp_path: Path
 ) -> None:
     _, _, found = written(winner_of(tmp_path, PLAIN | keys), tool, tmp_path / "out")
     assert list(found) == notes
 
 
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # of an option that transformers has renamed
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renamed an option
 @pytest.mark.parametrize("case", [name for name, (_, tools) in CASES.items() if "trl" in tools])
 def test_trl_itself_reads_the_file(case: str, tmp_path: Path) -> None:
-    """TRL's parser refuses keys that it does not have."""
+    """TRL's parser refuses keys that it does not know."""
     from trl import DatasetMixtureConfig, DPOConfig, KTOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     winner = winner_of(tmp_path, {**CASES[case][0], "report_to": "none"})
@@ -292,7 +292,7 @@ SETTINGS = st.fixed_dictionaries(
         "adam_epsilon": st.floats(1e-12, 1e-4),
         "seed": st.integers(0, 2**32 - 1),
         "max_length": st.integers(16, 8192),
-        "dtype": st.just("bfloat16"),  # Axolotl has no word for float32
+        "dtype": st.just("bfloat16"),  # Axolotl has no key for float32
         "load_in_4bit": st.booleans(),
         "validation_split": st.floats(0.01, 0.5),
     }

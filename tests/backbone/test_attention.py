@@ -1,4 +1,4 @@
-"""Padding-free attention: every implementation against one masked softmax, and which one serves whom."""
+"""Attention without padding: each implementation against one masked softmax, and the choice of the implementation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from alto.backbone.sequences import Sequences
 HEADS, GROUPS, HEAD_SIZE, SCALE = 4, 2, 16, 0.3
 LENGTHS = [5, 1, 9, 3]
 PREFIXES = [0, 5, 0, 4]
-"""Of pairs: the whole of the sequence before, and a part of it."""
+"""Prefix lengths of the two pairs: the whole preceding sequence, and a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Implementation:
         prefixes: Sequence[int] | None = None,
         **options: Any,
     ) -> list[Tensor]:
-        """Output and, where there is an upstream gradient, the operands' gradients; in and out on the CPU."""
+        """Return the output and, given an upstream gradient, the operands' gradients; all on the CPU."""
         leaves = [x.to(self.device, self.dtype).detach().requires_grad_(upstream is not None) for x in operands]
         output = self.attend(*leaves, Sequences(lengths, prefixes), Scores(SCALE, **options))
         results = [output]
@@ -53,7 +53,7 @@ class Implementation:
 
 
 def cuda_kernels() -> list[Any]:
-    """The real ones, where there is a GPU; otherwise a place that says why it is empty."""
+    """Return the real kernels, or without a GPU one skipped parameter that says why."""
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         return [pytest.param(None, id="cuda", marks=[pytest.mark.gpu, skip])]
@@ -83,7 +83,7 @@ every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS
 
 
 def draw(num_tokens: int, groups: int = GROUPS) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values, and an upstream gradient, of numbers that bfloat16 holds exactly."""
+    """Draw queries, keys, values and an upstream gradient, all exact in bfloat16."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(num_tokens, heads, HEAD_SIZE) for heads in (HEADS, groups, groups, HEADS)]
     q, k, v, upstream = (torch.randn(shape, generator=generator).bfloat16().double() for shape in shapes)
@@ -99,7 +99,7 @@ def dense(
     window: int | None = None,
     softcap: float | None = None,
 ) -> list[Tensor]:
-    """What :meth:`Implementation.run` has to give."""
+    """Return the results expected of :meth:`Implementation.run`."""
     prefixes = prefixes or [0] * len(lengths)
     leaves = [x.clone().requires_grad_() for x in operands]
     q, k, v = (x.transpose(0, 1) for x in leaves)
@@ -124,13 +124,13 @@ def dense(
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
-    """Distance in norm; of a gradient that is all zero (a sequence of one token) the distance itself."""
+    """Return the distance in norm, relative unless the gradient is all zero (a sequence of one token)."""
     return float((found.double() - expected).norm() / expected.norm().clamp(min=1.0))
 
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Lengths of a few sequences, and of the prefixes that some of them have in the latest that has none."""
+    """Draw lengths of a few sequences, and lengths of prefixes taken from the latest sequence without one."""
     lengths, prefixes, lent = [], [], 0
     for length in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)):
         prefixes.append(draw(st.integers(0, lent)))
@@ -199,7 +199,7 @@ def test_nan_in_one_pair_leaves_every_bit_of_the_others(implementation: Implemen
 
 
 @every_implementation
-def test_output_bits_do_not_depend_on_the_company(implementation: Implementation) -> None:
+def test_output_bits_do_not_depend_on_other_sequences(implementation: Implementation) -> None:
     operands, _ = draw(sum(LENGTHS))
     (together,) = implementation.run(operands, LENGTHS)
     for part, *alone in zip(together.split(LENGTHS), *(x.split(LENGTHS) for x in operands), strict=True):
@@ -284,7 +284,7 @@ AMPERE, HOPPER, TURING = (8, 0), (9, 0), (7, 5)
         ("cpu", HOPPER, BF16, (128, 128), None, None, None),
     ],
 )
-def test_who_serves_whom(
+def test_the_implementation_that_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
     device: str,
     capability: tuple[int, int],
@@ -342,12 +342,12 @@ def test_determinism_is_asked_of_the_backward_pass_alone(fails: bool) -> None:
 
 
 class Watched:
-    """Gives everyone the same kernel and counts its calls and the different offsets they read."""
+    """A kernel for all layers that counts its calls and the distinct offsets passed to it."""
 
     def __init__(self, kernel: FlashKernel) -> None:
         self._kernel = kernel
         self.calls = 0
-        self.offsets: dict[int, Tensor] = {}  # by id; kept, so that no id is used twice
+        self.offsets: dict[int, Tensor] = {}  # by id; kept alive so that no id is used twice
 
     def find(self, *_: Tensor, softcap: float | None) -> FlashKernel:
         return FlashKernel(attend=self._attend, can_cap=True)
@@ -371,6 +371,6 @@ def test_a_whole_model_on_a_kernel(
     tiny_model: Callable[..., PreTrainedModel], watched: Watched, architecture: str
 ) -> None:
     backbone = Backbone(tiny_model(architecture), None, "tiny")  # compares its losses with the model's own
-    # Three passes: one whose losses are compared, and two in which a row, or half of one, has other tokens.
+    # Three passes: one for the losses, and two in which a row, or half of one, has other tokens.
     assert watched.calls == 3 * backbone.model.config.num_hidden_layers
     assert len(watched.offsets) == 3

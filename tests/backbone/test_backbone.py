@@ -1,4 +1,4 @@
-"""The padding-free pass against the model's own forward pass, a sequence at a time, for several architectures."""
+"""The pass without padding against the model's own forward pass over each sequence, for several architectures."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SMALL: dict[str, Any] = {
 
 
 def packed(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> SimpleNamespace:
-    """Random tokens laid end to end, and random targets for them."""
+    """Lay random tokens end to end, with random targets."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(2, 97, (sum(lengths),), generator=generator)
     targets = torch.randint(2, 97, (sum(lengths),), generator=generator)
@@ -50,7 +50,7 @@ def packed(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> SimpleNamespace:
 
 
 class Inputs:
-    """Catches a model's input embeddings, so that gradients towards them can be compared."""
+    """Records a model's input embeddings, so that their gradients can be compared."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.caught: list[Tensor] = []
@@ -116,7 +116,7 @@ def test_the_comparison_bites(tiny_model: ModelFactory, architecture: str, mista
     other = tiny_model(architecture, sliding_window=6) if mistake == "window off by one" else tiny_model(architecture)
     backbone = Backbone(other, None, "tiny")
     lengths = [len(batch.ids)] if mistake == "one long sequence" else batch.lengths
-    # Rotary attention sees differences of positions only, so a shift of a whole sequence is harmless; a stretch is not.
+    # Rotary attention depends on differences of positions only: shifting a sequence is harmless, stretching is not.
     positions = 2 * batch.positions if mistake == "positions run on" else batch.positions
     assert relative(backbone.hidden_states(batch.ids, positions, lengths), expected) > 1e-3
 
@@ -149,7 +149,7 @@ def test_no_token_sees_the_next(tiny_model: ModelFactory, architecture: str) -> 
 
 @pytest.mark.parametrize("build", [OPTForCausalLM, SeedOssForCausalLM])
 def test_dropout_that_a_layer_applies_itself_stays_off_when_it_is_recomputed(build: Any) -> None:
-    """OPT's layers drop out by their own mode, and that is the one which turns recomputing on."""
+    """OPT's layers apply dropout by their own mode, which also turns on recomputation."""
     of_opt, of_seed = {"ffn_dim": 48, "word_embed_proj_dim": 32}, {"head_dim": 8, "num_key_value_heads": 2}
     sizes = of_opt if build is OPTForCausalLM else of_seed
     torch.manual_seed(0)
@@ -171,7 +171,7 @@ def test_checkpointing_gives_the_same_losses_and_adapter_gradients(
 ) -> None:
     batch, results, micro_batches = packed(), [], []
     for checkpointing in (False, True):
-        # A dropout of the base's own, which has to stay asleep; Phi-3 has one as a module of each layer.
+        # A dropout inside the base model, which must stay off; Phi-3 has one as a module of each layer.
         dropout: dict[str, Any] = {"resid_pdrop": 0.5} if architecture == "phi3" else {"attention_dropout": 0.5}
         model = tiny_model(architecture, **dropout)
         modules = linear_modules(model)
@@ -197,12 +197,12 @@ def test_checkpointing_gives_the_same_losses_and_adapter_gradients(
             losses.sum().backward()
         micro_batches.append(runs)
         results.append((losses.detach(), bank.grads_ZP.clone()))
-    assert micro_batches == [1, 2], "the layer was not recomputed, so nothing was shown"
+    assert micro_batches == [1, 2], "the layer was not recomputed, so the test proves nothing"
     assert results[0][1].any(1).all()
     assert all(torch.equal(plain, recomputed) for plain, recomputed in zip(*results, strict=True))
 
 
-def test_the_base_is_frozen_and_asleep(tiny_model: ModelFactory) -> None:
+def test_the_base_is_frozen_and_in_evaluation_mode(tiny_model: ModelFactory) -> None:
     model = tiny_model("llama").train()
     backbone = Backbone(model, None, "tiny")
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -219,7 +219,7 @@ def test_other_precisions_pass_the_probe(tiny_model: ModelFactory, dtype: torch.
 
 
 class ScaledLlama(LlamaForCausalLM):
-    """A Llama whose logits are divided by two behind its output head."""
+    """A Llama that divides its logits by two after the output head."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
@@ -228,7 +228,7 @@ class ScaledLlama(LlamaForCausalLM):
 
 
 class LeakyLlama(LlamaForCausalLM):
-    """A Llama whose first layer mixes neighbouring tokens, as a convolution does, across borders of sequences."""
+    """A Llama whose first layer mixes neighbouring tokens across sequence borders, as a convolution does."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__(config)
@@ -236,7 +236,7 @@ class LeakyLlama(LlamaForCausalLM):
 
 
 class TestTheProbe:
-    """A model whose own forward does more than the two steps is refused before it is trained wrongly."""
+    """A model whose own forward pass does more than ours is refused, not trained wrongly."""
 
     @pytest.mark.parametrize(
         "build",
@@ -268,7 +268,7 @@ class TestTheProbe:
         class Layer(torch.nn.Module):
             def __init__(self, inner: torch.nn.Module) -> None:
                 super().__init__()
-                self.__dict__["inner"] = inner  # out of sight of modules()
+                self.__dict__["inner"] = inner  # hidden from modules()
 
             def forward(self, *args: Any, **kwargs: Any) -> Any:
                 return self.inner(*args, **kwargs)
@@ -305,7 +305,7 @@ ROPES = {
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ROPES)
 def test_a_sequence_that_would_rescale_all_positions_is_refused(tiny_model: ModelFactory, rope: str) -> None:
-    """Law 1: such models choose the frequencies of a whole pass by its longest sequence, whose job is anybody's."""
+    """Such models choose a pass's frequencies by its longest sequence, which may belong to another job."""
     architecture = "phi3" if rope == "longrope" else "llama"
     sizes = {"max_position_embeddings": 64, "original_max_position_embeddings": 16}
     sizes = sizes if rope == "longrope" else {"max_position_embeddings": 16}

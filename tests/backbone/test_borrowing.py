@@ -1,4 +1,4 @@
-"""A base model that was given as an object is as before when it is given back; what cannot be trained is refused."""
+"""A base model given as an object is unchanged when it is given back; a model that cannot be trained is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_objects(model: Any = None, tokenizer: Any = None) -> BaseObjects:
 
 
 def facts_of(model: PreTrainedModel) -> dict[str, Any]:
-    """Everything of a model that a user may look at, but the numbers of its weights."""
+    """Return everything about a model that a user can see, except the values of its weights."""
     return {
         "modules": [(name, type(module), id(module), module.training) for name, module in model.named_modules()],
         "attributes": {
@@ -58,7 +58,7 @@ def logits_of(model: PreTrainedModel) -> Tensor:
 
 
 def change(objects: BaseObjects, *, fails: bool = False) -> None:
-    """What training does to a model, to its end or until it fails."""
+    """Change a model as training does; fail in the middle if ``fails``."""
     backbone = load_backbone(BaseModelSpec(id=NAME, objects=objects), gradient_checkpointing=True)
     model = backbone.model
     assert model is objects.model
@@ -72,7 +72,7 @@ def change(objects: BaseObjects, *, fails: bool = False) -> None:
 
 
 def mode(model: PreTrainedModel, name: str) -> None:
-    """The state that a user may have a model in."""
+    """Put the model into a state that a user may have it in."""
     match name:
         case "training":
             model.train()

@@ -1,4 +1,4 @@
-"""Compiled layers give what plain ones give, and are compiled once for all token counts."""
+"""Compiled layers compute what plain layers compute, and are compiled once for all token counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alto.kernels import TokenSchedule
 from alto.lora import AdapterBank, AdapterShape, BankLayout, find_shared_inputs, inject, linear_modules
 
 ModelFactory = Callable[..., PreTrainedModel]
-# Inside PyTorch's compiler a warning of its own, as an error, is a crash.
+# Inside PyTorch's compiler one of its own warnings, turned into an error, is a crash.
 pytestmark = [pytest.mark.slow("models"), pytest.mark.filterwarnings("default")]
 NEEDS_COMPILER = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++")), reason="PyTorch's compiler needs a C++ compiler"
@@ -30,7 +30,7 @@ def forget_compiled() -> Iterator[None]:
 
 
 class Adapted:
-    """A tiny model with two adapters that do something, on the modules whose names end in one of ``suffixes``."""
+    """A tiny model with two non-zero adapters on the modules whose names end in one of ``suffixes``."""
 
     def __init__(self, model: PreTrainedModel, suffixes: tuple[str, ...] = ("",), **settings: bool) -> None:
         self.backbone = Backbone(model, None, "tiny", **settings)
@@ -46,7 +46,7 @@ class Adapted:
                 b.fill_(0.01)
 
     def run(self, lengths: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Token losses and adapter gradients of two sequences, one for each adapter."""
+        """Return token losses and adapter gradients of two sequences, one per adapter."""
         self.bank.grads_ZP.zero_()
         with self.context.use(TokenSchedule.build([0, 1], lengths, [2.0, 1.0])):
             losses = self._token_losses(lengths)
@@ -54,7 +54,7 @@ class Adapted:
         return losses.detach(), self.bank.grads_ZP.clone()
 
     def losses(self, lengths: tuple[int, int]) -> Tensor:
-        """Token losses of two sequences, one for each adapter."""
+        """Return token losses of two sequences, one per adapter."""
         with self.context.use(TokenSchedule.build([0, 1], lengths, [2.0, 1.0])):
             return self._token_losses(lengths)
 
@@ -70,7 +70,7 @@ def test_losses_and_gradients_are_those_of_the_plain_model(tiny_model: ModelFact
     plain = Adapted(tiny_model("llama"))
     compiled = Adapted(tiny_model("llama"), torch_compile=True, gradient_checkpointing=checkpointing)
     for number, lengths in enumerate([(7, 12), (9, 30), (21, 3)]):
-        # Two passes may compile (a first token count, then any); a third is served by what is there.
+        # Two passes may compile (the first token count, then any count); the third must reuse their code.
         with torch._dynamo.config.patch(error_on_recompile=number == 2):
             losses, gradients = compiled.run(lengths)
         expected_losses, expected_gradients = plain.run(lengths)
@@ -81,8 +81,8 @@ def test_losses_and_gradients_are_those_of_the_plain_model(tiny_model: ModelFact
 
 @NEEDS_COMPILER
 def test_adapters_are_inside_of_what_is_compiled(tiny_model: ModelFactory) -> None:
-    """A layer is compiled in parts that end before and behind its attention alone: the first norm; q, k, v and
-    rotations; o; the second norm and the MLP. Other layers share them, or those for any number of tokens."""
+    """A layer is compiled in parts around its attention: the first norm; q, k, v and rotations; o; the second norm and
+    the MLP. Other layers reuse them, or the versions for any number of tokens."""
     compiled = Adapted(tiny_model("llama"), torch_compile=True)
     num_layers = compiled.backbone.model.config.num_hidden_layers
     calls = [_num_applied(graph) for graph in _graphs_of(compiled)]
@@ -116,7 +116,7 @@ def test_without_a_compiler_it_is_refused(tiny_model: ModelFactory, monkeypatch:
 
 
 def _graphs_of(compiled: Adapted) -> list[torch.fx.GraphModule]:
-    """What is compiled in a first pass, in the order of its computation."""
+    """Return the graphs compiled in a first pass, in the order of computation."""
     graphs: list[torch.fx.GraphModule] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:

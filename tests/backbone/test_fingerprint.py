@@ -1,4 +1,4 @@
-"""Fingerprints of base models: what is one model, and what is another."""
+"""Fingerprints of base models: equal for the same model, different for others."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_other_numbers_in_any_tensor_are_another_model(name: int, folder: Path) 
     assert differences(folder) == ["other weights"]
 
 
-def test_tensors_of_another_shape_are_said_by_their_files(folder: Path) -> None:
+def test_tensors_of_another_shape_are_reported_with_their_files(folder: Path) -> None:
     weights = load_file(folder / WEIGHTS)
     name = sorted(weights)[0]
     weights[name] = torch.cat([weights[name], weights[name]])
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    (said,) = differences(folder)
-    assert said.startswith(f"other weights: {WEIGHTS} (")
+    (message,) = differences(folder)
+    assert message.startswith(f"other weights: {WEIGHTS} (")
     edit_config(folder, vocab_size=1)
     assert differences(folder)[1:] == ["a different config.json"]
 
@@ -93,7 +93,7 @@ def test_other_code_is_another_model_where_code_is_run(config: str, folder: Path
     assert base_differences(trusted, untrusted) == ["different Python code next to its config.json"]
 
 
-def test_code_that_nobody_runs_changes_no_model(folder: Path) -> None:
+def test_unused_code_changes_no_model(folder: Path) -> None:
     (folder / "train.py").write_text("import alto")
     assert (
         base_differences(
@@ -118,7 +118,7 @@ def test_a_large_tensor_is_read_in_windows_from_end_to_end(tmp_path: Path, folde
     assert num_read == fingerprint.NUM_WINDOWS * fingerprint.WINDOW_BYTES < large.nbytes / 10
 
 
-def test_pickle_files_are_told_by_their_checksums(tiny_model: Callable[..., PreTrainedModel], folder: Path) -> None:
+def test_pickle_files_are_compared_by_their_checksums(tiny_model: Callable[..., PreTrainedModel], folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     weights = {"a": torch.zeros(1000), "b": torch.ones(10)}
     torch.save(weights, folder / "pytorch_model.bin")
@@ -170,14 +170,14 @@ def test_a_revision_that_is_downloaded_further_is_the_same_model(
         (None, "within model"),
     ],
 )
-def test_damaged_weights_are_said(content: bytes | None, message: str, folder: Path) -> None:
+def test_damaged_weights_are_an_error(content: bytes | None, message: str, folder: Path) -> None:
     path = folder / WEIGHTS
     path.write_bytes(path.read_bytes()[:-1] if content is None else content)
     with pytest.raises(ModelError, match=message):
         base_fingerprint(BaseModelSpec(id=str(folder)))
 
 
-def test_a_damaged_archive_is_said(folder: Path) -> None:
+def test_a_damaged_archive_is_an_error(folder: Path) -> None:
     path = folder / "pytorch_model.bin"
     torch.save({"a": torch.zeros(1000)}, path)
     whole = path.read_bytes()
@@ -186,7 +186,7 @@ def test_a_damaged_archive_is_said(folder: Path) -> None:
         base_fingerprint(BaseModelSpec(id=str(folder), use_safetensors=False))
 
 
-def test_what_cannot_be_read_is_said(folder: Path) -> None:
+def test_unreadable_files_are_an_error(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes(b"\x08\0\0\0\0\0\0\0not json")
     with pytest.raises(ModelError, match="the files that it was loaded from"):
         base_fingerprint(BaseModelSpec(id=str(folder)))

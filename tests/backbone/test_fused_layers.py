@@ -1,5 +1,5 @@
-"""Modules of a base that are fused kernels: which, that they compute what transformers' own classes do, and what is
-said of others. Kernels run in Triton's interpreter where there is no GPU."""
+"""Fused kernels in a base model: which modules use them, that they compute what transformers' classes compute, and the
+reasons given for other modules. Without a GPU the kernels run in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from alto.spec.base_model import BaseObjects
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LENGTHS = (9, 1, 14)
 NUM_NORMS = {"qwen3": 9, "gemma2": 9, "gemma2-plain-attention": 9, "gemma3": 13, "phi": 0}
-"""Five elsewhere: two of every layer, and the last one."""
+"""Norms per model; models not listed have five: two in every layer, and the last one."""
 
 SLOW, USUAL = pytest.mark.slow("models"), ("qwen3", "gemma2", "phi3")
 NO_SWIGLU = ("gemma", "gemma2", "gemma2-plain-attention", "gemma3", "phi")
-"""They have another activation, or no gate."""
+"""Models with another activation, or without a gate."""
 
 
 @pytest.fixture(autouse=True)
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    functions()  # skips where it cannot run
+    functions()  # skips where the kernels cannot run
     monkeypatch.setenv("ALTO_KERNELS", "triton")
 
 
@@ -56,7 +56,7 @@ def make_backbone(name: str = "llama", dtype: torch.dtype = torch.float32, **set
 
 
 def losses_and_gradient(backbone: Backbone) -> tuple[Tensor, Tensor]:
-    """Token losses of three sequences, and the gradient of their sum towards the embeddings."""
+    """Return token losses of three sequences, and the gradient of their sum for the embeddings."""
     ids_T = torch.randint(0, 97, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     positions_T = torch.cat([torch.arange(length) for length in LENGTHS]).to(DEVICE)
     leaves: list[Tensor] = []
@@ -100,7 +100,7 @@ def test_in_16_bits_they_are_so_to_rounding(monkeypatch: pytest.MonkeyPatch) -> 
     exact.model.load_state_dict(own.model.state_dict())
     results = [losses_and_gradient(backbone) for backbone in (fused, own, exact)]
     for found, rounded, right in zip(*results, strict=True):
-        # Triton's interpreter cuts off what its compiler rounds.
+        # Triton's interpreter truncates where its compiler rounds.
         assert apart(found, right) < 2.5 * apart(rounded, right)
 
 
@@ -145,7 +145,7 @@ def test_a_model_that_was_given_is_afterwards_as_it_was() -> None:
 
 
 class TestNorms:
-    """What takes the place of a norm, and what does not."""
+    """Norms that are replaced by a kernel, and norms that are not."""
 
     def test_one_whose_weight_is_trained_is_left_alone(self) -> None:
         backbone = make_backbone()
@@ -197,7 +197,7 @@ class TestNorms:
 
 
 class TestMlps:
-    """What takes the place of a gated product, and what does not."""
+    """Gated products that are replaced by a kernel, and those that are not."""
 
     def found(self, module: nn.Module, ops: Any = None, dtype: torch.dtype = torch.float32) -> str:
         names = linear_names(module)
@@ -245,7 +245,7 @@ class TestMlps:
 
 
 class TestRotations:
-    """What takes the place of a rotation, and what does not."""
+    """Rotations that are replaced by a kernel, and those that are not."""
 
     def found(self, kind: type[nn.Module], ops: Any = None, dtype: torch.dtype = torch.float32) -> Any:
         function = rotating_function(kind)
@@ -254,11 +254,11 @@ class TestRotations:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("kind", [LlamaAttention, Olmo2Attention, Qwen3NextAttention])
-    def test_those_of_halves_are_taken(self, kind: type[nn.Module], dtype: torch.dtype) -> None:
+    def test_rotations_of_halves_are_replaced(self, kind: type[nn.Module], dtype: torch.dtype) -> None:
         assert not isinstance(self.found(kind, dtype=dtype), str)
 
     @pytest.mark.parametrize("kind", [CohereAttention, GlmAttention])
-    def test_those_of_neighbours_are_left_alone(self, kind: type[nn.Module]) -> None:
+    def test_rotations_of_neighbours_are_left_alone(self, kind: type[nn.Module]) -> None:
         assert self.found(kind) == "its rotation is different"
 
     def test_a_kernel_with_other_numbers_is_not_taken(self) -> None:
@@ -267,7 +267,7 @@ class TestRotations:
         assert self.found(LlamaAttention, wrong) == "its rotation is different"
 
     def test_a_rotation_of_a_part_of_every_head_is_left_to_the_model(self) -> None:
-        """Which shows in a forward pass alone."""
+        """Only a forward pass shows that the rotation is partial."""
         config = Qwen3NextConfig(
             **SIZES | {"layer_types": ["full_attention"] * 2, "head_dim": 16, "partial_rotary_factor": 0.5},
             num_experts=0,
@@ -295,7 +295,7 @@ def test_what_is_compiled_before_the_first_step_is_what_it_launches(name: str, m
 
     monkeypatch.setattr(layer_triton, "launch", record)
     losses_and_gradient(backbone)
-    with torch.no_grad():  # as where jobs are evaluated
+    with torch.no_grad():  # as in evaluation
         backbone.token_losses(torch.zeros(3, 32, device=DEVICE), torch.zeros(3, dtype=torch.long, device=DEVICE))
     launched.append(set())
     backbone.sample_kernels()
@@ -312,7 +312,7 @@ def test_where_rounding_leads_to_another_expert_float32_decides() -> None:
 
 def test_where_the_whole_model_differs_nothing_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
     right = functions()
-    # Norms of rows as wide as the hidden states alone: the classes are tried with other numbers of rows.
+    # Only norms of rows as wide as the hidden states: the probe of a class uses other numbers of rows.
     monkeypatch.setattr(
         "alto.backbone.backbone.layer_functions_on",
         lambda device: SimpleNamespace(
@@ -329,7 +329,7 @@ def test_where_the_whole_model_differs_nothing_is_fused(monkeypatch: pytest.Monk
     assert "expected the packed pass to give the model's own losses" in backbone.fusion.kept["all"]
 
 
-def test_a_kernel_that_cannot_run_is_not_used_and_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_run_is_not_used_and_the_reason_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         raise RuntimeError("no kernel image is available")
 

@@ -1,4 +1,4 @@
-"""Positions and embedding rows as configurations of many kinds say them."""
+"""Numbers of positions and embedding rows, as configurations of many kinds state them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def yarn(**settings: Any) -> Qwen2Config:
     [
         (LlamaConfig(max_position_embeddings=128, vocab_size=50), 128, 50),
         (GPT2Config(n_positions=96, vocab_size=70), 96, 70),
-        # Its table of positions has two rows more than it has positions.
+        # OPT's table of positions has two more rows than positions.
         (OPTConfig(max_position_embeddings=64, vocab_size=50), 64, 50),
         (Gemma3Config(text_config={"max_position_embeddings": 256, "vocab_size": 60}), 256, 60),
         (yarn(), 256, Qwen2Config().vocab_size),

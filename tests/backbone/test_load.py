@@ -1,4 +1,4 @@
-"""Finding and loading a base model: the shipped one, a folder, and everything that is neither."""
+"""Loading a base model: the shipped one, a folder, and everything that is neither."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def save(model: PreTrainedModel, folder: Path, **settings: object) -> Path:
     return folder
 
 
-def assert_refused(folder: Path, *said: str, kind: type[ModelError] = ModelError, **settings: bool) -> None:
+def assert_refused(folder: Path, *parts: str, kind: type[ModelError] = ModelError, **settings: bool) -> None:
     with pytest.raises(ModelError) as caught:
         load_backbone(BaseModelSpec(id=str(folder), **settings))
     assert type(caught.value) is kind
     message = str(caught.value)
     assert message.startswith("model: expected ")
     assert "\n" not in message
-    for part in (repr(str(folder)), "; ", *said):
+    for part in (repr(str(folder)), "; ", *parts):
         assert part in message
 
 
@@ -80,7 +80,7 @@ def test_the_dtype_is_what_was_asked_for(dtype: Any) -> None:
 
 
 class TestHalfPrecisionOnACpu:
-    """Capabilities stand in for those of CPUs of other kinds; what torch calls them was read from torch."""
+    """Half precision by CPU capability. The names of capabilities are those that torch reports."""
 
     @pytest.mark.parametrize("capability", ["avx512_bf16", "amx_bf16", "bf16", "sve_bf16"])
     def test_is_computed_where_there_are_instructions(self, capability: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +90,11 @@ class TestHalfPrecisionOnACpu:
             load_backbone(BaseModelSpec(id="alto-tiny", dtype="float16"))
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-    def test_is_refused_where_there_are_none(self, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_is_refused_without_instructions(self, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         missing = {"avx512_bf16": False, "amx_bf16": False, "avx512_f": True, "f16c": True}
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: missing)
-        said = rf"^dtype: expected a CPU that computes in {dtype} \(A.*; set dtype: float32 \(auto .*, or use a GPU$"
-        with pytest.raises(UnsupportedError, match=said):
+        text = rf"^dtype: expected a CPU that computes in {dtype} \(A.*; set dtype: float32 \(auto .*, or use a GPU$"
+        with pytest.raises(UnsupportedError, match=text):
             load_backbone(BaseModelSpec(id="alto-tiny", dtype=dtype))
         assert load_network(BaseModelSpec(id="alto-tiny", dtype=dtype)).dtype == getattr(torch, dtype)  # to merge
         assert load_backbone(BaseModelSpec(id="alto-tiny")).dtype == torch.float32
@@ -167,7 +167,7 @@ class TestConfig:
         assert_refused(tmp_path, "config.json", "no such file", kind=ModelNotFoundError)
 
     @pytest.mark.parametrize("named", ["", "best"], ids=["adapter", "run"])
-    def test_of_an_adapter(self, tmp_path: Path, named: str) -> None:
+    def test_a_config_of_an_adapter(self, tmp_path: Path, named: str) -> None:
         (tmp_path / "best").mkdir()
         config = {"base_model_name_or_path": "some/base"}
         (tmp_path / named / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -180,7 +180,7 @@ class TestConfig:
             load_backbone(BaseModelSpec(id=str(tmp_path)))
 
     @pytest.mark.parametrize(
-        ("config", "said"),
+        ("config", "text"),
         [
             ("{}", "model_type"),
             ('{"hidden_size": 8}', "model_type"),
@@ -192,10 +192,10 @@ class TestConfig:
             ('{"model_type": "llama", "hidden_size": 32, "num_attention_heads": 5}', "not a multiple"),
         ],
     )
-    def test_that_is_none(self, folder: Path, config: str, said: str) -> None:
+    def test_that_is_none(self, folder: Path, config: str, text: str) -> None:
         (folder / "config.json").write_text(config, encoding="utf-8")
-        kind = ModelNotFoundError if said == "JSON" else ModelError  # transformers' own choice
-        assert_refused(folder, "config.json", said, kind=kind)
+        kind = ModelNotFoundError if text == "JSON" else ModelError  # transformers chooses between the two
+        assert_refused(folder, "config.json", text, kind=kind)
 
     @pytest.mark.parametrize(
         "model",
@@ -206,7 +206,7 @@ class TestConfig:
         ],
         ids=["classifier", "encoder", "encoder-decoder"],
     )
-    def test_of_another_kind_of_model(self, tmp_path: Path, model: Callable[[], PreTrainedModel]) -> None:
+    def test_a_config_of_another_kind_of_model(self, tmp_path: Path, model: Callable[[], PreTrainedModel]) -> None:
         built = model()
         assert_refused(save(built, tmp_path), "config.json", type(built).__name__, "generates text")
 
@@ -241,11 +241,11 @@ class TestWeights:
         path = sorted(tmp_path.glob("model-*.safetensors"))[1]
         path = path if lost == "a shard" else tmp_path / "model.safetensors.index.json"
         path.unlink()
-        said = path.name if lost == "a shard" else WEIGHTS
-        assert_refused(tmp_path, said, "copy or download", kind=ModelNotFoundError)
+        text = path.name if lost == "a shard" else WEIGHTS
+        assert_refused(tmp_path, text, "copy or download", kind=ModelNotFoundError)
 
     def test_a_matrix_missing(self, folder: Path) -> None:
-        """transformers would draw it at random and go on."""
+        """transformers would initialise it at random and go on."""
         names = [f"model.layers.{layer}.mlp.{leaf}_proj.weight" for layer in (0, 1) for leaf in ("up", "down")]
         tensors = load_file(folder / WEIGHTS)
         for name in names:
@@ -267,7 +267,7 @@ class TestWeights:
 
 
 class Touches:
-    """Unpickled, it leaves a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -301,13 +301,13 @@ class TestPickles:
         assert_refused(pickled, "pytorch_model.bin", "copy or download", use_safetensors=False)
 
     def test_do_not_run_code_even_when_asked_for(self, pickled: Path) -> None:
-        """transformers reads tensors out of them and nothing else."""
+        """transformers reads only tensors from pickled files."""
         marker = pickled / "executed"
         torch.save({"model.norm.weight": Touches(marker)}, pickled / "pytorch_model.bin")
         assert_refused(pickled, "pytorch_model.bin", use_safetensors=False)
         assert not marker.exists()
         torch.load(pickled / "pytorch_model.bin", weights_only=False)
-        assert marker.exists(), "the file does what it is made for where it is let"
+        assert marker.exists(), "the pickle runs its code where that is allowed"
 
     def test_missing(self, folder: Path) -> None:
         assert_refused(folder, "pytorch_model.bin", kind=ModelNotFoundError, use_safetensors=False)
@@ -329,7 +329,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 class TestRemoteCode:
     @pytest.fixture
     def with_code(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """The Llama as a model that only its own ``code.py`` knows."""
+        """The Llama as a model that only its own ``own_code.py`` defines."""
         monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(folder.parent / "modules"))
         (folder / "own_code.py").write_text(CODE, encoding="utf-8")
         self.edit_config(
@@ -354,17 +354,17 @@ class TestRemoteCode:
         tensors = load_file(with_code / WEIGHTS)
         assert all(torch.equal(parameter, tensors[name]) for name, parameter in backbone.model.named_parameters())
 
-    def test_that_is_broken_is_a_named_error(self, with_code: Path) -> None:
+    def test_broken_code_is_a_named_error(self, with_code: Path) -> None:
         (with_code / "own_code.py").write_text("import no_such_package_at_all", encoding="utf-8")
         assert_refused(with_code, "no_such_package_at_all", trust_remote_code=True)
 
     def test_is_left_alone_where_transformers_knows_the_architecture(self, folder: Path) -> None:
-        """As in Phi-3's repository: both are there, the reviewed one is taken."""
+        """Phi-3's repository has both: its own code is ignored, and transformers' class is used."""
         self.edit_config(folder, auto_map={"AutoModelForCausalLM": "own_code.OwnForCausalLM"})
         (folder / "own_code.py").write_text("raise SystemExit('it ran')", encoding="utf-8")
         assert type(load_backbone(BaseModelSpec(id=str(folder))).model).__module__.startswith("transformers.")
 
-    def test_of_a_tokenizer_is_refused_too(self, folder: Path) -> None:
+    def test_code_of_a_tokenizer_is_refused_too(self, folder: Path) -> None:
         path = folder / "tokenizer_config.json"
         config = json.loads(path.read_text(encoding="utf-8"))
         config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own_code.OwnTokenizer"]}}
@@ -374,7 +374,7 @@ class TestRemoteCode:
 
 
 class TestSlowTokenizers:
-    """One written in Python does not say where in a text its tokens begin."""
+    """Tokenizers in Python do not report where in a text their tokens begin."""
 
     @pytest.fixture
     def with_slow(self, folder: Path) -> Path:
@@ -398,7 +398,7 @@ class TestSlowTokenizers:
 
 
 def test_a_vision_language_model_is_loaded_for_rows_of_text(tmp_path: Path) -> None:
-    """Its own forward pass on text; adapters sit on its language model alone."""
+    """It runs its own forward pass on text, and adapters are on its language model only."""
     from alto.lora import linear_modules
 
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -422,6 +422,6 @@ def test_a_vision_language_model_is_loaded_for_rows_of_text(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "../nowhere", "/nowhere/at/all", "~/nowhere"])
-def test_a_path_that_is_not_there_is_told_as_a_path(name: str) -> None:
+def test_a_missing_path_is_reported_as_a_path(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"found no such folder; check the path$"):
         load_backbone(BaseModelSpec(id=name))

@@ -20,7 +20,7 @@ VOCABULARY, HIDDEN = 23, 11
 
 
 def operands(num_tokens: int, *, bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Hidden states that need a gradient, weight, targets, bias; logits of a few nats."""
+    """Return hidden states that need a gradient, weight, targets and bias; the logits are a few nats."""
     generator = torch.Generator().manual_seed(num_tokens)
     hidden_SH = torch.randn(num_tokens, HIDDEN, generator=generator).requires_grad_()
     weight_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator)
@@ -37,7 +37,7 @@ def dense(
     return F.cross_entropy(logits, targets_S, reduction="none")
 
 
-# A chunk that divides the tokens, one that leaves a rest, one token a chunk, one of more tokens than there are.
+# Chunks that divide the tokens, that leave a remainder, of one token, and of more tokens than there are.
 @given(
     num_tokens=st.integers(1, 12),
     chunk=st.integers(1, 14),
@@ -93,7 +93,7 @@ def test_tokens_of_a_chunk(device: str, vocabulary: int, tokens: int) -> None:
 
 
 class LargestResult(TorchDispatchMode):
-    """Watches every op; ``largest`` is the most numbers that one gave."""
+    """Records in ``largest`` the most elements that the result of any op has."""
 
     largest = 0
 
@@ -107,7 +107,7 @@ class LargestResult(TorchDispatchMode):
 
 def test_nothing_is_larger_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output_head, "_chunk_tokens", lambda *_: 3)
-    hidden_SH, weight_VH, targets_S, bias_V = operands(6, bias=True)  # so few that [V, H] is the largest of all
+    hidden_SH, weight_VH, targets_S, bias_V = operands(6, bias=True)  # so few tokens that [V, H] is the largest tensor
     weight_VH.requires_grad_()
     with LargestResult() as watched:
         token_losses(hidden_SH, weight_VH, targets_S, bias_V=bias_V, softcap=2.0).sum().backward()
@@ -164,7 +164,7 @@ def test_a_bfloat16_model_gets_float32_losses() -> None:
     weight = weight_VH.bfloat16()
     found = token_losses(hidden, weight, targets_S)
     found.sum().backward()
-    expected = F.cross_entropy(F.linear(hidden, weight).double(), targets_S, reduction="none")  # rounded logits only
+    expected = F.cross_entropy(F.linear(hidden, weight).double(), targets_S, reduction="none")  # rounded logits
     assert found.dtype == torch.float32
     assert hidden.grad is not None
     assert hidden.grad.dtype == torch.bfloat16
@@ -172,7 +172,7 @@ def test_a_bfloat16_model_gets_float32_losses() -> None:
 
 
 class TestKernel:
-    """Losses and gradients by a kernel, which in Triton's interpreter is slow."""
+    """Losses and gradients by a kernel, which is slow in Triton's interpreter."""
 
     @pytest.mark.parametrize("chunk", [3, 8, 20])
     @pytest.mark.parametrize("bias", [False, True])
@@ -190,16 +190,16 @@ class TestKernel:
 
     def test_logits_are_read_by_it_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)
-        kernel, asked = functions().cross_entropy, []
+        kernel, in_place = functions().cross_entropy, []
         monkeypatch.setattr(output_head.F, "log_softmax", None)
 
         def watched(logits_CV: Tensor, targets_C: Tensor, gradient_CV: Tensor | None) -> Tensor:
-            asked.append(gradient_CV is logits_CV)
+            in_place.append(gradient_CV is logits_CV)
             return kernel(logits_CV, targets_C, gradient_CV)
 
         token_losses(hidden_SH, weight_VH, targets_S, kernel=watched).sum().backward()
         token_losses(hidden_SH.detach(), weight_VH, targets_S, kernel=watched)
-        assert asked == [True, False], "the gradient takes the place of the logits where one is needed"
+        assert in_place == [True, False], "a needed gradient is written over the logits"
 
     def test_no_kernel_computes_a_cap_or_a_scale(self) -> None:
         hidden_SH, weight_VH, targets_S, _ = operands(8, bias=False)

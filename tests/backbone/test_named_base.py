@@ -1,4 +1,4 @@
-"""Whether a model in memory is the one that its name loads, and its fingerprint."""
+"""Comparison of a model in memory with the model that its name loads, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_loaded_model_is_the_one_of_its_name(folder: Path, dtype: str) -> None
 
 
 def use(objects: BaseObjects) -> None:
-    """Uses that change nothing of what is trained."""
+    """Use the model in ways that change nothing that training depends on."""
     model, tokenizer = objects.model, objects.tokenizer
     model.train()
     model.config.use_cache = False

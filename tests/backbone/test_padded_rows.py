@@ -1,4 +1,4 @@
-"""Models whose sequences are padded rows: where tokens lie, prefixes, gradients, isolation, recomputed layers."""
+"""Models whose sequences are padded rows: places of tokens, prefixes, gradients, isolation, recomputed layers."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class TestPlaces:
 def step(
     backbone: Backbone, lengths: list[int], *, seed: int = 0, prefixes: list[int] | None = None, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Losses and adapter gradients of a step of two jobs, the first with all sequences but the last two."""
+    """Return losses and adapter gradients of a step of two jobs; the last two sequences are the second job's."""
     model, modules = backbone.model, linear_modules(backbone.model)
     bank = AdapterBank(BankLayout(modules=modules, max_rank=3), 2)
     context = inject(model, bank, backbone.rows_in_pass)
@@ -106,7 +106,7 @@ def step(
 
 @pytest.mark.parametrize("name", PADDED)
 def test_a_job_has_the_same_bits_of_gradients_whatever_pads_it(name: str) -> None:
-    """The other job's rows are longer, so that the first one's are padded more."""
+    """The other job's rows are longer in the second pass, so that the first job's rows get more padding."""
     backbone = Backbone(PADDED[name](), None, "tiny")
     assert backbone.is_padded
     short, short_gradients = step(backbone, [9, 5, 4, 3], dropout=0.3)
@@ -118,7 +118,8 @@ def test_a_job_has_the_same_bits_of_gradients_whatever_pads_it(name: str) -> Non
 
 @pytest.mark.parametrize("name", PADDED)
 def test_a_shared_prompt_is_as_a_prompt_of_its_own(name: str) -> None:
-    """Losses and adapter gradients of both replies: the second continues after six tokens of the first sequence."""
+    """Losses and adapter gradients of both replies agree; the second continues after six tokens of the first
+    sequence."""
     backbone = Backbone(PADDED[name](), None, "tiny")
     modules = linear_modules(backbone.model)
     ids, _ = draw([9, 4])
@@ -153,7 +154,7 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
 
 
 def test_transposed_weights_train_as_those_of_linear_layers() -> None:
-    """GPT-2 keeps ``[K, N]`` in a Conv1D; packed, as its attention can be replaced."""
+    """GPT-2 keeps ``[K, N]`` in a Conv1D; it runs packed, because its attention can be replaced."""
 
     def build(**changes: Any) -> PreTrainedModel:
         torch.manual_seed(0)

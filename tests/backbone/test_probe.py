@@ -1,5 +1,5 @@
-"""What a model is asked when it is loaded: which tokens attention sees, whether losses are its own, whether rows are
-alone; in float32 and in bfloat16."""
+"""Checks of a model when it is loaded: the tokens that attention sees, its own losses, the independence of rows; in
+float32 and in bfloat16."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def build(model_class: Any, config_class: Any, **changes: Any) -> PreTrainedMode
     torch.manual_seed(0)
     model: PreTrainedModel = model_class(config_class(**(SIZES | changes))).eval()
     for parameter in model.parameters():
-        if parameter.dim() == 2 and parameter.std() < 0.1:  # a class that does not heed initializer_range
+        if parameter.dim() == 2 and parameter.std() < 0.1:  # a class that ignores initializer_range
             nn.init.normal_(parameter, std=0.2)
     return model
 
 
 def qwen2_moe(window: int) -> PreTrainedModel:
-    """One layer with a window, one without; the window is in the mask alone."""
+    """Build a model of two layers, one with a window; only the mask contains the window."""
     sizes = EXPERTS | {"shared_expert_intermediate_size": 16, "max_window_layers": 1}
     return build(Qwen2MoeForCausalLM, Qwen2MoeConfig, use_sliding_window=True, sliding_window=window, **sizes)
 
@@ -139,7 +139,7 @@ EXACT: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def draw(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Token ids and positions of rows of ``LENGTHS``."""
+    """Draw token ids and positions of rows of ``LENGTHS``."""
     ids = torch.randint(2, SIZES["vocab_size"], (sum(LENGTHS),), generator=torch.Generator().manual_seed(seed))
     return ids, torch.cat([torch.arange(length) for length in LENGTHS])
 
@@ -149,7 +149,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_the_mask_alone_says_is_heeded(name: str) -> None:
+def test_a_pattern_only_in_the_mask_is_followed(name: str) -> None:
     ids, positions = draw()
     own = EXACT[name]().requires_grad_(False)
     logits = torch.cat([own(input_ids=row[None], use_cache=False).logits[0] for row in ids.split(LENGTHS)])
@@ -163,10 +163,10 @@ def test_what_the_mask_alone_says_is_heeded(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2-moe", "phimoe", "llama4", "mixtral"])
 def test_without_the_pattern_it_is_another_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the models above do depend on what they are to see."""
+    """So the models above do depend on the pattern."""
     monkeypatch.setattr(probe, "set_pattern", lambda module, pattern: None)
     monkeypatch.setattr("alto.backbone.attention._PATTERN", "none")
-    if name == "mixtral":  # it says its window to attention too
+    if name == "mixtral":  # it passes its window to attention as well
         assert Backbone(EXACT[name](), None, "tiny")
         return
     backbone = Backbone(EXACT[name](), None, "tiny")
@@ -271,9 +271,9 @@ def test_a_factor_of_the_logits_is_found(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_that_cannot_be_trained_rightly_is_refused(name: str, dtype: torch.dtype) -> None:
-    make, said = REFUSED[name]
+    make, message = REFUSED[name]
     model = make().to(dtype)
-    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}: expected .*({said})"):
+    with pytest.raises(UnsupportedModelError, match=rf"{type(model).__name__}: expected .*({message})"):
         Backbone(model, None, "tiny")
 
 
@@ -292,7 +292,7 @@ class TestIsolation:
 
     @staticmethod
     def refusal_of_packed_rows(model: PreTrainedModel) -> str:
-        """Rows of their own, padded, are computed alike, up to the tolerance of the test."""
+        """Return why rows are padded, or the refusal: separate, padded rows agree up to the tolerance of the test."""
         try:
             return Backbone(model, None, "tiny").why_padded
         except UnsupportedModelError as refusal:
@@ -315,7 +315,7 @@ class TestIsolation:
     def test_within_rounding_the_gradient_decides(self, amount: float, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(probe, "_MAX_RATIO", float("inf"))
         monkeypatch.setattr(probe, "can_widen", lambda model: False)
-        monkeypatch.setattr(torch, "equal", lambda *_: False)  # as the sums of a mixture of experts may round
+        monkeypatch.setattr(torch, "equal", lambda *_: False)  # a mixture of experts may round its sums so
         if amount:
             refusal = self.refusal_of_packed_rows(self.mixing(amount))
             assert "one that changes with the tokens of another row" in refusal
@@ -374,7 +374,7 @@ def test_float32_is_a_module_at_a_time() -> None:
 
 
 def test_layers_are_recomputed_over_their_own_sequences() -> None:
-    """Also where another pass has begun before the backward pass."""
+    """This also holds when another pass begins before the backward pass."""
 
     @contextmanager
     def leaf(backbone: Backbone) -> Iterator[list[Tensor]]:

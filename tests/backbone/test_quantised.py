@@ -1,4 +1,4 @@
-"""Quantised bases: how small they are, where they come from, and what is refused by name."""
+"""Quantised base models: their size, their sources, and those that are refused by name."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_layer_gives_the_product_with_its_weight_and_keeps_none() -> None:
 
 @needs_bitsandbytes
 @pytest.mark.parametrize("bits", [4, 8])
-def test_a_checkpoint_that_lies_quantised_on_disk_loads(bits: int, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_quantised_on_disk_loads(bits: int, tmp_path: Path) -> None:
     settings = BitsAndBytesConfig(
         load_in_4bit=bits == 4, load_in_8bit=bits == 8, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
     )
@@ -68,8 +68,8 @@ def test_a_checkpoint_that_lies_quantised_on_disk_loads(bits: int, tmp_path: Pat
     wanted: Quantisation = "4bit" if bits == 4 else "8bit"
     other: Quantisation = "8bit" if bits == 4 else "4bit"
     expected = layers(load_network(BaseModelSpec(id="alto-tiny", quantisation=wanted)))
-    for asked in ("none", wanted):
-        found = layers(load_network(BaseModelSpec(id=str(tmp_path), quantisation=asked)))
+    for quantisation in ("none", wanted):
+        found = layers(load_network(BaseModelSpec(id=str(tmp_path), quantisation=quantisation)))
         assert len(found) == len(expected)
         assert all(torch.equal(one.weight, two.weight) for one, two in zip(found, expected, strict=True))
     with pytest.raises(ModelError, match=rf"is stored on disk in {bits} bits; remove 'load_in_{other}'"):
@@ -89,7 +89,7 @@ def test_other_quantisations_are_refused_by_name(
 
 
 @pytest.mark.parametrize("missing", ["bitsandbytes", "accelerate"])
-def test_a_missing_package_is_said_before_weights_are_read(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_before_weights_are_read(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(quantised, "find_spec", lambda name: None if name == missing else real(name))
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))

@@ -1,4 +1,4 @@
-"""The load-balancing loss of routers is transformers' own, and is on where TRL's trainers add it."""
+"""The load-balancing loss of routers equals transformers' own, and is on where TRL's trainers add it."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def granite() -> Any:
 
 
 @pytest.mark.parametrize("name", [*WITH_LOSS, "granite"])
-def test_of_every_row_it_is_what_the_model_gives_that_row_alone(name: str) -> None:
-    """In one forward pass over all rows, packed or padded."""
+def test_every_row_has_the_loss_that_the_model_gives_it_alone(name: str) -> None:
+    """Here one forward pass covers all rows, packed or padded."""
     own = granite() if name == "granite" else MODELS[name]()
     backbone = Backbone(copy.deepcopy(own), None, "tiny")
     check_router_loss(backbone)
@@ -69,12 +69,12 @@ def test_of_every_row_it_is_what_the_model_gives_that_row_alone(name: str) -> No
     num_U = torch.tensor(LENGTHS) * len(routers)
     found = (chosen_UE * probabilities_UE).sum(1) * 4 / num_U**2
     torch.testing.assert_close(found.float(), torch.stack(expected), rtol=1e-5, atol=0)
-    # Evenly loaded experts would give every row the same number.
+    # If experts were evenly loaded, every row would have the same number.
     assert float(found.max() - found.min()) > 1e-2
 
 
 def test_a_token_may_count_twice() -> None:
-    """With weights it is as if the rows were there as often; the gradient too."""
+    """A weight of two equals having the row twice, in the gradient too."""
     backbone = Backbone(build_mixture("mixtral"), None, "tiny")
     logits = torch.randn(6, 4, requires_grad=True)
     weights_T = torch.tensor([1.0, 2.0, 1.0, 1.0, 3.0, 1.0], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""A base model in parts on several ranks is the whole model: its weights, its losses, its gradients; in less memory."""
+"""A base model sharded over ranks equals the whole model in weights, losses and gradients, and needs less memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LARGER = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 5}
 
 
 def cases(base: Path) -> dict[str, Case]:
-    """What is checked, by name; ``base`` is where the models are."""
+    """Return the checks by name; ``base`` is the folder of the models."""
 
     def folder(name: str) -> str:
         return str(base / name)
@@ -70,8 +70,8 @@ def cases(base: Path) -> dict[str, Case]:
         "own code": ("own code", {}, ModelError, "with all your rights"),
         "torch_compile": ("llama", {"torch_compile": True}, UnsupportedError, "torch_compile: .* remove the key"),
     }
-    for name, (model, settings, kind, said) in refusals.items():
-        found[f"refused: {name}"] = checks.refused, (folder(model), settings, kind, said)
+    for name, (model, settings, kind, message) in refusals.items():
+        found[f"refused: {name}"] = checks.refused, (folder(model), settings, kind, message)
     equal = checks.losses_and_gradients_equal_those_of_the_whole_model
     for name in ("llama", "gemma-tied", "gemma2", "phi"):
         for is_on in (False, True):
@@ -94,7 +94,7 @@ def cases(base: Path) -> dict[str, Case]:
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong on any rank, by the name of the case."""
+    """The failures of any rank, by the name of the case."""
     base = tmp_path_factory.mktemp("models")
     write_models(base)
     named = [(name, check, args) for name, (check, args) in cases(base).items()]

@@ -1,4 +1,4 @@
-"""Dropout and jitter of a base that jobs train without are named, each with its number."""
+"""Dropout and jitter of a base model that jobs train without are reported, each with its number."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def small(name: str, **changes: Any) -> PreTrainedConfig:
 
 @torch.no_grad()
 def is_random(config: PreTrainedConfig) -> bool:
-    """Whether the model in training mode computes otherwise than in evaluation."""
+    """Return whether the model computes something else in training mode than in evaluation mode."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     expected = model.eval()(input_ids=IDS, use_cache=False).logits

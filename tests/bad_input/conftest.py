@@ -1,4 +1,4 @@
-"""The command line on bad input: what every refusal has in common is checked once, here."""
+"""The command line on bad input; what all refusals have in common is checked here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TASK = "model: alto-tiny\ndataset: train.jsonl\nmax_steps: 1\n"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with a task that would run."""
+    """The current directory, with a valid task."""
     write_rows(tmp_path / "train.jsonl")
     (tmp_path / "task.yaml").write_text(TASK, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Refusal:
-    """``refusal("tune", "task.yaml")``: what ``alto`` says on stderr when it refuses, as it has to refuse anything."""
+    """``refusal("tune", "task.yaml")`` returns what ``alto`` prints to stderr when it refuses its arguments."""
 
     def run(*arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", ["alto", *map(str, arguments)])
@@ -56,10 +56,10 @@ def refusal(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Capture
 
 @pytest.fixture
 def refusal_to_nobody(folder: Path) -> Refusal:
-    """The same to a user who owns nothing, where the tests run as root, who may read everything.
+    """The same for a user without permissions, where the tests run as root, who may read everything.
 
-    In a process of its own: a user id is that of all threads. Nobody may read Python's own library, perhaps, of which
-    some is imported only when it is used; so root is refused first, with the arguments ``like``.
+    It runs in a process of its own, because a user id belongs to all threads. This user may be unable to read Python's
+    library, some of which is imported on first use; so root is refused first, with the arguments ``like``.
     """
 
     def run(*arguments: str, like: Sequence[str]) -> str:
@@ -72,11 +72,11 @@ def refusal_to_nobody(folder: Path) -> Refusal:
 
 
 def checked(code: object, out: str, err: str, *, is_unchanged: bool) -> str:
-    """What was said, by what every refusal has in common."""
+    """Check what all refusals have in common, and return the message."""
     assert code == 1, err
     assert out == ""
     assert err.partition(":")[0].endswith("Error"), err
     assert err.replace("\n", "").isprintable()
     assert len(err) < 1600
-    assert is_unchanged, "something half-written was left"
+    assert is_unchanged, "a half-written file was left"
     return err

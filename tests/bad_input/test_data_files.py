@@ -1,4 +1,4 @@
-"""Datasets that are no data, that never end, that are too much, or that would write on the terminal."""
+"""Datasets that are not data, never end, are too large, or would write control characters to the terminal."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ANSWER = [{"role": "assistant", "content": "a"}]
 
 @pytest.fixture
 def hostile(folder: Path) -> Path:
-    """The current directory with whatever may be called a dataset by mistake or by malice."""
+    """The current directory with whatever may be named as a dataset by mistake or by malice."""
     os.mkfifo(folder / "pipe.jsonl")
     (folder / "zero.jsonl").symlink_to("/dev/zero")
     (folder / "loop.jsonl").symlink_to(folder / "loop.jsonl")
@@ -78,8 +78,8 @@ def hostile(folder: Path) -> Path:
     ],
 )
 def test_no_dataset(refusal: Any, hostile: Path, dataset: str, message: str) -> None:
-    said = refusal("preview", dataset)
-    assert message in said
+    error = refusal("preview", dataset)
+    assert message in error
     (hostile / "task.yaml").write_text(json.dumps({"model": "alto-tiny", "dataset": dataset}), encoding="utf-8")
     assert message in refusal("tune", "task.yaml", "--set", "name=x")
 
@@ -120,7 +120,7 @@ NUM_COLUMNS = 2000
 
 
 class Compared(str):
-    """The name of a column; counts how often one is compared with another."""
+    """The name of a column; counts its comparisons."""
 
     num_times = 0
 
@@ -132,7 +132,7 @@ class Compared(str):
 
 
 class ComparedCells:
-    """A reader of CSV all of whose cells are such names."""
+    """A CSV reader whose cells are all of this type."""
 
     def __init__(self, lines: Iterable[str], **options: Any) -> None:
         self._table = csv.reader(lines, **options)
@@ -150,7 +150,7 @@ class ComparedCells:
 
 @pytest.fixture
 def compared(monkeypatch: pytest.MonkeyPatch) -> type[Compared]:
-    """What counts the comparisons of the names that `read_file` finds from now on."""
+    """The class whose instances replace the names that ``read_file`` finds; it counts their comparisons."""
     without_duplicates = files._without_duplicates
     pairs_of = lambda pairs: [(Compared(key), value) for key, value in pairs]  # noqa: E731
     monkeypatch.setattr(files, "_without_duplicates", lambda pairs: without_duplicates(pairs_of(pairs)))
@@ -173,7 +173,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> type[Compared]:
 def test_each_of_many_columns_is_looked_at_once(
     tmp_path: Path, compared: type[Compared], name: str, content: str, message: str
 ) -> None:
-    """Each with each, a million columns would take hours."""
+    """Comparing each with each would take hours for a million columns."""
     path = tmp_path / name
     path.write_text(content, encoding="utf-8")
     with pytest.raises(DataError, match=message):

@@ -1,4 +1,4 @@
-"""Whatever is written: a task is accepted whole, and then survives its own file, or refused by an error with a name."""
+"""Any input: a task is accepted and survives its own file, or a named error refuses it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ sampled = st.fixed_dictionaries({"min": scalars, "max": scalars, "num": scalars}
 
 
 def check(path: Path, overrides: list[str]) -> None:
-    """The file at ``path`` is refused by name, or its task is written and read back."""
+    """Check that the file at ``path`` is refused by a named error, or that its task can be written and read back."""
     try:
         task = load_task(path, overrides)
     except AltoError:
@@ -77,7 +77,7 @@ def check_text(text: str, overrides: list[str] | None = None) -> None:
 
 
 def check_values(task: Any) -> None:
-    """As a file that holds ``task``, and as keyword arguments."""
+    """Check ``task`` as the content of a file, and as keyword arguments."""
     check_text(yaml.safe_dump(task, allow_unicode=True))
     if isinstance(task, Mapping) and all(isinstance(key, str) for key in task):
         try:

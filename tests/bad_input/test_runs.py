@@ -1,4 +1,4 @@
-"""Commands on runs: paths, jobs and changes that are none."""
+"""Commands on runs: invalid paths, jobs and changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ TASK_STARTED = {
 
 @pytest.fixture
 def run(folder: Path) -> Path:
-    """A run that nobody works on."""
     root = folder / "run"
     root.mkdir()
     (root / "task.yaml").write_text((folder / "task.yaml").read_text())
@@ -54,9 +53,9 @@ def test_no_run(refusal: Any, folder: Path, command: str, path: str) -> None:
 @pytest.mark.parametrize("job", ["", "..", "../../etc", "job-000/../job-000", "\x1b[31mjob", "x" * 300, "job-0000"])
 def test_no_job(refusal: Any, run: Path, job: str) -> None:
     for action in ("stop", "resume", "clone"):
-        said = refusal("job", action, run, job)
-        assert "JobCommandError: expected a job of this run, found '" in said
-        assert "it has job-000" in said
+        message = refusal("job", action, run, job)
+        assert "JobCommandError: expected a job of this run, found '" in message
+        assert "it has job-000" in message
     assert "RunNotFoundError: job: expected a job of" in refusal("eval", run, "--job", job)
 
 

@@ -1,4 +1,4 @@
-"""Task files and overrides that ask for what is not valid, cannot be read, or is meant to do harm."""
+"""Task files and overrides that are invalid, unreadable or malicious."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from alto.spec.objective_settings import DpoSettings
 
 TASK = "model: alto-tiny\ndataset: train.jsonl\n"
 BITS = "0x" + "f" * 5000
-"""A whole number that Python reads and refuses to write."""
+"""An integer that Python reads and refuses to write."""
 
 MANY_CALLS = 1_000_000
-"""Of functions: fewer than there are values in what is too large, many more than it takes to refuse it."""
+"""A limit on function calls: fewer than the oversized input has values, many more than refusing it takes."""
 
 
 def kinds(model: type[BaseModel], key: str) -> set[Any]:
@@ -34,7 +34,7 @@ KEYS = [
     (model, key)
     for model in (Task, JobConfig, EarlyExit, DpoSettings)
     for key in model.model_fields
-    if key != "objective"  # which holds the settings of the method
+    if key != "objective"  # it holds the method's settings
 ]
 NUMBERS = [(model, key) for model, key in KEYS if {int, float} & kinds(model, key)]
 NO_NUMBERS = [math.nan, math.inf, -math.inf, -1, -1e-9, True, False, "1e-4", "NaN", [], {}, [1], 10**400, -(16**5000)]
@@ -53,16 +53,16 @@ def test_no_number_is_taken_for_one(model: type[BaseModel], key: str) -> None:
             continue  # as in TrainingArguments, and tested with them
         with pytest.raises(SpecError) as caught:
             task_with(model, key, value)
-        said = str(caught.value)
-        assert key in said
-        assert "should be" in said
-        assert "found" in said
-        assert len(said) < 400
+        error = str(caught.value)
+        assert key in error
+        assert "should be" in error
+        assert "found" in error
+        assert len(error) < 400
 
 
 @pytest.mark.parametrize(("model", "key"), NUMBERS, ids=[key for _, key in NUMBERS])
 def test_bounds_hold_at_zero(model: type[BaseModel], key: str) -> None:
-    """Where zero is no value, neither is negative zero; where it is one, both are."""
+    """Where zero is invalid, negative zero is too; where it is valid, both are."""
     outcomes = []
     for zero in (0, 0.0, -0.0):
         if isinstance(zero, float) and float not in kinds(model, key):
@@ -72,14 +72,14 @@ def test_bounds_hold_at_zero(model: type[BaseModel], key: str) -> None:
             task_with(model, key, zero)
         except SpecError as error:
             refused.append(str(error))
-        assert all(key in said for said in refused)
+        assert all(key in text for text in refused)
         outcomes.append(bool(refused))
     assert len(set(outcomes)) == 1
 
 
 @pytest.mark.parametrize(("model", "key"), KEYS)
 def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key: str) -> None:
-    # Null is a mapping without keys, as PEFT and LLaMA-Factory write it.
+    # Null means a mapping without keys, as PEFT and LLaMA-Factory write it.
     stands_for_default = model is Task and None in FIELD_DEFAULTS.get(key, ())  # as in TrainingArguments
     if type(None) in kinds(model, key) or model is DpoSettings or key in MAPPING_FIELDS or stands_for_default:
         task_with(model, key, None)
@@ -147,13 +147,13 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
 )  # fmt: skip
 def test_a_wrong_task_is_refused_in_words(refusal: Any, folder: Path, lines: str, message: str) -> None:
     (folder / "task.yaml").write_text(TASK + lines + "\n", encoding="utf-8")
-    said = refusal("tune", "task.yaml")
-    assert "task.yaml" in said
-    assert message in said
+    error = refusal("tune", "task.yaml")
+    assert "task.yaml" in error
+    assert message in error
 
 
 def bomb(template: str) -> str:
-    """Nine lines, each of which repeats the one before nine times."""
+    """Return ten lines, each of which repeats the one before nine times."""
     lines = ["x0: &x0 " + template.format("1, 1")]
     for level in range(1, 10):
         lines.append(f"x{level}: &x{level} " + template.format(", ".join([f"*x{level - 1}"] * 9)))
@@ -177,8 +177,8 @@ def test_what_is_too_large_is_refused_before_it_is_unfolded(refusal: Any, folder
     num_calls(lambda: refusal("tune", "task.yaml"), at_most=MANY_CALLS)
 
 
-def test_as_many_jobs_as_may_be_are_read_back(tmp_path: Path) -> None:
-    """The largest file that is written is not refused when it is read."""
+def test_the_maximum_number_of_jobs_is_read_back(tmp_path: Path) -> None:
+    """The largest file that can be written can be read."""
     task = Task(model="alto-tiny", dataset="rows.jsonl", search_space={"seed": list(range(10_000))})
     (tmp_path / "task.yaml").write_text(task.to_yaml(), encoding="utf-8")
     assert load_task(tmp_path / "task.yaml") == task
@@ -254,7 +254,8 @@ def test_an_output_folder_that_cannot_be(refusal: Any, folder: Path, output_dir:
 class TestWithoutPermission:
     @pytest.fixture(autouse=True)
     def closed(self, folder: Path) -> None:
-        """``closed/`` may not be entered, ``mute.*`` not be read; ``broken.jsonl`` may, and holds no rows."""
+        """The folder ``closed/`` cannot be entered, ``mute.*`` cannot be read; ``broken.jsonl`` can, and has no
+        rows."""
         (folder / "closed").mkdir()
         for name in ("mute.yaml", "mute.jsonl"):
             (folder / name).touch()

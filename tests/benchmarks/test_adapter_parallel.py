@@ -1,4 +1,4 @@
-"""The benchmark of adapter parallelism: two ranks at its smallest scale, a gate that goes red, the laws on paper."""
+"""The benchmark of adapter parallelism: two ranks at its smallest scale, a gate that fails, the cost formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STEP = Step.of(SMOKE.shape, num_ranks=2, num_jobs=4, batch_size=1, length=16, ad
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The benchmark in a process of its own, on what machines with a GPU have."""
+    """The result of the benchmark in a process of its own, with only what machines with a GPU have."""
     folder = tmp_path_factory.mktemp("results")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.paper", "adapter-parallel", "--out", str(folder)],
@@ -71,7 +71,7 @@ def _one_rank(tmp_path):
 
 
 class TestTheSmallestScale:
-    """Two ranks, all ways: the gate holds losses, gradients and bytes."""
+    """Two ranks, all systems: the gate checks losses, gradients and bytes."""
 
     def test_is_green_and_measures_every_way(self, smoke):
         assert smoke["gate"] == "passed"
@@ -101,7 +101,7 @@ def test_every_scale_can_be_dealt_out(plan):
 
 
 class _Off:
-    """PEFT alone, with something done to what it finds."""
+    """PEFT alone, with its results changed."""
 
     def __init__(self, base, workload, change):
         self._alone, self._change = Sequential(base, workload), change
@@ -132,7 +132,7 @@ class TestTheGate:
         assert gate_failures({"same": _Off(base, workload, lambda found: found)}, base, workload, (1, 2)) == []
 
     @pytest.mark.parametrize(
-        ("change", "said"),
+        ("change", "message"),
         [
             (_a_hundredth_off(0), "job 1: gradient of A"),
             (_a_hundredth_off(1), "job 1: gradient of B"),
@@ -142,10 +142,10 @@ class TestTheGate:
         ],
         ids=["A", "B", "loss", "swapped", "missing"],
     )
-    def test_is_red(self, base, workload, change, said):
+    def test_is_red(self, base, workload, change, message):
         failures = gate_failures({"off": _Off(base, workload, change)}, base, workload, (2,))
         assert failures
-        assert failures[0].startswith(f"off, batch size 2, {said}")
+        assert failures[0].startswith(f"off, batch size 2, {message}")
 
     def test_is_red_for_what_is_no_number(self):
         nan = JobFacts(loss=float("nan"), gradients={"m": (torch.ones(1, 1), torch.full((1, 1), float("nan")))})

@@ -1,4 +1,4 @@
-"""The figures and the gate of tasks in one process; its smallest scale for real."""
+"""The benchmark of tasks in one process: figures, gate, and a real run at its smallest scale."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ def test_figures_are_ratios_of_medians() -> None:
 
 
 @pytest.mark.parametrize(
-    ("colocated", "said"),
+    ("colocated", "message"),
     [
         (run(10.0, 2), "colocated: 2 executors"),
         (run(10.0, 1, loss=2.01), "a: job-000 at 2.00000 by itself, job-000 at 2.01000 colocated"),
         (run(10.0, 1, job="job-001"), "a: job-000 at 2.00000 by itself, job-001 at"),
     ],
 )
-def test_the_gate_refuses(colocated: colocation.Run, said: str) -> None:
+def test_the_gate_refuses(colocated: colocation.Run, message: str) -> None:
     (failure,) = colocation.gate({"separate": SEPARATE, "colocated": [colocated], "planned": SEPARATE})
-    assert failure.startswith(said)
+    assert failure.startswith(message)
 
 
 @pytest.mark.slow("benchmarks")

@@ -1,4 +1,5 @@
-"""Preference tuning at its smallest scale: all three systems, the gate that compares them, the result file."""
+"""The benchmark of preference tuning at its smallest scale: three systems, the gate that compares them, the result
+file."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from benchmarks.dpo import program as dpo
 from benchmarks.dpo.gate import TOLERANCE, gate_failures
 from benchmarks.dpo.judge import Worth
 from benchmarks.dpo.measured import Measured, Tuned
-from benchmarks.dpo.tell import best_accuracy, figures
+from benchmarks.dpo.summary import best_accuracy, figures
 
 PAIRS = ROOT.parent / "shared" / "data" / "pref_mix" / "pairs.jsonl.gz"
 ROWS = [
@@ -39,7 +40,7 @@ ROWS = [
     for b in range(1, 5)
 ]
 
-# Three libraries warn about each other here.
+# The three libraries warn about each other.
 pytestmark = [pytest.mark.slow("benchmarks"), pytest.mark.filterwarnings("ignore")]
 
 
@@ -52,7 +53,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory) -> tuple[dict, Measured]:
-    """The result file of the smallest scale, and what it was made from."""
+    """The result file of the smallest scale, and the measurements in it."""
     if not PAIRS.exists():
         pytest.skip(f"needs preference pairs at {PAIRS}")
     folder, kept = tmp_path_factory.mktemp("smoke"), []
@@ -72,13 +73,13 @@ def test_the_smallest_scale_passes_its_gate(smoke):
     result, measured = smoke
     assert result["gate"] == "passed"
     assert set(dpo.GOALS) <= set(result["figures"])
-    # The adapters that the systems begin with are one, and so are the curves of a stable job.
+    # The systems begin with the same adapters, and a stable job has the same curves.
     theirs = [item.loss for item in measured.sequential["job-000"].evaluations]
     ours = [loss for _, loss in measured.recording.jobs[0].evaluations]
     assert ours == pytest.approx(theirs, rel=1e-4)
     assert all(0 <= value <= 1 for value in measured.recording.jobs[0].metrics["reward_accuracy"])
     tuned = measured.batched[measured.first_seed]
-    assert tuned.told_accuracy == pytest.approx(best_accuracy(measured.sequential[tuned.result.best_job]))
+    assert tuned.reported_accuracy == pytest.approx(best_accuracy(measured.sequential[tuned.result.best_job]))
     assert [row["exit"] for row in result["rows"] if "saved" in row] == ["overfitting", "diverging", "underperforming"]
     assert len([row for row in result["rows"] if "heldout_accuracy" in row]) == 4
 
@@ -155,7 +156,7 @@ CONFIG = JobConfig(
 
 
 def losses(prepared: PreparedPairs, config: JobConfig) -> tuple[float, ...]:
-    """TRL's, of a job of ``config`` that begins as one of ``CONFIG`` does."""
+    """Return TRL's losses for a job of ``config`` that begins with the adapter of ``CONFIG``."""
     start = first_adapter(load_backbone(BaseModelSpec(id="alto-tiny")), CONFIG)
     return train_on_pairs(prepared, config.model_dump(), start=start, eval_at_steps=[]).train_losses
 
@@ -168,7 +169,7 @@ def expected(prepared) -> tuple[float, ...]:
 @pytest.mark.parametrize("change", [{"beta": 0.11}, {"learning_rate": 1.1e-3}, {"seed": 4}], ids=str)
 def test_every_setting_of_a_job_reaches_trl(prepared, expected, change):
     found = losses(prepared, CONFIG.replace(**change))
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)  # log 2: no adapter has learned yet
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)  # log 2: no adapter has learned anything yet
     assert found != pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -176,14 +177,14 @@ def test_the_systems_see_the_same_tokens(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("alto-tiny"))
     ours = tokenize_pairs(tokenizer, ROWS, max_length=64)
 
-    def said(role: str, text: str) -> list[dict[str, str]]:
+    def turn(role: str, text: str) -> list[dict[str, str]]:
         return [{"role": role, "content": text}]
 
     conversations = [
         {
-            "prompt": said("user", row["prompt"]),
-            "chosen": said("assistant", row["chosen"]),
-            "rejected": said("assistant", row["rejected"]),
+            "prompt": turn("user", row["prompt"]),
+            "chosen": turn("assistant", row["chosen"]),
+            "rejected": turn("assistant", row["rejected"]),
         }
         for row in ROWS
     ]
@@ -211,7 +212,7 @@ def test_a_pair_that_would_be_cut_is_refused():
         tokenize_pairs(tokenizer, ROWS, max_length=8)
 
 
-def test_of_pairs_of_ones_own_every_source_counts(tmp_path: Path) -> None:
+def test_every_source_of_own_pairs_counts(tmp_path: Path) -> None:
     pair = {"prompt": "a", "chosen": "b", "rejected": "c", "source": "mine"}
     alike = pair | {"prompt": "d", "chosen": "c "}
     file = tmp_path / "pairs.jsonl"
@@ -219,7 +220,7 @@ def test_of_pairs_of_ones_own_every_source_counts(tmp_path: Path) -> None:
     assert dpo.read_pairs(file) == [{"prompt": "a", "chosen": "b", "rejected": "c"}]
 
 
-def test_of_our_mixture_one_source_counts_however_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_source_of_our_mixture_counts_however_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     if not PREFERENCE_PAIRS.exists():
         pytest.skip(f"needs pairs at {PREFERENCE_PAIRS}")
     monkeypatch.chdir(PREFERENCE_PAIRS.parent)

@@ -1,4 +1,5 @@
-"""The sweep beside what people use, and the best against recommended settings, at their smallest scale; their gates."""
+"""The end-to-end benchmark at its smallest scale: the sweep, the systems it is compared with, recommended settings,
+gates."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from benchmarks.end_to_end.systems import Outcome, Sweep
 
 pytestmark = [
     pytest.mark.slow("benchmarks"),
-    pytest.mark.filterwarnings("ignore"),  # of five libraries
+    pytest.mark.filterwarnings("ignore"),  # raised by five libraries
     pytest.mark.skipif(not GSM8K.exists(), reason=f"needs GSM8K at {GSM8K}"),
 ]
 
@@ -32,24 +33,24 @@ Found = tuple[dict[str, Any], Sweep, Mapping[str, Outcome], Path]
 
 @pytest.fixture(scope="module", name="found")
 def smoke(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """The result file, and what its gate was asked about."""
+    """The result file, and the arguments of its gate."""
     folder = tmp_path_factory.mktemp("end-to-end")
-    asked = list[tuple[Sweep, Mapping[str, Outcome]]]()
+    calls = list[tuple[Sweep, Mapping[str, Outcome]]]()
     unpatched = gate.outcome_failures
 
     def outcome_failures(sweep: Sweep, outcomes: Mapping[str, Outcome]) -> list[str]:
-        asked.append((sweep, outcomes))
+        calls.append((sweep, outcomes))
         return unpatched(sweep, outcomes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "outcome_failures", outcome_failures)
-        # What the systems keep outlives main, for the tests of the gate.
+        # The results of the systems outlive main, for the tests of the gate.
         measure = program.measure
         patch.setattr(program, "measure", lambda *given: measure(*given[:4], folder / "work"))
         arguments = ["--scale", "smoke", "--out", str(folder), "--threads", "1"]
         assert program.main(arguments) == 0
     result = json.loads((folder / "end_to_end-smoke.json").read_text(encoding="utf-8"))
-    return result, *asked[0], folder
+    return result, *calls[0], folder
 
 
 def test_every_system_sweeps_and_is_judged(found: Found) -> None:
@@ -68,7 +69,7 @@ def test_every_system_sweeps_and_is_judged(found: Found) -> None:
 
 
 def test_mlora_s_way_has_the_curves_of_alto(found: Found) -> None:
-    """Both begin with the same adapters; so close are two ways to add up in float32."""
+    """Both begin with the same adapters; two orders of addition in float32 agree this well."""
     recording = found[2]["batched"].recording
     assert recording is not None
     for job in recording.jobs:
@@ -102,7 +103,7 @@ def test_the_gate_bites(found: Found, system: str, change: Callable[[Outcome], O
     assert all(failure.startswith(message) for failure in failures[:1])
 
 
-def test_what_stands_in_a_result_is_measured_anew(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_are_not_reused_as_measurements(found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = found[3]
     assert not list((folder / ".paper").iterdir())
     monkeypatch.setattr(program, "measure", lambda *_: pytest.fail("measured again"))
@@ -118,7 +119,7 @@ def test_recommended_settings_are_trained_and_judged(tmp_path: Path, monkeypatch
     rows = {row["way"]: row for row in result["rows"]}
     assert set(rows) == {"found", "unsloth", "unsloth_scaled", "lora_without_regret"}
     assert rows["unsloth"]["learning_rate"] == 2e-4
-    # 10 * 5e-5 * (2000 / 128) ** 0.781, of a Llama with 128 hidden features
+    # 10 * 5e-5 * (2000 / 128) ** 0.781, for a Llama with 128 hidden features
     assert rows["lora_without_regret"]["learning_rate"] == pytest.approx(4.278e-3, rel=1e-3)
     ratio = rows["found"]["test_loss"] / min(row["test_loss"] for way, row in rows.items() if way != "found")
     assert result["figures"]["found_over_recommended_worst"] == pytest.approx(ratio)

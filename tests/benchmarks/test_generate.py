@@ -1,4 +1,4 @@
-"""The benchmark of generation at its smallest scale, and that its gate bites."""
+"""The benchmark of generation at its smallest scale, and a gate that fails on wrong results."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ pytest.importorskip("peft", reason="the baseline needs the extra 'bench'")
 
 from benchmarks import generate
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = [
     pytest.mark.slow("benchmarks"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),

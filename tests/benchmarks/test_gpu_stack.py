@@ -1,5 +1,4 @@
-"""What runs on a machine with a GPU runs with what such machines have, and no more: the source on the path, and nothing
-installed for it but a few carried wheels.
+"""Benchmarks in the environment of a machine with a GPU: the source on the path, and a few carried wheels.
 
 Two more benchmarks of ``make bench-gpu`` run on that stack in ``test_kernels`` and ``test_adapter_parallel``.
 """
@@ -45,7 +44,7 @@ print(json.dumps([alto.__file__, missing == names, listed]))
 
 
 def test_memory_measures_there(tmp_path: Path) -> None:
-    """Whole tasks, each in a process of its own: executor, journal and checkpoints are imported in it."""
+    """Whole tasks run in processes of their own, which import the executor, the journal and checkpoints."""
     command = [sys.executable, "-m", "benchmarks.paper", "memory", "--stages", "durations", "--threads", "1"]
     run([*command, "--out", str(tmp_path)], gpu_stack(tmp_path))
     found = json.loads((tmp_path / "memory-smoke.json").read_text(encoding="utf-8"))
@@ -53,7 +52,7 @@ def test_memory_measures_there(tmp_path: Path) -> None:
 
 
 def test_device_use_is_measured_there(tmp_path: Path) -> None:
-    """Without matplotlib, which draws what was measured."""
+    """It needs no matplotlib, which draws the measurements."""
     command = [sys.executable, "-m", "benchmarks.paper", "utilization", "--stages", "steps", "--threads", "1"]
     run([*command, "--out", str(tmp_path)], gpu_stack(tmp_path))
     found = json.loads((tmp_path / "utilization-smoke.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The kernel benchmark at its smallest scale: its tables, its file, and a gate that goes red."""
+"""The kernel benchmark at its smallest scale: tables, result file, and a gate that fails on wrong results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def workload():
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    """The benchmark at its smallest scale, on what machines with a GPU have: exit code, result file, printed text."""
+    """Exit code, result file and printed text of the smallest scale, with only what machines with a GPU have."""
     folder = tmp_path_factory.mktemp("results")
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.paper", "kernels", "--out", str(folder), "--threads", "1"],
@@ -132,7 +132,7 @@ def test_every_goal_is_a_figure_that_its_scale_measures(smoke):
 
 
 class TestTheGate:
-    """Goes red for each variant when its arithmetic is wrong, and only then."""
+    """The gate fails for each variant with wrong arithmetic, and only then."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_is_green(self, workload, dtype):
@@ -204,7 +204,7 @@ class TestTheGate:
         assert "ours" not in {row["variant"] for row in result["rows"]}
 
     def test_in_bfloat16_is_as_wide_as_rounding_makes_it(self):
-        """As derived beside the tolerance, for the largest model and the shortest row that is trained."""
+        """The comment at the tolerance derives it for the largest model and the shortest trained row."""
         tolerance = tolerance_of(torch.bfloat16, SHAPES["8b"]["hidden_size"])
         assert tolerance == Tolerance(loss=2e-3, gradient=3e-2)
         fewest = min(row.total - row.prompt for row in lengths.row_lengths("gpt2"))
@@ -228,7 +228,7 @@ class TestTheGate:
 
 
 def _off(tensors):
-    """A tensor, or one for every member of a group, a hundredth off."""
+    """Return a tensor, or each tensor of a group, changed by one percent."""
     return tensors * 1.01 if isinstance(tensors, torch.Tensor) else [tensor * 1.01 for tensor in tensors]
 
 
@@ -239,14 +239,14 @@ def _swapped(slot, rows, workload):
 
 
 def test_flops_are_those_that_pytorch_counts(base, workload):
-    """Of the GEMMs; PyTorch's counter does not know this attention, nor that half of it is masked."""
+    """FLOPs of the GEMMs; PyTorch's counter knows neither this attention nor that half of it is masked."""
     frozen = build("frozen", base, workload)
-    with reference_ops():  # its GEMMs are all of a kind that the counter knows
+    with reference_ops():  # the counter knows all its GEMMs
         ours = build("ours", base, workload)
     lengths_squared = sum(length**2 for batch in workload.batches(2, CPU) for length in batch.sequence_lengths)
     attention = 7 * base.config.num_hidden_layers * base.config.hidden_size * lengths_squared
     assert _gemm_flops(lambda: frozen.backward(2)) == base_flops(base, workload, 2) - attention
-    # The first layer's q, k and v pass no gradient on, with adapters: nobody asks for that of their input.
+    # The adapters of the first layer's q, k and v pass no gradient to their input, which needs none.
     config, tokens = base.config, [0] * len(workload.ranks)
     for batch in workload.batches(2, CPU):
         for slot, count in zip(batch.slots, batch.job_tokens, strict=True):
@@ -260,7 +260,7 @@ def test_flops_are_those_that_pytorch_counts(base, workload):
 
 
 def _gemm_flops(action):
-    # The counter knows addmm, but not the one in place.
+    # The counter knows addmm, but not the in-place one.
     in_place = {torch.ops.aten.addmm_: lambda target, left, right, **_: 2 * left[0] * left[1] * right[1]}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         action()
@@ -269,7 +269,7 @@ def _gemm_flops(action):
 
 
 def test_the_floor_of_an_op_counts_what_a_group_shares_once():
-    """At a byte a second the floor is the bytes: X once for all three modules; A, B and S of every one of them."""
+    """At one byte per second the floor is the bytes: X once for all three modules; A, B and S of each."""
     case = OpCase(in_features=24, out_features=(40, 8, 8), lengths=(5, 1, 0), ranks=(2, 4, 8))
     limits = DeviceLimits(bytes_per_s=1.0, flops_per_s=1e30)
     rows = op_rows(case, torch_backend, CPU, torch.float32, limits)
@@ -285,7 +285,8 @@ def test_the_floor_of_an_op_counts_what_a_group_shares_once():
 
 
 class TestAVariantThatFails:
-    """Out of memory, an exception: it is recorded, the others are measured, and the exit code says so."""
+    """A variant that runs out of memory or raises is recorded, the others are measured, and the exit code reports
+    it."""
 
     @pytest.mark.parametrize("fails", ["build", "step", "gate"])
     def test_leaves_the_others_alone(self, monkeypatch, tmp_path, few, fails):
@@ -317,7 +318,7 @@ class TestAVariantThatFails:
 
     @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "compiled"])
     def test_frees_its_memory_when_it_is_dropped(self, base, workload, name):
-        """At once: the next is built before Python collects cycles."""
+        """Its memory is freed before Python collects cycles, because the next variant is built at once."""
         gc.collect()
         gc.disable()
         try:
@@ -332,7 +333,7 @@ class TestAVariantThatFails:
 
 
 def _parts(variant):
-    """A variant, and what in it holds weights."""
+    """Return a variant and its parts that hold weights."""
     names = ("_backbone", "_adapters", "_trainer")
     found = [variant, *(getattr(variant, name) for name in names if hasattr(variant, name))]
     found += getattr(variant, "_models", {}).values()
@@ -366,13 +367,13 @@ def test_pieces_of_two_commands_are_one_result(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [(["--models", "8b"], "--models: expected some of smoke"), (["--stages", "whole"], "invalid choice: 'whole'")],
 )
-def test_models_and_stages_that_are_not_there_are_refused(options, said, capsys):
+def test_models_and_stages_that_are_not_there_are_refused(options, message, capsys):
     with pytest.raises(SystemExit):
         main([*SMALL, *options])
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_slowest_comes_last_and_every_piece_of_a_gpu_can_be_chosen():

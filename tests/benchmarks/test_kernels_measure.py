@@ -1,4 +1,4 @@
-"""The stopwatches of the kernel benchmark: turns, and ops by replay, by events or by the clock."""
+"""The timers of the kernel benchmark: variants in turn, and ops by graph replay, by events or by the clock."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_variants_take_turns_and_those_that_fail_are_left_out():
 
 
 class TestAnOpIsTimed:
-    """By replay of a graph where it can be captured; the result says which way it was."""
+    """An op is timed by replaying a graph where it can be captured; the result names the method."""
 
     def test_by_the_clock_on_a_cpu(self):
         timed = time_op(lambda: None, CPU)
@@ -60,7 +60,7 @@ class TestAnOpIsTimed:
         assert time_op(lambda: None, torch.device("cuda")).by == "events"
         assert "operation not permitted when stream is capturing" in capsys.readouterr().out
 
-    def test_as_the_difference_of_rounds_with_it_and_without(self):
+    def test_by_the_difference_of_rounds_with_it_and_without(self):
         assert difference_per_call([5.0, 7.0], [1.0, 2.0], 2) == [2.0, 2.5]
         with pytest.raises(ValueError, match="to take longer than those without"):
             difference_per_call([5.0, 1.0], [1.0, 2.0], 2)

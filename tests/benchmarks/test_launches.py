@@ -28,7 +28,7 @@ def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "launches-smoke.json").read_text(encoding="utf-8"))
     assert found["gate"] == "passed"
-    # Of four groups, six launches each: as many as tests/kernels count for a group.
+    # Four groups of six launches each, as tests/kernels count them for a group.
     assert found["figures"]["launches_per_step_1b"] == 16 * 4 * 5
     assert {row["way"] for row in found["rows"]} == {"alto", "triton"}
 

@@ -1,5 +1,5 @@
-"""The ``lorafusion`` baseline: its kernels, in Triton's interpreter where there is no GPU, and what a CPU has in their
-place, against the same products in float64."""
+"""The ``lorafusion`` baseline: its kernels (in Triton's interpreter without a GPU) and their replacement on a CPU,
+against the same products in float64."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from benchmarks.kernels.workload import Workload, random_rows
 
 
 def _runs_here() -> list[pytest.MarkDecorator]:
-    """Empty where Triton can run kernels: on a GPU, or in an interpreter that works here."""
+    """Return no marks where Triton runs kernels, on a GPU or in a working interpreter; otherwise a skip."""
     try:
         choose_backend("triton")
     except UnsupportedError as error:
@@ -49,12 +49,12 @@ OPS = pytest.mark.parametrize(
 )
 RANKS = (7, 3, 16, 20, 1)
 TOKENS = JobTokens(jobs=(1, 2, 3, 4), lengths=(37, 0, 64, 1), scales=(2.0, 0.5, 1.25, 3.0))
-"""Of jobs whose tokens fill blocks in part, wholly, with one token, and with none; the first job is not in the pass."""
+"""Tokens of jobs that fill blocks partly, fully, with one token, and with none; the first job is not in the pass."""
 
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles so small that every loop and every group of blocks has several turns, and a last one that is not full."""
+    """Set tiles so small that every loop and every group of blocks has several turns, the last of them partial."""
     tiles = {"BLOCK_T": 16, "BLOCK_N": 16, "GROUP": 3}
     for name, more in (("LINEAR_CONFIGS", {"BLOCK_C": 16}), ("NARROW_CONFIGS", {"TILES": 2})):
         config = KernelConfig(constants=tiles | more, num_warps=4, num_stages=2)
@@ -62,7 +62,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Let the baseline compute with ``ops``; where its tensors have to be."""
+    """Let the baseline compute with ``ops``; return the device that its tensors must be on."""
     monkeypatch.setattr(lorafusion, "fused_ops", lambda device: ops)
     device = KERNELS_RUN_ON if ops is lorafusion_triton else CPU
     if not lorafusion.is_supported(device, torch.float32):
@@ -71,7 +71,7 @@ def use(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> torch.device:
 
 
 def products(ops: ModuleType, monkeypatch: pytest.MonkeyPatch, *, has_bias: bool) -> dict[str, Tensor]:
-    """What a layer gives, forward and backward, in float32."""
+    """Return a layer's forward and backward results in float32."""
     device = use(ops, monkeypatch)
     x_TK, dy_TN, base, stack = layer(device, torch.float32, has_bias=has_bias)
     part = lorafusion.prepare(TOKENS, stack)
@@ -83,7 +83,7 @@ def products(ops: ModuleType, monkeypatch: pytest.MonkeyPatch, *, has_bias: bool
 
 
 def expected_products(*, has_bias: bool) -> dict[str, Tensor]:
-    """The same in float64, job by job as it is written on paper."""
+    """Return the same in float64, job by job, from the formula."""
     x_TK, dy_TN, base, stack = layer(CPU, torch.float64, has_bias=has_bias)
     y_TN, dx_TK = x_TK @ base.weight_NK.T, dy_TN @ base.weight_NK
     if base.bias_N is not None:
@@ -101,8 +101,8 @@ def expected_products(*, has_bias: bool) -> dict[str, Tensor]:
 
 
 def layer(device: torch.device, dtype: torch.dtype, *, has_bias: bool) -> tuple[Tensor, Tensor, BaseLayer, Stack]:
-    """Input, gradient of the output, a frozen layer of 36 in-features and 44 out-features, and its adapters, whose
-    gradients are ones: the same numbers in every dtype."""
+    """Return input, output gradient, a frozen layer of 36 in-features and 44 out-features, and its adapters, whose
+    gradients are ones. The numbers are the same in every dtype."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -143,7 +143,7 @@ def test_a_job_without_tokens_or_outside_of_the_pass_keeps_its_gradients(
 @pytest.mark.parametrize(
     ("function", "argument", "wrong"),
     [
-        ("fused_linear", 3, {"y", "dx"}),  # the narrow tensor: the adapters' part alone is a hundredth off
+        ("fused_linear", 3, {"y", "dx"}),  # not the narrow tensor: the adapters' part alone is one percent off
         ("fused_linear", 4, {"y", "dx"}),
         ("fused_narrow", 1, {"db"}),
         ("fused_narrow", 2, {"da", "dx"}),
@@ -167,7 +167,7 @@ def test_the_comparison_finds_an_adapter_that_is_a_hundredth_off(
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @OPS
 def test_the_gate_is_green_with_the_kernels(monkeypatch: pytest.MonkeyPatch, ops: ModuleType) -> None:
-    """Losses and every job's gradients through a whole model, in two passes of which each lacks a job."""
+    """Losses and each job's gradients for a whole model, in two passes that each lack a job."""
     device = use(ops, monkeypatch)
     rows = [RowLength(prompt=2, total=total) for total in (23, 5, 31, 17, 9, 12)]
     workload = Workload(ranks=(4, 16, 3), data=random_rows(rows, SHAPES["smoke"]["vocab_size"]), max_tokens_per_pass=48)
@@ -194,7 +194,7 @@ def test_blocks_end_where_the_tokens_of_a_job_end() -> None:
 
 
 class TestTiles:
-    """Chosen by measuring, once for a shape."""
+    """Tiles are chosen by measurement, once per shape."""
 
     def test_the_fastest_that_fits_is_taken(self) -> None:
         def measure(candidate: int) -> float:
@@ -206,7 +206,7 @@ class TestTiles:
         with pytest.raises(triton.OutOfResources):
             lorafusion_triton.fastest([3], measure)
 
-    def test_a_shape_is_measured_once_and_another_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_each_shape_is_measured_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(lorafusion_triton, "_chosen", {})
         monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
         monkeypatch.setattr(triton.testing, "do_bench", lambda run, **_: run() or float(len(tried)))
@@ -230,7 +230,7 @@ def test_kernels_compile_for_an_h100_without_spills() -> None:
         rows = [row for row in found if row["kernel"] == name]
         assert len(rows) == len(configs)
         assert [row for row in rows if row["spilled"]] == []
-        # The widest tiles in four stages are for adapters of up to 32 ranks; the choice leaves them out at 64.
+        # The widest tiles in four stages are for adapters of up to rank 32; they do not fit at rank 64.
         assert [row for row in rows if row["shared"] > 227 * 1024] == [
             row
             for row in rows

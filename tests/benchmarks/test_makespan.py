@@ -1,4 +1,4 @@
-"""The ablation's figures and gate, on queues that were never run; its tasks on real rows."""
+"""The makespan ablation: its figures and gate on queues that were never run, and its tasks on real rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULT = TaskOutcome(
 def measured(
     seconds: float, *, loss: float = 2.0, starts: tuple[float, ...] = (0.0, 5.0), executor: str = ""
 ) -> makespan.Measured:
-    """Two tasks on one GPU, five seconds each from ``starts`` on."""
+    """Return a measurement of two tasks on one GPU, five seconds each, with these starts."""
     history = QueueHistory()
     for name, start in zip("ab", starts, strict=True):
         attempt = Attempt(number=1, gpus=(Gpu("local", 0),), start=start, end=start + 5.0, outcome="finished")
@@ -58,16 +58,16 @@ def test_figures_are_ratios_to_batching_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "message"),
     [
         (measured(50.0, starts=(0.0, 4.0)), "B+S: two tasks at a time on local:0"),
         (measured(50.0, loss=2.2), "a: best loss 2.2000 when scheduled, 2.0000 in order"),
     ],
     ids=["shared", "other adapters"],
 )
-def test_the_gate_refuses(broken: makespan.Measured, said: str) -> None:
+def test_the_gate_refuses(broken: makespan.Measured, message: str) -> None:
     (failure,) = makespan.gate(four(**{"B+S": broken}))
-    assert failure.startswith(said)
+    assert failure.startswith(message)
 
 
 def test_the_gate_refuses_a_task_that_ran_twice() -> None:

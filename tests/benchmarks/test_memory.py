@@ -41,16 +41,16 @@ def test_the_smallest_scale_predicts_peaks_and_durations(tmp_path):
 
 
 class TestACaseThatFails:
-    """It is recorded and the others are measured; of what it belongs to there is no figure."""
+    """A failing case is recorded and the others are measured; its group has no figure."""
 
     @pytest.fixture(autouse=True)
     def _answers(self, monkeypatch):
         plan = {"memory": {"fixed_bytes": 4e9, "bytes_per_token": 10.0}, "slot_bytes": 100, "duration_s": 2.0}
         limits = dict.fromkeys(("max_slots", "max_tokens_per_step", "max_tokens_per_pass"), 1)
-        self.asked = []
+        self.actions = []
 
         def answer(request):
-            self.asked.append(request["action"])
+            self.actions.append(request["action"])
             if request["action"] == "plan":
                 return plan | limits
             if request["action"] == "run":
@@ -84,7 +84,7 @@ class TestACaseThatFails:
 
     def test_figures_wait_for_all_models(self, tmp_path):
         assert self.run(tmp_path, "--models", "tiny", "--stages", "durations")[1]["figures"] == {}
-        assert " ".join(self.asked) == "plan run plan run plan run plan run"
+        assert " ".join(self.actions) == "plan run plan run plan run plan run"
         code, found = self.run(tmp_path, "--models", "25m", "--stages", "durations")
         assert code == 0
         assert found["figures"] == pytest.approx({"duration_error_median": 0.2, "duration_error_worst": 0.2})

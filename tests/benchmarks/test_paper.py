@@ -1,4 +1,4 @@
-"""The paper's experiments on recorded sweeps, their pictures and page, and going on after a kill."""
+"""The paper's experiments on recorded sweeps, their plots and page, and resuming after a kill."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_measures_and_draws_is_there(name: str) -> None:
     experiment = EXPERIMENTS[name]
     assert (experiment.program is None) != (experiment.recorded is None)
     for function in (experiment.program, experiment.recorded, experiment.drawing):
-        if function is not None:  # not imported: some programs set up the process that they are imported in
+        if function is not None:  # not imported: some programs configure the process that imports them
             module, _, wanted = function.partition(":")
             found = importlib.util.find_spec(module)
             assert found is not None
@@ -86,7 +86,7 @@ def test_losses_are_those_of_the_recording(recording: Recording) -> None:
 
 
 def made(recording: Recording, losses: Sequence[tuple[float, float]]) -> Recording:
-    """Jobs with these validation losses in the middle and at the end of their steps."""
+    """Return the recording with these validation losses in the middle and at the end of its jobs."""
     steps = 10
     return with_jobs(
         recording,
@@ -173,9 +173,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
-def test_what_cannot_be_measured_is_said_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+@pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(arguments) for arguments, _ in WRONG])
+def test_what_cannot_be_measured_is_reported_in_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": "b"}\n{"question": \n', encoding="utf-8")
     (tmp_path / "few.jsonl").write_text('{"a": "b", "b": "c"}\n' * 2, encoding="utf-8")
@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_is_said_in_a_line(
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2
-    assert said.format(folder=tmp_path) in " ".join(capsys.readouterr().err.split())
+    assert message.format(folder=tmp_path) in " ".join(capsys.readouterr().err.split())
     assert sorted(RESULTS_DIR.iterdir()) == before
     assert not list(tmp_path.glob("*.json"))
 

@@ -1,4 +1,4 @@
-"""Parts of a measurement that is killed and begins again."""
+"""Parts of a measurement that is killed and started again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def parts_of(inputs: tuple[Path | str, ...], measured: list[str], broken: str = 
     return {name: Part(measure=partial(measure, name), inputs=inputs) for name in ("a", "b")}
 
 
-def test_those_that_were_measured_are_not_measured_again(tmp_path: Path) -> None:
+def test_measured_parts_are_not_measured_again(tmp_path: Path) -> None:
     measured = list[str]()
     with pytest.raises(KeyboardInterrupt):
         measured_rows(tmp_path, parts_of((), measured, broken="b"))
@@ -32,7 +32,7 @@ def test_those_that_were_measured_are_not_measured_again(tmp_path: Path) -> None
     assert measured == ["a", "b", "a"]
 
 
-def test_of_other_inputs_they_are_measured_again(tmp_path: Path) -> None:
+def test_parts_of_other_inputs_are_measured_again(tmp_path: Path) -> None:
     rows, model = tmp_path / "train.jsonl", tmp_path / "model"
     model.mkdir()
     for number, change in enumerate(

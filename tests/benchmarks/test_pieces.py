@@ -1,4 +1,4 @@
-"""A benchmark in pieces: what is on disk when, what counts into a result, and what never does."""
+"""A benchmark in pieces: what is on disk at each time, and what counts towards a result."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ORIGIN = Origin(commit="a" * 40, source="s", machine=MACHINE, versions={"torch":
 
 @pytest.fixture
 def origin(monkeypatch):
-    """Sets where the next commands run."""
+    """A function that sets the origin of the next commands."""
 
     def here(**changes):
         monkeypatch.setattr(Origin, "here", staticmethod(lambda: replace(ORIGIN, **changes)))
@@ -111,7 +111,7 @@ class TestSeveralCommands:
         assert result_in(tmp_path)["commit"] == "a" * 40
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"commit": "b" * 40}, "commit bbbbbbbbbbbbbbbbbb, not aaaaaaaaaaaaaaaaaa"),
             ({"source": "other"}, "another state of the source"),
@@ -124,13 +124,13 @@ class TestSeveralCommands:
         ],
         ids=lambda value: value if isinstance(value, str) else None,
     )
-    def test_of_two_origins_are_never_one_result(self, tmp_path, origin, capsys, changes, said):
+    def test_two_origins_are_never_one_result(self, tmp_path, origin, capsys, changes, message):
         run_pieces(STUDY, good("two"), tmp_path / "a")
         old = read_pieces(STUDY, tmp_path / "a")[0]
         origin(**changes)
         run_pieces(STUDY, good("one"), tmp_path / "b")
         new = read_pieces(STUDY, tmp_path / "b")[0]
-        assert any(said in phrase for phrase in new.origin.differences(old.origin))
+        assert any(message in phrase for phrase in new.origin.differences(old.origin))
         with pytest.raises(ValueError, match="Expected pieces of one commit, machine and set of versions"):
             merge(STUDY, [tmp_path / "a", tmp_path / "b"], tmp_path / "c")
         assert not (tmp_path / "c").exists()
@@ -139,7 +139,7 @@ class TestSeveralCommands:
         assert result_in(tmp_path / "a")["figures"] == {"x_three": 1.0}
         assert "left out, because it is of another run: two: " in capsys.readouterr().out
 
-    def test_of_a_long_study_may_span_states_of_the_source_and_then_name_their_commits(self, tmp_path, origin):
+    def test_a_long_study_may_span_commits_and_then_names_them(self, tmp_path, origin):
         study = replace(STUDY, spans_sources=True)
         run_pieces(study, good("one"), tmp_path)
         origin(commit="b" * 40, source="other")

@@ -1,4 +1,4 @@
-"""The replay of policies at its smallest scale, the gate that bites, and the peers' policies on curves made by hand."""
+"""The replay of policies at its smallest scale, its gate, and other tools' policies on hand-made curves."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ STEPS = 40
 
 
 def recorded(job: str, final: float, *, late: bool = False) -> RecordedJob:
-    """A job whose loss falls from 3 to ``final`` in a straight line; ``late``, only in the second half."""
+    """Return a job whose loss falls linearly from 3 to ``final``; with ``late``, only in the second half."""
     losses = []
     for step in range(1, STEPS + 1):
         share = max(0.0, 2 * step / STEPS - 1) if late else step / STEPS
@@ -97,7 +97,7 @@ def test_where_the_order_never_changes_each_keeps_the_best_and_saves(name: str) 
     outcomes = [outcome_of(FIELD, kept, BEST) for kept in PEERS[name](FIELD)]
     assert max(outcome.saved for outcome in outcomes) > 0.1
     for outcome in outcomes:
-        if name != "Hyperband":  # its brackets draw
+        if name != "Hyperband":  # its brackets are random
             assert (outcome.job, outcome.regret, outcome.lost) == ("job-0", 1.0, 0.0)
 
 

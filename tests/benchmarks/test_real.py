@@ -1,4 +1,4 @@
-"""Sweeps on a pretrained model at their smallest scale, on one that is not: every piece, its gate, and what resumes."""
+"""Sweeps on a pretrained model at their smallest scale, here on a random one: every piece, its gate, and resuming."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from benchmarks.real.settings import TOLERANCE, Answers
 
 pytestmark = [
     pytest.mark.slow("benchmarks"),
-    pytest.mark.filterwarnings("ignore"),  # of five libraries
+    pytest.mark.filterwarnings("ignore"),  # raised by five libraries
     pytest.mark.skipif(not (GSM8K.exists() and PREFERENCE_PAIRS.exists()), reason=f"needs data in {GSM8K.parents[1]}"),
 ]
 
@@ -47,7 +47,7 @@ def _one_thread():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the results of a whole run."""
+    """The folder of the results of a whole run."""
     found = tmp_path_factory.mktemp("real")
     assert run(found) == 0
     return found
@@ -79,7 +79,7 @@ def test_every_job_of_the_recordings_came_to_its_end(folder: Path) -> None:
         assert len(recording.jobs) == len(size.learning_rates) * len(size.ranks) * len(size.batch_sizes)
         assert all(len(job.train_losses) == job.total_steps for job in recording.jobs)
         assert recording.task["base"] == "alto-tiny"
-    assert not list((folder / "real-smoke.pieces").glob("*-all-*")), "runs that are done are not kept"
+    assert not list((folder / "real-smoke.pieces").glob("*-all-*")), "finished runs are not kept"
 
 
 def test_a_run_that_was_killed_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,26 +96,26 @@ def test_a_run_that_was_killed_resumes(tmp_path: Path, monkeypatch: pytest.Monke
     assert "Not measured: sweep24 alto." in result["notes"]
 
 
-def test_what_is_finished_is_measured_anew(folder: Path) -> None:
+def test_a_finished_study_keeps_no_parts(folder: Path) -> None:
     assert not list((folder / ".paper").iterdir())
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"told": 1 + 2 * TOLERANCE}, "expected a test loss of"),
-        ({"worth": 1 + 2 * TOLERANCE}, "expected a validation loss of"),
-        ({"worth": float("nan")}, "expected finite losses"),
+        ({"test_loss": 1 + 2 * TOLERANCE}, "expected a test loss of"),
+        ({"peft_losses": 1 + 2 * TOLERANCE}, "expected a validation loss of"),
+        ({"peft_losses": float("nan")}, "expected finite losses"),
     ],
 )
 def test_the_gate_bites(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, float], message: str
 ) -> None:
-    told, worth = Answers.told, Answers.worth
-    factor = change.get("told", 1.0)
-    monkeypatch.setattr(Answers, "told", lambda *given: told(*given) * factor)
-    by = change.get("worth", 1.0)
-    monkeypatch.setattr(Answers, "worth", lambda *given: tuple(by * loss for loss in worth(*given)))
+    test_loss, peft_losses = Answers.test_loss, Answers.peft_losses
+    factor = change.get("test_loss", 1.0)
+    monkeypatch.setattr(Answers, "test_loss", lambda *given: test_loss(*given) * factor)
+    by = change.get("peft_losses", 1.0)
+    monkeypatch.setattr(Answers, "peft_losses", lambda *given: tuple(by * loss for loss in peft_losses(*given)))
     assert run(tmp_path, "--pieces", "sweep24", "--systems", "alto") == 1
     result = result_in(tmp_path)
     assert (result["gate"], result["figures"], result["rows"]) == ("failed", {}, [])

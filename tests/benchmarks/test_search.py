@@ -1,4 +1,4 @@
-"""The searches at their smallest scale, and what their figures mean."""
+"""The searches at their smallest scale, and the meaning of their figures."""
 
 from __future__ import annotations
 

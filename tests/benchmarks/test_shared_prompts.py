@@ -1,4 +1,4 @@
-"""The benchmark of shared prompts at its smallest scale, and that its gate bites."""
+"""The benchmark of shared prompts at its smallest scale, and a gate that fails on wrong results."""
 
 from __future__ import annotations
 

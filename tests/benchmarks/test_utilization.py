@@ -1,4 +1,4 @@
-"""The benchmark of device use and memory at its smallest scale, its figures, and a gate that goes red."""
+"""The benchmark of device use and memory at its smallest scale, its figures, and a gate that fails on wrong results."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_wrong_gradient_turns_the_gate_red_and_nothing_is_measured(
 
 
 class TestMemory:
-    """Of points that answer as they are told."""
+    """Memory of points whose answers the test sets."""
 
     @pytest.fixture(autouse=True)
     def _answers(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The command line: what goes to stdout, what to stderr, and the exit code."""
+"""The command line: stdout, stderr and the exit code."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_version() -> None:
 
 
 def test_installed_program_keeps_streams_apart(task_file: Path, tmp_path: Path) -> None:
-    """As a script calls it: result on stdout, and on stderr nothing but errors."""
+    """A script finds the result on stdout, and only errors on stderr."""
     program = Path(sys.executable).with_name("alto")
     command = [program, "tune", task_file, "-o", tmp_path / "runs", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -188,7 +188,7 @@ def test_installed_program_keeps_streams_apart(task_file: Path, tmp_path: Path) 
 
 @pytest.fixture
 def interrupted(task_file: Path, tmp_path: Path) -> Path:
-    """A run that was stopped cleanly in the middle."""
+    """A run stopped cleanly in the middle."""
     calls = iter(range(2))
     engine = alto.Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: next(calls, None) is None)
     with pytest.raises(alto.AltoError, match="alto resume"):
@@ -236,9 +236,9 @@ def test_show_tells_what_was_measured_beside_the_loss(
 
 
 def test_commands_to_an_interrupted_run_are_carried_out_when_it_goes_on(interrupted: Path) -> None:
-    asked = invoke("job", "clone", interrupted, "job-000", "--set", "lr=5e-4", "--warm")
-    assert asked.exit_code == 0, asked.output
-    assert f"alto resume {interrupted}" in asked.stdout.replace("\n", " ")
+    result = invoke("job", "clone", interrupted, "job-000", "--set", "lr=5e-4", "--warm")
+    assert result.exit_code == 0, result.output
+    assert f"alto resume {interrupted}" in result.stdout.replace("\n", " ")
     assert invoke("job", "stop", interrupted, "job-001").exit_code == 0
     assert invoke("resume", interrupted, "--quiet").exit_code == 0
     events = read_journal(interrupted)
@@ -290,7 +290,7 @@ def test_a_run_outlives_the_pipe_it_is_read_from(task_file: Path, tmp_path: Path
     alto_tune = f"{sys.executable} -c 'from alto.cli import main; main()' tune {task_file}"
     command = f"{alto_tune} -o {tmp_path / 'runs'} | head -n 1"
     done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, check=False)
-    assert done.stdout, "the reader has its line"
+    assert done.stdout, "the reader got its line"
     assert "Traceback" not in done.stderr
     assert read_journal(run_of(tmp_path / "runs"))[-1]["event"] == "task_completed"
     assert (run_of(tmp_path / "runs") / "best").is_dir()

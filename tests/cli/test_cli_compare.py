@@ -24,9 +24,9 @@ def invoke(*words: object) -> Result:
 
 @pytest.fixture
 def runs(tmp_path: Path, small_run: Events) -> tuple[Path, Path]:
-    """Two finished runs: the best job of the second has another learning rate."""
+    """Two finished runs; the best job of the second has another learning rate."""
     other = copy.deepcopy(small_run)
-    other[0]["jobs"][3]["config"] |= {"learning_rate": 5e-3}  # of the best one
+    other[0]["jobs"][3]["config"] |= {"learning_rate": 5e-3}  # the best job
     found = []
     for name, events in (("one", small_run), ("other", other)):
         folder = write_run(tmp_path, name, events, start=START)
@@ -64,7 +64,7 @@ OF_BOTH = {"train_validation_fingerprint": "t", "validation_fingerprint": "v"}
 
 
 @pytest.mark.parametrize(
-    ("data", "other_data", "same", "said"),
+    ("data", "other_data", "same", "message"),
     [
         pytest.param(
             {"fingerprint": "x", **OF_BOTH}, {"fingerprint": "y", **OF_BOTH}, (True, True), "", id="test rows"
@@ -106,7 +106,7 @@ def test_losses_are_compared_where_validation_rows_are_the_same(
     data: dict[str, Any],
     other_data: dict[str, Any],
     same: tuple[Any, Any],
-    said: str,
+    message: str,
 ) -> None:
     runs = []
     for name, found in (("one", data), ("other", other_data)):
@@ -116,8 +116,8 @@ def test_losses_are_compared_where_validation_rows_are_the_same(
     facts = json.loads(invoke("compare", *runs, "--json").stdout)
     assert (facts["same_data"], facts["same_validation"]) == same
     shown = " ".join(invoke("compare", *runs).stdout.split())
-    assert said in shown
-    assert ("compared" in shown or "different rows" in shown) == bool(said)
+    assert message in shown
+    assert ("compared" in shown or "different rows" in shown) == bool(message)
 
 
 def test_names_of_runs_are_whole_in_80_columns(tmp_path: Path, small_run: Events) -> None:

@@ -1,4 +1,4 @@
-"""``alto eval``: what it prints, what it writes, and what it says when it cannot."""
+"""``alto eval``: what it prints, what it writes, and its errors."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_a_job_of_the_run_is_measured_by_name(run: Path) -> None:
         assert len(evaluations(run / "jobs" / job / "best")) == 1
 
 
-def test_all_jobs_are_measured_at_once_and_stand_in_the_report(run: Path, tmp_path: Path) -> None:
+def test_all_jobs_are_measured_at_once_and_are_in_the_report(run: Path, tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     done = invoke(run, "--all-jobs", "--baseline", "--save-predictions", path, *FAST)
     assert done.exit_code == 0, done.output
@@ -140,12 +140,12 @@ def test_an_adapter_alone_is_measured_on_named_rows(run: Path, tmp_path: Path) -
     for _ in range(2):
         done = invoke(adapter, "--dataset", rows, "--json")
         assert done.exit_code == 0, done.output
-    (entry,) = evaluations(adapter)  # measured twice, noted once
+    (entry,) = evaluations(adapter)  # measured twice, recorded once
     assert (entry["dataset"], entry["num_rows"], entry["exact_match"]) == (str(rows), 3, None)
 
 
 def labelled_run(folder: Path, labels: list[Any], method: str) -> Path:
-    """A finished run of one job on texts with ``labels``."""
+    """Train a run of one job on texts with ``labels``."""
     rows = [{"text": f"Film {n} was {label}.", "label": label} for n in range(8) for label in labels]
     file = folder / "texts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -187,8 +187,8 @@ def test_a_regressor_has_its_squared_error_and_rank_correlation(is_constant: boo
     rho = "–" if is_constant else f"{found['spearman']:.4f}"
     (cells,) = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
     assert cells == ["best", f"{found['mse']:.6g}", rho]
-    asked = json.loads(invoke(run, "--json").stdout, parse_constant=lambda found: pytest.fail(f"{found} is not JSON"))
-    assert asked["adapters"][0]["evaluation"]["mse"] == found["mse"]
+    printed = json.loads(invoke(run, "--json").stdout, parse_constant=lambda found: pytest.fail(f"{found} is not JSON"))
+    assert printed["adapters"][0]["evaluation"]["mse"] == found["mse"]
     assert f'<td class="number">{found["mse"]:.4g}</td>' in (run / "report.html").read_text(encoding="utf-8")
 
 
@@ -219,13 +219,13 @@ def test_predictions_are_saved_a_row_a_line_with_every_adapter_and_the_base(run:
     for job in ("job-000", "job-001"):
         (own,) = evaluations(run / "jobs" / job / "best")
         assert sum(line["predictions"][job]["score"] for line in lines) == own["num_correct"]
-        assert own["settings"]["weights"] == "adapter", "the base generates, and is not measured"
+        assert own["settings"]["weights"] == "adapter", "the base generates, and is not evaluated"
     assert set(lines[0]["predictions"]["base"]) == {"text", "extracted", "score"}
 
 
 @pytest.mark.parametrize("form", ["text after a prompt", "pairs"])
 def test_rows_of_every_form_have_predictions(run: Path, tmp_path: Path, form: str) -> None:
-    """Their texts are those of the same prompts with final answers, and no score stands beside them."""
+    """The generated texts equal those for the same prompts with final answers, and have no score."""
     path, rows = tmp_path / "answers.jsonl", tmp_path / "rows.jsonl"
     if form == "pairs":
         made = [{"prompt": f"{n} plus 1?", "chosen": f"It is {n + 1}.", "rejected": "No idea."} for n in range(3)]
@@ -334,7 +334,7 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
         assert show is None
 
 
-def test_metrics_that_cannot_be_added_to_are_said_before_a_model_is_loaded(
+def test_an_invalid_metrics_file_is_reported_before_a_model_is_loaded(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (run / "best" / "metrics.json").write_text("[]", encoding="utf-8")

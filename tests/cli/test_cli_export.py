@@ -1,4 +1,4 @@
-"""``alto export``: what a run has found, for other programs."""
+"""``alto export``: results of a run for other programs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> alto.TaskResult:
-    """Two jobs on a random Llama, with a chat template of their own."""
+    """A run of two jobs on a random Llama, with their own chat template."""
     folder = tmp_path_factory.mktemp("run")
     task = make_task(
         folder,
@@ -70,9 +70,9 @@ def on_base(run: alto.TaskResult, adapter: Path) -> torch.Tensor:
 
 
 def test_the_best_adapter_is_written_with_a_line_for_vllm(run: alto.TaskResult, tmp_path: Path) -> None:
-    said = exported(run.run_dir, "--to", tmp_path / "out")
+    printed = exported(run.run_dir, "--to", tmp_path / "out")
     folder, base = tmp_path / "out", Path(run.run_dir).parents[1] / "base"
-    assert said == (
+    assert printed == (
         f"adapter: {folder}\nserve with: vllm serve {base} --enable-lora --max-lora-rank 8 --chat-template "
         f"{folder}/chat_template.jinja --lora-modules tiny={folder}\n"
     )
@@ -82,17 +82,17 @@ def test_the_best_adapter_is_written_with_a_line_for_vllm(run: alto.TaskResult, 
     assert AutoTokenizer.from_pretrained(folder).chat_template == TEMPLATE
     theirs, ours = (path.read_text(encoding="utf-8") for path in (best / "README.md", folder / "README.md"))
     (before, _, after), kept = (re.split(r"```python\n|\n```\n", card.split("---\n", 2)[2]) for card in (ours, theirs))
-    assert [before, after] == kept[::2]  # the Python in between loads the tokenizer that is here
+    assert [before, after] == kept[::2]  # the Python code in between loads the tokenizer from here
     assert f"base_model:adapter:{base}" in theirs
-    assert "base_model" not in ours.split("---\n")[1]  # the hub takes none but its own
+    assert "base_model" not in ours.split("---\n")[1]  # the hub accepts only its own models
 
 
 def test_a_job_is_merged_and_the_difference_is_printed(run: alto.TaskResult, tmp_path: Path) -> None:
     (other,) = (job.job for job in run.job_results if job.job != run.best_job)
     adapter = Path(run.run_dir) / "jobs" / other / "best"
-    said = json.loads(exported(run.run_dir, "--to", tmp_path / "json", "--merged", "--job", other, "--json"))
-    assert (said["form"], said["folder"]) == ("merged", str(tmp_path / "json"))
-    assert said["difference"] < 1e-5
+    printed = json.loads(exported(run.run_dir, "--to", tmp_path / "json", "--merged", "--job", other, "--json"))
+    assert (printed["form"], printed["folder"]) == ("merged", str(tmp_path / "json"))
+    assert printed["difference"] < 1e-5
     found = logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "json"))
     assert apart(found, on_base(run, adapter)) < 1e-5
     assert apart(found, on_base(run, Path(run.adapter_dir))) > 1e-4  # it is that job
@@ -103,11 +103,11 @@ def test_a_job_is_merged_and_the_difference_is_printed(run: alto.TaskResult, tmp
 
 def test_the_configuration_of_another_trainer_is_that_of_the_job(run: alto.TaskResult, tmp_path: Path) -> None:
     (other,) = (job for job in run.job_results if job.job != run.best_job)
-    said = exported(run.run_dir, "--to", tmp_path / "out", "--config", "trl", "--job", other.job)
+    printed = exported(run.run_dir, "--to", tmp_path / "out", "--config", "trl", "--job", other.job)
     file = tmp_path / "out" / "trl.yaml"
-    notes = [line.removeprefix("note: TRL has no place for ") for line in said.splitlines()[1:-1]]
+    notes = [line.removeprefix("note: TRL has no place for ") for line in printed.splitlines()[1:-1]]
     assert [note.partition(":")[0] for note in notes] == ["validation_dataset", "dataset_format"]
-    assert said.splitlines()[-1] == f"train with: trl sft --config {file}"
+    assert printed.splitlines()[-1] == f"train with: trl sft --config {file}"
     found = imported_task([import_file(file, "trl", ["method=sft"])], ["method=sft"]).task.jobs[0].config
     assert found.to_dict() == dict(other.config)
 
@@ -120,11 +120,11 @@ def test_a_base_that_has_changed_is_not_merged_with(run: alto.TaskResult, tmp_pa
         changed.model.norm.weight.add_(1.0)
     changed.save_pretrained(base)
     try:
-        kind, said = refused(run.run_dir, "--to", tmp_path / "out", "--merged")
+        kind, printed = refused(run.run_dir, "--to", tmp_path / "out", "--merged")
     finally:
         (base / "model.safetensors").write_bytes(kept)
     assert kind is RunChangedError
-    assert "with --base" in said
+    assert "with --base" in printed
     assert not (tmp_path / "out").exists()
 
 
@@ -150,8 +150,8 @@ def test_a_classifier_is_merged_with_its_head_and_labels(tmp_path: Path) -> None
         model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
         assert apart(model(input_ids=IDS).logits, expected) < 1e-5
         assert model.config.id2label == {0: "no", 1: "yes"}
-    kind, said = refused(result.run_dir, "--to", tmp_path / "gguf", "--gguf", "f16")
-    assert (kind, "found a classification head" in said) == (UnsupportedError, True)
+    kind, printed = refused(result.run_dir, "--to", tmp_path / "gguf", "--gguf", "f16")
+    assert (kind, "found a classification head" in printed) == (UnsupportedError, True)
 
 
 def test_the_best_adapter_of_a_run_is_written_with_every_expert_by_itself(base: Path, tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_the_best_adapter_of_a_run_is_written_with_every_expert_by_itself(base: 
         report_to="none",
     )
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
-    said = exported(result.run_dir, "--to", tmp_path / "vllm", "--per-expert")
-    assert said == (
+    printed = exported(result.run_dir, "--to", tmp_path / "vllm", "--per-expert")
+    assert printed == (
         f"adapter: {tmp_path / 'vllm'}\nserve with: vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules "
         f"tiny={tmp_path / 'vllm'}\n"
     )
@@ -185,34 +185,34 @@ def test_the_best_adapter_of_a_run_is_written_with_every_expert_by_itself(base: 
 def test_what_cannot_be_exported_is_named(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = random_adapter(build_mixture("mixtral"), tmp_path / "adapter")
     options = ("--per-expert", "--base", base)
-    kind, said = refused(tmp_path / "absent", "--to", tmp_path / "vllm", *options)
+    kind, printed = refused(tmp_path / "absent", "--to", tmp_path / "vllm", *options)
     assert kind is RunNotFoundError
-    assert "expected a run (task.yaml) or an adapter" in said
-    kind, said = refused(adapter, "--to", adapter, *options)
+    assert "expected a run (task.yaml) or an adapter" in printed
+    kind, printed = refused(adapter, "--to", adapter, *options)
     assert kind is RunExistsError
     expected = "expected a folder that does not exist yet, or an empty one, found"
-    assert said == f"{adapter}: {expected} a folder with 2 files; name another folder, or remove this one"
+    assert printed == f"{adapter}: {expected} a folder with 2 files; name another folder, or remove this one"
     (adapter / "model.gguf").touch()
-    kind, said = refused(adapter, "--to", adapter / "model.gguf", "--gguf", "f16", "--base", base)
+    kind, printed = refused(adapter, "--to", adapter / "model.gguf", "--gguf", "f16", "--base", base)
     assert kind is RunExistsError
-    assert said.endswith(f"model.gguf: {expected} a file; name a folder; ALTO names the files in it")
+    assert printed.endswith(f"model.gguf: {expected} a file; name a folder; ALTO names the files in it")
     dense = save_model(tmp_path / "dense")
-    kind, said = refused(adapter, "--to", tmp_path / "vllm", "--per-expert", "--base", dense)
+    kind, printed = refused(adapter, "--to", tmp_path / "vllm", "--per-expert", "--base", dense)
     assert kind is UnsupportedError
-    assert "found model type 'llama'; serve the folder as it is" in said
+    assert "found model type 'llama'; serve the folder as it is" in printed
     assert not (tmp_path / "vllm").exists()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("alto.artifacts.export.write_per_expert", full)
-    kind, said = refused(adapter, "--to", tmp_path / "vllm", *options)
+    kind, printed = refused(adapter, "--to", tmp_path / "vllm", *options)
     assert kind is DiskFullError
-    assert said.endswith("No space left on device; free disk space, or name another folder")
+    assert printed.endswith("No space left on device; free disk space, or name another folder")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "dense"]
 
 
 def test_a_job_without_an_adapter_is_named_with_those_that_have_one(run: alto.TaskResult, tmp_path: Path) -> None:
-    kind, said = refused(run.run_dir, "--to", tmp_path / "out", "--job", "job-009")
+    kind, printed = refused(run.run_dir, "--to", tmp_path / "out", "--job", "job-009")
     assert kind is RunNotFoundError
-    assert "found 'job-009'; jobs with a best adapter: job-000, job-001" in said
+    assert "found 'job-009'; jobs with a best adapter: job-000, job-001" in printed

@@ -1,4 +1,4 @@
-"""``alto plan``: what tasks take, before anything is trained."""
+"""``alto plan``: time and memory of tasks before they are trained."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_plan_says_what_of_the_data_nothing_reads(task_file: Path):
 
 
 def test_a_plan_says_why_there_is_one_slot(task_file: Path):
-    """Steps of 1,000 tokens are the fastest that the device was measured at."""
+    """The device's best measured speed is at steps of 1,000 tokens."""
     one = ["plan", str(task_file), "--set", "per_device_train_batch_size=200"]
     shown = " ".join(CliRunner().invoke(app, one).output.split())
     assert "one slot: the smallest job alone has" in shown
@@ -141,7 +141,7 @@ def test_the_error_of_the_memory_estimate_is_called_so(task_file: Path):
 
 
 def test_what_is_planned_is_what_a_run_expects_and_shows(task_file: Path, monkeypatch: pytest.MonkeyPatch):
-    """``alto plan``, the journal and the lines of ``alto tune``, and the outlook of the run."""
+    """``alto plan``, the journal, the output of ``alto tune`` and the run's forecast agree."""
     brief = ["--set", "max_steps=4"]
     [plan] = json.loads(CliRunner().invoke(app, ["plan", str(task_file), "--json", *brief]).output)["tasks"]
     expected_s = plan["expected_duration_s"]
@@ -155,7 +155,7 @@ def test_what_is_planned_is_what_a_run_expects_and_shows(task_file: Path, monkey
     begun = RunHistory.of(entries[: profiled + 1])
     assert begun.started_at is not None
     assert outlook(begun, begun.started_at).remaining_s == expected_s
-    # What alto show prints of a run that is worked on.
+    # The output of alto show for a running task.
     lines = (run / "journal.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (run / "journal.jsonl").write_text("".join(lines[: profiled + 1]), encoding="utf-8")
     monkeypatch.setattr("alto.cli.show.time.time", lambda: begun.started_at)

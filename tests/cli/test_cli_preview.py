@@ -147,8 +147,8 @@ def test_what_is_marked_of_a_pair_is_what_is_trained(tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text((json.dumps(row) + "\n") * 12, encoding="utf-8")
     facts = json.loads(invoke(path, "--set", "method=orpo", "--json").stdout)
-    asked = "<|user|>q<|end|><|assistant|>x<|end|><|user|>r<|end|><|assistant|>"
-    assert facts["examples"][0]["segments"] == [[asked, False]]
+    prompt = "<|user|>q<|end|><|assistant|>x<|end|><|user|>r<|end|><|assistant|>"
+    assert facts["examples"][0]["segments"] == [[prompt, False]]
     assert facts["examples"][0]["chosen"] == [["so so<|end|>", True]]
     assert facts["examples"][0]["rejected"] == [["so not<|end|>", True]]
     longest = facts["row_tokens"][2]

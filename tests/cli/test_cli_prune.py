@@ -1,4 +1,4 @@
-"""``alto prune``: what old runs need no more is removed, and nothing of a run that may go on."""
+"""``alto prune``: deletes what old runs no longer need, and nothing that a run needs to continue."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def invoke(*words: object) -> Result:
 
 
 def filled(folder: Path) -> Path:
-    """Ten bytes for each state of four jobs, and a best adapter."""
+    """Write ten bytes for each state of four jobs, and a best adapter."""
     for job in "abcd":
         for kind in ("best", "last"):
             RunDir(folder).job(job, kind).mkdir(parents=True)
@@ -41,21 +41,21 @@ def states(run: Path) -> list[str]:
     return sorted(str(path.relative_to(run / "jobs")) for path in run.glob("jobs/*/*"))
 
 
-def test_finalists_stay_by_default_and_the_bytes_are_told(run: Path) -> None:
+def test_finalists_stay_by_default_and_the_bytes_are_printed(run: Path) -> None:
     journal = (run / "journal.jsonl").read_bytes()
-    told = invoke(run)
-    assert told.exit_code == 0, told.output
-    assert told.stdout == f"{run}: freed 50 bytes, kept the best adapters of b, c, d\n"
+    result = invoke(run)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{run}: freed 50 bytes, kept the best adapters of b, c, d\n"
     assert states(run) == ["b/best", "c/best", "d/best"]
     assert (run / "best").is_dir()
     assert (run / "journal.jsonl").read_bytes() == journal
 
 
-def test_several_runs_are_pruned_at_once_and_told_as_json(run: Path, tmp_path: Path, small_run: Events) -> None:
+def test_several_runs_are_pruned_at_once_and_printed_as_json(run: Path, tmp_path: Path, small_run: Events) -> None:
     other = filled(write_run(tmp_path, "other", small_run, start=START))
-    told = invoke(run, other, "--keep", "winner", "--json")
-    assert told.exit_code == 0, told.output
-    assert json.loads(told.stdout) == {
+    result = invoke(run, other, "--keep", "winner", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {
         "runs": [{"dir": str(path), "kept": ["d"], "freed_bytes": 70} for path in (run, other)],
         "freed_bytes": 140,
     }

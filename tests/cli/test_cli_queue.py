@@ -1,4 +1,4 @@
-"""``alto submit``, ``cancel`` and ``drain`` beside a process that works on the queue, is about to end, or is none."""
+"""``alto submit``, ``cancel`` and ``drain`` on a queue whose process runs, is about to end, or is absent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def queue(tmp_path: Path) -> QueueDir:
 
 @contextmanager
 def worked_on(queue: QueueDir, answer: Callable[[QueueCommand], CommandAnswer | None]) -> Iterator[None]:
-    """By a process that answers commands until ``answer`` has none: then it ends."""
+    """Work on the queue in a thread that answers commands until ``answer`` returns None, and then ends."""
     box, has_begun, is_over = QueueMailbox(queue.run), threading.Event(), threading.Event()
 
     def work() -> None:
@@ -54,7 +54,7 @@ def invoke(*words: object) -> Result:
     return CliRunner().invoke(app, [*map(str, words), "--wait", PATIENCE_S])
 
 
-def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir, tmp_path: Path) -> None:
+def test_if_one_task_is_refused_the_others_are_reported(queue: QueueDir, tmp_path: Path) -> None:
     files = []
     for name in ("bad", "good", "worse"):
         files.append(tmp_path / f"{name}.yaml")
@@ -65,10 +65,10 @@ def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir,
         return CommandAnswer(done=name == "good", message=f"{name} it is")
 
     with worked_on(queue, answer):
-        said = invoke("submit", queue.root, *files)
-    assert said.stdout == "good it is\n"
-    assert isinstance(said.exception, QueueCommandError)
-    assert str(said.exception) == "bad it is\nworse it is"
+        result = invoke("submit", queue.root, *files)
+    assert result.stdout == "good it is\n"
+    assert isinstance(result.exception, QueueCommandError)
+    assert str(result.exception) == "bad it is\nworse it is"
 
 
 @pytest.mark.parametrize(
@@ -82,9 +82,9 @@ def test_what_became_of_the_others_is_said_where_one_is_refused(queue: QueueDir,
 def test_a_queue_that_ends_meanwhile_is_not_waited_for(words: list[str], what: str, queue: QueueDir) -> None:
     command, *rest = words
     with worked_on(queue, lambda _: None):
-        said = invoke(command, queue.root, *rest)
-    assert said.exit_code == 0
-    assert said.stdout.startswith(what)
+        result = invoke(command, queue.root, *rest)
+    assert result.exit_code == 0
+    assert result.stdout.startswith(what)
 
 
 def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monke
     looks = iter([True, False])
 
     def is_locked(run: RunDir) -> bool:
-        """At the second look the process has answered, and ended."""
+        """Answer at the second look, and end."""
         found = next(looks)
         for command in [] if found else box.pending():
             box.answer(command.id, CommandAnswer(done=True, message="t is cancelled."))
@@ -103,7 +103,7 @@ def test_an_answer_that_came_just_before_the_end_is_heard(queue: QueueDir, monke
     assert invoke("cancel", queue.root, "t").stdout == "t is cancelled.\n"
 
 
-def test_commands_that_nobody_has_carried_out_are_listed(queue: QueueDir) -> None:
+def test_pending_commands_are_listed(queue: QueueDir) -> None:
     queue.run.journal_file.write_text('{"seq": 0, "time": 0.0, "event": "queue_completed"}\n', encoding="utf-8")
     assert "commands" not in CliRunner().invoke(app, ["list", str(queue.root)]).stdout
     QueueMailbox(queue.run).submit({})
@@ -139,7 +139,7 @@ def test_tasks_of_a_finished_queue_are_not_cancelled(tmp_path: Path) -> None:
         journal.append(event("task_given_up", task="a", reason="it failed"))
         journal.append(event("queue_completed"))
     accepted = invoke("cancel", queue.root, "a")
-    assert "takes effect with: alto resume" in accepted.stdout, "which would try it again"
+    assert "takes effect with: alto resume" in accepted.stdout, "a new process would retry it"
     with queue.run.locked():
         (command,) = QueueMailbox(queue.run).pending()
         QueueMailbox(queue.run).answer(command.id, CommandAnswer(done=True, message=""))
@@ -157,8 +157,8 @@ def test_a_command_to_a_job_of_a_queue_names_what_to_resume(tmp_path: Path) -> N
     jobs = [{"job": "job-000", "config": {}, "total_steps": 10, "samples_budgeted": 10}]
     with Journal(queue.run_of("a").journal_file) as journal:
         journal.append(event("task_started", task="a", jobs=jobs))
-    said = CliRunner().invoke(app, ["job", "stop", str(queue.run_of("a").root), "job-000"])
-    assert said.stdout.strip().endswith(
+    result = CliRunner().invoke(app, ["job", "stop", str(queue.run_of("a").root), "job-000"])
+    assert result.stdout.strip().endswith(
         f"No process works on this run; the command takes effect with: alto resume {queue.root}"
     )
 
@@ -173,6 +173,6 @@ def test_a_command_to_a_job_is_not_waited_for_where_its_process_ends(
     looks = iter([True, True, False])
     monkeypatch.setattr("alto.cli.control._LOOK_S", 0.0)
     monkeypatch.setattr(RunDir, "is_locked", lambda _: next(looks))
-    said = invoke("job", "stop", run.root, "job-000")
-    assert "No process works on this run" in said.stdout
+    result = invoke("job", "stop", run.root, "job-000")
+    assert "No process works on this run" in result.stdout
     assert list(looks) == []

@@ -1,4 +1,4 @@
-"""``alto list``, the latest run where none is named, ``python -m alto`` and what the shell completes."""
+"""``alto list``, the default of the latest run, ``python -m alto`` and shell completion."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def invoke(*words: object, env: Mapping[str, str] | None = None) -> Result:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the user stands; there are no runs yet."""
+    """The user's current directory, without runs."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def runs(folder: Path, small_run: Events) -> Path:
-    """Oldest first: a queue, a finished run, an interrupted one, another that is damaged."""
+    """A queue, a finished run, an interrupted one and a damaged one, oldest first."""
     write_queue(folder / "runs", {"a": make_task(folder, name="a")}, start=START)
     write_run(folder / "runs", "maths-1", small_run, start=START + 100)
     write_run(folder / "runs", "maths-2", small_run[:13], start=START + 200)
@@ -126,11 +126,11 @@ def test_the_latest_of_all_may_be_a_queue(folder: Path, small_run: Events) -> No
 def test_the_latest_run_is_evaluated_where_no_adapter_is_named(
     folder: Path, small_run: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A queue that began later has no adapter of its own."""
-    asked: list[Any] = []
+    """A later queue has no adapter of its own."""
+    calls: list[Any] = []
 
     def evaluate(engine: Engine, targets: Any, **settings: Any) -> None:
-        asked.append(targets)
+        calls.append(targets)
         raise RunNotFoundError("far enough")
 
     monkeypatch.setattr(Engine, "evaluate", evaluate)
@@ -139,16 +139,16 @@ def test_the_latest_run_is_evaluated_where_no_adapter_is_named(
     write_queue(folder / "runs", {"a": make_task(folder, name="a")}, start=START + 200)
     assert invoke("eval").stderr == "latest run: runs/new\n"
     assert invoke("eval", "runs/old").stderr == ""
-    assert asked == [[Path("runs/new")], [Path("runs/old")]]
+    assert calls == [[Path("runs/new")], [Path("runs/old")]]
 
 
 def test_the_latest_interrupted_run_is_resumed_where_none_is_named(
     folder: Path, small_run: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def resume(engine: Engine, run: Path, **settings: Any) -> None:
-        asked.append(run)
+        calls.append(run)
         raise RunNotFoundError("far enough")
 
     monkeypatch.setattr(Engine, "resume", resume)
@@ -156,7 +156,7 @@ def test_the_latest_interrupted_run_is_resumed_where_none_is_named(
         write_run(folder / "runs", f"run-{index}", events, start=START + index)
     with RunDir(folder / "runs" / "run-3").locked():
         assert invoke("resume", "--quiet").stderr == "latest interrupted run: runs/run-1\n"
-    assert asked == [Path("runs/run-1")]
+    assert calls == [Path("runs/run-1")]
 
 
 @pytest.mark.parametrize(
@@ -176,16 +176,16 @@ def test_where_there_is_none_an_error_says_what_to_do(
         (folder / "runs").mkdir()
     if has_folder and command == "resume":
         write_run(folder / "runs", "done", small_run, start=START)
-    said = invoke(command)
-    assert isinstance(said.exception, RunNotFoundError)
-    assert str(said.exception) == (
+    result = invoke(command)
+    assert isinstance(result.exception, RunNotFoundError)
+    assert str(result.exception) == (
         f"expected a run, found that none is named and that {folder.resolve() / 'runs'} {remedy}"
     )
 
 
 @pytest.mark.parametrize("command", ["show", "report", "list"])
 def test_the_command_that_resumes_is_whole_on_a_narrow_terminal(command: str, folder: Path, small_run: Events) -> None:
-    """Quoted, on one line, so that it can be copied."""
+    """The command is quoted, on one line, so that it can be copied."""
     if command == "list":
         root = write_queue(folder / "my runs", {"a": make_task(folder, name="a")}, start=START).root
     else:
@@ -211,7 +211,7 @@ def test_a_wrong_call_says_how_the_module_is_called(tmp_path: Path) -> None:
 
 
 def completed(words: str, cwd: Path) -> list[str]:
-    """What bash is told to complete after ``words``, the last of which is being typed."""
+    """Return bash's completions of the last of ``words``."""
     typed = {"COMP_WORDS": words, "COMP_CWORD": str(len(words.split(" ")) - 1)}
     done = python_m_alto(cwd=cwd, _ALTO_COMPLETE="complete_bash", **typed)
     assert done.returncode == 0, done.stderr
@@ -251,12 +251,12 @@ def test_a_task_of_a_queue_that_runs_shows_how_long_it_takes(
     monkeypatch.setattr("alto.cli.show.time.time", lambda: START + 12)
     with queue.run.locked():
         running, waiting = json.loads(invoke("show", queue.root, "--json").stdout)["tasks"]
-    # 300 samples in 12 seconds, and 1,900 to go; a row has 20 tokens.
+    # 300 samples in 12 seconds, 1,900 left; a row has 20 tokens.
     assert (running["remaining_s"], running["tokens_per_s"]) == (pytest.approx(76.0), pytest.approx(500.0))
     assert (waiting["remaining_s"], waiting["tokens_per_s"]) == (None, None)
 
 
 def test_a_folder_of_runs_in_the_place_of_a_queue_is_recognised(runs: Path) -> None:
-    said = invoke("list", "runs")
-    assert isinstance(said.exception, RunNotFoundError)
-    assert str(said.exception).endswith("list its runs with: alto list --output-dir runs")
+    result = invoke("list", "runs")
+    assert isinstance(result.exception, RunNotFoundError)
+    assert str(result.exception).endswith("list its runs with: alto list --output-dir runs")

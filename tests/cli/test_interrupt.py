@@ -1,4 +1,4 @@
-"""Ctrl-C: what the user is told, when, and how the run is resumed."""
+"""Ctrl-C: its messages, their times, and the resumption of the run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ SECOND = "Stopping at once; what the run trained since its last checkpoint will 
 
 
 @pytest.fixture(autouse=True)
-def heeded() -> Iterator[None]:
-    """Where the tests run in the background, SIGINT is ignored."""
+def sigint_enabled() -> Iterator[None]:
+    """Make SIGINT work, which is ignored where the tests run in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -94,7 +94,7 @@ def test_a_queue_that_is_being_measured_is_not_promised_to_be_resumed() -> None:
 
 
 def test_a_signal_is_answered_while_the_main_thread_is_inside_one_long_call() -> None:
-    """As a long call of torch, this one runs no Python code: the signal handler waits for its end."""
+    """Like a long call of torch, this one runs no Python code, so Python's signal handler waits for its end."""
     announced_at: list[float] = []
     with catching_signals() as interrupt:
         interrupt.announce = lambda text: announced_at.append(time.monotonic())
@@ -154,7 +154,7 @@ def test_ctrl_c_in_a_terminal_is_answered_in_the_table_and_says_how_to_resume(ta
             if select.select([terminal], [], [], 0.1)[0]:
                 try:
                     output += os.read(terminal, 65536).decode(errors="replace")
-                except OSError:  # the other side is closed
+                except OSError:  # the other side has closed
                     return
 
     try:

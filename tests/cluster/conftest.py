@@ -1,4 +1,4 @@
-"""Starts clusters of every kind, whose executors do as a test wants."""
+"""Fixtures that start clusters of every kind with the executors that a test wants."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from alto.cluster import Cluster
 
 @pytest.fixture(autouse=True)
 def _entries_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors import ``cluster_entries`` by the path that they inherit."""
+    """Let executors import ``cluster_entries`` by the path that they inherit."""
     support = str(Path(__file__).parents[1] / "support")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([support, os.environ.get("PYTHONPATH", "")]))
 
 
 @pytest.fixture(scope="session")
 def ray_nodes() -> Iterator[RayMachine]:
-    """A Ray cluster that this process is connected to: a head without slots and two nodes of two."""
+    """A Ray cluster to which this process is connected: a head without slots and two nodes of two slots."""
     with ray_machine() as machine:
         machine.add_node()
         machine.add_node()
@@ -31,7 +31,7 @@ def ray_nodes() -> Iterator[RayMachine]:
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow("ray"))])
 def start_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    """``start_cluster(entry, num_gpus=1, **timeouts)``: executors run that host of ``cluster_entries``."""
+    """``start_cluster(entry, num_gpus=1, **timeouts)``: executors run that entry of ``cluster_entries``."""
     if request.param == "ray":
         request.getfixturevalue("ray_nodes")
     clusters: list[Cluster] = []

@@ -1,4 +1,4 @@
-"""Clusters by name, those of installed packages included: which one opens, and what it does wrong is said by name."""
+"""Clusters by name, including those of installed packages, and the errors of one that does not work."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_errors_of_alto_pass() -> None:
         ([Node(name="n", gpus=(0,)), Node(name="n", gpus=(1,))], "machines with different names"),
     ],
 )
-def test_nodes_that_are_none_are_refused(nodes: Any, message: str) -> None:
+def test_invalid_nodes_are_refused(nodes: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=f"^FakeCluster.nodes: .*{message}"):
         CheckedCluster(cluster(nodes=nodes))
 
@@ -181,7 +181,7 @@ def test_nodes_that_are_none_are_refused(nodes: Any, message: str) -> None:
         ),
     ],
 )
-def test_events_that_nobody_waits_for_are_refused(events: Any, message: str) -> None:
+def test_unexpected_events_are_refused(events: Any, message: str) -> None:
     inner = cluster()
     checked = CheckedCluster(inner)
     checked.start(launch())

@@ -1,4 +1,4 @@
-"""What every cluster does for the queue, whatever it is made of."""
+"""The contract that every kind of cluster fulfils for the queue."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from alto.cluster import EntryWritten, ExecutorEnded, Outcome, executor_process
 StartCluster = Callable[..., Started]
 
 NEVER_S = 3600.0
-"""Longer than these tests wait: what has such a timeout ends for another reason, or not at all."""
+"""A timeout longer than these tests wait: an executor that has it ends for another reason, or not at all."""
 
 here = pytest.mark.parametrize("start_cluster", ["local"], indirect=True)
-"""For what one executor does on its machine, where Ray's actor calls the same code, and for what test_ray.py asks."""
+"""Tests of one executor on its machine, where Ray's actor calls the same code, and of what test_ray.py covers."""
 
 
 def test_an_executor_tells_its_journal_and_then_that_it_finished(start_cluster: StartCluster) -> None:
@@ -28,7 +28,7 @@ def test_an_executor_tells_its_journal_and_then_that_it_finished(start_cluster: 
     started.start()
     ended = started.until_ended()
     assert (ended.outcome, ended.reason) == (Outcome.FINISHED, "")
-    assert [line["event"] for line in started.told()] == ["began", "done"]
+    assert [line["event"] for line in started.lines_of()] == ["began", "done"]
     assert isinstance(started.events[-1], ExecutorEnded)
     assert started.cluster.poll(0) == []
 
@@ -61,11 +61,11 @@ def test_what_an_error_means_for_the_next_attempt(start_cluster: StartCluster, e
 def test_who_is_asked_to_stop_saves_and_ends(start_cluster: StartCluster) -> None:
     started = start_cluster("waits")
     started.start()
-    pid = started.until_told("began")["pid"]
+    pid = started.until_event("began")["pid"]
     started.cluster.stop("a")
     ended = started.until_ended()
     assert (ended.outcome, ended.reason) == (Outcome.INTERRUPTED, "stopped on request, with everything on disk")
-    assert [line["event"] for line in started.told()] == ["began", "checkpoint"]
+    assert [line["event"] for line in started.lines_of()] == ["began", "checkpoint"]
     assert not is_alive(pid)
 
 
@@ -80,7 +80,7 @@ def test_who_is_asked_to_stop_at_once_does(start_cluster: StartCluster) -> None:
 def test_who_is_asked_to_stop_while_it_loads_does_not_go_on_loading(start_cluster: StartCluster) -> None:
     started = start_cluster("loads")
     started.start()
-    started.until_told("loading")
+    started.until_event("loading")
     started.cluster.stop("a")
     assert started.until_ended().outcome is Outcome.INTERRUPTED
 
@@ -89,7 +89,7 @@ def test_who_is_asked_to_stop_while_it_loads_does_not_go_on_loading(start_cluste
 def test_who_does_not_heed_is_killed(start_cluster: StartCluster) -> None:
     started = start_cluster("hangs", drain_timeout_s=0.5)
     started.start()
-    pid = started.until_told("loading")["pid"]
+    pid = started.until_event("loading")["pid"]
     started.cluster.stop("a")
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -100,7 +100,7 @@ def test_who_does_not_heed_is_killed(start_cluster: StartCluster) -> None:
 def test_a_killed_executor_is_found(start_cluster: StartCluster) -> None:
     started = start_cluster("waits")
     started.start()
-    pid = started.until_told("began")["pid"]
+    pid = started.until_event("began")["pid"]
     os.kill(pid, signal.SIGKILL)
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -118,14 +118,14 @@ def test_an_executor_that_ends_without_a_word_is_lost(start_cluster: StartCluste
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """By which executors of this machine are watched; it stands still until a test moves it."""
+    """A clock for watching this machine's executors; it stands still until a test moves it."""
     clock = Clock()
     monkeypatch.setattr(executor_process, "time", SimpleNamespace(monotonic=clock))
     return clock
 
 
 def until_ended_by(clock: Clock, started: Started) -> ExecutorEnded:
-    """Time passes, a third of the heartbeat's timeout between two looks at most, until the executor has ended."""
+    """Advance the clock by at most a third of the heartbeat timeout per poll until the executor has ended."""
 
     def wait() -> None:
         clock.now_s += NEVER_S / 3
@@ -141,7 +141,7 @@ def test_a_hung_loop_and_a_stopped_process_are_found_though_they_live(
 ) -> None:
     started = start_cluster(entry, heartbeat_timeout_s=NEVER_S)
     started.start()
-    pid = started.until_told(tells)["pid"]
+    pid = started.until_event(tells)["pid"]
     if is_stopped:
         os.kill(pid, signal.SIGSTOP)
     ended = until_ended_by(clock, started)
@@ -152,10 +152,10 @@ def test_a_hung_loop_and_a_stopped_process_are_found_though_they_live(
 
 @here
 def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, clock: Clock) -> None:
-    """By a clock on which a third of the timeout goes by between two beats."""
+    """A third of the timeout passes between two beats."""
     started = start_cluster("waits", heartbeat_timeout_s=NEVER_S)
     run_dir = started.start()
-    started.until_told("began")
+    started.until_event("began")
 
     def beat() -> int:
         (heartbeat,) = (run_dir / "logs" / "attempt-1").glob("heartbeat*")
@@ -167,7 +167,7 @@ def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, clock: C
         clock.now_s += NEVER_S / 3
         started.cluster.poll(0)
     assert started.ended() is None
-    assert is_alive(started.until_told("began")["pid"])
+    assert is_alive(started.until_event("began")["pid"])
 
 
 @here
@@ -175,9 +175,9 @@ def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, clock: C
 def test_what_an_executor_started_goes_with_it(start_cluster: StartCluster, entry: str) -> None:
     started = start_cluster(entry)
     started.start()
-    children = started.until_told("children")["pids"]
+    children = started.until_event("children")["pids"]
     if entry == "has_children":
-        os.kill(started.until_told("began")["pid"], signal.SIGKILL)
+        os.kill(started.until_event("began")["pid"], signal.SIGKILL)
     started.until_ended()
     assert not any(map(is_alive, children))
 
@@ -189,7 +189,7 @@ def test_closing_leaves_no_process(start_cluster: StartCluster) -> None:
     started.start("b", gpus=(1,))
     pids = []
     for task in "ab":
-        pids += [*started.until_told("children", task)["pids"], started.until_told("began", task)["pid"]]
+        pids += [*started.until_event("children", task)["pids"], started.until_event("began", task)["pid"]]
     assert all(map(is_alive, pids))
     started.cluster.close()
     assert not any(map(is_alive, pids))
@@ -201,13 +201,13 @@ def test_two_tasks_run_side_by_side(start_cluster: StartCluster) -> None:
     started = start_cluster("waits", num_gpus=2)
     started.start("a", gpus=(0,))
     started.start("b", gpus=(1,))
-    pids = [started.until_told("began", task)["pid"] for task in "ab"]
+    pids = [started.until_event("began", task)["pid"] for task in "ab"]
     assert all(map(is_alive, pids))
     started.cluster.stop("b")
     assert started.until_ended("b").outcome is Outcome.INTERRUPTED
     assert is_alive(pids[0])
     started.start("c", gpus=(1,))
-    started.until_told("began", "c")
+    started.until_event("began", "c")
 
 
 @here
@@ -234,7 +234,7 @@ def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     started = start_cluster("meeting_ranks:ranks_meet", num_gpus=2)
     started.start(gpus=(0, 1), num_ranks=2)
-    ranks = started.until_told("met")["ranks"]
+    ranks = started.until_event("met")["ranks"]
     assert started.until_ended().outcome is Outcome.FINISHED
     assert [(rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"]) for rank in ranks] == [
         ("0", "0", "2"),
@@ -247,10 +247,10 @@ def test_the_ranks_of_an_executor_find_each_other_and_share_its_threads(
 
 
 def start_ranks(start_cluster: StartCluster, **timeouts: float) -> tuple[Started, list[int]]:
-    """Two that take turns, and their processes."""
+    """Start two ranks that take turns; return their processes."""
     started = start_cluster("ranks_take_turns", num_gpus=2, **timeouts)
     started.start(gpus=(0, 1), num_ranks=2)
-    pids = started.until_told("began")["pids"]
+    pids = started.until_event("began")["pids"]
     assert all(map(is_alive, pids))
     return started, pids
 
@@ -316,19 +316,19 @@ def test_an_executor_uses_its_share_of_the_cores_alone(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     started = start_cluster("tells_devices", num_gpus=2)
     started.start(gpus=(1,))
-    assert started.until_told("devices")["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
+    assert started.until_event("devices")["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
 @here
-def test_a_torn_line_is_told_when_it_is_whole(start_cluster: StartCluster) -> None:
+def test_a_torn_line_is_reported_when_it_is_complete(start_cluster: StartCluster) -> None:
     started = start_cluster("tears_a_line")
     run_dir = started.start()
     wait_for((run_dir / "torn").exists, "half a line", meanwhile=started.poll)
     started.poll()
-    assert [line["event"] for line in started.told()] == ["began"]
+    assert [line["event"] for line in started.lines_of()] == ["began"]
     (run_dir / "go").touch()
     started.until_ended()
-    assert [line["event"] for line in started.told()] == ["began", "step"]
+    assert [line["event"] for line in started.lines_of()] == ["began", "step"]
 
 
 @here
@@ -338,7 +338,7 @@ def test_an_attempt_that_goes_back_tells_only_what_it_writes_itself(start_cluste
     (started.run_dir("a") / "journal.jsonl").write_text("".join(lines) + '{"seq": 4, "ti', encoding="utf-8")
     started.start(attempt=2)
     assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
-    assert [(line["seq"], line["event"]) for line in started.told(attempt=2)] == [(2, "task_resumed"), (3, "step")]
+    assert [(line["seq"], line["event"]) for line in started.lines_of(attempt=2)] == [(2, "task_resumed"), (3, "step")]
     assert all(event.attempt == 2 for event in started.events if isinstance(event, EntryWritten | ExecutorEnded))
 
 

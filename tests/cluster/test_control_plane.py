@@ -1,7 +1,7 @@
 """The controller, its queue on disk and its mailbox as one state machine, killed at any instant and started again.
 
-Executors are made of nothing but a clock, so that nothing waits. What must hold: no task is lost, none runs twice,
-every command takes effect once, and whoever follows the events and comes back sees each once and in order.
+Executors are only a clock, so nothing waits. The invariants: no task is lost or runs twice, every command takes effect
+once, and a follower of the events that comes back sees each event once, in order.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ MAX_TURNS = 2000
 
 
 Fate: TypeAlias = "tuple[int, bool] | None"
-"""After how many writes the process is killed in the next one, and whether that is torn; None lets it live."""
+"""The number of writes before the one that kills the process, and whether that one is torn; None lets it live."""
 
 FATES = st.none() | st.tuples(st.integers(0, 4), st.booleans())
 
 
 class KilledError(BaseException):
-    """The process is gone; nothing of it is done any more."""
+    """Raised at a write at which the process is killed."""
 
 
 class World:
-    """What outlives a controller: the clock, the disk, and a fate that may strike at a write."""
+    """The state that outlives a controller: the clock, the disk, and the write that will kill the process."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -84,23 +84,23 @@ class World:
         self.writes_left: int | None = None
         self.tears = False
 
-    def strike(self) -> bool:
-        """Whether the process dies at this write."""
+    def is_killed_now(self) -> bool:
+        """Return whether the process dies at this write."""
         if self.writes_left is None:
             return False
         self.writes_left -= 1
         return self.writes_left < 0
 
     @contextmanager
-    def unharmed(self) -> Iterator[None]:
-        """What another process does is not struck by the fate of the controller's."""
+    def another_process(self) -> Iterator[None]:
+        """Let another process write, which the controller's fate does not affect."""
         left, self.writes_left = self.writes_left, None
         yield
         self.writes_left = left
 
 
 class Executors:
-    """A cluster whose executors train for some seconds of the clock, answer job commands, and die as they are told."""
+    """A cluster whose executors train for some seconds of the clock, answer job commands, and die when told to."""
 
     has_gpus = True
 
@@ -118,13 +118,13 @@ class Executors:
 
     def start(self, launch: Launch) -> None:
         run = RunDir(Path(launch.run_dir))
-        assert launch.task not in self.running, "it runs already"
+        assert launch.task not in self.running, "it is already running"
         assert {gpu.index for gpu in launch.gpus} <= self._present
         taken = {gpu for _, other in self.running.values() for gpu in other.gpus}
         assert taken.isdisjoint(launch.gpus)
-        assert not has_result(run), "it has its result"
-        assert launch.task not in self._world.cancelled, "it is not wanted any more"
-        assert alto.load_task(run.task_file).name, "its folder is whole"
+        assert not has_result(run), "it has a result"
+        assert launch.task not in self._world.cancelled, "it was cancelled"
+        assert alto.load_task(run.task_file).name, "its folder is incomplete"
         self.running[launch.task] = (self._world.clock() + 3.0, launch)
 
     def stop(self, task: str) -> None:
@@ -144,15 +144,13 @@ class Executors:
         return events
 
     def kill(self, task: str) -> None:
-        """One executor dies; as everything, that is found when the cluster is asked next."""
+        """Kill an executor; as with everything, the next poll of the cluster finds it."""
         self._dying.append(task)
 
     def lose_gpu(self, index: int) -> None:
-        """A GPU goes, and whoever is on it."""
         self._kept.discard(index)
 
     def bring_gpus(self) -> None:
-        """All that are gone come back."""
         self._kept = set(range(NUM_GPUS))
 
     def _deaths(self) -> Iterator[ClusterEvent]:
@@ -161,7 +159,7 @@ class Executors:
                 yield self._end(self.running[task][1], Outcome.LOST)
 
     def _changes_of_gpus(self) -> Iterator[ClusterEvent]:
-        """Losses first, as a cluster reports them."""
+        """Report the lost GPUs, then the new ones, as a cluster does."""
         lost, came = self._present - self._kept, self._kept - self._present
         self._present = set(self._kept)
         for index in sorted(lost):
@@ -182,7 +180,7 @@ class Executors:
 
     def _answer(self, launch: Launch) -> None:
         commands = Mailbox(RunDir(Path(launch.run_dir)))
-        with self._world.unharmed():
+        with self._world.another_process():
             for command in commands.pending():
                 commands.answer(command.id, CommandAnswer(done=True, message="done"))
                 self._world.answered[command.id] += 1
@@ -214,10 +212,10 @@ class ControlPlane(RuleBasedStateMachine):
     def begin(self) -> None:
         self.start()
 
-    # -- its life --------------------------------------------------------------------------------------------------
+    # -- process -------------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """A new process resumes the queue."""
+        """Resume the queue in a new process."""
         self.world.writes_left = None
         self.cluster = Executors(self.world)
         self.journal = Journal(self.queue_dir.run.journal_file)
@@ -237,13 +235,13 @@ class ControlPlane(RuleBasedStateMachine):
         self.live.begin(self.controller, done)
 
     def die(self) -> None:
-        """The process is gone with its executors; what is on disk stays."""
+        """End the process with its executors; the disk stays."""
         self.journal._file.close()
         self.start()
 
     @contextmanager
-    def mortal(self, fate: Fate) -> Iterator[None]:
-        """What is done inside may be the last that this process does."""
+    def may_die(self, fate: Fate) -> Iterator[None]:
+        """Let the process die within the block, if ``fate`` says so."""
         if fate is not None:
             self.world.writes_left, self.world.tears = fate
         try:
@@ -260,13 +258,13 @@ class ControlPlane(RuleBasedStateMachine):
 
     @rule(num_gpus=st.integers(1, 2), priority=st.integers(0, 2), tenant=st.sampled_from(["", "a", "b"]), fate=FATES)
     def submit(self, num_gpus: int, priority: int, tenant: str, fate: Fate) -> None:
-        with self.mortal(fate):
+        with self.may_die(fate):
             task = self.task.replace(num_gpus=num_gpus)
             self.accepted.append(self.live.submit(task, tenant=tenant, priority=priority))
 
     @rule(num_gpus=st.integers(1, 2))
     def submit_by_command(self, num_gpus: int) -> None:
-        with self.world.unharmed():
+        with self.world.another_process():
             values = self.task.replace(num_gpus=num_gpus).to_dict()
             self.sent[QueueMailbox(self.queue_dir.run).submit(values)] = QueueAction.SUBMIT
 
@@ -275,13 +273,13 @@ class ControlPlane(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject, by_command: bool, fate: Fate) -> None:
         task = data.draw(st.sampled_from(self.accepted))
         if by_command:
-            with self.world.unharmed():
+            with self.world.another_process():
                 self.sent[QueueMailbox(self.queue_dir.run).ask(QueueAction.CANCEL, task)] = QueueAction.CANCEL
             return
         self.cancel_task(task, fate)
 
     def cancel_task(self, task: str, fate: Fate) -> None:
-        with self.mortal(fate):
+        with self.may_die(fate):
             try:
                 self.live.cancel(task)
                 self.world.cancelled.add(task)
@@ -292,17 +290,17 @@ class ControlPlane(RuleBasedStateMachine):
     @rule(data=st.data())
     def job_command(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.cluster.running)))
-        with self.world.unharmed():
+        with self.world.another_process():
             answer = self.controller.job_command(task, JobAction.STOP, "job-000", timeout_s=0)
             assert answer is None, "nobody has had time to answer"
             for command in Mailbox(self.queue_dir.run_of(task)).pending():
                 self.job_commands[command.id] = task
 
-    # -- what happens ----------------------------------------------------------------------------------------------
+    # -- events --------------------------------------------------------------------------------------------------------
 
     @rule(turns=st.integers(1, 8), fate=FATES)
     def time_passes(self, turns: int, fate: Fate) -> None:
-        with self.mortal(fate):
+        with self.may_die(fate):
             for _ in range(turns):
                 self.controller.turn()
 
@@ -325,7 +323,7 @@ class ControlPlane(RuleBasedStateMachine):
         events = self.controller.events(since, follow=False)
         self.seen += [entry for entry, _ in zip(events, range(count), strict=False)]
 
-    # -- what holds ------------------------------------------------------------------------------------------------
+    # -- invariants ----------------------------------------------------------------------------------------------------
 
     @invariant()
     def nothing_is_trained_twice(self) -> None:
@@ -376,7 +374,7 @@ class ControlPlane(RuleBasedStateMachine):
             assert self.world.answered[command] == (command not in self._unanswered(task))
 
     def _unanswered(self, task: str) -> set[str]:
-        """Commands to a task that was cancelled before an executor could see them."""
+        """Return the commands to a task that was cancelled before an executor could read them."""
         pending = {command.id for command in Mailbox(self.queue_dir.run_of(task)).pending()}
         assert not pending or self.world.trained[task] == 0
         return pending
@@ -405,9 +403,9 @@ class ControlPlane(RuleBasedStateMachine):
     def _let_writes_fail(self) -> None:
         def fatal(write: Callable[..., Any]) -> Callable[..., Any]:
             def written(*arguments: Any) -> Any:
-                if self.world.strike():
+                if self.world.is_killed_now():
                     if not self.world.tears:
-                        write(*arguments)  # it was written, and then the process died
+                        write(*arguments)  # the write succeeds, and then the process dies
                     raise KilledError
                 return write(*arguments)
 
@@ -419,7 +417,7 @@ class ControlPlane(RuleBasedStateMachine):
 
         def torn(journal: Journal, data: bytes) -> None:
             is_queue = journal.path == self.queue_dir.run.journal_file
-            if is_queue and self.world.strike():
+            if is_queue and self.world.is_killed_now():
                 append(journal, data[: len(data) // 2] if self.world.tears else data)
                 raise KilledError
             append(journal, data)
@@ -437,7 +435,7 @@ TestControlPlane = ControlPlane.TestCase
 
 
 def test_killed_at_every_write_of_every_command() -> None:
-    """The same machine on the one path that meets each instant between what a command writes."""
+    """The same state machine on one path that kills the process at each write of each command."""
     plane = ControlPlane()
     plane.begin()
     for writes in range(5):

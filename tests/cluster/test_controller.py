@@ -1,4 +1,4 @@
-"""The controller, with a cluster that does as it is told: what it launches, journals, and never does twice."""
+"""The controller with a scripted cluster: what it launches, what it journals, and what it never does twice."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_task_whose_node_is_lost_runs_again_where_gpus_are(tmp_path: Path) -> 
 
 
 def test_nothing_is_started_on_a_gpu_that_is_lost_with_another(tmp_path: Path) -> None:
-    """A node goes with both of its GPUs: between the two losses, one of them is still there for the queue."""
+    """A node goes with both of its GPUs: between the two losses, the queue still has one of them."""
     bench = Bench(tmp_path, {"a": 20.0, "b": 20.0, "c": 20.0}, num_gpus={"c": 2})
     start = FakeCluster.start
     present = {Gpu("n", 0), Gpu("n", 1)}
@@ -144,14 +144,14 @@ def test_nothing_is_started_on_a_gpu_that_is_lost_with_another(tmp_path: Path) -
     assert {task.state for task in read_queue_history(bench.queue_dir.root).tasks.values()} == {TaskStage.FINISHED}
 
 
-def test_progress_moves_the_estimate_and_an_estimate_that_is_ten_times_wrong_is_planned_anew(tmp_path: Path) -> None:
+def test_progress_moves_the_estimate_and_an_estimate_ten_times_off_causes_a_new_plan(tmp_path: Path) -> None:
     bench = Bench(tmp_path, {"a": 10.0, "b": 10.0, "c": 10.0, "d": 10.0})
     bench.cluster.seconds["a"] = 100.0
     jobs = [{"job": "job-000", "config": {}, "total_steps": 100, "samples_budgeted": 100}]
     started = decode({"event": "task_started", "time": 0.0, "task": "a", "jobs": jobs})
 
     def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
-        """Job a is as far as the time that has passed of its hundred seconds."""
+        """Report job a's progress in proportion to the part of its hundred seconds that has passed."""
         if "a" not in cluster.running:
             return
         ends_at, launch = cluster.running["a"]
@@ -205,7 +205,7 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
 def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(tmp_path: Path) -> None:
     bench = Bench(tmp_path, {})
     bench.cluster.outcomes["d"] = deque([Outcome.LOST] * 40)
-    steps = iter([0, 1, 1, 2, 2, 3, *[3] * 20])  # before and after each attempt: three come further
+    steps = iter([0, 1, 1, 2, 2, 3, *[3] * 20])  # before and after each attempt: three get further
     with bench.controller(retrying=Retrying(how_far=lambda run: (next(steps),))) as controller:
         controller.submit(new_run(bench, "d", 1.0))
         controller.wait()
@@ -214,7 +214,7 @@ def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(
 
 
 @pytest.mark.parametrize(("retries", "num_starts"), [(True, 2), (False, 1)])
-def test_whether_an_executor_that_somebody_else_interrupted_is_started_again(
+def test_an_executor_interrupted_from_outside_restarts_only_with_retries(
     retries: bool, num_starts: int, tmp_path: Path
 ) -> None:
     bench = Bench(tmp_path, {})
@@ -258,19 +258,19 @@ def test_what_no_executor_writes_is_no_end_of_the_queue(line: dict[str, Any], tm
     assert bench.starts == {"a": 1, "b": 1, "c": 1}
 
 
-def share_done_once_told(bench: Bench, attempt: int, entries: list[JournalEntry]) -> float | None:
-    """The progress of task ``a`` once its executor has told ``entries`` in ``attempt``."""
-    told: list[float] = []
+def share_done_after(bench: Bench, attempt: int, entries: list[JournalEntry]) -> float | None:
+    """Return the progress of task ``a`` after its executor has reported ``entries`` in ``attempt``."""
+    reported_at: list[float] = []
 
     def tell(cluster: FakeCluster) -> Iterable[ClusterEvent]:
-        if cluster.running and cluster.running["a"][1].attempt == attempt and not told:
-            told.append(cluster.clock())
+        if cluster.running and cluster.running["a"][1].attempt == attempt and not reported_at:
+            reported_at.append(cluster.clock())
             for entry in entries:
                 yield EntryWritten(task="a", attempt=attempt, entry=entry)
 
     bench.cluster.script = tell
     with bench.controller() as controller:
-        while not told:
+        while not reported_at:
             controller.turn()
         return controller.status().tasks["a"].fraction_done
 
@@ -286,7 +286,7 @@ def test_what_an_earlier_attempt_has_done_counts_for_the_next(tmp_path: Path) ->
         resumed = journal.append(event("task_resumed"))
         further = journal.append(event("eval", step=60, **point))
 
-    assert share_done_once_told(bench, 2, [resumed, further]) == pytest.approx(0.6)
+    assert share_done_after(bench, 2, [resumed, further]) == pytest.approx(0.6)
 
 
 def test_jobs_that_a_rung_has_ended_are_not_taken_for_time_that_has_passed(tmp_path: Path) -> None:
@@ -304,12 +304,12 @@ def test_jobs_that_a_rung_has_ended_are_not_taken_for_time_that_has_passed(tmp_p
         entries += [journal.append(event("job_exited", job=name, **ended)) for name in names[2:]]
         entries.append(journal.append(event("warmup_ended", progress=0.1, kept=names[:2], dropped=names[2:])))
 
-    assert share_done_once_told(bench, 1, entries) == pytest.approx(100 / 280)
+    assert share_done_after(bench, 1, entries) == pytest.approx(100 / 280)
 
 
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
-    """Two GPUs, on which tasks a and b run; c waits."""
+    """Tasks a and b on two GPUs, while c waits."""
     bench = Bench(tmp_path, {"a": 50.0, "b": 50.0, "c": 50.0})
     with bench.controller() as controller:
         controller.turn()

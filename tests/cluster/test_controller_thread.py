@@ -1,4 +1,4 @@
-"""A controller on its own thread: used from many others, and ended by an error or by being closed."""
+"""A controller on its own thread: used by many others, and ended by an error or by being closed."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from alto.errors import QueueCommandError, RunBusyError
 from alto.runs import JournalEntry, read_events
 
 LIMIT_S = 120.0
-"""For what should not hang."""
+"""A limit for what must not hang."""
 
 
 def wait_a_moment(cluster: FakeCluster) -> tuple[()]:
-    """Its clock moves with every turn: the other threads get theirs."""
+    """Let the other threads run; the cluster's clock moves with every turn."""
     time.sleep(0.001)
     return ()
 
 
 def end_what_runs(cluster: FakeCluster) -> tuple[()]:
-    """In this turn, whatever time it would have taken."""
+    """End all tasks in this turn, whatever time they would have taken."""
     cluster.running = {task: (0.0, launch) for task, (_, launch) in cluster.running.items()}
     return ()
 
 
 @pytest.fixture
 def threaded(tmp_path: Path) -> Iterator[tuple[Bench, Controller]]:
-    """Two GPUs, on which tasks run that do not end by themselves; a third one waits."""
+    """Two GPUs with tasks that do not end by themselves, and a third task that waits."""
     bench = Bench(tmp_path, dict.fromkeys("abc", 1e9))
     bench.cluster.script = wait_a_moment
     with bench.controller() as controller:
@@ -63,7 +63,7 @@ def test_on_its_thread_it_is_used_from_many(threaded: tuple[Bench, Controller]) 
         controller.cancel("a")
 
 
-def test_what_ends_its_thread_is_told_to_everybody_who_waits(threaded: tuple[Bench, Controller]) -> None:
+def test_the_error_that_ends_its_thread_is_raised_for_everybody_who_waits(threaded: tuple[Bench, Controller]) -> None:
     bench, controller = threaded
     follower = threading.Thread(target=lambda: list(controller.events()))
     follower.start()
@@ -83,7 +83,7 @@ def test_what_ends_its_thread_is_told_to_everybody_who_waits(threaded: tuple[Ben
 
 def test_closing_kills_what_runs_and_waits_for_nobody(threaded: tuple[Bench, Controller]) -> None:
     bench, controller = threaded
-    assert not controller.wait(timeout_s=1.0)  # of the cluster's clock
+    assert not controller.wait(timeout_s=1.0)  # by the cluster's clock
     controller.close()
     controller.close()
     assert not bench.cluster.running
@@ -103,7 +103,7 @@ def test_draining_is_no_error_for_who_asks_while_the_last_executor_ends(tmp_path
     drainers = [threading.Thread(target=drain) for _ in range(2)]
 
     def ask_again(cluster: FakeCluster) -> Iterable[ClusterEvent]:
-        """In the last turn, which the first has brought about."""
+        """Start another thread in the last turn, which the first thread has caused."""
         if cluster.stopped and not drainers[1].ident:
             drainers[1].start()
             while not controller._calls:

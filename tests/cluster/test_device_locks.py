@@ -1,4 +1,4 @@
-"""GPUs that one controller of a machine has, no other gets: said by name, and given back however its process ends."""
+"""Exclusive GPUs: a second controller of the machine is refused by name, and any end of a process frees its GPUs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_gpu_of_another_process_is_refused_by_name_until_that_is_gone(tmp_path
         with pytest.raises(DeviceBusyError, match=rf"GPU two is in use by ALTO process {holder.pid} on") as caught:
             DeviceLocks(["three", "two"], tmp_path)
         assert isinstance(caught.value, BlockingIOError)
-        DeviceLocks(["three"], tmp_path).release()  # was not kept by the one that failed
+        DeviceLocks(["three"], tmp_path).release()  # the failed attempt did not keep it
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     DeviceLocks(["one", "two"], tmp_path).release()
@@ -66,7 +66,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_two_clusters_of_one_machine_share_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever CUDA_VISIBLE_DEVICES calls them: here the second GPU is number 1 for one and alone for the other."""
+    """It does not matter what CUDA_VISIBLE_DEVICES calls them: the second GPU is number 1 for one cluster, 0 for the
+    other."""
     uuids = ["aaa", "bbb", "ccc"]
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

@@ -1,4 +1,4 @@
-"""What an executor finds in its environment."""
+"""The environment of an executor."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_a_machine_without_a_gpu_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize("name", _ALLOCATOR_VARIABLES)
-def test_what_the_user_has_set_stands(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_settings_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:256")
     assert allocator_of(("0", "1")) == {name: "max_split_size_mb:256"}

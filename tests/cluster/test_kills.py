@@ -30,13 +30,13 @@ from alto.runs import JournalEntry, QueueDir, QueueHistory, RunDir, TaskStage, r
 from alto.runs.events import CheckpointSaved, TaskRelayed, decode
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*:ResourceWarning"),  # ray leaves the output of its processes open
+    pytest.mark.filterwarnings("ignore:.*:ResourceWarning"),  # ray does not close the output of its processes
 ]
 
 PROGRAM = Path(__file__).parents[1] / "support" / "run_queue.py"
 ONE_PROCESS, CONTROLLER, STOPPED, UNDISTURBED = "executor-killed", "controller-killed", "stopped", "undisturbed"
 HALF_WAY = 5
-"""The step that is not done before the death; a checkpoint is at every turn before it."""
+"""The step at which processes die; every turn before it writes a checkpoint."""
 
 
 @pytest.fixture(
@@ -46,7 +46,7 @@ HALF_WAY = 5
     ]
 )
 def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What a user names, of each kind."""
+    """A cluster of each kind, as a user names it."""
     if request.param == "local":
         return "local"
     pytest.importorskip("ray", reason="needs the ray extra: pip install 'alto-lora[ray]'")
@@ -55,13 +55,13 @@ def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Program:
-    """``run_queue.py``, and what its observer is shown."""
+    """``run_queue.py``, and the events that its observer gets."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
     def until_saved(self, task: str) -> None:
-        """Until the executor of ``task`` has a checkpoint."""
+        """Wait until the executor of ``task`` has a checkpoint."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             match decode(json.loads(line)).event:
@@ -74,7 +74,7 @@ class Program:
         self._process.wait()
 
     def stop(self) -> int:
-        """Have it save and end; its exit code."""
+        """Ask the program to save and end; return its exit code."""
         self._process.terminate()
         self._process.communicate()
         return self._process.returncode
@@ -82,7 +82,7 @@ class Program:
 
 @contextlib.contextmanager
 def program(*arguments: object) -> Iterator[Program]:
-    """``run_queue.py`` in a session of its own; what is left of it is killed, at the latest when it hangs."""
+    """Run ``run_queue.py`` in its own session; kill the rest of the session at the end, at the latest when it hangs."""
     command = [sys.executable, PROGRAM, *map(str, arguments)]
     with subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE, text=True) as process:
 
@@ -100,7 +100,7 @@ def program(*arguments: object) -> Iterator[Program]:
 
 
 def facts(run: RunDir) -> dict[str, Any]:
-    """Curves, exits and winner of a run; its journal is whole."""
+    """Return curves, exits and winner of a run, and check its journal."""
     events = read_events(run.journal_file)
     assert audit(entries(events)) == ()
     curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
@@ -110,19 +110,19 @@ def facts(run: RunDir) -> dict[str, Any]:
 
 
 def num_ranks_resumed(run: RunDir) -> list[int]:
-    """On how many ranks each attempt but the first went on with a run, whose journal is whole."""
+    """Return the number of ranks of each resumption of a run, and check its journal."""
     events = read_events(run.journal_file)
     assert audit(entries(events)) == ()
     return [event["num_ranks"] for event in events if event["event"] == "task_resumed"]
 
 
 def finished(queue: QueueDir) -> QueueHistory:
-    """What has become of the tasks: each has its result, once."""
+    """Check that each task has its result once, and return the queue's history."""
     history = read_queue_history(queue.root)
     assert {task.state for task in history.tasks.values()} == {TaskStage.FINISHED}
     for name, task in history.tasks.items():
         outcomes = [attempt.outcome for attempt in task.attempts]
-        assert outcomes.count("finished") == 1, "what was finished is not run again"
+        assert outcomes.count("finished") == 1, "a finished task ran again"
         assert outcomes[-1] == "finished"
         kinds = Counter(event["event"] for event in read_events(queue.run_of(name).journal_file))
         assert (kinds["task_resumed"], kinds["task_completed"]) == (len(outcomes) - 1, 1), name
@@ -133,7 +133,7 @@ def finished(queue: QueueDir) -> QueueHistory:
 def test_a_queue_whose_executor_and_controller_are_killed_and_that_is_stopped_loses_nothing(
     cluster: str, tmp_path: Path
 ) -> None:
-    """Of four tasks that are one but for their names, three meet one of these each, in the middle of a step."""
+    """Three of four equal tasks each meet one of these in the middle of a step."""
     names = (ONE_PROCESS, CONTROLLER, STOPPED, UNDISTURBED)
     plan_deaths(
         tmp_path,
@@ -171,7 +171,7 @@ def test_a_queue_whose_executor_and_controller_are_killed_and_that_is_stopped_lo
 def test_tasks_whose_node_is_killed_go_on_elsewhere(
     ray_nodes: RayMachine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One in a process alone and one in ranks, while a third trains on another node."""
+    """One task runs in a single process and one in ranks, while a third trains on another node."""
     from alto.cluster.ray import RayCluster
 
     doomed = ray_nodes.add_node(num_cpus=3)
@@ -188,7 +188,7 @@ def test_tasks_whose_node_is_killed_go_on_elsewhere(
     saved: set[str] = set()
 
     def kill(entry: JournalEntry) -> None:
-        """The node, once both tasks on it can be resumed from a checkpoint."""
+        """Kill the node once both tasks on it can be resumed from a checkpoint."""
         match entry.event:
             case TaskRelayed(task=task, entry=JournalEntry(event=CheckpointSaved())) if task not in saved:
                 saved.add(task)
@@ -213,9 +213,9 @@ def test_tasks_whose_node_is_killed_go_on_elsewhere(
         first, second = history.tasks[name].attempts
         assert first.outcome == "lost"
         assert {gpu.node for gpu in first.gpus} == {lost.name}
-        assert len({gpu.node for gpu in second.gpus} - {lost.name}) == 1, "one node, and another"
-    told = [(event["event"], event.get("task")) for event in read_events(queue.run.journal_file)]
-    assert told.index(("gpu_lost", None)) < told.index(("executor_ended", "alone"))
+        assert len({gpu.node for gpu in second.gpus} - {lost.name}) == 1, "two nodes"
+    events = [(event["event"], event.get("task")) for event in read_events(queue.run.journal_file)]
+    assert events.index(("gpu_lost", None)) < events.index(("executor_ended", "alone"))
     resumed = {name: num_ranks_resumed(queue.run_of(name)) for name in gpus}
     assert resumed == {"alone": [1], "ranks": [2], "elsewhere": []}
     alone, ranks, elsewhere = ({job.job: job.best_validation_loss for job in result.job_results} for result in results)

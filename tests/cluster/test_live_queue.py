@@ -1,4 +1,4 @@
-"""A queue on disk that a controller works on: what its mailbox asks takes effect once, and is answered."""
+"""A queue on disk with a controller: each command in its mailbox takes effect once, and is answered."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def refuse_wide(task: alto.Task) -> None:
 
 
 class Bench:
-    """A queue of no tasks yet, its mailbox, and who works on it."""
+    """A queue without tasks, its mailbox, and the objects that work on it."""
 
     def __init__(self, folder: Path, *, trusts_commands: bool = False) -> None:
         self.folder = folder
@@ -181,13 +181,13 @@ def test_a_task_is_cancelled_by_command_and_stays_so(tmp_path: Path) -> None:
 
 def test_a_queue_waits_for_tasks_until_it_is_told_to_finish(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    asked: list[str] = []
+    commands: list[str] = []
 
     def ask(cluster: FakeCluster) -> tuple[()]:
-        """Long after the only task has ended: another one, and then the end."""
-        if cluster.clock() > 150.0 and not asked:
-            asked.append(bench.box.submit(bench.task.to_dict()))
-            asked.append(bench.box.ask(QueueAction.FINISH))
+        """Submit another task long after the only one has ended, and then finish."""
+        if cluster.clock() > 150.0 and not commands:
+            commands.append(bench.box.submit(bench.task.to_dict()))
+            commands.append(bench.box.ask(QueueAction.FINISH))
         return ()
 
     bench.cluster.script = ask
@@ -199,7 +199,7 @@ def test_a_queue_waits_for_tasks_until_it_is_told_to_finish(tmp_path: Path) -> N
         assert "has completed and no longer accepts tasks" in bench.answer(late).message
         with pytest.raises(QueueCommandError, match="has completed and no longer accepts tasks"):
             live.submit(bench.task, tenant="", priority=0)
-    assert [bench.answer(command).done for command in asked] == [True, True]
+    assert [bench.answer(command).done for command in commands] == [True, True]
     assert [launch.task for launch in bench.cluster.launches] == ["t", "t-2"]
 
 
@@ -214,7 +214,7 @@ def test_a_queue_is_drained_by_command(tmp_path: Path) -> None:
     assert bench.kinds()[-1] == "queue_interrupted"
 
 
-def test_a_file_that_is_no_command_is_answered_and_disturbs_nobody(tmp_path: Path) -> None:
+def test_a_file_that_is_no_command_is_answered_and_changes_nothing(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.queue_dir.run.control.mkdir(exist_ok=True)
     facts = ["[]", "{", json.dumps({"action": "submit", "values": 7}), json.dumps({"action": "fly"})]
@@ -261,7 +261,7 @@ def test_a_task_whose_files_cannot_be_looked_at_is_refused_and_the_queue_goes_on
     assert [entry.task for entry in bench.queue_dir.read()[0]] == ["t"]
 
 
-def test_a_task_that_is_cancelled_while_nobody_works_on_the_queue_is_not_begun(tmp_path: Path) -> None:
+def test_a_task_that_is_cancelled_without_a_controller_is_not_begun(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with bench.working() as (live, _):
         live.submit(bench.task, tenant="", priority=0)
@@ -318,13 +318,13 @@ def test_a_queue_that_has_completed_is_not_interrupted(tmp_path: Path) -> None:
 
 def test_who_wanted_an_earlier_process_to_end_does_not_end_the_next(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    asked = [bench.box.ask(QueueAction.DRAIN), bench.box.ask(QueueAction.FINISH)]
+    commands = [bench.box.ask(QueueAction.DRAIN), bench.box.ask(QueueAction.FINISH)]
     submitted = bench.box.submit(bench.task.to_dict())
     ends = past_ends(bench.queue_dir)
     late = bench.box.ask(QueueAction.DRAIN)
     answer_past_ends(bench.queue_dir, ends)
-    assert ends == asked
-    assert all(bench.answer(command).message == "The queue had ended already." for command in asked)
+    assert ends == commands
+    assert all(bench.answer(command).message == "The queue had ended already." for command in commands)
     assert [command.id for command in bench.box.pending()] == [submitted, late]
 
 

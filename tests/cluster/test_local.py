@@ -1,4 +1,4 @@
-"""What only the cluster of one machine does: its devices, its signals, its controller's death."""
+"""The parts that only the cluster of one machine has: its devices, its signals, its controller's death."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ StartLocal = Callable[..., Started]
 
 @pytest.fixture
 def start_local(tmp_path: Path) -> Iterator[StartLocal]:
-    """``start_local(entry, num_gpus=None, **timeouts)``: executors run that host of ``cluster_entries``."""
+    """``start_local(entry, num_gpus=None, **timeouts)``: executors run that entry of ``cluster_entries``."""
     clusters: list[LocalCluster] = []
 
     def start(entry: str, num_gpus: int | None = None, **timeouts: float) -> Started:
@@ -86,19 +86,19 @@ def test_an_executor_sees_its_own_gpus(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     started = start_local("tells_variables")
     started.start(gpus=(1, 2))
-    assert started.until_told("environment")["CUDA_VISIBLE_DEVICES"] == seen
+    assert started.until_event("environment")["CUDA_VISIBLE_DEVICES"] == seen
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("is_trusted", [False, True])
 @pytest.mark.usefixtures("no_gpus")
-def test_every_rank_is_told_who_asks_and_whether_code_of_a_model_is_allowed(
+def test_every_rank_gets_the_tenant_and_the_permission_for_code_of_a_model(
     start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, is_trusted: bool, num_ranks: int
 ) -> None:
-    monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")  # of another executor, which this process may belong to
+    monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")  # set by another executor, which this process may belong to
     started, ranks = start_local("TellsTicket", 2), range(num_ranks)
-    asked = {"trust_remote_code": is_trusted, "tenant": "research", "priority": 3}
-    run_dir = started.start(gpus=tuple(ranks), num_ranks=num_ranks, **asked)
+    ticket = {"trust_remote_code": is_trusted, "tenant": "research", "priority": 3}
+    run_dir = started.start(gpus=tuple(ranks), num_ranks=num_ranks, **ticket)
     assert started.until_ended().outcome is Outcome.FINISHED
     for rank in ranks:
         assert json.loads((run_dir / f"ticket-{rank}").read_text(encoding="utf-8")) == [is_trusted, "research", 3]
@@ -113,21 +113,21 @@ def test_an_executor_takes_its_share_of_the_cores(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     started = start_local("tells_variables", 4)
     started.start(gpus=gpus)
-    told = started.until_told("environment")
-    assert (told["OMP_NUM_THREADS"], told["CUDA_VISIBLE_DEVICES"]) == (str(threads), "")
-    assert told["ALTO_MEMORY_SHARE"] == str(len(gpus) / 4)
+    entry = started.until_event("environment")
+    assert (entry["OMP_NUM_THREADS"], entry["CUDA_VISIBLE_DEVICES"]) == (str(threads), "")
+    assert entry["ALTO_MEMORY_SHARE"] == str(len(gpus) / 4)
 
 
-@pytest.mark.parametrize(("asked", "threads"), [("6", 3), ("5,2", 2), ("1", 1), ("99", 6), ("0", 6), ("all", 6)])
+@pytest.mark.parametrize(("value", "threads"), [("6", 3), ("5,2", 2), ("1", 1), ("99", 6), ("0", 6), ("all", 6)])
 @pytest.mark.usefixtures("no_gpus")
 def test_executors_share_no_more_cores_than_the_user_allows(
-    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, asked: str, threads: int
+    start_local: StartLocal, monkeypatch: pytest.MonkeyPatch, value: str, threads: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(13)))
-    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
     started = start_local("tells_variables", 2)
     started.start()
-    assert started.until_told("environment")["OMP_NUM_THREADS"] == str(threads)
+    assert started.until_event("environment")["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_output_goes_to_the_log_of_the_attempt_and_never_to_the_terminal(
@@ -137,7 +137,7 @@ def test_output_goes_to_the_log_of_the_attempt_and_never_to_the_terminal(
     run_dir = started.start()
     started.until_ended()
     started.events.clear()
-    started.start()  # by a controller that counts anew
+    started.start()  # started by a controller that counts from zero again
     started.until_ended()
     for folder in ("attempt-1", "attempt-1-2"):
         log = run_dir / "logs" / folder
@@ -178,11 +178,11 @@ def test_it_waits_for_who_still_holds_the_run_and_tells_nothing_of_his(start_loc
         started.poll()
         assert started.events == []
     assert started.until_ended().outcome is Outcome.FINISHED
-    assert [line["event"] for line in started.told()] == ["began", "done"]
+    assert [line["event"] for line in started.lines_of()] == ["began", "done"]
 
 
 def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither as the first of several ranks, nor as the one process of an executor."""
+    """Neither the first of several ranks nor the single process of an executor does."""
     for module in (worker, hosting):
         monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     orders = Orders(tmp_path)
@@ -242,7 +242,7 @@ def test_executors_do_not_outlive_their_controller(
     run_dir = start_local(entry).run_dir("a")
     script = textwrap.dedent(CONTROLLER.format(num_ranks=num_ranks, drain_timeout_s=drain_timeout_s))
     with subprocess.Popen([sys.executable, "-c", script, str(run_dir), entry], stdout=subprocess.PIPE) as controller:
-        pids = pids_told(controller)
+        pids = pids_of(controller)
         assert all(map(is_alive, pids))
         controller.kill()
     wait_for(lambda: not any(map(is_alive, pids)), "the death of all")
@@ -250,15 +250,15 @@ def test_executors_do_not_outlive_their_controller(
     assert (ending and ending.outcome) == outcome
 
 
-def pids_told(controller: subprocess.Popen[bytes]) -> list[int]:
-    """Of an executor, and of its children or ranks."""
+def pids_of(controller: subprocess.Popen[bytes]) -> list[int]:
+    """Return the process ids of an executor and of its children or ranks."""
     assert controller.stdout is not None
     pids: list[int] = []
     for line in controller.stdout:
-        told: dict[str, Any] = json.loads(line)
-        pids += told.get("pids", [])
-        if told["event"] in ("began", "loading"):
-            return [*pids, *([told["pid"]] if "pid" in told else [])]
+        entry: dict[str, Any] = json.loads(line)
+        pids += entry.get("pids", [])
+        if entry["event"] in ("began", "loading"):
+            return [*pids, *([entry["pid"]] if "pid" in entry else [])]
     raise AssertionError("the controller has died")
 
 
@@ -267,7 +267,7 @@ def test_a_controller_that_was_stopped_does_not_take_its_executors_for_hung(
 ) -> None:
     started = start_local("waits", heartbeat_timeout_s=30)
     started.start()
-    os.kill(started.until_told("began")["pid"], signal.SIGSTOP)  # so was everything
+    os.kill(started.until_event("began")["pid"], signal.SIGSTOP)  # so was everything
     started.poll()
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 1000)
@@ -299,7 +299,7 @@ def test_an_executor_says_how_it_ended_where_it_can_write_nothing(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"outcome": "fine", "reason": "", "error": ""}', "\xff"])
-def test_an_ending_that_is_none_says_nothing(text: str, tmp_path: Path) -> None:
+def test_an_invalid_ending_file_is_ignored(text: str, tmp_path: Path) -> None:
     attempt = AttemptDir.create(tmp_path, 1)
     (attempt.root / "ended.json").write_bytes(text.encode("latin-1"))
     assert attempt.ending() is None
@@ -309,8 +309,8 @@ def test_an_executor_whose_journal_cannot_be_read_is_the_only_one_that_ends(star
     started = start_local("waits", 2)
     run_dir = started.start("a")
     started.start("b", gpus=(1,))
-    started.until_told("began", "a")
-    started.until_told("began", "b")
+    started.until_event("began", "a")
+    started.until_event("began", "b")
     (run_dir / "journal.jsonl").unlink()
     (run_dir / "journal.jsonl").mkdir()
     ended = started.until_ended("a")

@@ -1,4 +1,4 @@
-"""The ranks of an executor beside its first: what is said where they cannot be started, or cannot say it themselves."""
+"""The further ranks of an executor: the errors where they cannot be started, or cannot report themselves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attempt(tmp_path: Path) -> AttemptDir:
 
 
 def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir, tmp_path: Path) -> None:
-    attempt.rank_log(1).mkdir()  # where a file has to be
+    attempt.rank_log(1).mkdir()  # where a file must be
     code = "from alto.cluster.worker import main; main()"
     orders = Orders(tmp_path)
     orders.work(TaskTicket(task="a", run_dir=str(tmp_path), entry="none:none"), attempt)

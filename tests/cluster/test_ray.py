@@ -1,4 +1,4 @@
-"""What is Ray's own: placement, actors and nodes that die, what is left behind. The rest is in test_contract.py."""
+"""The parts that only Ray has: placement, actors and nodes that die, leftovers. The rest is in test_contract.py."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from alto.runs import read_events
 pytestmark = [
     pytest.mark.slow("ray"),
     pytest.mark.filterwarnings(
-        "ignore:.*:ResourceWarning",  # ray leaves the output of its processes open
+        "ignore:.*:ResourceWarning",  # ray does not close the output of its processes
     ),
 ]
 
@@ -52,18 +52,17 @@ def parent(pid: int) -> int:
 
 
 def actor_of(executor: int) -> int:
-    """Its zygote's parent."""
     return parent(parent(executor))
 
 
 def has_lost_actor(started: Started) -> bool:
-    """Whether the cluster knows of the death of the actor of task a, whether or not it has reported what follows."""
+    """Return whether the cluster knows that task a's actor died, even if it has not reported the consequences yet."""
     actors = [actor for actor in started.cluster._actors if "a" in actor.launches]
     return not actors or bool(actors[0].died_because)
 
 
 def groups() -> list[dict[str, Any]]:
-    """Placement groups that hold something or want to."""
+    """Return the placement groups that hold resources or wait for them."""
     return [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
 
 
@@ -76,7 +75,7 @@ def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callabl
     for task, gpus in launches.items():
         started.start(task, gpus=gpus)
     for task in launches:
-        started.until_told("began", task)
+        started.until_event("began", task)
     placed = [(group["strategy"], group["bundles"][0]["CPU"], group["bundles_to_node_id"][0][:8]) for group in groups()]
     assert sorted(placed) == sorted(
         ("STRICT_PACK", num_gpus, node.name[-8:]) for num_gpus, node in [(2, second), (1, first)]
@@ -86,7 +85,7 @@ def test_each_task_runs_on_the_node_that_its_launch_names(start_cluster: Callabl
 def test_a_task_larger_than_a_node_reserves_its_gpus_on_both(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits")
     started.start(gpus=(0, 2, 3))
-    started.until_told("began")
+    started.until_event("began")
     [group] = groups()
     assert sorted(bundle["CPU"] for bundle in group["bundles"].values()) == [1, 2]
     assert group["strategy"] == "STRICT_SPREAD"
@@ -100,7 +99,7 @@ def test_an_actor_dies_alone_and_the_next_attempt_waits_for_its_executor(
     monkeypatch.setattr(of_ray, "NODE_VERDICT_S", 0)
     started = start_cluster("counts")
     run_dir = started.start()
-    executor = started.until_told("waits")["pid"]
+    executor = started.until_event("waits")["pid"]
     os.kill(actor_of(executor), signal.SIGKILL)
     ended = started.until_ended()
     assert ended.outcome is Outcome.LOST
@@ -119,7 +118,7 @@ def test_an_actor_dies_alone_and_the_next_attempt_waits_for_its_executor(
 def test_a_hung_actor_is_found(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("waits", heartbeat_timeout_s=3)
     started.start()
-    executor = started.until_told("began")["pid"]
+    executor = started.until_event("began")["pid"]
     actor = actor_of(executor)
     os.kill(actor, signal.SIGSTOP)
     ended = started.until_ended()
@@ -142,8 +141,8 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     assert gpu.node.endswith(node.node_id[:8])
     run_dir = started.start(gpus=(started.gpus().index(gpu),))
     (run_dir / "go").touch()
-    executor = started.until_told("waits")["pid"]
-    # Ray hears of the actor's death before that of its node, and much earlier.
+    executor = started.until_event("waits")["pid"]
+    # Ray reports the actor's death before the node's, and much earlier.
     os.kill(actor_of(executor), signal.SIGKILL)
     wait_for(lambda: has_lost_actor(started), "the death of the actor", meanwhile=started.poll)
     started.poll()
@@ -157,7 +156,7 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     assert gpu not in started.gpus()
     started.start(attempt=2)
     assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
-    assert [line["step"] for line in started.told(attempt=2) if line["event"] == "step"] == [3, 4, 5]
+    assert [line["step"] for line in started.lines_of(attempt=2) if line["event"] == "step"] == [3, 4, 5]
 
 
 def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started], ray_nodes: RayMachine) -> None:
@@ -168,7 +167,7 @@ def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started
         [seen] = started.cluster.nodes
         assert seen.name.endswith(node.node_id[:8])
         started.start(gpus=(1,))
-        environment = started.until_told("environment")
+        environment = started.until_event("environment")
         assert environment["CUDA_VISIBLE_DEVICES"] in ("0", "1")
         assert environment["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
         assert started.until_ended().outcome is Outcome.FINISHED
@@ -180,7 +179,7 @@ def test_gpus_are_used_where_there_are_some(start_cluster: Callable[..., Started
 def test_gpus_that_others_hold_are_not_waited_for_without_end(start_cluster: Callable[..., Started]) -> None:
     others = start_cluster("waits")
     others.start("other", gpus=(0, 1))
-    others.until_told("began", "other")
+    others.until_event("began", "other")
     started = start_cluster("works", placement_timeout_s=1)
     started.start()
     ended = started.until_ended()
@@ -206,7 +205,7 @@ def test_a_node_without_alto_fails_with_the_remedy(
 
 
 def test_a_head_that_is_gone_is_named(start_cluster: Callable[..., Started], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked while its head is away, Ray itself would wait for a minute and then end the process."""
+    """While its head is away, Ray itself would wait for a minute and then end the process."""
     started = start_cluster("works")
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = server.getsockname()
@@ -238,7 +237,7 @@ def test_a_lost_client_is_named(start_cluster: Callable[..., Started], monkeypat
 def test_closing_leaves_no_process_no_actor_and_no_group(start_cluster: Callable[..., Started]) -> None:
     started = start_cluster("has_children")
     started.start()
-    pids = [*started.until_told("children")["pids"], started.until_told("began")["pid"]]
+    pids = [*started.until_event("children")["pids"], started.until_event("began")["pid"]]
     actor = actor_of(pids[-1])
     assert len(groups()) == 1
     started.cluster.close()
@@ -264,8 +263,8 @@ def test_no_cluster_at_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_who_connects_keeps_its_own_answer_to_sigterm(ray_nodes: RayMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray puts another in its place, which ends the process before anything is drained."""
-    ray.shutdown()  # of the other tests
+    """Ray installs its own handler, which ends the process before anything is drained."""
+    ray.shutdown()  # the connection of the other tests
     monkeypatch.setenv("RAY_ADDRESS", ray_nodes.address)
     before = signal.getsignal(signal.SIGTERM)
     cluster = RayCluster("auto")

@@ -1,4 +1,4 @@
-"""What runs on a node of Ray, and nodes as Ray tells them, without Ray."""
+"""The program that runs on a node of Ray, and nodes as Ray describes them, without Ray."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def started(launch: Launch, *, has_gpus: bool = False) -> Starter:
 
 
 def events_of(starter: Starter) -> Iterator[ClusterEvent]:
-    """One at a time, until its executor has ended."""
+    """Yield one event at a time, until the executor has ended."""
     num_heard, gives_up_at = 0, time.monotonic() + 120
     while time.monotonic() < gives_up_at:
         for event in starter.poll(num_heard, 1.0)[:1]:
@@ -104,18 +104,18 @@ def test_the_executor_gets_the_gpus_that_ray_gave_and_its_share_of_the_cores(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    told, _ = events_of(starter(run_dir, "tells_variables", has_gpus=True))
-    assert isinstance(told, EntryWritten)
-    assert told.entry.to_dict()["CUDA_VISIBLE_DEVICES"] == "3,5"
-    assert told.entry.to_dict()["OMP_NUM_THREADS"] == str(max(1, round(len(os.sched_getaffinity(0)) / 2)))
+    written, _ = events_of(starter(run_dir, "tells_variables", has_gpus=True))
+    assert isinstance(written, EntryWritten)
+    assert written.entry.to_dict()["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert written.entry.to_dict()["OMP_NUM_THREADS"] == str(max(1, round(len(os.sched_getaffinity(0)) / 2)))
 
 
 def test_closing_twice_leaves_nothing(run_dir: Path) -> None:
     executor = starter(run_dir, "waits")
-    told = next(events_of(executor))
-    assert isinstance(told, EntryWritten)
+    written = next(events_of(executor))
+    assert isinstance(written, EntryWritten)
     executor.close()
-    assert not Path(f"/proc/{told.entry.to_dict()['pid']}").exists()
+    assert not Path(f"/proc/{written.entry.to_dict()['pid']}").exists()
     executor.close()
 
 
@@ -151,7 +151,7 @@ def test_only_living_nodes_with_slots_take_part() -> None:
     assert nodes.id_of("host-dddddddd") is None
 
 
-def test_what_came_and_went_is_told_once() -> None:
+def test_nodes_that_come_and_go_are_reported_once() -> None:
     nodes = RayNodes("GPU", None)
     first, second = row("a", GPU=2), row("b", GPU=1)
     nodes.update([first])

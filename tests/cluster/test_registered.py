@@ -1,4 +1,4 @@
-"""A cluster of the user's own that starts executors itself: the one of docs/clusters.md, as an installed package."""
+"""A user's own cluster that starts executors itself: the example of docs/clusters.md, as an installed package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Start = Callable[[str], Started]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """``start(entry)``: two slots of it, whose executors run that host of ``cluster_entries``."""
+    """``start(entry)``: two slots whose executors run that entry of ``cluster_entries``."""
     packages.install(tmp_path / "package", FILES, monkeypatch)
     opened = []
 
@@ -42,7 +42,7 @@ def test_an_executor_tells_its_journal_and_then_that_it_finished(start: Start) -
     started.start()
     ended = started.until_ended()
     assert (ended.outcome, ended.reason) == (Outcome.FINISHED, "")
-    assert [line["event"] for line in started.told()] == ["began", "done"]
+    assert [line["event"] for line in started.lines_of()] == ["began", "done"]
     assert started.cluster.poll(0) == []
 
 
@@ -60,18 +60,18 @@ def test_what_an_error_means_for_the_next_attempt(start: Start, error: str, outc
 def test_who_is_asked_to_stop_saves_and_ends(start: Start) -> None:
     started = start("waits")
     started.start()
-    pid = started.until_told("began")["pid"]
+    pid = started.until_event("began")["pid"]
     started.cluster.stop("a")
     ended = started.until_ended()
     assert ended.outcome is Outcome.INTERRUPTED
-    assert started.told()[0]["event"] == "began"
+    assert started.lines_of()[0]["event"] == "began"
     assert not is_alive(pid)
 
 
 def test_who_is_asked_to_stop_while_it_loads_does(start: Start) -> None:
     started = start("loads")
     started.start()
-    started.until_told("loading")
+    started.until_event("loading")
     started.cluster.stop("a")
     assert started.until_ended().outcome is Outcome.INTERRUPTED
 
@@ -80,7 +80,7 @@ def test_a_killed_executor_is_found_and_closing_kills_the_others(start: Start, t
     started = start("waits")
     started.start("a", gpus=(0,))
     started.start("b", gpus=(1,))
-    killed, other = (started.until_told("began", task)["pid"] for task in "ab")
+    killed, other = (started.until_event("began", task)["pid"] for task in "ab")
     os.kill(killed, signal.SIGKILL)
     ended = started.until_ended("a")
     assert (ended.outcome, ended.reason) == (

@@ -1,4 +1,4 @@
-"""Several runs in one process, and one process for several runs one after the other."""
+"""Several runs in one process, at once and one after the other."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def machine(start_cluster: Callable[..., Started]) -> Started:
 
 @pytest.fixture
 def local(tmp_path: Path) -> Iterator[Started]:
-    """This machine, for what is its own: Ray sets the environment of its nodes, and reserves GPUs for each actor."""
+    """A local cluster, for what Ray does otherwise: it sets its nodes' environment, and reserves GPUs for each
+    actor."""
     cluster = LocalCluster(total_gpus=2)
     yield Started(cluster, tmp_path, "Together")
     cluster.close()
@@ -31,9 +32,9 @@ def local(tmp_path: Path) -> Iterator[Started]:
 
 
 def begin(machine: Started, task: str, executor: str = "x", *, base: str = "m", gpu: int = 0, attempt: int = 1) -> int:
-    """Start a task; returns the process that works on it."""
+    """Start a task; return the process that works on it."""
     machine.start(task, gpus=(gpu,), executor=executor, base=base, attempt=attempt, tenant=f"tenant of {task}")
-    return int(machine.until_told("began", task, attempt)["pid"])
+    return int(machine.until_event("began", task, attempt)["pid"])
 
 
 def end(machine: Started, task: str, error: str = "", attempt: int = 1) -> Outcome:
@@ -45,8 +46,8 @@ def test_tasks_of_one_executor_are_in_one_process_and_end_one_by_one(machine: St
     pid = begin(machine, "a")
     assert begin(machine, "b") == pid
     assert begin(machine, "c") == pid
-    assert machine.told("c")[0]["num_runs"] == 3
-    assert machine.told("c")[0]["tenant"] == "tenant of c"
+    assert machine.lines_of("c")[0]["num_runs"] == 3
+    assert machine.lines_of("c")[0]["tenant"] == "tenant of c"
     assert end(machine, "b") is Outcome.FINISHED
     assert machine.until_ended("b").reason == "well done"
     assert end(machine, "a") is end(machine, "c") is Outcome.FINISHED
@@ -82,13 +83,13 @@ def test_a_process_that_is_killed_loses_all_its_tasks_and_no_other(machine: Star
         ended = machine.until_ended(task)
         assert ended.outcome is Outcome.LOST
         assert "was killed by SIGKILL" in ended.reason
-        assert "logs" not in ended.reason, "what it printed belongs to no one of them"
+        assert "logs" not in ended.reason, "its output belongs to no single task"
     assert machine.ended("c") is None
     assert begin(machine, "a", attempt=2) not in (pid, other)
     assert end(machine, "c") is end(machine, "a", attempt=2) is Outcome.FINISHED
 
 
-def test_an_error_that_nobody_expected_ends_the_process_after_the_others(machine: Started) -> None:
+def test_an_unexpected_error_ends_the_process_after_the_others(machine: Started) -> None:
     pid = begin(machine, "a")
     begin(machine, "b")
     assert end(machine, "a", "RuntimeError") is Outcome.LOST
@@ -101,11 +102,11 @@ def test_an_error_that_nobody_expected_ends_the_process_after_the_others(machine
 def test_a_task_that_needs_the_same_base_gets_the_process_that_has_it(local: Started) -> None:
     pid = begin(local, "a", "")
     assert end(local, "a") is Outcome.FINISHED
-    assert begin(local, "b", "", gpu=1) == pid, "slots of the CPU are alike"
+    assert begin(local, "b", "", gpu=1) == pid, "all slots of a CPU are equal"
     assert end(local, "b") is Outcome.FINISHED
     other = begin(local, "c", "", base="n", gpu=1)
     assert other != pid
-    assert not is_alive(pid), "its memory may be wanted"
+    assert not is_alive(pid), "its memory may be needed"
     assert end(local, "c") is Outcome.FINISHED
 
 
@@ -123,7 +124,7 @@ def test_what_a_process_cannot_change_needs_another(
     else:
         settings = {"trust_remote_code": True} if change == "trust_remote_code" else {"num_ranks": 2, "gpus": (0, 1)}
     local.start("b", base="m", **settings)
-    assert local.until_told("began", "b")["pid"] != pid
+    assert local.until_event("began", "b")["pid"] != pid
     assert end(local, "b") is Outcome.FINISHED
 
 
@@ -143,7 +144,7 @@ def test_a_task_is_not_lost_where_its_process_ends_at_that_moment(machine: Start
     os.kill(pid, signal.SIGSTOP)
     machine.start("b", base="m", executor="x")
     os.kill(pid, signal.SIGKILL)
-    assert machine.until_told("began", "b")["pid"] != pid
+    assert machine.until_event("began", "b")["pid"] != pid
     assert end(machine, "b") is Outcome.FINISHED
 
 
@@ -155,7 +156,7 @@ def test_a_task_that_was_asked_to_stop_is_not_begun_in_another_process(local: St
     local.cluster.stop("b")
     os.kill(pid, signal.SIGKILL)
     assert local.until_ended("b").outcome is Outcome.LOST
-    assert not local.told("b")
+    assert not local.lines_of("b")
 
 
 def test_no_process_and_no_folder_is_left_when_the_cluster_is_closed(local: Started, tmp_path: Path) -> None:
@@ -187,7 +188,7 @@ def test_other_gpus_or_another_base_are_refused(machine: Started) -> None:
 
 
 def test_a_controller_that_dies_leaves_no_task_unsaved(machine: Started) -> None:
-    """SIGTERM, which its process gets then too, ends all of them."""
+    """SIGTERM, which its process gets too, ends all of them."""
     pid = begin(machine, "a")
     begin(machine, "b")
     os.kill(pid, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The guarded solver: what it answers, and what it answers where the solver's process does not."""
+"""The guarded solver: its answers, and its answers when the solver's process does not answer."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ PROBLEM = SchedulingProblem(
 )
 
 LIMIT_S = 600.0
-"""Longer than any of these takes."""
+"""A limit that none of these tests reaches."""
 
 
 def _interpreter(folder: Path, does: str) -> str:
-    """A stand-in for Python that does something else."""
+    """Write a stand-in for Python that does something else."""
     path = folder / "python"
     path.write_text(f"#!/bin/sh\n{does}\n", encoding="utf-8")
     path.chmod(0o755)
@@ -75,7 +75,6 @@ def test_one_process_answers_all_calls_and_is_replaced_when_it_was_killed() -> N
 
 
 def _children() -> set[int]:
-    """Solvers that this process has started."""
     listed = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="utf-8").split()
     return {int(pid) for pid in listed if b"alto.cluster.solver" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
@@ -84,11 +83,11 @@ def _children() -> set[int]:
 def test_a_schedule_of_short_tasks_is_not_looked_for_long(
     monkeypatch: pytest.MonkeyPatch, seconds: float, limit_s: float
 ) -> None:
-    asked = []
+    limits = []
 
     class Process:
         def ask(self, call: SolverCall, *, timeout_s: float) -> SolverAnswer:
-            asked.append(call.time_limit_s)
+            limits.append(call.time_limit_s)
             assert timeout_s == call.time_limit_s + 7.0
             return SolverAnswer(schedule=Schedule(method="cp-sat", placements=(), bound_s=0.0, status="optimal"))
 
@@ -98,7 +97,7 @@ def test_a_schedule_of_short_tasks_is_not_looked_for_long(
     tasks = tuple(TaskDemand(task=name, num_gpus=2, duration_s=seconds) for name in "ab")
     with GuardedSolver("cp-sat", time_limit_s=5.0, grace_s=7.0) as solve:
         solve(SchedulingProblem(nodes=NODES, pending=tasks))
-    assert asked == [pytest.approx(limit_s)]
+    assert limits == [pytest.approx(limit_s)]
 
 
 def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -115,7 +114,7 @@ def test_list_methods_need_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ],
     ids=["crash", "kill", "hang"],
 )
-def test_without_an_answer_tasks_are_listed_and_told_so(
+def test_without_an_answer_tasks_are_listed_with_a_notice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, does: str, grace_s: float, why: str
 ) -> None:
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
@@ -134,7 +133,7 @@ def test_a_process_that_cannot_be_started_ends_nothing(monkeypatch: pytest.Monke
     assert "could not be started" in schedule.notice
 
 
-def test_a_missing_package_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_package_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     does = f"exec {sys.executable} -c \"import sys, runpy; sys.modules['ortools'] = None; {_RUN}\""
     monkeypatch.setattr(solver.sys, "executable", _interpreter(tmp_path, does))
     with GuardedSolver("cp-sat", time_limit_s=5.0) as solve:

@@ -1,4 +1,4 @@
-"""The process that forks executors: what its children find, how their ends are known, and its own death."""
+"""The process that forks executors: the environment of its children, how their ends are reported, and its own death."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from alto.cluster.processes import HELD_SIGNALS
 from alto.cluster.zygote import ForkedProcess, Zygote
 
 LIMIT_S = 300.0
-"""For what should not hang."""
+"""A limit for what must not hang."""
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +137,13 @@ def test_it_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
         "print(zygote._server.process.pid, forked.pid, flush=True)\n"
         "os._exit(0)"
     )
-    said = subprocess.run([sys.executable, "-c", code, str(tmp_path / "child")], capture_output=True, check=True)
-    server, child = map(int, said.stdout.split())
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "child")], capture_output=True, check=True)
+    server, child = map(int, done.stdout.split())
     gives_up_at = time.monotonic() + LIMIT_S
     while Path(f"/proc/{server}").exists():
         assert time.monotonic() < gives_up_at
         time.sleep(0.01)
-    assert Path(f"/proc/{child}").exists()  # a worker finds out that its parent has gone; this one does not look
+    assert Path(f"/proc/{child}").exists()  # a worker notices that its parent has gone; this one does not look
     os.kill(child, signal.SIGKILL)
 
 

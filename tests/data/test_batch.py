@@ -1,4 +1,4 @@
-"""Padding-free batches: what each tensor holds, and how the work of a step is cut into passes and shared by ranks."""
+"""Batches without padding: the content of each tensor, and the division of a step into passes and over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alto.data.batch import BatchTotals
 
 
 def dataset_of(*lengths: int) -> EncodedDataset:
-    """Row ``i`` holds ids ``100 i, 100 i + 1, …``; all but its first two tokens are trained."""
+    """Return rows where row ``i`` holds ids ``100 i, 100 i + 1, …``; all but its first two tokens are trained."""
     input_ids = tuple(torch.arange(length) + 100 * row for row, length in enumerate(lengths))
     targets = tuple(torch.cat([ids[1:], torch.tensor([-100])]).clone() for ids in input_ids)
     for row in targets:
@@ -85,7 +85,6 @@ def test_passes_cover_all_rows_once_in_order_within_the_bound(
 
 
 def totals(num_trained: int) -> BatchTotals:
-    """Of a batch of conversations."""
     return BatchTotals(weight=num_trained, num_chosen=num_trained)
 
 
@@ -136,7 +135,7 @@ def test_rows_of_equal_length_are_shared_evenly() -> None:
 
 
 def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> None:
-    """What a rank does with its share; masks of dropout hang on ``first_token``."""
+    """A rank splits its share; dropout masks depend on ``first_token``."""
     dataset = dataset_of(4, 4, 4, 4)
     _, share = share_rows(JobRows(dataset, 0, (0, 1, 2, 3)), 2)
     assert share == JobRows(dataset, 0, (2, 3), 8, totals(8))
@@ -147,7 +146,7 @@ def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> N
     ]
 
 
-def test_an_idle_batch_is_one_token_of_nobody() -> None:
+def test_an_idle_batch_is_one_token_of_no_job() -> None:
     batch = dummy_batch()
     assert (batch.slots, batch.job_tokens, batch.job_first_tokens) == ((), (), ())
     assert batch.sequence_lengths == (1,)
@@ -176,7 +175,7 @@ def test_a_part_of_a_batch_is_the_batch_of_its_jobs(lengths: list[int], data: st
 
 @st.composite
 def rows_with_common_beginnings(draw: st.DrawFn) -> EncodedDataset:
-    """Rows of few token ids, so that they begin alike, with a trained end."""
+    """Draw rows of few distinct token ids, so that they begin alike, each with a trained end."""
     input_ids, targets = [], []
     common = draw(st.lists(st.integers(0, 1), min_size=30, max_size=30))
     for _ in range(draw(st.integers(1, 6))):

@@ -1,4 +1,4 @@
-"""Rows of long conversations: one rendering and one tokenisation of the whole give what those of every beginning do."""
+"""Rows of long conversations: rendering and tokenising the whole once equals doing it for every beginning."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ CAUSAL = {
     "merging": BLANK,
     "marked": MARKED,
 }
-"""Templates of which no later message changes what is written before it."""
+"""Templates in which a later message does not change the text before it."""
 
 AHEAD = {
     "last": TURNS.replace("{% endfor %}", "{% if loop.last %}!{% endif %}{% endfor %}") + OPENING,
@@ -76,13 +76,13 @@ AHEAD = {
     "two writers": TURNS + TURNS + OPENING,
     "whole": "{{ messages | tojson }}" + TURNS + OPENING,
 }
-"""Templates that look ahead, or whose end depends on what was written."""
+"""Templates that look ahead, or whose end depends on the text before it."""
 
 TEXTS = ("", " ", "Yes", "a b", "ü🙂", "<|end|>", "<|assistant|>", "\n\n", "user:", "long " * 9)
 
 
 def tokenizers() -> Iterator[tuple[str, Any]]:
-    """Names of templates, and tokenizers that have them."""
+    """Yield names of templates, and tokenizers with them."""
     for name, template in {**CAUSAL, **AHEAD}.items():
         for tokenizer in (load_tokenizer(), merging_tokenizer()):
             tokenizer.chat_template = template
@@ -96,10 +96,10 @@ def conversation(chance: random.Random) -> Conversation:
     def text() -> str:
         return "".join(chance.choices(TEXTS, k=chance.randrange(4)))
 
-    said = [text(), text()]
+    repeated = [text(), text()]
     turns = [Message(chance.choice(["system", "developer"]), text())] if chance.random() < 0.4 else []
     for _ in range(chance.choice([1, 2, 3, 5])):
-        turns.append(Message("user", chance.choice([text(), *said])))
+        turns.append(Message("user", chance.choice([text(), *repeated])))
         if chance.random() < 0.1:
             calls = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": text()}}}]}
             turns += [Message("assistant", "", extras=json.dumps(calls)), Message("tool", text())]
@@ -108,7 +108,7 @@ def conversation(chance: random.Random) -> Conversation:
             extras["content"] = [{"type": "text", "text": text()}, {"type": "text", "text": text()}]
         is_context = chance.random() < 0.2
         turns.append(
-            Message("assistant", chance.choice([text(), *said]), is_context, json.dumps(extras) if extras else "")
+            Message("assistant", chance.choice([text(), *repeated]), is_context, json.dumps(extras) if extras else "")
         )
     arguments = {"tools": [{"type": "function", "function": {"name": "f"}}]} if chance.random() < 0.2 else {}
     return Conversation(turns, json.dumps(arguments) if arguments else "")
@@ -146,9 +146,9 @@ def test_rows_are_those_of_beginnings_that_are_rendered_and_tokenised_one_by_one
 @pytest.mark.parametrize(
     ("opening", "added"),
     [
-        # One token over the end of a turn, and an opening that a finished reply does not have.
+        # One token spans the end of a turn and an opening that a finished reply does not have.
         ("<|assistant|><think>", "<|end|><|assistant|><think>"),
-        # One token over the opening and the reply's beginning, whose first letter merges with what is before it.
+        # One token spans the opening and the reply's first letter.
         ("<|assistant|>Yes", "s|>"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_beginning_is_known_only_as_the_template_writes_it_alone(name: str) ->
 
 
 class _Counted:
-    """Calls of a tokenizer, and the characters that it tokenises."""
+    """Counts the calls of a tokenizer, and the characters that it tokenises."""
 
     def __init__(self, tokenizer: Any, patch: pytest.MonkeyPatch) -> None:
         self.num_renderings = self.num_calls = self.num_characters = 0

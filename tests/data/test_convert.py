@@ -1,4 +1,4 @@
-"""What a row of pairs becomes: two conversations that begin alike and differ first in a reply of the assistant."""
+"""Rows of pairs become two conversations that begin alike and differ first in a reply of the assistant."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def convert(row: dict[str, Any]) -> Pair:
 
 
 def conversation(*turns: str) -> Conversation:
-    """Turns such as ``u:hello``; ``c`` is the assistant speaking without being trained."""
+    """Return a conversation of turns such as ``u:hello``; ``c`` is a turn of the assistant that is not trained."""
     roles = {"s": "system", "u": "user", "a": "assistant", "c": "assistant"}
     return Conversation(Message(roles[turn[0]], turn[2:], is_context=turn[0] == "c") for turn in turns)
 
@@ -52,7 +52,7 @@ TOLD = Pair(chosen=conversation("s:s", "u:q", "a:good"), rejected=conversation("
         ({"question": "q", "chosen": "good", "rejected": "bad", "system": "s"}, TOLD),
         ({"question": "q", "chosen": "good", "rejected": "bad", "system": None}, QUESTION),
         ({"instruction": "q", "input": None, "chosen_response": "good", "rejected_response": "bad"}, QUESTION),
-        # TRL: lists of messages with their prompt beside them, or in them
+        # TRL: lists of messages, with the prompt beside them or inside them
         ({"prompt": [user("q")], "chosen": [reply("good")], "rejected": [reply("bad")]}, QUESTION),
         ({"chosen": [user("q"), reply("good")], "rejected": [user("q"), reply("bad")]}, QUESTION),
         (
@@ -70,7 +70,7 @@ TOLD = Pair(chosen=conversation("s:s", "u:q", "a:good"), rejected=conversation("
             },
             SECOND,
         ),
-        # UltraFeedback: the conversations hold what the prompt says
+        # UltraFeedback: the conversations repeat the prompt
         ({"prompt": "q", "chosen": [user("q"), reply("good")], "rejected": [user("q"), reply("bad")]}, QUESTION),
         (
             {
@@ -155,10 +155,10 @@ def test_conversations_of_unlike_length_differ_at_their_first_difference() -> No
 def test_a_wrong_pair_names_its_place_and_what_was_found(row: dict[str, Any], found: str) -> None:
     with pytest.raises(DataFormatError) as caught:
         convert(row)
-    said = str(caught.value)
-    assert said.startswith("rows.jsonl:1: expected ")
-    assert found in said
-    assert said.endswith("; correct the row")
+    message = str(caught.value)
+    assert message.startswith("rows.jsonl:1: expected ")
+    assert found in message
+    assert message.endswith("; correct the row")
 
 
 @pytest.mark.parametrize("make", [str, reply])

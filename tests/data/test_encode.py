@@ -1,4 +1,4 @@
-"""Which tokens are trained: the assistant's turns and their end, nothing else; and what is cut or left out."""
+"""The tokens that are trained: the assistant's turns and their ends, nothing else; and what is cut or left out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EOS = 1
 
 
 class Letters:
-    """A tokenizer without a chat template: a letter is its code point; a BOS goes first where asked for."""
+    """A tokenizer without a chat template: a letter's id is its code point; BOS comes first if requested."""
 
     chat_template = None
     eos_token_id: int | None = EOS
@@ -32,7 +32,7 @@ def shipped() -> Any:
 
 @pytest.fixture
 def tokenizer(shipped: Any) -> Any:
-    """The shipped tokenizer; a template that a test puts on it is taken off again."""
+    """The shipped tokenizer; its own template is restored after the test."""
     template = shipped.chat_template
     yield shipped
     shipped.chat_template = template
@@ -53,7 +53,7 @@ def encode_one(conversation: Conversation, tokenizer: Any) -> EncodedRow:
 
 
 def trained_runs(conversation: Conversation, tokenizer: Any) -> list[str]:
-    """Texts of the runs of trained tokens."""
+    """Return the texts of the runs of trained tokens."""
     return runs_of(encode_one(conversation, tokenizer), tokenizer)
 
 
@@ -114,7 +114,7 @@ def test_eos_is_not_added_behind_a_template_that_ends_turns_with_a_newline(token
 
 
 QWEN3_LIKE = (
-    # Thoughts of earlier turns are taken out; those of the last turn stay, or an empty one is put in.
+    # Removes the thoughts of earlier turns; keeps those of the last turn, or inserts an empty one.
     "{% set ns = namespace(last=-1) %}"
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}<|{{ m.role }}|>"
@@ -163,8 +163,8 @@ def test_rows_of_single_turns_stay_whole_under_such_a_template(tokenizer: Any) -
     assert (len(dataset), dataset.num_unrolled) == (3, 1)
 
 
-def test_a_template_that_rewrites_what_stands_before_the_reply_is_refused(tokenizer: Any) -> None:
-    # The number of turns goes first.
+def test_a_template_that_rewrites_text_before_the_reply_is_refused(tokenizer: Any) -> None:
+    # The number of turns comes first.
     tokenizer.chat_template = (
         "{{ messages | length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
     )

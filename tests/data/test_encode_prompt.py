@@ -1,4 +1,4 @@
-"""Prompts: exactly what training put before the reply, and nothing of the reply."""
+"""Prompts: exactly the tokens that training has before the reply, and none of the reply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that cannot be used: all listed in one error, or left out and counted."""
+"""Unusable rows: listed in one error, or left out and counted."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_kind_of_fault_is_listed_in_one_error(tmp_path: Path) -> None:
     assert all("expected" in line and "found" in line for line in lines)
 
 
-def test_a_labelled_row_that_cannot_be_read_is_not_said_to_lack_a_label(tmp_path: Path) -> None:
+def test_an_unreadable_labelled_row_is_not_reported_as_unlabelled(tmp_path: Path) -> None:
     good = [{"prompt": "p", "completion": f"c {n}", "label": n % 2 == 0} for n in range(20)]
     with pytest.raises(BadRowsError, match=r"train\.jsonl:1: expected one JSON object per line"):
         read_task_rows(make(tmp_path, "{not json", *good, method="kto", validation_dataset=None, validation_split=0.2))
@@ -65,7 +65,7 @@ def test_a_line_that_ends_too_early_is_not_called_two(tmp_path: Path) -> None:
     assert "(Expecting ',' delimiter)" in str(caught.value)
 
 
-def test_a_fault_of_many_rows_is_said_once_with_their_places(tmp_path: Path) -> None:
+def test_a_fault_of_many_rows_is_reported_once_with_their_places(tmp_path: Path) -> None:
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(make(tmp_path, *["{"] * 30, *[GOOD] * 5, BAD[FaultKind.NO_REPLY]))
     first, *lines = str(caught.value).split("\n")
@@ -77,7 +77,7 @@ def test_a_fault_of_many_rows_is_said_once_with_their_places(tmp_path: Path) -> 
 
 
 def test_rows_with_different_wrong_values_are_one_fault(tmp_path: Path) -> None:
-    """A whole file with texts for messages is one mistake, not one a row."""
+    """A file with texts instead of messages is one mistake, not one per row."""
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(make(tmp_path, *[{"messages": f"text {number}"} for number in range(25)]))
     assert str(caught.value).count("expected messages to be a list with at least one message, found 'text 0'") == 1

@@ -1,4 +1,4 @@
-"""Every kind of file, and every way one can be wrong: the message says where and what to do."""
+"""Every kind of file, and every way it can be wrong: the message names the place and the remedy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def values(path: Path) -> list[dict[str, Any]]:
 
 
 def refusal(path: Path) -> str:
-    """Why the file, or else the first of its bad rows, is refused."""
+    """Return why the file, or else its first bad row, is refused."""
     with pytest.raises(DataError) as caught:
         _read_whole(path)
     return str(caught.value)
@@ -89,7 +89,7 @@ def test_every_ending_gives_the_same_rows_packed_or_not(
 
 
 def test_parquet(tmp_path: Path) -> None:
-    folder = tmp_path / "day=1"  # no column of a partition
+    folder = tmp_path / "day=1"  # not a column of a partition
     folder.mkdir()
     pq.write_table(pa.Table.from_pylist(ROWS), folder / "rows.parquet")
     rows = read_file(folder / "rows.parquet", "dataset")
@@ -173,11 +173,11 @@ def test_a_line_of_twenty_megabytes(tmp_path: Path) -> None:
 def test_a_wrong_file_names_place_finding_and_remedy(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
-    said = refusal(path)
-    assert message in said
-    assert str(path) in said or path.name in said
-    assert said.isprintable()
-    assert len(said) < 400 + len(str(path))
+    error = refusal(path)
+    assert message in error
+    assert str(path) in error or path.name in error
+    assert error.isprintable()
+    assert len(error) < 400 + len(str(path))
 
 
 def _cut(data: bytes) -> bytes:

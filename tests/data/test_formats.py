@@ -1,4 +1,4 @@
-"""Forms of rows: told by all the columns, named, or overridden; and what is wrong with a row."""
+"""Forms of rows: recognised by all columns, named, or overridden; and errors in a row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from alto.spec import Task
 def convert(
     *rows: dict[str, Any], form: str = "auto", columns: Mapping[str, str] | None = None
 ) -> tuple[str, list[Conversation]]:
-    """The name of the form, and every row."""
+    """Return the name of the form, and every row converted."""
     raw = [RawRow(f"rows.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
     layout = find_layout(raw, form, columns or {})
     return layout.form, [to_conversation(row, layout) for row in raw]
@@ -81,7 +81,7 @@ PAIR = {"prompt": "u", "completion": "a"}
         ({"text": "once", "title": "t"}, "text", turns(("text", "once"))),
     ],
 )
-def test_every_form_is_told_by_its_columns(row: dict[str, Any], form: str, expected: Conversation) -> None:
+def test_every_form_is_recognised_by_its_columns(row: dict[str, Any], form: str, expected: Conversation) -> None:
     assert convert(row) == (form, [expected])
 
 
@@ -107,7 +107,7 @@ def test_columns_say_which_is_which() -> None:
     assert convert({"body": "b"}, columns={"text": "body"})[0] == "text"
 
 
-def test_columns_win_over_what_would_be_told() -> None:
+def test_columns_win_over_the_recognised_form() -> None:
     row = {"prompt": "no", "completion": "no", "q": "u", "a": "a"}
     assert convert(row, columns={"prompt": "q", "completion": "a"})[1] == [UA]
 
@@ -133,9 +133,9 @@ def test_columns_win_over_what_would_be_told() -> None:
     ],
 )
 def test_two_forms_that_fit_are_both_named(row: dict[str, Any], candidates: str, remedy: str) -> None:
-    said = refusal(row)
-    assert said.startswith(f"rows.jsonl:1: expected columns of one form, found the columns of {candidates}")
-    assert said.endswith(f"; name one with {remedy}")
+    message = refusal(row)
+    assert message.startswith(f"rows.jsonl:1: expected columns of one form, found the columns of {candidates}")
+    assert message.endswith(f"; name one with {remedy}")
 
 
 def test_naming_the_form_ends_the_doubt() -> None:
@@ -150,8 +150,8 @@ def test_later_rows_settle_what_the_first_leaves_open() -> None:
 
 
 def test_mixed_forms_are_an_error_that_names_both() -> None:
-    said = refusal(PAIR, PAIR, {"messages": CONVERSATION})
-    assert said.startswith(
+    message = refusal(PAIR, PAIR, {"messages": CONVERSATION})
+    assert message.startswith(
         "rows.jsonl:3: expected the columns of the other rows, prompt_completion (prompt, completion), found messages;"
     )
     assert refusal(PAIR, {"messages": CONVERSATION}).startswith("rows.jsonl:2: expected the columns of the other rows")
@@ -214,23 +214,25 @@ def test_the_other_kind_is_found_where_it_alone_fits() -> None:
 
 
 def test_two_kinds_that_fit_are_both_named_where_neither_is_meant() -> None:
-    said = refusal({"messages": CONVERSATION, "chosen": CONVERSATION, "rejected": CONVERSATION})
-    assert "found the columns of messages (messages) and preference (chosen, rejected)" in said
-    assert said.endswith("name one with dataset_format: messages or preference")
+    message = refusal({"messages": CONVERSATION, "chosen": CONVERSATION, "rejected": CONVERSATION})
+    assert "found the columns of messages (messages) and preference (chosen, rejected)" in message
+    assert message.endswith("name one with dataset_format: messages or preference")
 
 
-def test_columns_of_no_form_are_told_those_of_pairs_where_pairs_are_meant() -> None:
+def test_unknown_columns_are_answered_with_those_of_pairs_if_the_task_needs_pairs() -> None:
     with pytest.raises(DataFormatError) as caught:
         find_layout([RawRow("r:1", {"prompt": "u", "best": "a"})], "auto", {}, is_paired=True)
-    said = str(caught.value)
-    assert "the columns of a form: preference (chosen, rejected) or openai_preference (input, " in said
-    assert "prompt_completion" not in said
-    assert said.endswith("{prompt: <its column>, chosen: <its column>, rejected: <its column>}, or rename the columns")
+    message = str(caught.value)
+    assert "the columns of a form: preference (chosen, rejected) or openai_preference (input, " in message
+    assert "prompt_completion" not in message
+    assert message.endswith(
+        "{prompt: <its column>, chosen: <its column>, rejected: <its column>}, or rename the columns"
+    )
 
 
 def test_columns_of_no_form_may_be_texts_with_labels() -> None:
-    said = refusal({"question": "q", "tool": "search"})
-    assert said.endswith(
+    message = refusal({"question": "q", "tool": "search"})
+    assert message.endswith(
         "such as {prompt: <its column>, completion: <its column>}, or rename the columns; to learn labels of texts, "
         "set method: classification and columns: {text: <its column>, label: <its column>}"
     )
@@ -244,7 +246,7 @@ def test_columns_of_no_form_may_be_texts_with_labels() -> None:
     ("row", "nearest"),
     [({"foo": "u", "bar": 1}, "text, label"), ({"premise": "u", "bar": 1, "labels": 2}, "premise, hypothesis, labels")],
 )
-def test_of_the_spellings_of_a_form_the_nearest_one_is_named(row: dict[str, Any], nearest: str) -> None:
+def test_the_nearest_spelling_of_a_form_is_named(row: dict[str, Any], nearest: str) -> None:
     with pytest.raises(DataFormatError) as caught:
         find_layout([RawRow("r:1", row)], "auto", {}, is_classified=True)
     assert str(caught.value) == (
@@ -300,15 +302,15 @@ def test_chosen_replies_can_be_trained_on(chosen: Any) -> None:
     ],
 )
 def test_a_wrong_row_names_its_place_and_what_was_found(bad: dict[str, Any], found: str) -> None:
-    said = refusal(bad)
-    assert said.startswith("rows.jsonl:1: expected ")
-    assert found in said
-    assert said.isprintable()
+    message = refusal(bad)
+    assert message.startswith("rows.jsonl:1: expected ")
+    assert found in message
+    assert message.isprintable()
 
 
 def test_a_named_form_says_which_columns_it_needs() -> None:
-    said = refusal({"prompt": "p"}, form="alpaca")
-    assert "expected the columns of the form alpaca: alpaca (instruction, output); found prompt" in said
+    message = refusal({"prompt": "p"}, form="alpaca")
+    assert "expected the columns of the form alpaca: alpaca (instruction, output); found prompt" in message
 
 
 def test_columns_that_fit_no_form_or_no_column() -> None:

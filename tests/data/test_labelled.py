@@ -1,4 +1,4 @@
-"""Replies with labels: read, made of pairs, encoded; and prompts with the replies of other rows."""
+"""Replies with labels: read, made from pairs, encoded; and prompts with the replies of other rows."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_messages_as_prompt_and_completion(tmp_path: Path) -> None:
     "keys", [("messages", "role", "content", "user", "assistant"), ("conversations", "from", "value", "human", "gpt")]
 )
 def test_a_conversation_ends_with_the_labelled_reply(tmp_path: Path, keys: tuple[str, ...]) -> None:
-    """It is the prompt and the completion: replies before the last one are not trained."""
+    """Earlier replies belong to the prompt and are not trained."""
     column, role, says, user, assistant = keys
     plain, talks = [], []
     for n in range(8):
@@ -120,7 +120,7 @@ def test_a_conversation_without_a_last_reply_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("label", [None, "yes", 2, 0.5])
-def test_a_label_that_is_none_is_refused(tmp_path: Path, label: object) -> None:
+def test_an_invalid_label_is_refused(tmp_path: Path, label: object) -> None:
     rows = [*labelled_rows(4), {"prompt": "a", "completion": "b", "label": label}]
     with pytest.raises(DataFormatError, match=r"rows.jsonl:5: expected label to be true .* or false, found"):
         read_task_rows(make_task(tmp_path, rows))
@@ -164,7 +164,6 @@ def test_answers_are_not_scored_and_one_row_makes_no_estimate(tmp_path: Path) ->
 
 
 def dataset(*rows: tuple[list[int], list[int]], **settings: Any) -> EncodedDataset:
-    """Of prompts and replies."""
     input_ids = tuple(torch.tensor(prompt + reply) for prompt, reply in rows)
     targets = tuple(torch.tensor([-100] * (len(prompt) - 1) + reply + [-100]) for prompt, reply in rows)
     return EncodedDataset(input_ids=input_ids, targets=targets, **settings)

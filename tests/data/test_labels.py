@@ -1,4 +1,4 @@
-"""Texts with labels: their forms, what a label may be, and their tokens."""
+"""Texts with labels: their forms, the valid labels, and their tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def read(folder: Path, rows: list[dict[str, Any]], **settings: Any) -> TaskRows:
 
 
 def labels_of(found: TaskRows) -> dict[str, Any]:
-    """The label of every text."""
     rows = [row for row in (*found.train, *found.validation) if isinstance(row, LabelledText)]
     return {str(row.text): row.label for row in rows}
 
@@ -44,7 +43,7 @@ def rows_of(*labels: Any) -> list[dict[str, Any]]:
         ([True, False], {}, ("false", "true"), [1, 0]),
         ([1, 0], {"num_labels": 4}, tuple(f"LABEL_{index}" for index in range(4)), [1, 0]),
         (["1", "one"], {}, ("1", "one"), [0, 1]),
-        # Names that look like numbers are names.
+        # Label names may look like numbers.
         ([5, 1], {"id2label": ["1", "5"]}, ("1", "5"), [1, 0]),
         ([["a", "b"], [], ["b"]], {}, ("a", "b"), [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0)]),
         ([[1, 0, 1], [0, 0, 0.0]], {}, ("LABEL_0", "LABEL_1", "LABEL_2"), [(1.0, 0.0, 1.0), (0.0, 0.0, 0.0)]),
@@ -119,12 +118,12 @@ def test_validation_rows_have_the_labels_of_the_training_rows(tmp_path: Path) ->
         ({"sentence1": "a", "sentence2": "b", "label": 0}, {}, ("a", "b")),
         ({"question": "a", "sentence": "b", "label": 0}, {}, ("a", "b")),
         ({"review": "a", "stars": 0}, {"columns": {"text": "review", "label": "stars"}}, ("a", None)),
-        # A second text is taken only where the first is not named alone.
+        # If only the first text is named, the second is ignored.
         ({"sentence1": "a", "sentence2": "b", "label": 0}, {"columns": {"text": "sentence1"}}, ("a", None)),
         ({"text": "a", "labels": [0.0, 1.0]}, {}, ("a", None)),
     ],
 )
-def test_texts_stand_in_the_columns_of_known_data_sets(
+def test_texts_are_in_the_columns_of_known_data_sets(
     tmp_path: Path, row: dict[str, Any], settings: dict[str, Any], texts: tuple[str, str | None]
 ) -> None:
     other = {key: {0: 1}.get(value, value) if isinstance(value, int) else value for key, value in row.items()}
@@ -140,7 +139,7 @@ def test_a_row_without_a_text_is_a_bad_row(tmp_path: Path) -> None:
         read(tmp_path, rows)
 
 
-def test_tokens_are_those_of_transformers_and_the_last_that_is_no_padding_is_read(tmp_path: Path) -> None:
+def test_tokens_equal_those_of_transformers_and_the_last_one_before_padding_is_read(tmp_path: Path) -> None:
     tokenizer = load_tokenizer()
     rows = [{"text": "a text", "text_pair": "and another one", "label": name} for name in ("a", "b")]
     found = read(tmp_path, rows, max_length=4).encode(tokenizer)

@@ -1,4 +1,4 @@
-"""Rows beyond what the model can be given: cut and counted if they are too long, refused if it has no embedding."""
+"""Rows beyond the model's limits: cut and counted if too long, refused if a token has no embedding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def conversation(question: str, reply: str) -> Conversation:
 
 
 def write_long_rows(path: Path, *, is_paired: bool = False) -> str:
-    """Eleven short rows and one of about 290 tokens."""
+    """Write eleven short rows and one of about 290 tokens."""
     replies = [f"It is {number}." for number in range(11)] + ["seven is a number " * 70]
     if is_paired:
         rows: list[dict[str, Any]] = [
@@ -38,7 +38,7 @@ def write_long_rows(path: Path, *, is_paired: bool = False) -> str:
 
 
 def save_learned_positions(folder: Path, vocab_size: int) -> str:
-    """A model with a table of positions: one behind its end is an index error, on a GPU the end of the process."""
+    """Save a model with a table of positions: exceeding it is an index error, and on a GPU ends the process."""
     config = OPTConfig(
         vocab_size=vocab_size,
         hidden_size=32,

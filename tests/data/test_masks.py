@@ -1,4 +1,4 @@
-"""Where a reply begins and ends: tokens that merge with its opening, marks of the template, ends that others write.
+"""The start and end of a reply: tokens that merge with its opening, marks of the template, ends written by others.
 
 TRL's own functions are the oracle: ``common_prefix_length`` for a prompt and a completion, and the assistant masks of
 ``apply_chat_template``.
@@ -37,17 +37,17 @@ with warnings.catch_warnings():
 GPT2 = Path(__file__).resolve().parents[3] / "shared" / "tokenizers" / "gpt2"
 
 ENDLESS = (
-    # Nothing ends a turn but the next one, as in GLM.
+    # Only the next turn ends a turn, as in GLM.
     "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 PREFILLED = (
-    # A thought is opened for a reply, and taken out of a finished one, as in R1.
+    # A reply opens with a thought, which a finished reply no longer has, as in R1.
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{{ '<think>' }}{% endif %}"
 )
 LAST_EOS = (
-    # An EOS token ends the whole, behind the end of its last turn, as in Phi-3.
+    # One EOS token ends the whole conversation, after the end of its last turn, as in Phi-3.
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|user|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% else %}{{ eos_token }}{% endif %}"
 )
@@ -97,7 +97,7 @@ def trained_runs(row: EncodedRow, tokenizer: Any) -> list[str]:
 
 
 def completion_of_trl(conversation: Conversation, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Token ids and mask as ``SFTTrainer`` makes them of a prompt and a completion of one turn."""
+    """Return token ids and mask as ``SFTTrainer`` makes them from a prompt and a completion of one turn."""
     prompt, completion = plain(conversation[:-1]), plain(conversation[-1:])
     before = _tokenize(tokenizer, prompt, add_generation_prompt=True)["input_ids"]
     ids = _tokenize(tokenizer, prompt + completion)["input_ids"]

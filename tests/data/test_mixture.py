@@ -1,4 +1,4 @@
-"""The rows of a job that draws from several sources: how many of each, in which order."""
+"""Rows of a job that draws from several sources: how many from each, in which order."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_every_epoch_has_its_counts_and_a_source_is_used_up_before_it_repeats(
         for first, size, count in zip(firsts, sizes, order.counts, strict=True):
             of_source = [row for row in rows if first <= row < first + size]
             assert len(of_source) == count
-            # In an endless stream of shuffles no row is ahead of another by more than one.
+            # In an endless stream of shuffles, rows differ by at most one appearance.
             times = [seen[row] for row in range(first, first + size)]
             assert max(times) - min(times) <= 1
             assert sum(times) == (epoch + 1) * count

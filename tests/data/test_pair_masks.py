@@ -1,5 +1,5 @@
-"""Token ids and trained tokens of preference pairs and of labelled replies, beside TRL's ``DPOTrainer`` and
-``KTOTrainer``, whose own preprocessing is the oracle."""
+"""Token ids and trained tokens of preference pairs and labelled replies against TRL's ``DPOTrainer`` and
+``KTOTrainer``, whose preprocessing is the oracle."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Tokens = tuple[list[int], list[bool]]
 TOKENIZER = make_tokenizer("alto-tiny", is_marked=False)
 
 
-def said(role: str, text: str) -> list[dict[str, Any]]:
+def turn(role: str, text: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": text}]
 
 
-ASKED = said("user", "  2 plus 2?\n")
-GOOD, BAD = said("assistant", "It is 4."), said("assistant", "5\n")
-EARLIER = [*said("user", "One?"), *said("assistant", "First."), *said("user", "Two?")]
+ASKED = turn("user", "  2 plus 2?\n")
+GOOD, BAD = turn("assistant", "It is 4."), turn("assistant", "5\n")
+EARLIER = [*turn("user", "One?"), *turn("assistant", "First."), *turn("user", "Two?")]
 
 PAIRS = {
     "explicit prompt": {"prompt": ASKED, "chosen": GOOD, "rejected": BAD},
@@ -42,15 +42,16 @@ PAIRS = {
     "implicit, several turns": {"chosen": EARLIER + GOOD, "rejected": EARLIER + BAD},
     "replies that begin alike": {
         "prompt": ASKED,
-        "chosen": said("assistant", "It is 4."),
-        "rejected": said("assistant", "It is 4, or 5."),
+        "chosen": turn("assistant", "It is 4."),
+        "rejected": turn("assistant", "It is 4, or 5."),
     },
-    "unicode": {"prompt": said("user", "世界?"), "chosen": said("assistant", "¡Hola, 🌍!"), "rejected": BAD},
+    "unicode": {"prompt": turn("user", "世界?"), "chosen": turn("assistant", "¡Hola, 🌍!"), "rejected": BAD},
 }
 
 
 def rows_of(dataset: EncodedDataset) -> list[Tokens]:
-    """Token ids of every sequence, and whether each is trained; a target belongs to the position before its token."""
+    """Return the ids of every sequence, and whether each token is trained; a target is at the position before its
+    token."""
     found = []
     for ids, targets, spans in zip(dataset.input_ids, dataset.targets, dataset.spans, strict=True):
         start = 0
@@ -70,14 +71,14 @@ def pair_of_alto(row: dict[str, Any], tokenizer: Any, form: str = "auto") -> lis
 
 
 def ended(row: Tokens, tokenizer: Any) -> Tokens:
-    """``row`` of TRL with the EOS token, with which ALTO ends every row; Gemma's template does not write it."""
+    """Append EOS to TRL's ``row``, as ALTO does to every row; Gemma's template does not write it."""
     ids, mask = row
     eos = tokenizer.eos_token_id
     return (ids, mask) if eos in ids[-2:] else ([*ids, eos], [*mask, True])
 
 
 def first_untrained(row: Tokens) -> Tokens:
-    """``row`` of TRL with its first token untrained: nothing predicts it, and TRL's loss leaves it out as well."""
+    """Mark the first token of TRL's ``row`` as untrained: nothing predicts it, and TRL's loss leaves it out as well."""
     ids, mask = row
     return ids, [False, *mask[1:]]
 
@@ -94,7 +95,7 @@ def test_pairs_have_the_tokens_and_masks_of_trl(name: str, style: str, is_marked
     expected = [ended(side, tokenizer) for side in trl_pair(row, tokenizer)]
     found = pair_of_alto(row, tokenizer)
     assert found == expected
-    # The comparison would see the prompt trained, and one reply in place of the other.
+    # The comparison would notice a trained prompt, or swapped replies.
     assert found != found[::-1]
     assert not any(mask[0] for _, mask in found)
 
@@ -125,9 +126,9 @@ def test_replies_that_merge_with_the_opening_begin_at_one_token(question: str, c
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
     row = {
-        "prompt": said("user", question),
-        "chosen": said("assistant", chosen),
-        "rejected": said("assistant", rejected),
+        "prompt": turn("user", question),
+        "chosen": turn("assistant", chosen),
+        "rejected": turn("assistant", rejected),
     }
     assert pair_of_alto(row, tokenizer) == list(trl_pair(row, tokenizer))
 
@@ -135,7 +136,7 @@ def test_replies_that_merge_with_the_opening_begin_at_one_token(question: str, c
 def test_the_blank_that_merges_with_one_reply_is_trained_in_the_other() -> None:
     tokenizer = merging_tokenizer()
     tokenizer.chat_template = BLANK
-    row = {"prompt": ASKED, "chosen": said("assistant", "Yes"), "rejected": said("assistant", "No")}
+    row = {"prompt": ASKED, "chosen": turn("assistant", "Yes"), "rejected": turn("assistant", "No")}
     found = pair_of_alto(row, tokenizer)
     assert [texts_between_marks(side, tokenizer) for side in found] == [" Yes<|end|>", " No<|end|>"]
     assert found == list(trl_pair(row, tokenizer))
@@ -203,6 +204,6 @@ def test_raw_pairs_hold_texts_only() -> None:
         pair_of_alto(PAIRS["explicit prompt"] | {"prompt": "x"}, TOKENIZER, "raw_preference")
 
 
-def test_texts_without_a_prompt_are_told_of_the_raw_form() -> None:
+def test_texts_without_a_prompt_are_refused_with_a_hint_at_the_raw_form() -> None:
     with pytest.raises(DataFormatError, match="texts that begin with the prompt, join them unchanged with dataset_f"):
         pair_of_alto(RAW_PAIRS["implicit prompt"], TOKENIZER)

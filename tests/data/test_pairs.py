@@ -1,4 +1,4 @@
-"""Pairs as token ids: the prompt once, every reply whole behind it; and which pairs teach nothing."""
+"""Pairs as token ids: the prompt once, followed by each whole reply; and pairs that teach nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IGNORED = -100
 
 
 class Letters:
-    """A tokenizer without a chat template: a letter is its code point; a BOS goes first where asked for."""
+    """A tokenizer without a chat template: a letter's id is its code point; BOS comes first if requested."""
 
     chat_template = None
     eos_token_id: int | None = EOS
@@ -46,7 +46,7 @@ def letters(text: str) -> list[int]:
 
 
 def whole(dataset: EncodedDataset, row: int = 0) -> list[tuple[list[int], list[int]]]:
-    """Token ids and targets of both talks of a row, each with its prompt."""
+    """Return ids and targets of both conversations of a row, each with its prompt."""
     ids, targets = dataset.input_ids[row].tolist(), dataset.targets[row].tolist()
     first, second = dataset.spans[row]
     assert first.prefix == 0
@@ -58,7 +58,7 @@ def whole(dataset: EncodedDataset, row: int = 0) -> list[tuple[list[int], list[i
     ]
 
 
-def test_a_prompt_stands_once_but_for_its_last_token_which_predicts_both_replies() -> None:
+def test_a_prompt_is_stored_once_except_its_last_token_which_predicts_both_replies() -> None:
     dataset = encode(pair("q", "xy", "z"))
     assert dataset.input_ids[0].tolist() == [0, *letters("q\nxy"), EOS, *letters("\nz"), EOS]
     assert dataset.targets[0].tolist() == [
@@ -154,7 +154,7 @@ def conversation(*turns: str) -> Conversation:
 
 
 REWRITING = (
-    # Only the last turn shows that the assistant has thought.
+    # Only the last turn shows a thought of the assistant.
     "{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.role == 'assistant' %}(hm){% endif %}"
     "{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

@@ -1,4 +1,4 @@
-"""What a dataset's name means: a file, a preset or the hub; and the paper's datasets in their own schemas."""
+"""Names of datasets: a file, a preset or the hub; and the paper's datasets in their own schemas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REAL_DATA = Path(__file__).parents[2] / "../shared/data"
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """``hub(name, config, split=rows, …)`` puts a dataset there; nothing else is."""
+    """``hub(name, config, split=rows, …)`` adds a dataset to a hub that has no others."""
     shelf: dict[tuple[str, str | None], datasets.DatasetDict] = {}
 
     def load(name: str, config: str | None = None) -> datasets.DatasetDict:
@@ -238,7 +238,7 @@ def test_held_out_rows_can_be_named(hub: Hub, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("of_mixture", [False, True])
 def test_rows_to_test_on_are_those_of_the_task(hub: Hub, tmp_path: Path, of_mixture: bool) -> None:
-    """Also of a dataset with a test split of its own: the winner was chosen by the validation rows."""
+    """This holds for a dataset with its own test split too: the winner was chosen by the validation rows."""
     hub("me/mine", train=gsm8k(20), test=gsm8k(2, first=90))
     other = str(write_rows(tmp_path / "test.jsonl", 4))
     of_task = make(
@@ -295,7 +295,7 @@ def test_a_hub_dataset_that_is_not_there(hub: Hub) -> None:
         read_task_rows(make("me/mine"))
 
 
-def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("Name or service not known")
 
@@ -336,7 +336,7 @@ def test_a_preset_knows_how_long_its_rows_are(hub: Hub, name: str, tokens: int) 
 
 
 @pytest.mark.parametrize("has_splits", [False, True])
-def test_a_folder_of_save_to_disk_is_told_apart(has_splits: bool, tmp_path: Path) -> None:
+def test_a_folder_of_save_to_disk_is_recognised(has_splits: bool, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list(gsm8k(3))
     (datasets.DatasetDict(train=rows) if has_splits else rows).save_to_disk(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""The split and the order of rows: fixed by their seeds, complete, and the same however they are asked for."""
+"""The split and the order of rows: fixed by their seeds, complete, and the same for every way of access."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The data of a whole task: which rows, what is counted, and what a user is told about them."""
+"""The data of a whole task: its rows, the counts, and the messages to the user."""
 
 from __future__ import annotations
 
@@ -213,7 +213,6 @@ def test_an_adapter_may_be_judged_on_rows_of_the_other_kind(tmp_path: Path) -> N
 
 @pytest.fixture
 def simpo(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A method that a package brings."""
     objectives = replace(OBJECTIVES, own={**OBJECTIVES.own, "simpo": ObjectiveEntry(implementation="simpo:SimPO")})
     monkeypatch.setattr("alto.spec.method.OBJECTIVES", objectives)
     return "simpo"

@@ -1,4 +1,4 @@
-"""Tokens on disk: the same data as in memory, made once, whole or not at all."""
+"""Tokens on disk: the same data as in memory, written once, completely or not at all."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write(path: Path, rows: list[Any]) -> str:
-    """``rows`` in the format of the file's ending; a text is a line as it is."""
+    """Write ``rows`` in the format of the file's suffix; a text is a line of its own."""
     lines = "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=3)
@@ -121,7 +121,7 @@ def assert_equal(in_memory: TaskData, on_disk: TaskData) -> None:
 def test_any_rows_and_splits_are_those_in_memory(
     seed: int, keys: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Bad rows among them: empty completions, and lines that are not JSON."""
+    """Some rows are bad: empty completions, and lines that are not JSON."""
     letters = random.Random(seed)
     texts = ["".join(letters.choices("aé\u3042 \t", k=letters.randint(0, 30))) for _ in range(50)]
     lines = [{"prompt": prompt, "completion": reply} for prompt, reply in zip(texts[::2], texts[1::2], strict=True)]
@@ -199,7 +199,7 @@ def test_auto_keeps_tokens_that_take_ten_seconds(tmp_path: Path, monkeypatch: py
     first = encode(task)
     assert len(entries(cache)) == 1
     with monkeypatch.context() as patch:
-        patch.setattr(files_module, "_READERS", {})  # another start reads no row
+        patch.setattr(files_module, "_READERS", {})  # the second start reads no rows
         assert digest_of(*encode(task).splits) == digest_of(*first.splits)
     assert_equal(encode(task.replace(token_cache="memory")), first)
 
@@ -272,7 +272,7 @@ def test_tokens_of_another_tenant_are_not_found(task: Task, cache: Path) -> None
 def test_other_content_of_the_same_size_and_time_is_other_data(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that keeps the time of change would hide it; digests of files are remembered from the first look on."""
+    """The file keeps its modification time, and digests of files are cached by it from the first read on."""
     monkeypatch.setattr(source, "_SETTLED_S", -1e9)
     file = tmp_path / "rows.jsonl"
     first = encode(task)
@@ -315,7 +315,7 @@ def test_a_damaged_entry_is_made_again(file: str, task: Task, cache: Path) -> No
 
 
 def test_a_writer_that_is_killed_leaves_nothing_that_is_read(task: Task, cache: Path) -> None:
-    """In a process that ends between any two writes, as a kill does."""
+    """The child process ends between any two writes, as a killed one does."""
     expected = digest_of(*encode(task.replace(token_cache="memory")).splits)
     for after in (0, 1, 3, 40, 68, 72, 75):
         child = os.fork()
@@ -331,7 +331,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_read(task: Task, cache: 
 
 
 def _end_after(count: int) -> None:
-    """End this process, without any clean-up, at the write, fsync or rename after ``count`` others."""
+    """End this process without clean-up at the write, fsync or rename after ``count`` others."""
     left = [count]
 
     def counted(original: Any) -> Any:
@@ -392,7 +392,7 @@ def test_a_folder_that_cannot_be_written_is_named(task: Task, tmp_path: Path, mo
         read_task_rows(task)
 
 
-def test_what_nobody_uses_is_removed(task: Task, cache: Path) -> None:
+def test_unused_entries_are_removed(task: Task, cache: Path) -> None:
     encode(task)
     (old,) = entries(cache)
     os.utime(old, (0, 0))
@@ -401,8 +401,8 @@ def test_what_nobody_uses_is_removed(task: Task, cache: Path) -> None:
     assert len(entries(cache)) == 1
 
 
-def test_what_is_used_and_the_locks_of_others_stay(task: Task, cache: Path) -> None:
-    """A lock that is removed while a process holds it would let another one in."""
+def test_used_entries_and_the_locks_of_others_stay(task: Task, cache: Path) -> None:
+    """Removing a lock that a process holds would let another process in."""
     encode(task)
     (used,) = entries(cache)
     lock = cache / f"{used.name}.lock"

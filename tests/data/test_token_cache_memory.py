@@ -1,4 +1,4 @@
-"""A process that trains on tokens on disk holds a bounded part of them."""
+"""A process that trains on tokens on disk holds a bounded part of them in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ print(json.dumps([dataclasses.asdict(one) for one in found]))
 
 
 def test_reading_holds_a_bounded_part_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 40 MiB of tokens and 8 MiB of masks, all of which are read in the order of an epoch."""
+    """All of 40 MiB of tokens and 8 MiB of masks are read in the order of an epoch."""
     writer = TokenWriter(tmp_path / "rows")
     ids_T = torch.arange(NUM_TOKENS)
     targets_T = torch.cat([ids_T[1:], torch.tensor([IGNORED])])
@@ -39,11 +39,11 @@ def test_reading_holds_a_bounded_part_of_the_files(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", tool.MIB)
     assert _growth(tmp_path / "rows") < 12 * tool.MIB
     monkeypatch.setattr("alto.data.token_cache._RESIDENT_BYTES", 10**12)
-    assert _growth(tmp_path / "rows") > 40 * tool.MIB, "what is read stays resident where nothing gives it back"
+    assert _growth(tmp_path / "rows") > 40 * tool.MIB, "read pages stay resident unless they are released"
 
 
 def _growth(folder: Path) -> int:
-    """Bytes that a process of its own holds more, at most, when it has read every row of an epoch."""
+    """Return the peak growth in bytes of a new process that reads every row of an epoch."""
     result = folder.parent / "growth"
     child = os.fork()
     if child == 0:
@@ -51,7 +51,7 @@ def _growth(folder: Path) -> int:
             rows = open_rows(folder)
             order = DataOrder(NUM_ROWS, 4, seed=0)
             read = [rows.targets[0]]
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts again
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
             before = tool._memory("VmRSS")
             for step in range(NUM_ROWS // 4):
                 read = [rows.targets[row] for row in order.rows_of_step(step)]
@@ -65,8 +65,8 @@ def _growth(folder: Path) -> int:
 
 @pytest.mark.slow("benchmarks")
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
-    """In memory are 16 bytes a token; on disk, a part of every file, and what libraries take at their first use, which
-    both have. Measured in a new process: in this one other tests have left memory that is free to use."""
+    """In memory a token takes 16 bytes; on disk, a part of every file stays mapped. A new process measures both,
+    because this one has freed memory of other tests to use."""
     done = subprocess.run(
         [sys.executable, "-c", MEASURING, str(tmp_path), str(NUM_MIB)],
         cwd=ROOT,

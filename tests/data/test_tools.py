@@ -1,4 +1,5 @@
-"""Tools, calls, results and every other key of a message: what reaches the template, and what is said of the rest."""
+"""Tools, calls, results and other keys of messages: which of them reach the template, and what is reported of the
+rest."""
 
 from __future__ import annotations
 
@@ -49,10 +50,10 @@ def convert(row: dict[str, Any], form: str = "auto") -> Conversation:
 def refusal(row: dict[str, Any]) -> str:
     with pytest.raises(DataFormatError) as caught:
         convert(row)
-    said = str(caught.value)
-    assert said.startswith("rows.jsonl:7: expected ")
-    assert said.endswith("; correct the row")
-    return said
+    message = str(caught.value)
+    assert message.startswith("rows.jsonl:7: expected ")
+    assert message.endswith("; correct the row")
+    return message
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def shipped() -> Any:
 
 @pytest.fixture
 def tokenizer(shipped: Any) -> Iterator[Any]:
-    """The shipped tokenizer; a template that a test puts on it is taken off again."""
+    """The shipped tokenizer; its own template is restored after the test."""
     template = shipped.chat_template
     yield shipped
     shipped.chat_template = template
@@ -74,7 +75,7 @@ def qwen(tokenizer: Any) -> Any:
 
 
 def with_template(tokenizer: Any, name: str) -> Any:
-    """One of the templates in the installed trl."""
+    """Give the tokenizer one of the templates in the installed trl."""
     file = resources.files("trl").joinpath("chat_templates", f"{name}.jinja")
     tokenizer.chat_template = file.read_text(encoding="utf-8")
     return tokenizer
@@ -158,16 +159,16 @@ def test_arguments_of_the_template_and_a_prompt_with_tools(tokenizer: Any) -> No
     assert pickle.loads(pickle.dumps(conversation)) == conversation
     assert conversation != tuple(conversation)
     assert hash(conversation) != hash(convert({**row, "tools": [WEATHER, WEATHER]}))
-    said = refusal({**row, "chat_template_kwargs": {"tokenize": True}})
-    assert "chat_template_kwargs that the chat template itself reads, not tokenize" in said
+    message = refusal({**row, "chat_template_kwargs": {"tokenize": True}})
+    assert "chat_template_kwargs that the chat template itself reads, not tokenize" in message
 
 
 def test_content_in_parts_is_joined_and_other_parts_are_refused_by_name() -> None:
     parts = [{"type": "text", "text": "Ra"}, "in", {"type": "input_text", "text": "?"}]
     assert convert({"messages": [{**ASKED, "content": parts}, REPLY]})[0] == Message("user", "Rain?")
     for kind in ("image_url", "image", "input_audio", "video"):
-        said = refusal({"messages": [{**ASKED, "content": [{"type": kind, kind: "x"}]}, REPLY]})
-        assert f"content of text, not a part of the type {kind}: only text models are trained" in said
+        message = refusal({"messages": [{**ASKED, "content": [{"type": kind, kind: "x"}]}, REPLY]})
+        assert f"content of text, not a part of the type {kind}: only text models are trained" in message
 
 
 @pytest.mark.parametrize(
@@ -348,7 +349,7 @@ def test_keys_that_arrow_fills_with_null_are_not_there(tmp_path: Path) -> None:
 def test_rows_whose_calls_no_template_shows_are_named_by_file_and_line_and_explained_once(
     tmp_path: Path, shipped: Any, token_cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows reach the template after a split, and from a file where the data is large."""
+    """Rows reach the template after a split, and from a file if the data is large."""
     rows = [{"messages": [ASKED, REPLY]}, {"messages": [ASKED, calling(OSLO)], "tools": [WEATHER]}] * 12
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -356,10 +357,10 @@ def test_rows_whose_calls_no_template_shows_are_named_by_file_and_line_and_expla
     task = Task(model="alto-tiny", dataset=str(path), validation_split=0.25, token_cache=token_cache)
     with pytest.raises(BadRowsError) as caught:
         read_task_rows(task).encode(shipped)
-    said = str(caught.value)
-    assert said.count("expected a chat template that shows tool calls") == 1
-    assert "conversation" not in said
-    *_, first, others = said.split("\n")
+    message = str(caught.value)
+    assert message.count("expected a chat template that shows tool calls") == 1
+    assert "conversation" not in message
+    *_, first, others = message.split("\n")
     assert first.startswith(f"  {path}:")
     assert "more like it: " in others
     numbers = [int(number) for number in re.findall(r"(?<=[: ])\d+(?=[:,]|$)", f"{first.split(': ')[0]}:, {others}")]
@@ -377,8 +378,7 @@ SMOLLM2_TEMPLATE = (
 
 @pytest.fixture
 def chatml() -> Any:
-    """A tokenizer with the special tokens and the template of SmolLM2, or SmolLM2's own in the folder
-    ``ALTO_TEST_SMOLLM2``."""
+    """Return a tokenizer with SmolLM2's special tokens and template, or SmolLM2's own from ``ALTO_TEST_SMOLLM2``."""
     if folder := os.environ.get("ALTO_TEST_SMOLLM2"):
         return AutoTokenizer.from_pretrained(folder)
     tokenizer = load_tokenizer()
@@ -405,8 +405,8 @@ def test_calls_under_a_template_without_tools_are_refused_with_one_that_trains_t
     assert text.startswith("<|im_start|>system\n# Tools\n")
     assert json.dumps(WEATHER) in text
     assert text.count("<|im_start|>user\n<tool_response>\nrain\n</tool_response>\n<tool_response>\nsun\n") == 1
-    called, said = trained(row, chatml).removesuffix("\n").split("<|im_end|>")[:2]
-    assert said.strip() == "It rains."
+    called, answer = trained(row, chatml).removesuffix("\n").split("<|im_end|>")[:2]
+    assert answer.strip() == "It rains."
     calls = [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", called)]
     assert calls == [OSLO["function"], ROME["function"]]
     assert re.sub(r"<tool_call>\n.*?\n</tool_call>", "", called).strip() == ""
@@ -423,7 +423,7 @@ def test_a_call_beside_text_under_the_shipped_template(chatml: Any) -> None:
     written = json.dumps(given, ensure_ascii=False)
     assert trained(row, chatml).strip() == f"Wait.\n<tool_call>\n{written}\n</tool_call><|im_end|>"
     assert shown(row, chatml).startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nRain?<|im_end|>\n")
-    arguments = {**given, "arguments": json.dumps(given["arguments"], ensure_ascii=False)}  # as OpenAI's clients send
+    arguments = {**given, "arguments": json.dumps(given["arguments"], ensure_ascii=False)}  # as OpenAI clients send
     turn = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": arguments}]}
     assert written in chatml.apply_chat_template([ASKED, turn], tokenize=False)
 

@@ -1,4 +1,4 @@
-"""Which tokens are trained: of all replies, of the last one, or all; and raw prompts with their completions."""
+"""The tokens that are trained: all replies, the last one, or all tokens; and raw prompts with their completions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_the_key_reaches_every_split(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
-def test_of_pairs_and_labelled_rows_replies_are_trained(method: str) -> None:
+def test_replies_of_pairs_and_labelled_rows_are_trained(method: str) -> None:
     with pytest.raises(SpecError, match=f"train_on should be 'completion' with method '{method}'"):
         Task(model="alto-tiny", dataset="x.jsonl", method=method, train_on="all")
 

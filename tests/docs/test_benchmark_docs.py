@@ -1,4 +1,4 @@
-"""The pages of figures, and their pictures, say what the result files say."""
+"""Pages of figures, and their pictures, agree with the result files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tools import make_benchmark_docs as generator
 
 ROOT = Path(__file__).resolve().parents[2]
 ROUND_BEGAN = datetime.fromisoformat("2026-11-22T06:30:00+00:00")
-"""When the work on the next version began."""
+"""The start of the work on the next version."""
 TO_BE_MEASURED_AGAIN: set[str] = set()
-"""Results that are older, or of a source that is no commit; no other may be."""
+"""Results that may be older, or of a source that is not a commit."""
 
 
 def test_the_pages_are_generated_from_the_results_as_they_are() -> None:
@@ -45,7 +45,7 @@ def test_every_result_file_and_every_note_has_its_section() -> None:
     assert {file.stem for file in generator.NOTES.glob("*.md")} <= set(EXPERIMENTS)
 
 
-def test_no_result_stands_in_two_pages_or_sections() -> None:
+def test_no_result_is_in_two_pages_or_sections() -> None:
     files = [f"{found.topic}-{scale}" for found in EXPERIMENTS.values() for scale in found.scales if scale != "smoke"]
     assert len(files) == len(set(files))
 
@@ -58,7 +58,7 @@ def test_no_figure_is_older_than_this_round() -> None:
             old.add(file.stem)
             continue
         known = subprocess.run(["git", "cat-file", "-e", result["commit"]], cwd=ROOT, capture_output=True, check=False)
-        if known.returncode == 0:  # not so in a shallow clone
+        if known.returncode == 0:  # false in a shallow clone
             command = ["git", "merge-base", "--is-ancestor", result["commit"], "HEAD"]
             merged = subprocess.run(command, cwd=ROOT, check=False)
             assert merged.returncode == 0, f"{file.name}: commit {result['commit']} is not in this history"

@@ -1,4 +1,4 @@
-"""The page of events says what the classes have."""
+"""The page of events agrees with the event classes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def test_the_page_is_generated_from_the_classes_as_they_are() -> None:
 def test_what_has_a_meaning_is_a_field() -> None:
     assert all(issubclass(event, RunEvent | QueueEvent) for event in WIRE_NAMES)
     for kind in [*WIRE_NAMES, *generator.parts(WIRE_NAMES)]:
-        said = generator.meanings(kind)
-        assert set(said) <= {field.name for field in dataclasses.fields(kind)}, kind
-        assert all(said.values()), kind
+        meanings = generator.meanings(kind)
+        assert set(meanings) <= {field.name for field in dataclasses.fields(kind)}, kind
+        assert all(meanings.values()), kind
 
 
 def test_every_event_is_on_the_page() -> None:

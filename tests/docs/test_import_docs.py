@@ -1,4 +1,4 @@
-"""Every block of docs/coming-from-axolotl.md is run, and its example becomes the task and the report that it shows."""
+"""Every block of docs/coming-from-axolotl.md runs, and its example gives the task and the report on the page."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALLER = {
     "adapter: qlora": "adapter: lora",
     "num_epochs: 4": "num_epochs: 1",
 }
-"""What a test changes in the configuration of the example to train it."""
+"""Changes to the example's configuration with which a test can train it."""
 
 
 def blocks(language: str) -> list[str]:
@@ -37,7 +37,7 @@ def commands(block: str) -> list[str]:
 
 
 def run(line: str) -> Result:
-    """Run a command, which may write its file again."""
+    """Run a command, whose output file may exist."""
     words = shlex.split(line, comments=True)[1:]
     if "--to" in words:
         Path(words[words.index("--to") + 1]).unlink(missing_ok=True)
@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make_smaller(folder: Path) -> str:
-    """Let the example be one of the model that ships with ALTO, with forty rows; returns it."""
+    """Reduce the example to the model that ships with ALTO and forty rows; return its text."""
     text = blocks("yaml")[0]
     for there, here in SMALLER.items():
         assert there in text, there

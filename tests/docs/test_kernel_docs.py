@@ -1,4 +1,4 @@
-"""``docs/kernels.md`` is what its tool makes of the results, and has every kernel of every group."""
+"""``docs/kernels.md`` is generated from the results, and has every kernel of every group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_kernel_of_every_group_is_there() -> None:
     assert rows == [(group, kernel) for group in ("q k v", "o", "gate up", "down") for kernel in kernels] * 2
 
 
-def test_what_was_measured_stands_beside_what_was_predicted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measurements_are_next_to_predictions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     common = {"table": "op", "model": "1b", "batch_size": 1}
     rows = [
         common | {"op": "grouped_shrink", "shape": "2048 × 2048+512+512", "median_us": 11.25},

@@ -1,4 +1,4 @@
-"""The page of base models says what the sweep has found."""
+"""The page of base models agrees with the results."""
 
 from __future__ import annotations
 

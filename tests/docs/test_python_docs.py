@@ -1,4 +1,4 @@
-"""docs/python.md is one program, and it runs; its tables have every name of the interface, and no other."""
+"""docs/python.md is one program that runs; its tables have every name of the interface, and no other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_the_page_runs_from_top_to_bottom(
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), names)
     printed = capsys.readouterr().out
-    assert "['first']" in printed, "the cancelled task has no result, the other has one"
+    assert "['first']" in printed, "only the task that was not cancelled has a result"
     assert "UnknownKeyError" in printed
     assert "Did you mean" in printed
     names_of_runs = [folder.name for folder in (tmp_path / "runs").iterdir()]
@@ -35,7 +35,7 @@ def test_the_page_runs_from_top_to_bottom(
 
 
 def tables() -> dict[str, list[str]]:
-    """By heading: the names in the first cells of the tables below it."""
+    """Return by heading the names in the first cells of the tables below it."""
     found: dict[str, list[str]] = {}
     heading = ""
     for line in PAGE.read_text(encoding="utf-8").splitlines():
@@ -47,13 +47,13 @@ def tables() -> dict[str, list[str]]:
 
 
 def public_names(kind: type[Any]) -> set[str]:
-    """Fields, properties and methods of a class itself that do not begin with an underscore."""
+    """Return a class's own fields, properties and methods whose names do not begin with an underscore."""
     fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
     return fields | {name for name in vars(kind) if not name.startswith("_")}
 
 
 def own_names_of_task() -> set[str]:
-    """Those of `alto.Task` that are neither keys of a task file, nor pydantic's, nor about the rows alone."""
+    """Return the public names of `alto.Task` except the keys of a task file and pydantic's."""
     return {name for name in public_names(alto.Task) - set(alto.Task.model_fields) if not name.startswith("model_")}
 
 
@@ -86,7 +86,7 @@ def test_there_are_tables_of_these_alone() -> None:
 
 
 def test_what_results_hold_beside_it_is_named_too() -> None:
-    """Small records that a result gives out: their fields are in the text of the tables."""
+    """The text of the tables names the fields of small records inside results too."""
     text = PAGE.read_text(encoding="utf-8")
     for name in ("lora", "training", "not_carried", "runner_up", "difference", "interval", "is_within_noise"):
         assert f"`{name}`" in text, name

@@ -1,4 +1,4 @@
-"""The reference says what the code says; a real journal has every event that there is."""
+"""The reference agrees with the code; a real journal has every kind of event."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run in which everything happened that a journal of one process can hold."""
+    """A run with everything that the journal of one process can hold."""
 
     folder: Path
     entries: tuple[JournalEntry, ...]
 
 
-class Meddler:
-    """Sees the events of a run, sends it every kind of command, and interrupts it once."""
+class Commander:
+    """An observer that records the events of a run, sends it every kind of command, and interrupts it once."""
 
     def __init__(self, runs: Path) -> None:
         self.entries: list[JournalEntry] = []
@@ -69,7 +69,7 @@ class Meddler:
 
 @contextmanager
 def memory_for_one_slot() -> Iterator[None]:
-    """Every larger bank is refused."""
+    """Refuse every bank of more than one slot."""
 
     class Bank(AdapterBank):
         def __init__(self, layout: BankLayout, num_slots: int, **options: Any) -> None:
@@ -84,7 +84,7 @@ def memory_for_one_slot() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Three jobs and a clone of the tiny model: planned, short of memory, told what to do, interrupted and resumed."""
+    """Three jobs and a clone on the tiny model: planned, short of memory, commanded, interrupted and resumed."""
     folder = tmp_path_factory.mktemp("reference")
     answers = folder / "answers.jsonl"
     answers.write_text('{"prompt": "1 plus 1?", "completion": "#### 2"}\n' * 6, encoding="utf-8")
@@ -101,7 +101,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         report_to="none",
     )
     runs = folder / "runs"
-    meddler = Meddler(runs)
+    meddler = Commander(runs)
     runner = TaskRunner(observers=[meddler.observe], is_interrupted=lambda: meddler.wants_to_stop)
     with pytest.MonkeyPatch.context() as patch:
         measured_at_once(patch)
@@ -133,12 +133,11 @@ def test_a_run_writes_every_event_and_no_other(run: Run) -> None:
     found = {type(entry.event) for entry in (*entries, *run.entries)}
     assert found - {MeasuringBegun} == {
         event for event in WIRE_NAMES if issubclass(event, RunEvent)
-    } - {  # which only observers receive
-        GpusOffered,
-        KernelsCompiled,  # of several GPUs
-        KernelsCompiled,  # on a GPU
-        RungScored,  # of a task whose rungs rank by answers
-        ShareReceived,  # of several tasks
+    } - {  # only observers receive these
+        GpusOffered,  # needs several GPUs
+        KernelsCompiled,  # needs a GPU
+        RungScored,  # needs a task whose rungs rank by answers
+        ShareReceived,  # needs several tasks
     }
     assert not any(entry.unknown for entry in entries)
 

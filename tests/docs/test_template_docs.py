@@ -1,4 +1,4 @@
-"""The page of chat templates says what both libraries do, and every difference has a reason."""
+"""The page of chat templates describes what both libraries do, with a reason for every difference."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def generator() -> Any:
 
 def test_the_page_is_what_both_libraries_do(generator: Any) -> None:
     written = generator.PAGE.read_text(encoding="utf-8")
-    said = re.search(r"against TRL (\S+),", written)
-    assert said is not None
-    if said[1] != trl.__version__:
-        pytest.skip(f"the page was written with trl {said[1]}, installed is {trl.__version__}")
+    version = re.search(r"against TRL (\S+),", written)
+    assert version is not None
+    if version[1] != trl.__version__:
+        pytest.skip(f"the page was written with trl {version[1]}, installed is {trl.__version__}")
     assert written == generator.page(), "run python -m tools.make_template_docs"
 
 
 def test_every_reply_is_trained_under_every_template(generator: Any) -> None:
-    """Whatever the letters say: of a row with a reply of words, these words and an end are trained."""
+    """Independently of the letters: in a row whose reply is words, these words and an end are trained."""
     for model in generator.TEMPLATES:
         tokenizer = generator.make_tokenizer(model)
         for name in ("one turn", "one word", "two turns"):
@@ -47,8 +47,8 @@ def test_every_reply_is_trained_under_every_template(generator: Any) -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        ((False, True, False), (False, False, True)),  # trains what TRL does not
-        ((False, True, False), (False, True, True)),  # lacks what stands behind
+        ((False, True, False), (False, False, True)),  # trains a token that TRL does not train
+        ((False, True, False), (False, True, True)),  # lacks a token that follows
     ],
 )
 def test_a_difference_without_a_reason_fails(generator: Any, ours: tuple[bool, ...], theirs: tuple[bool, ...]) -> None:

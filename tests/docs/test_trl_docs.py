@@ -1,4 +1,4 @@
-"""docs/coming-from-trl.md is one program, in which TRL's trainers and ALTO train the same adapters."""
+"""docs/coming-from-trl.md is one program in which TRL's trainers and ALTO train the same adapters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from resident_jobs import Bank
 
 from benchmarks.baselines.trl_parts import OrderedSampler
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # those of TRL and of what it calls
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL and of what it calls
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "coming-from-trl.md").read_text(encoding="utf-8")
 MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -44,18 +44,18 @@ TOLERANCE = 1e-4
 
 
 def blocks(language: str) -> list[str]:
-    """The page's blocks, with the model that ships with ALTO."""
+    """Return the page's blocks, with the model that ships with ALTO."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     return [text.replace(MODEL, str(resolve_model("alto-tiny"))) for name, text in fenced if name == language]
 
 
 def adapter_of(model: Any) -> dict[str, Tensor]:
-    """A copy of an adapter in training, by the names of PEFT's files."""
+    """Return a copy of an adapter in training, by the names in PEFT's files."""
     return {name: tensor.detach().clone() for name, tensor in get_peft_model_state_dict(model).items()}
 
 
 def start_of(trainer: Any) -> dict[str, Tensor]:
-    """The adapter with which ALTO begins a job of the rank and seed of ``trainer``, by the names of PEFT's files."""
+    """Return ALTO's initial adapter for the rank and seed of ``trainer``, by the names in PEFT's files."""
     lora = trainer.model.peft_config["default"]
     settings = {"max_tokens_per_pass": 1000, "r": lora.r, "lora_alpha": lora.lora_alpha, "seed": trainer.args.seed}
     task = alto.Task(model="alto-tiny", dataset="none.jsonl", **settings)
@@ -69,18 +69,18 @@ def start_of(trainer: Any) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What the blocks of the page have left behind.
+    """The state after the page's blocks.
 
     Attributes:
         names: Its variables.
-        starts: By the id of each trainer: the adapter that it began with.
+        starts: The initial adapter of each trainer, by the id of the trainer.
     """
 
     names: dict[str, Any]
     starts: dict[int, dict[str, Tensor]]
 
     def run(self, block: str) -> None:
-        """Run ``block`` while trainers begin with ALTO's adapters and take rows in ALTO's order."""
+        """Run ``block``; trainers begin with ALTO's adapters and take rows in ALTO's order."""
         train = transformers.Trainer.train
 
         def from_altos_start(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,7 @@ class Page:
             exec(compile(block, "docs/coming-from-trl.md", "exec"), self.names)
 
     def distance(self, trainer: str, expected: Mapping[str, Tensor]) -> float:
-        """Between the adapter that a trainer has trained and ``expected``, over the length of the trainer's update."""
+        """Return the distance of the trainer's adapter from ``expected``, relative to the trainer's update."""
         found, start = adapter_of(self.names[trainer].model), self.starts[id(self.names[trainer])]
         assert found.keys() == expected.keys() == start.keys()
 
@@ -121,7 +121,7 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """The page after its last block; its runs keep what the last step of a job left."""
+    """The page after its last block; its runs keep the adapters of a job's last step."""
     folder, task = tmp_path_factory.mktemp("page"), alto.Task
     page = Page(names={"__name__": "page"}, starts={})
     with pytest.MonkeyPatch.context() as patch:
@@ -134,7 +134,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def last_adapter(result: alto.TaskResult) -> dict[str, Tensor]:
-    """The best job's adapter after its last step."""
+    """Return the best job's adapter after its last step."""
     folder = RunDir(Path(result.run_dir)).job(result.best_job, "last")
     return load_file(folder / "adapter_model.safetensors")
 
@@ -145,14 +145,14 @@ class TestBothPrograms:
         ("trainer", "result"), [("trainer", "one"), ("preferences", "preferred"), ("again", "sweep")]
     )
     def test_train_the_same_adapter(self, page: Page, trainer: str, result: str) -> None:
-        """The last is the winner of the sweep, trained again by TRL with ``result.best_config``."""
+        """In the last case TRL trains the sweep's winner again, with ``result.best_config``."""
         found: alto.TaskResult = page.names[result]
         (best,) = (job for job in found.job_results if job.job == found.best_job)
         assert best.exit_reason is None, "a job that ended early is not what TRL has trained"
         assert page.distance(trainer, last_adapter(found)) <= TOLERANCE
 
     def test_measure_the_same_validation_loss(self, page: Page) -> None:
-        """Eight rows are one batch of TRL, whose loss is a mean over tokens then."""
+        """TRL evaluates eight rows as one batch, so that its loss is a mean over tokens."""
         curve = page.names["one"].curves
         assert page.names["trainer"].evaluate()["eval_loss"] == pytest.approx(
             curve["validation_loss"].iloc[-1], rel=TOLERANCE
@@ -204,7 +204,7 @@ VALUES = {"completion", "all", "auto"}
 
 
 def names_of_scripts() -> set[str]:
-    """Arguments of TRL's trainers, of their configurations and of PEFT's."""
+    """Return the arguments of TRL's trainers, of their configurations and of PEFT's."""
     configurations = (trl.SFTConfig, trl.DPOConfig, LoraConfig)
     trainers = (trl.SFTTrainer, trl.DPOTrainer)
     return {field.name for kind in configurations for field in fields(kind)} | {
@@ -213,7 +213,6 @@ def names_of_scripts() -> set[str]:
 
 
 def table() -> list[tuple[str, str]]:
-    """The cells of the page's table."""
     found = re.findall(r"^\| (.*) \| (.*) \|$", PAGE, re.MULTILINE)
     return [(script, task) for script, task in found if "in the script" not in script]
 
@@ -227,8 +226,8 @@ def test_the_table_names_what_scripts_have_and_what_tasks_have() -> None:
 
 
 def test_what_has_the_same_name_in_both_has_it() -> None:
-    said = PAGE.split("This table leaves out arguments with the same name in both:")[1].split("\n\n")[0]
-    names = set(NAME.findall(said))
+    listed = PAGE.split("This table leaves out arguments with the same name in both:")[1].split("\n\n")[0]
+    names = set(NAME.findall(listed))
     assert len(names) > 10
     assert names <= names_of_scripts()
     assert names <= {*TASK_FIELDS, *JOB_FIELDS}

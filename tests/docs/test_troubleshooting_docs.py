@@ -1,4 +1,4 @@
-"""The troubleshooting page covers every error, and quotes messages that the source really has."""
+"""The troubleshooting page covers every error, and quotes messages that exist in the source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ANYTHING = "…"
 
 @cache
 def source_texts() -> tuple[str, ...]:
-    """Every text in the source, what is filled in written as ``…``."""
+    """Return all texts in the source, with ``…`` for what is filled in."""
     texts = []
     for path in sorted((ROOT / "src" / "alto").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -31,7 +31,7 @@ def source_texts() -> tuple[str, ...]:
 
 
 def quoted_messages() -> list[str]:
-    """The first cells of all tables, without their backticks."""
+    """Return the first cells of all tables, without their backticks."""
     return re.findall(r"^\| `([^`]+)` \|", PAGE, re.MULTILINE)
 
 
@@ -69,5 +69,5 @@ def test_every_anchor_is_a_heading() -> None:
 
 
 def slug(heading: str) -> str:
-    """The anchor that GitHub makes of a heading."""
+    """Return the anchor that GitHub makes of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -1,4 +1,4 @@
-"""The tutorial's files and commands are those of this version, and its cheap steps give what it shows."""
+"""The tutorial's files and commands work in this version, and its cheap steps print what it shows."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ PAGES = (
 
 
 def blocks(page: str, language: str = "") -> list[str]:
-    """The page's fenced blocks of that language, in order."""
+    """Return the page's fenced blocks of a language, in order."""
     fenced = re.findall(r"^```(\w*)\n(.*?)^```$", (DOCS / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     return [text for name, text in fenced if name == language]
 
 
 def commands(page: str) -> list[str]:
-    """Every ``alto`` command in the page's shell blocks."""
+    """Return all ``alto`` commands in the page's shell blocks."""
     return [line for block in blocks(page, "bash") for line in block.splitlines() if line.startswith("alto ")]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the reader stands after steps 1 and 2."""
+    """The reader's folder after steps 1 and 2."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "make_shipments.py").write_text(blocks("tutorial.md", "python")[0], encoding="utf-8")
     (tmp_path / "task.yaml").write_text(blocks("tutorial.md", "yaml")[0], encoding="utf-8")
@@ -75,7 +75,7 @@ def test_the_task_is_the_one_that_is_described(folder: Path) -> None:
 
 
 def test_the_task_trains(folder: Path) -> None:
-    """On a few rows, for few steps; the whole run takes minutes."""
+    """It trains on few rows for few steps; the whole run takes minutes."""
     smaller = ["--set", "max_samples=20", "--set", "max_steps=2", "--set", "search_space={lr: [1e-3]}"]
     result = CliRunner().invoke(app, ["tune", "task.yaml", "--quiet", *smaller])
     assert result.exit_code == 0, result.output

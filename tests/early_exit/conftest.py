@@ -1,4 +1,4 @@
-"""Builders of loss records. Session-wide, so that hypothesis may use them in every example."""
+"""Builders of loss records. They have session scope, so that hypothesis may use them in every example."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ History = Callable[..., list[LossPoint]]
 
 @pytest.fixture(scope="session")
 def history() -> History:
-    """``history(validation, train=None, steps=None)``: one job's evaluations, ten steps apart unless told."""
+    """``history(validation, train=None, steps=None)``: one job's evaluations, ten steps apart by default."""
 
     def build(
         validation: Sequence[float], train: Sequence[float] | None = None, steps: Sequence[int] | None = None

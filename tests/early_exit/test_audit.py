@@ -1,4 +1,4 @@
-"""A small live run, played from a recording in slots and waves, must leave a journal the audit agrees with."""
+"""The audit agrees with the journal of a small live run, played from a recording in slots and waves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alto.spec.early_exit import EarlyExit
 
 
 def journal_of_a_live_run(recording: Recording, settings: EarlyExit) -> list[dict]:
-    """What an executor that trains job after job would write; losses pass through JSON."""
+    """Return the journal of an executor that trains job after job; losses pass through JSON."""
     events: list[dict] = []
 
     def write(event: str, **fields: object) -> None:

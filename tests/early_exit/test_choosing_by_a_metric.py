@@ -1,4 +1,4 @@
-"""Jobs chosen by a metric or by scores of answers: who is best, who is kept at a rung, who wins."""
+"""Jobs chosen by a metric or by scores of answers: the best, those kept at a rung, the winner."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def candidate(job: str, score: float, loss: float, *, is_training: bool = True) 
         ("more is better, whatever the loss", [("a", 0.6, 0.1), ("b", 0.7, 9.0)], ["b"]),
         ("ties by the loss", [("a", 0.7, 0.6), ("b", 0.7, 0.5)], ["b"]),
         ("ties of both by job id", [("b", 0.7, 0.5), ("a", 0.7, 0.5)], ["a"]),
-        ("a gain that was not finite is the least", [("a", LEAST, 0.1), ("b", -5.0, 0.5)], ["b"]),
-        ("where no gain was finite the loss decides", [("a", LEAST, 0.6), ("b", LEAST, 0.5)], ["b"]),
+        ("a score that was not finite is the least", [("a", LEAST, 0.1), ("b", -5.0, 0.5)], ["b"]),
+        ("where no score was finite the loss decides", [("a", LEAST, 0.6), ("b", LEAST, 0.5)], ["b"]),
         ("a loss that is not finite is last", [("a", 0.9, math.nan), ("b", 0.1, 0.5)], ["b"]),
         ("a negative margin is less than none", [("a", -0.1, 0.1), ("b", 0.0, 0.7)], ["b"]),
     ],
@@ -79,11 +79,11 @@ def test_a_race_from_start_to_end() -> None:
         train_to(selection, job, 1, loss, score)
     assert selection.select().kept == ("b", "c")
     train_to(selection, "b", 5, 0.4, 0.65)
-    assert selection.best("b").step == 1, "the loss fell, and it is right less often"
+    assert selection.best("b").step == 1, "its loss fell, but its accuracy did too"
     train_to(selection, "b", 10, 0.55, 0.7)
-    assert selection.best("b").step == 10, "as often right, with a lower loss"
+    assert selection.best("b").step == 10, "the same accuracy, with a lower loss"
     train_to(selection, "c", 10, 0.55, 0.7)
-    assert selection.winner() == selection.best("b"), "of equals the first job"
+    assert selection.winner() == selection.best("b"), "the first of equal jobs"
     assert selection.training == ()
 
 
@@ -94,7 +94,7 @@ def test_the_last_evaluation_of_equals_does_not_replace_the_first() -> None:
     assert selection.best("a").step == 2
 
 
-def test_nobody_is_certain_of_a_place_that_others_may_take_by_their_gain() -> None:
+def test_no_job_is_certain_of_a_place_that_others_may_take_by_their_score() -> None:
     selection = Selection(
         Policy(rungs=(HALF, Rung(progress=0.5, keep=0.5))), ema_alpha=1.0, total_steps=dict.fromkeys("abcd", 10)
     )
@@ -121,7 +121,7 @@ def test_the_order_of_telling_does_not_matter(worth: dict[str, tuple[float, floa
 
 
 def journal(metric: dict[str, str], evaluations: dict[str, list[tuple[int, float, dict[str, Any]]]]) -> list[dict]:
-    """What an executor would write of jobs of ten steps without early exit."""
+    """Return an executor's journal of jobs of ten steps without early exit."""
     early_exit = EarlyExit(enabled=False).resolved().model_dump()
     config = {"per_device_train_batch_size": 1}
     jobs = [{"job": job, "config": config, "total_steps": 10, "samples_budgeted": 10} for job in evaluations]
@@ -184,7 +184,7 @@ def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
     recording = Recording.from_journal(entries(journal(BY_ACCURACY, EVALUATIONS)))
     assert recording.jobs[1].scores == (0.8, LEAST)
     recording.write(tmp_path / "r.json.gz")
-    # An accuracy of it is NaN, which equals no NaN but has the same text.
+    # Its accuracy is NaN, which is unequal to itself but has the same repr.
     assert repr(Recording.read(tmp_path / "r.json.gz")) == repr(recording)
     everything = replay(recording, Policy(), 0.1)
     assert (everything.winner, everything.best_kept, everything.best_of_all, everything.regret) == ("b", 0.6, 0.6, 1.0)
@@ -193,7 +193,7 @@ def test_a_recording_keeps_the_gains_and_replays_by_them(tmp_path) -> None:
 
 
 def test_a_recording_keeps_every_row_and_the_base_and_replays_as_the_journal_decided(tmp_path) -> None:
-    """One of 45 rows more is right of a, whose loss is worse: within noise, so b wins, live and replayed."""
+    """Job a is right on one more of 45 rows and has a worse loss: within noise, so b wins, live and in the replay."""
     rows = {"a": [float(row < 31) for row in range(45)], "b": [float(row < 30) for row in range(45)]}
     found = {
         job: [(10, loss, {**accuracy(sum(of) / 45), "metric_rows": of})]
@@ -258,7 +258,7 @@ def test_the_number_of_right_answers_alone_decides_for_eval_accuracy() -> None:
 
 
 def test_scores_of_any_size_are_compared_row_by_row() -> None:
-    """A small lead on every row counts; rows that differ much among themselves do not hide it."""
+    """A small lead on every row counts, even if the rows differ much among themselves."""
     drawn = random.Random(0)
     base = tuple(drawn.uniform(-1e6, 1e6) for _ in range(ROWS))
     ahead = tuple(value + 1 + 0.01 * drawn.random() for value in base)
@@ -291,7 +291,7 @@ def test_intervals(rows: tuple[float, ...], interval: tuple[float, float]) -> No
 
 
 @pytest.mark.parametrize("rows", [(0.3,), (1e308, -1e308, 1e308)])
-def test_where_no_interval_can_be_estimated_there_is_none(rows: tuple[float, ...]) -> None:
+def test_one_row_or_huge_scores_give_no_interval(rows: tuple[float, ...]) -> None:
     assert interval_of(rows) is None
 
 
@@ -309,7 +309,7 @@ def test_a_score_of_version_0_1_has_its_share_as_its_score() -> None:
 
 
 def scored_at_first_rung(rows: dict[str, tuple[float, ...]], losses: dict[str, float]) -> tuple[Selection, RungResult]:
-    """A selection whose first rung, at half of the steps, ranks by ``rows``; one at 0.8 follows."""
+    """Return a selection whose first rung, at half of the steps, ranks by ``rows``; one at 0.8 follows."""
     rungs = (Rung(progress=0.5, keep=0.5), Rung(progress=0.8, keep=0.5))
     selection = Selection(Policy(rungs=rungs), ema_alpha=1.0, total_steps=dict.fromkeys(losses, 10))
     evaluated(selection, losses, 5)
@@ -329,7 +329,7 @@ def test_scores_at_a_rung_decide_that_rung_alone() -> None:
     selection, result = scored_at_first_rung({"a": right(1), "b": right(2), "c": right(20), "d": right(38)}, losses)
     assert result.kept == ("d", "c")
     evaluated(selection, {"c": 3.0, "d": 4.0}, 8)
-    assert selection.select().kept == ("c",), "at the next one the loss decides again"
+    assert selection.select().kept == ("c",), "at the next rung the loss decides again"
 
 
 def test_at_a_rung_the_loss_decides_within_noise() -> None:

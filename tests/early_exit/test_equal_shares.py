@@ -1,4 +1,4 @@
-"""Jobs are ranked by what they were worth after exactly the rung's share of their steps."""
+"""Jobs are ranked by their values after exactly the rung's share of their steps."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_the_value_at_a_share(case, evaluations, progress, total_steps, start, e
 
 
 def test_validation_rows_are_interpolated_as_their_mean_is() -> None:
-    """36 of 48 right in both; one job is seen at the rung, the other at 2.7 times its share, from half right before."""
+    """Both have 36 of 48 rows right; one job is seen at the rung, the other at 2.7 times its share, starting at half
+    right."""
     rows = tuple(float(row < 36) for row in range(48))
     start = StartValue(validation_loss=4.0, score=0.5, score_rows=(0.5,) * 48)
     (exact,) = points((3, 1.0, 0.75))
@@ -79,7 +80,7 @@ def test_a_score_that_was_not_finite_is_not_interpolated() -> None:
 
 
 def test_a_job_that_finishes_at_its_first_step_is_compared_at_the_share_too() -> None:
-    """3.0 after its only step is 3.975 after 2.5 % of it, more than the 3.9 of a job seen there."""
+    """3.0 after its only step is 3.975 after 2.5 % of it, worse than the 3.9 of a job evaluated there."""
     rungs = (Rung(progress=0.025, keep=0.5),)
     selection = Selection(Policy(rungs=rungs), ema_alpha=1.0, total_steps={"long": 40, "short": 1})
     for job, loss in (("long", 3.9), ("short", 3.0)):
@@ -107,8 +108,9 @@ def test_at_the_finish_a_job_that_has_ended_takes_no_place_of_one_that_trains() 
     assert selection.training == ("b",)
 
 
-def race_to_first_step(*, equal_shares: bool) -> Selection:
-    """The job with the larger batch is first evaluated at twice the rung's share; it learns less per sample."""
+def trained_to_first_step(*, equal_shares: bool) -> Selection:
+    """Train two jobs to their first step: the one with the larger batch reaches twice the rung's share, and learns less
+    per sample."""
     selection = Selection(
         Policy(rungs=(Rung(progress=0.05, keep=0.5),), equal_shares=equal_shares),
         ema_alpha=1.0,
@@ -124,26 +126,27 @@ def race_to_first_step(*, equal_shares: bool) -> Selection:
 
 
 def test_a_large_batch_is_not_favoured() -> None:
-    assert race_to_first_step(equal_shares=True).select().kept == ("small-batch",)
-    assert race_to_first_step(equal_shares=False).select().kept == ("large-batch",)
+    assert trained_to_first_step(equal_shares=True).select().kept == ("small-batch",)
+    assert trained_to_first_step(equal_shares=False).select().kept == ("large-batch",)
 
 
 def test_the_evidence_of_a_verdict_is_the_value_at_the_share() -> None:
-    (verdict,) = race_to_first_step(equal_shares=True).select().dropped
+    (verdict,) = trained_to_first_step(equal_shares=True).select().dropped
     assert (verdict.job, verdict.step) == ("large-batch", 1)
     assert verdict.evidence["validation_loss"] == pytest.approx(3.5)
     assert verdict.evidence["cutoff_loss"] == pytest.approx(3.3)
 
 
 def test_the_base_is_evaluated_before_a_job() -> None:
-    selection = race_to_first_step(equal_shares=True)
+    selection = trained_to_first_step(equal_shares=True)
     with pytest.raises(RunError, match="the evaluation of the base before all evaluations of large-batch"):
         selection.observe_base("large-batch", START)
 
 
 @pytest.mark.parametrize(("equal_shares", "num_kept"), [(True, 3), (False, 2)])
 def test_places_are_counted_from_all_jobs_that_were_ranked(equal_shares: bool, num_kept: int) -> None:
-    """Of ten jobs half go on, and of those three fifths: 3 of 10, though two of the five have diverged in between."""
+    """Half of ten jobs continue, then three fifths of these: 3 of 10, though two of the five have diverged in
+    between."""
     rungs = (Rung(progress=0.1, keep=0.5), Rung(progress=0.2, keep=0.6))
     selection = Selection(
         Policy(rungs=rungs, equal_shares=equal_shares), ema_alpha=1.0, total_steps=dict.fromkeys("abcdefghij", 10)
@@ -161,7 +164,7 @@ def test_places_are_counted_from_all_jobs_that_were_ranked(equal_shares: bool, n
 
 
 def journal(**settings: object) -> list[dict]:
-    """What an executor writes of the two jobs above; ``settings`` are those of early exit."""
+    """Return an executor's journal of the two jobs above; ``settings`` are those of early exit."""
     jobs = [
         {"job": job, "config": {"per_device_train_batch_size": size}, "total_steps": steps, "samples_budgeted": 80}
         for job, size, steps in (("large-batch", 8, 10), ("small-batch", 2, 40))

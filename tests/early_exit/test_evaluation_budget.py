@@ -1,4 +1,4 @@
-"""Evaluations cost the stated share of training, and rungs are left out that cost more than they save."""
+"""Evaluations cost the stated share of training, and rungs that cost more than they save are dropped."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from alto.spec.early_exit import places_at
 
 
 def spent(settings: EarlyExit, num_jobs: int, row_cost: float) -> tuple[float, float]:
-    """Time of training and of evaluations, over the time to train one job."""
+    """Return the time of training and of evaluations, relative to training one job."""
     assert settings.evaluations is not None
     rungs = settings.selection_rungs if settings.select else ()
     ends = (*(rung.progress for rung in rungs), 1.0)
@@ -58,7 +58,7 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     count, rows = found.final_evaluations
     paid = FRACTION_AT_END * share * training / row_cost
     if num_rows * row_cost <= share * training * (1 - 1e-6):
-        assert rows == num_rows, "one job is measured on all rows where its share of all evaluations pays for that"
+        assert rows == num_rows, "a job is evaluated on all rows if its share of all evaluations pays for it"
     elif num_rows * row_cost > share * training * (1 + 1e-6):
         assert rows == pytest.approx(min(max(paid, LEAST_ROWS), num_rows), abs=1)
     assert count == min(max(1, int(paid / rows + 1e-9)), MOST_MEASURED)
@@ -100,7 +100,7 @@ def test_a_rung_that_costs_more_than_it_saves_is_left_out_and_the_next_keeps_as_
     assert own.selection_rungs == settings.selection_rungs
 
 
-def test_at_a_rung_that_few_jobs_reach_they_are_told_apart_on_more_rows() -> None:
+def test_a_rung_that_few_jobs_reach_compares_them_on_more_rows() -> None:
     costs = {"num_rows": 64, "every": 0.05, "drops_rungs": False}
     settings = EarlyExit().resolved()
     rungs = [rung.progress for rung in settings.selection_rungs]
@@ -116,8 +116,8 @@ def test_at_a_rung_that_few_jobs_reach_they_are_told_apart_on_more_rows() -> Non
     assert rows_at_rungs(60, are_pairs=True) == [32] * 6
 
 
-def test_of_all_choices_of_rungs_the_one_with_the_least_time_stays() -> None:
-    """By the time of every choice on its own, without evaluations that jobs at one step have in common."""
+def test_the_choice_of_rungs_with_the_least_time_is_kept() -> None:
+    """Brute force finds the same choice, without evaluations that jobs at the same step share."""
     settings, row_cost, steps = EarlyExit().resolved(), 0.4 / 128, [1000, 2000, 4000, 500] * 4
     found = budgeted(settings, steps=steps, num_rows=32, row_cost=row_cost, every=0.05)
     kept = [rung.progress for rung in found.selection_rungs]
@@ -139,7 +139,7 @@ def test_of_all_choices_of_rungs_the_one_with_the_least_time_stays() -> None:
     assert len(kept) < 6
 
 
-def test_jobs_that_stand_at_one_step_at_two_rungs_are_evaluated_there_once() -> None:
+def test_jobs_at_the_same_step_at_two_rungs_are_evaluated_once() -> None:
     settings = EarlyExit().resolved()
     found = budgeted(settings, steps=[16] * 12, num_rows=32, row_cost=0.003, every=0.05)
     at = [rung.progress for rung in found.selection_rungs]

@@ -40,7 +40,7 @@ def point(
 
 
 def right(num_right: int, num_rows: int, first: int = 0) -> list[float]:
-    """An accuracy row by row, of which ``num_right`` from row ``first`` on are right."""
+    """Return an accuracy per row; ``num_right`` rows from row ``first`` on are right."""
     return [float(first <= row < first + num_right) for row in range(num_rows)]
 
 
@@ -58,7 +58,7 @@ def right(num_right: int, num_rows: int, first: int = 0) -> list[float]:
         ("one row", [1.0], [0.0], True),
     ],
 )
-def test_what_lies_within_noise(case, one, other, within) -> None:
+def test_differences_within_noise(case, one, other, within) -> None:
     assert is_within_noise(point("a", 1.0, one), point("b", 1.0, other)) is within
     assert is_within_noise(point("b", 1.0, other), point("a", 1.0, one)) is within
 
@@ -77,13 +77,13 @@ def test_a_row_that_is_not_finite_tells_nothing_of_noise(odd) -> None:
 
 
 def test_rows_of_another_weight_than_the_mean_are_compared_with_their_own_mean() -> None:
-    """Sums over the tokens of a row, where the gain is a mean over tokens: 45 and 25 right of 50 in every row."""
+    """The rows hold sums over tokens, and the score is a mean over tokens: 45 and 25 of 50 are right in every row."""
     many, few = ([50 * share + (row % 3) for row in range(100)] for share in (0.9, 0.5))
     assert not is_within_noise(point("a", 1.0, many, score=0.9), point("b", 1.0, few, score=0.5))
 
 
 def test_losses_of_other_scales_decide_nothing_where_the_base_is_not_known() -> None:
-    """An IPO loss begins at 25 and a sigmoid at 0.69: within noise of one another the score decides."""
+    """An IPO loss begins at 25 and a sigmoid loss at 0.69: if the losses are within noise, the score decides."""
     ipo = point("ipo", 18.0, right(35, 45), scale="loss_type=ipo")
     sigmoid = point("sigmoid", 0.69, right(34, 45), scale="loss_type=sigmoid")
     assert ordered([sigmoid, ipo]) == [ipo, sigmoid]
@@ -112,16 +112,15 @@ def test_a_chain_of_checkpoints_within_noise_of_the_next_does_not_lead_away_from
 
 
 def test_the_interval_is_student_s() -> None:
-    """Five rows with differences 1, 1, 1, 1, 0: mean 0.8, error 0.2, so t is 4; with 0, 0, 1, 1, 1 it is 2.45, below
+    """Five rows with differences 1, 1, 1, 1, 0: mean 0.8, error 0.2, so t is 4. With 0, 0, 1, 1, 1, t is 2.45, below
     the 2.78 of four degrees of freedom, though above the normal 1.96."""
     nothing = [0.0] * 5
     assert not is_within_noise(point("a", 1.0, [1, 1, 1, 1, 0]), point("b", 1.0, nothing))
     assert is_within_noise(point("a", 1.0, [0, 0, 1, 1, 1]), point("b", 1.0, nothing))
 
 
-def test_of_few_rows_the_interval_is_wide() -> None:
-    """Of three differences, t is 4.16 for 1, 2, 2.5, within the 4.30 of two degrees of freedom, and 5.20 for the
-    others."""
+def test_the_interval_of_few_rows_is_wide() -> None:
+    """For the differences 1, 2, 2.5 t is 4.16, below the 4.30 of two degrees of freedom; for 1, 1.5, 2 it is 5.20."""
     nothing = [0.0] * 3
     assert is_within_noise(point("a", 1.0, [1, 2, 2.5]), point("b", 1.0, nothing))
     assert not is_within_noise(point("a", 1.0, [1, 1.5, 2]), point("b", 1.0, nothing))
@@ -181,7 +180,7 @@ def test_an_order_of_all_whatever_order_they_come_in(worth, draw: random.Random)
     assert sorted(order, key=lambda item: item.job) == points
     assert ordered(draw.sample(points, len(points))) == order
     for before, after in itertools.pairwise(order):
-        # Where the loss decides, both are within noise of one that leads their group.
+        # Where the loss decides, both are within noise of the leader of their group.
         leads = [item for item in order if item.score >= after.score]
         assert after.score <= before.score or any(
             is_within_noise(before, lead) and is_within_noise(after, lead) for lead in leads
@@ -207,7 +206,9 @@ def test_two_evaluations_differ_by_their_difference_on_common_rows() -> None:
     many, few = point_on_rows("a", [2.0, 9.0, 4.0, 1.0]), point_on_rows("b", [1.5, 8.0])
     moved = on_scale_of(many, few, WEIGHTS)
     assert moved.validation_loss == pytest.approx(many.validation_loss - (0.5 * 1 + 1.0 * 3) / 4)
-    assert few.validation_loss > many.validation_loss > moved.validation_loss, "hard rows are no fault of the job"
+    assert few.validation_loss > many.validation_loss > moved.validation_loss, (
+        "hard rows must not count against the job"
+    )
     assert on_scale_of(few, many, WEIGHTS).validation_loss == pytest.approx(few.validation_loss + 3.5 / 4)
 
 
@@ -250,7 +251,7 @@ def test_the_best_checkpoint_and_the_winner_are_found_on_common_rows() -> None:
         found.observe(job, 2, mean_loss(losses, WEIGHTS), loss_rows=losses)
     assert found.select().kept == ("a",)
     found.observe_losses("a", 3, [1.0, 1.0])
-    # A lower mean, of which the common rows are no better.
+    # A lower mean, but not on the common rows.
     found.observe("a", 4, mean_loss([3.0, 9.1, 1.0], WEIGHTS), loss_rows=[3.0, 9.1, 1.0])
     best = found.best("a")
     assert best is not None
@@ -259,16 +260,16 @@ def test_the_best_checkpoint_and_the_winner_are_found_on_common_rows() -> None:
     found.observe_measured("b", 4.0, [2.0] * 6)
     winner = found.winner()
     assert winner is not None
-    assert (winner.job, winner.validation_loss) == ("b", 4.0), "who was measured comes before who was not"
+    assert (winner.job, winner.validation_loss) == ("b", 4.0), "jobs that were measured come first"
 
 
 def test_a_rung_between_two_evaluations_takes_the_near_one_on_the_rows_of_the_other() -> None:
     found = selection(a=3, b=3)
     easy_and_hard = [1.0, 9.0]
-    for job, gain in (("a", 0.5), ("b", 0.4)):
+    for job, lead in (("a", 0.5), ("b", 0.4)):
         start = StartValue(validation_loss=1.0, loss_rows=(1.0,))
         found.observe_base(job, start)
-        rows = [loss - gain for loss in easy_and_hard]
+        rows = [loss - lead for loss in easy_and_hard]
         found.observe_losses(job, 1, [1.0, 1.0])
         found.observe(job, 2, mean_loss(rows, WEIGHTS), loss_rows=rows)
     candidates = {one.job: one.validation_loss for one in found.rungs.candidates()}

@@ -1,4 +1,4 @@
-"""The rules of early exit on one job's curve: a trace in, an exit step out; and what they smooth and refuse."""
+"""The early-exit rules on one job's curve: a trace in, an exit step out; smoothing, and refused settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ small = st.lists(st.floats(0.01, 10), min_size=1, max_size=12)
 
 
 def exit_step(rule, points):
-    """First step at which the rule ends the job, as a run would see it: one more point at a time."""
+    """Return the first step at which the rule ends the job, given one more point at a time, as in a run."""
     verdicts = (rule.judge(points[:count]) for count in range(len(points) + 1))
     return next((verdict.step for verdict in verdicts if verdict is not None), None)
 

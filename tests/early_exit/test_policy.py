@@ -1,4 +1,4 @@
-"""The policy of a task; and jobs that join while others train, ranked among all that were ever ranked at a rung."""
+"""The policy of a task; and jobs that join later, which are ranked among all jobs ever ranked at a rung."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_select_ranks_at_the_rung_asked_for() -> None:
     candidates = [Candidate(job=f"{number}", step=1, validation_loss=float(number)) for number in range(10)]
     policy = policy_from(EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2))))
     assert len(policy.select(0, candidates).kept) == 5
-    assert len(policy.select(1, candidates).kept) == 1, "half, and of those a fifth"
-    assert len(policy.select(1, candidates, 40).kept) == 4, "of the 40 that were ranked at the first"
+    assert len(policy.select(1, candidates).kept) == 1, "half of the jobs, then a fifth of these"
+    assert len(policy.select(1, candidates, 40).kept) == 4, "a share of the 40 jobs ranked at the first rung"
 
 
 def test_places_of_the_paper_are_a_share_of_those_ranked_at_the_rung() -> None:
@@ -143,7 +143,7 @@ def selection(jobs: Mapping[str, float], rungs: tuple[Rung, ...] = RUNGS) -> Sel
 
 
 def train(found: Selection, job: str, loss: float, until: int) -> None:
-    """Train ``job`` at a constant loss, evaluated after every step, while it may."""
+    """Train ``job`` at a constant loss with an evaluation after every step, as long as it may train."""
     while found.is_training(job) and not found.rungs.is_waiting(job) and (step := len(found.history(job)) + 1) <= until:
         found.observe_losses(job, step, [loss])
         found.observe(job, step, loss)
@@ -171,14 +171,14 @@ def after_first_rung() -> Selection:
     [(0.5, None), (1.5, None), (2.5, None), (3.5, ("underperforming", 2)), (9.0, ("underperforming", 2))],
 )
 def test_a_late_job_is_ranked_alone_at_the_rung_it_missed(loss: float, ended: tuple[str, int] | None) -> None:
-    """Of five that were ever ranked, the first three continue: ``ceil(0.5 * 5)``."""
+    """The first three of five jobs ever ranked continue: ``ceil(0.5 * 5)``."""
     found = after_first_rung()
     found.add("late", STEPS, catches_up=True)
     train(found, "late", loss, 3)
     assert reason(found, "late") == ended
     assert found.training == (("a", "b") if ended else ("a", "b", "late"))
     if ended:
-        assert found.decision_on("late").evidence["progress"] == 0.2, "its place was at that rung"
+        assert found.decision_on("late").evidence["progress"] == 0.2, "it took its place at that rung"
 
 
 def test_late_jobs_are_ranked_among_each_other_too() -> None:
@@ -186,7 +186,7 @@ def test_late_jobs_are_ranked_among_each_other_too() -> None:
     for job, loss in {"first": 0.5, "second": 0.6, "third": 2.5}.items():
         found.add(job, STEPS, catches_up=True)
         train(found, job, loss, 3)
-    # Of seven that were ever ranked four continue: ceil(0.5 * 7).
+    # Four of seven jobs ever ranked continue: ceil(0.5 * 7).
     assert [reason(found, job) for job in ("first", "second", "third")] == [None, None, ("underperforming", 2)]
     assert found.decision_on("third").evidence["rank"] == 5
 
@@ -198,7 +198,7 @@ def test_late_jobs_that_ended_at_a_rung_count_as_ranked_at_the_next() -> None:
         train(found, f"late-{number}", 9.0, STEPS)
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
-    # Of eight that were ever ranked two continue: ceil(0.25 * 8).
+    # Two of eight jobs ever ranked continue: ceil(0.25 * 8).
     assert found.select().kept == ("a", "b")
 
 
@@ -209,7 +209,7 @@ def test_no_rung_waits_for_a_late_job_until_it_has_caught_up() -> None:
     for job in ("a", "b"):
         train(found, job, FIELD[job], STEPS)
     assert found.rungs.is_ready(), "it has not reached the first rung yet"
-    assert found.select().kept == ("a",), "what it has at another share of its steps is not compared"
+    assert found.select().kept == ("a",), "values at other shares of the steps are not compared"
     train(found, "late", 1.5, STEPS)
     # At the second rung two of five continue: ceil(0.25 * 5).
     assert reason(found, "late") is None
@@ -224,7 +224,7 @@ def test_a_job_that_caught_up_is_waited_for() -> None:
         train(found, job, FIELD[job], STEPS)
     assert found.rungs.is_ready()
     train(found, "late", 1.5, 5)
-    assert found.rungs.is_ready(), "it is still on its way"
+    assert found.rungs.is_ready(), "it has not reached the rung yet"
     train(found, "late", 1.5, 6)
     assert found.rungs.is_waiting("late")
     assert found.rungs.is_ready()
@@ -299,7 +299,7 @@ def test_a_fork_continues_with_what_was_observed_of_its_origin() -> None:
 
 
 def test_what_its_origin_has_reached_does_not_hold_a_fork_back() -> None:
-    """The best evaluation of a copy is its own, also where its origin had a better score once."""
+    """A fork's best evaluation is its own, even if its origin had a better score."""
     found = selection({"a": 1.0}, rungs=())
     found.observe_losses("a", 1, [1.0])
     found.observe("a", 1, 1.0, score=0.9)

@@ -1,5 +1,4 @@
-"""Losses of preference methods, which begin and end elsewhere than those of tokens: rules that hold for one scale alone
-would end jobs that learn.
+"""Losses of preference methods have other scales than token losses: rules for one scale would end jobs that learn.
 
 DPO's sigmoid loss begins at log 2 and may fall to nothing; IPO's begins at ``1 / (4 beta²)``, 25 where beta is 0.1 and
 2,500 where it is 0.01; ORPO's is that of tokens and a little more; a robust loss may be negative; a hinge is 0 at last.
@@ -24,7 +23,7 @@ def falling(start: float, end: float, count: int = 20) -> list[float]:
 
 
 def turning(start: float, lowest: float, end: float) -> list[float]:
-    """Falls for half of its way, then rises."""
+    """Return losses that fall for half of their way, and then rise."""
     down = falling(start, lowest, 10)
     return down + [down[-1] + (end - down[-1]) * index / 10 for index in range(1, 11)]
 
@@ -59,7 +58,7 @@ OVERFITTING, DIVERGING = ExitReason.OVERFITTING, ExitReason.DIVERGING
         ("ipo turns upward", falling(25.0, 15.0), turning(25.0, 22.0, 27.0), (OVERFITTING, 120), (OVERFITTING, 40)),
         ("orpo learns", falling(2.1, 1.6), falling(2.1, 1.65), None, None),
         ("negative, far from 0", falling(-0.5, -1.0), falling(-0.5, -0.98), None, None),
-        # Where a loss goes through 0, the ratio that Algorithm 1 asks about is as large as one likes.
+        # Where a loss crosses 0, the ratio in Algorithm 1 is unbounded.
         ("through 0", falling(LOG_2, -0.5), falling(LOG_2, -0.49), None, (OVERFITTING, 50)),
         ("negative, turns", falling(LOG_2, -2.0), turning(LOG_2, -0.4, 0.6), (OVERFITTING, 120), (OVERFITTING, 20)),
         ("breaks", [LOG_2] * 19 + [math.nan], falling(LOG_2, 0.4), (DIVERGING, 200), (DIVERGING, 200)),
@@ -72,7 +71,7 @@ def test_trace_in_verdict_out(history, case, train, validation, alto, paper) -> 
 
 
 def test_what_a_negative_loss_is_apart_by_is_measured_by_its_size(history) -> None:
-    """The divisor of Algorithm 1's gap is a size; a loss below zero is not a small one."""
+    """Algorithm 1 divides the gap by the size of the loss; a loss below zero is not a small one."""
     near, far = history([-0.49] * 2, [-0.5] * 2), history([-0.4] * 2, [-0.5] * 2)
     assert OverfittingGap().judge(near) is None
     verdict = OverfittingGap().judge(far)

@@ -26,12 +26,12 @@ from alto.spec.early_exit import ceil_fraction, rung_step
         (1.0, 7, 7),
     ],
 )
-def test_ceil_share(share: float, total: int, expected: int) -> None:
+def test_ceil_fraction(share: float, total: int, expected: int) -> None:
     assert ceil_fraction(share, total) == expected
 
 
 @given(st.integers(1, 1000), st.integers(0, 100_000))
-def test_ceil_share_of_written_decimals_is_exact(thousandths: int, total: int) -> None:
+def test_ceil_fraction_of_written_decimals_is_exact(thousandths: int, total: int) -> None:
     assert ceil_fraction(thousandths / 1000, total) == math.ceil(Fraction(thousandths, 1000) * total)
 
 

@@ -54,7 +54,7 @@ def test_metrics_are_written_and_read_and_may_be_absent(recording, tmp_path) -> 
     assert math.isnan(with_metrics.metrics["kl"][0])
     assert with_metrics.metrics["kl"][1] == 1 / 3
     assert without.metrics == {}
-    assert "metrics" not in json.loads((tmp_path / "r.json").read_text())["jobs"][1], "as before they were recorded"
+    assert "metrics" not in json.loads((tmp_path / "r.json").read_text())["jobs"][1], "as before the recording"
 
 
 def test_equal_content_gives_equal_bytes(recording, tmp_path) -> None:
@@ -62,7 +62,7 @@ def test_equal_content_gives_equal_bytes(recording, tmp_path) -> None:
     Recording.read(tmp_path / "one.json.gz").write(tmp_path / "two.json.gz")
     one, two = (tmp_path / "one.json.gz").read_bytes(), (tmp_path / "two.json.gz").read_bytes()
     assert one == two
-    assert one[4:8] == b"\0\0\0\0"  # the time of the gzip header
+    assert one[4:8] == b"\0\0\0\0"  # the time in the gzip header
 
 
 def test_the_document_is_strict_json(recording, tmp_path) -> None:

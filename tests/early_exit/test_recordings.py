@@ -1,4 +1,4 @@
-"""The default policy against the paper's, by replay on the recordings in the repository."""
+"""The default policy against the paper's, replayed on the recordings in the repository."""
 
 from __future__ import annotations
 

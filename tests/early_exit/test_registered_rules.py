@@ -1,4 +1,4 @@
-"""A rule of the user's own: the one of docs/early-exit.md, as an installed package brings it."""
+"""A user's own rule: the example of docs/early-exit.md, as an installed package."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """``install(old, new)``: the page's package, changed in one place; without ``old``, another source."""
+    """``install(old, new)`` installs the page's package with ``old`` replaced; without ``old``, with another source."""
 
     def installed(old: str = "", new: str = "") -> None:
         source = FILES["my_rules.py"]
@@ -236,7 +236,8 @@ def test_a_verdict_that_is_not_the_rule_s_is_refused(wrong: dict[str, object]) -
 def test_its_exits_are_in_journal_report_and_replay(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's task file, interrupted and resumed by the engine; then the same rule on a recording of its jobs."""
+    """The page's task file is interrupted and resumed by the engine; the same rule then replays a recording of its
+    jobs."""
     install()
     write_rows(tmp_path / "rows.jsonl", 40)
     (tmp_path / "task.yaml").write_text(FILES["task.yaml"], encoding="utf-8")
@@ -282,7 +283,7 @@ def test_its_exits_are_in_journal_report_and_replay(
     assert replayed.exits == {"job-000": ("plateau", ended["step"])}
     assert set(replayed.saved_by) == {"plateau"}
 
-    # Where the package is not installed, what happened can still be read.
+    # The journal can be read without the package.
     monkeypatch.setattr("alto.base.plugins.entry_points", lambda **_: ())
     assert read_history(result.run_dir).jobs["job-000"].exit_reason == "plateau"
     assert CliRunner().invoke(app, ["report", result.run_dir]).exit_code == 0

@@ -35,7 +35,7 @@ def candidates(losses: Mapping[str, float]) -> list[Candidate]:
         ({"a1": 1.0, "a2": 1.2, "b1": 1.5, "b2": 1.6}, 1, ["a1", "a2"], ["b1", "b2"]),
         ({"a1": 1.0, "a2": 3.0, "b1": 1.5, "b2": 1.6}, 2, ["b1", "b2", "a1", "a2"], []),
         ({"a1": 1.0, "a2": math.inf, "b1": 9.0, "b2": 9.0}, 1, ["b1", "b2"], ["a1", "a2"]),
-        ({"a2": 3.0, "a1": 1.0, "c": 1.9, "d": 5.0}, 2, ["c", "a1", "a2"], ["d"]),  # others are alone
+        ({"a2": 3.0, "a1": 1.0, "c": 1.9, "d": 5.0}, 2, ["c", "a1", "a2"], ["d"]),  # the others have no repetitions
     ],
 )
 def test_all_jobs_of_a_configuration_are_kept_or_none(
@@ -65,7 +65,7 @@ def test_a_configuration_with_a_failed_job_comes_after_all_others() -> None:
 
 
 def test_rows_of_scores_are_averaged_and_decide_within_noise() -> None:
-    """The means of the rows are compared: a lead of the mean by one row of four is within noise."""
+    """The means of the rows are compared: a mean that leads by one row of four is within noise."""
     rows = {
         "a1": (1.0, 1.0, 1.0, 0.0),
         "a2": (1.0, 1.0, 1.0, 1.0),
@@ -88,7 +88,7 @@ def test_the_order_in_which_jobs_are_given_does_not_matter(order: Sequence[str],
 
 
 def trained(losses: Mapping[str, tuple[float, float]], configuration_of: Mapping[str, str]) -> Selection:
-    """Jobs of ten steps with one rung in the middle, that keeps a half."""
+    """Return the selection after jobs of ten steps with one rung in the middle that keeps half of them."""
     settings = EarlyExit(rungs=((0.5, 0.5),), detect_divergence=False, detect_overfitting=False)
     selection = Selection(
         policy_from(settings), ema_alpha=0.1, total_steps=dict.fromkeys(losses, 10), configuration_of=configuration_of
@@ -108,7 +108,7 @@ LUCKY = {"a1": (1.0, 0.5), "a2": (3.0, 2.5), "b1": (1.6, 1.2), "b2": (1.5, 1.4)}
 
 
 def test_the_lucky_seed_does_not_win() -> None:
-    """Alone, a1 has the lowest loss; of configurations, b is better on average, and its best seed is chosen."""
+    """Among jobs a1 has the lowest loss; among configurations b is better on average, and its best seed is chosen."""
     assert trained(LUCKY, {}).winner().job == "a1"  # type: ignore[union-attr]
     selection = trained(LUCKY, PAIRS)
     assert selection.decision_on("a1").reason is ExitReason.UNDERPERFORMING  # type: ignore[union-attr]
@@ -138,7 +138,7 @@ def test_places_are_counted_in_configurations() -> None:
 
 
 def test_scores_that_are_not_finite_make_the_least_of_means() -> None:
-    """``LEAST_SCORE`` twice has no sum; beside a high score its mean would be one."""
+    """``LEAST_SCORE`` twice has no finite sum; with a high score its mean would be finite."""
     items = [
         *(candidate(job, 1.0, score=LEAST_SCORE) for job in ("a1", "a2")),
         *(candidate(job, 2.0, score=score) for job, score in {"b1": LEAST_SCORE, "b2": 0.9}.items()),
@@ -157,7 +157,7 @@ def test_rows_that_are_not_finite_are_not_averaged() -> None:
 
 
 def test_a_configuration_with_a_failed_job_is_not_named_as_within_noise_of_the_winner() -> None:
-    """Its mean score is the best, but it comes after all others."""
+    """Its mean score is the best, but it ranks last."""
     settings = EarlyExit(select=False, detect_divergence=False, detect_overfitting=False)
     configurations = {**PAIRS, "c1": "c1", "c2": "c1"}
     selection = Selection(
@@ -190,7 +190,7 @@ def test_a_loss_that_is_nan_ranks_its_configuration_last() -> None:
 
 
 def test_a_configuration_trains_as_long_as_one_of_its_jobs() -> None:
-    """So at the finish no other one continues beside it."""
+    """So no other configuration continues next to it at the finish."""
     items = [
         candidate("a1", 1.0, is_training=False),
         candidate("a2", 1.0, is_training=True),
@@ -203,7 +203,7 @@ def test_a_configuration_trains_as_long_as_one_of_its_jobs() -> None:
 
 
 def test_losses_of_other_scales_are_compared_as_shares_of_the_mean_base_loss() -> None:
-    """Where the base's loss is known for all jobs of a configuration; seeds may see other noise there."""
+    """The loss of the base must be known for all jobs of a configuration; seeds may see other noise there."""
     items = [
         candidate("a1", 1.0, loss_scale="x", start_loss=2.0),
         candidate("a2", 1.0, loss_scale="x", start_loss=4.0),

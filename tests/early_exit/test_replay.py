@@ -21,7 +21,8 @@ def falling(end):
 
 @pytest.fixture(scope="module")
 def sweep(record) -> Recording:
-    """Twenty jobs on small data: the best one's training loss runs far below a validation loss that still falls."""
+    """Twenty jobs on small data; the best job's training loss falls far below its validation loss, which still
+    falls."""
     curves = {f"poor-{number:02}": (falling(3.0 + number / 20),) * 2 for number in range(16)}
     curves["best"] = (falling(0.6), lambda progress: falling(1.2)(progress) - 0.2 * progress)
     curves["overfits"] = (falling(0.5), lambda progress: falling(1.3)(progress) + 2 * max(0.0, progress - 0.3))
@@ -37,7 +38,7 @@ def test_two_rungs_on_a_sweep_by_hand(sweep) -> None:
     assert exits["diverges"] == (ExitReason.UNDERPERFORMING, 5)
     assert exits["overfits"][0] is ExitReason.OVERFITTING
     assert 60 < exits["overfits"][1] <= 100
-    # 19 jobs stand at the first rung, 10 are kept; 2 of the 10 at the second.
+    # 19 jobs reach the first rung, which keeps 10; the second keeps 2 of these.
     assert sorted(step for reason, step in exits.values() if reason is ExitReason.UNDERPERFORMING) == [5] * 9 + [10] * 8
     assert "best" not in exits
     assert (result.winner, result.regret) == ("best", 1.0)

@@ -1,4 +1,4 @@
-"""Jobs that train past a rung before it is held: every decision is the one it would have been without."""
+"""Jobs that train past a rung before its selection: every decision is the same as if they had waited."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Failures = dict[str, tuple[int, str]]
 
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[Policy, Traces, Failures]:
-    """A policy with rungs that coincide or not, and jobs that fall, turn up, tie, break or fail at any step."""
+    """Draw a policy whose rungs may coincide, and jobs that fall, turn up, tie, break or fail at any step."""
     progress = sorted(draw(st.lists(st.sampled_from([1 / 12, 2 / 12, 4 / 12, 6 / 12, 1.0]), min_size=1, max_size=3)))
     shares, least = st.sampled_from([0.2, 0.5, 0.75, 1.0]), draw(st.sampled_from([1, 2, 4]))
     rungs = tuple(
@@ -46,7 +46,7 @@ def fail(selection: Selection, job: str, num_steps: int) -> None:
 def run(
     policy: Policy, traces: Traces, failures: Failures, shuffler: random.Random, *, ahead: bool
 ) -> tuple[Selection, list[RungResult]]:
-    """Train a step of any job that may at a time, each step evaluated; ``ahead`` lets the certain ones train, too."""
+    """Train one step of any job at a time, with an evaluation; with ``ahead``, jobs certain to be kept may train on."""
     totals, weights = dict.fromkeys(traces, TOTAL_STEPS), (1.0,) * 3
     selection = Selection(policy, ema_alpha=1.0, total_steps=totals, row_weights=weights)
     for job in traces:
@@ -89,7 +89,7 @@ HALF_THEN_HALF = Policy(rungs=(Rung(progress=0.25, keep=0.5), Rung(progress=0.5,
 
 
 def waiting(losses: dict[str, float], policy: Policy = HALF_THEN_HALF) -> Selection:
-    """Jobs of twelve steps, of which those with a loss have reached the first rung at step 3."""
+    """Return a selection of jobs of twelve steps; those with a loss have reached the first rung at step 3."""
     selection = Selection(policy, ema_alpha=1.0, total_steps=dict.fromkeys("abcdef", 12))
     for job, loss in losses.items():
         selection.observe_losses(job, 1, [1.0] * 3)
@@ -101,10 +101,10 @@ def waiting(losses: dict[str, float], policy: Policy = HALF_THEN_HALF) -> Select
     ("losses", "certain"),
     [
         ({}, ""),
-        ({"a": 1.0, "b": 2.0, "c": 3.0}, ""),  # three are still to come, and three places
+        ({"a": 1.0, "b": 2.0, "c": 3.0}, ""),  # three jobs and three places are left
         ({"a": 1.0, "b": 2.0, "c": 3.0, "d": 0.5}, "d"),
         ({"a": 1.0, "b": 1.0, "c": 3.0, "d": 4.0, "e": 5.0}, "ab"),  # ties rank by id
-        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": math.nan}, "a"),  # one less competes for three of five places
+        ({"a": 1.0, "b": 2.0, "c": 3.0, "d": math.nan}, "a"),  # one job less competes for three of five places
     ],
 )
 def test_a_place_is_certain_if_all_who_are_to_come_could_be_better(losses: dict[str, float], certain: str) -> None:
@@ -140,22 +140,22 @@ def test_the_rung_ranks_by_the_value_there_and_counts_who_broke_after_it() -> No
     assert selection.select().kept == ("a", "f", "b")
 
 
-def test_a_job_that_fails_in_the_step_after_the_rung_stands_there() -> None:
-    """It has as many steps as at the rung, and was evaluated there: had it waited, it would have been kept."""
+def test_a_job_that_fails_in_the_step_after_the_rung_is_ranked_there() -> None:
+    """It has as many steps as at the rung, and was evaluated there; had it waited, it would have been kept."""
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     fail(selection, "a", 3)
     fail(selection, "f", 2)
     assert selection.select().kept == ("a", "b", "c")
 
 
-def test_a_job_that_cannot_be_evaluated_at_the_rung_does_not_stand_there() -> None:
+def test_a_job_that_cannot_be_evaluated_at_the_rung_is_not_ranked_there() -> None:
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     selection.observe_losses("f", 1, [1.0] * 3)
     fail(selection, "f", 3)
     assert selection.select().kept == ("a", "b", "c")
 
 
-def test_a_job_that_a_user_stops_while_it_runs_ahead_stands_no_more() -> None:
+def test_a_job_that_a_user_stops_while_it_runs_ahead_is_no_longer_ranked() -> None:
     selection = waiting({"a": 1.0, "b": 2.0, "c": 3.0, "d": 4.0, "e": 5.0})
     run_ahead(selection, "a", {4: 0.9})
     selection.end(ExitDecision(job="a", step=4, reason=ExitReason.STOPPED))

@@ -69,7 +69,7 @@ def test_a_step_loss_that_is_not_finite_ends_the_job_at_its_step() -> None:
     assert selection.winner() is None
 
 
-def test_a_diverged_job_does_not_stand_at_the_rung() -> None:
+def test_a_diverged_job_is_not_ranked_at_the_rung() -> None:
     selection = selection_of({"a": 20, "b": 20, "c": 20})
     train_to(selection, "a", 1, 0.1)
     selection.observe_losses("a", 2, [math.nan])
@@ -151,7 +151,7 @@ def test_a_job_at_its_last_step_has_finished_unless_its_loss_is_not_finite() -> 
     assert selection.best("b") is None
 
 
-def test_no_rung_is_held_when_nobody_trains() -> None:
+def test_no_rung_is_decided_when_no_job_trains() -> None:
     selection = selection_of({"a": 10, "b": 10})
     for job in selection.jobs:
         selection.observe_losses(job, 1, [math.inf])
@@ -161,8 +161,8 @@ def test_no_rung_is_held_when_nobody_trains() -> None:
 
 @pytest.mark.parametrize("reason", [ExitReason.STOPPED, ExitReason.FAILED, ExitReason.BUDGET])
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_job_ended_from_outside_competes_no_more_and_blocks_nobody(reason, step) -> None:
-    """Nor with an evaluation before the rung."""
+def test_a_job_ended_from_outside_no_longer_competes_or_blocks_others(reason, step) -> None:
+    """This holds for a job with an evaluation before the rung too."""
     selection = selection_of({"a": 10, "b": 20})
     train_to(selection, "a", 1, 1.0)
     if step:

@@ -42,7 +42,7 @@ def dropped(rung_result) -> list[str]:
         ("an ended job takes a place", {"a": 1, "b": 2}, "a", 0.5, ["a"], ["b"]),
         ("an ended job is not dropped", {"a": 3, "b": 2}, "a", 0.5, ["b"], []),
         ("an ended job counts", {"a": 3, "b": 2, "c": 1}, "a", 0.34, ["c", "b"], []),
-        ("nobody stands", {}, "", 0.5, [], []),
+        ("no job has a value", {}, "", 0.5, [], []),
     ],
 )
 def test_who_is_kept(case, losses, ended, keep, kept, out) -> None:
@@ -64,7 +64,7 @@ def test_evidence() -> None:
     }
 
 
-def test_there_is_no_cutoff_where_nobody_is_kept() -> None:
+def test_there_is_no_cutoff_if_no_job_is_kept() -> None:
     assert "cutoff_loss" not in select(Rung(progress=0.05, keep=0.5), candidates({"a": NAN})).dropped[0].evidence
 
 
@@ -102,8 +102,8 @@ LEADING = [1.0, 2.0, 1.5, 1.2, 0.8, 1.1]
 @pytest.mark.parametrize(
     ("case", "behind", "start_loss", "is_kept"),
     [
-        ("by 0.2 on every row, a tenth of the gain of 2", [0.2] * 6, 3.27, False),
-        ("by 0.05 on every row, a fortieth of the gain", [0.05] * 6, 3.27, True),
+        ("by 0.2 on every row, a tenth of the decrease of 2", [0.2] * 6, 3.27, False),
+        ("by 0.05 on every row, a fortieth of the decrease", [0.05] * 6, 3.27, True),
         ("by 0.2 on average, with an error of 0.13", [1.0, -0.3, 0.4, -0.2, 0.1, 0.2], 3.27, True),
         ("what the first began with is not known", [0.2] * 6, None, True),
         ("the first has gained nothing", [0.2] * 6, 1.2, True),
@@ -113,7 +113,7 @@ LEADING = [1.0, 2.0, 1.5, 1.2, 0.8, 1.1]
         ("one row tells no error", [0.2], 3.27, True),
     ],
 )
-def test_a_job_that_lies_clearly_behind_the_best_does_not_continue_though_there_is_a_place(
+def test_a_job_clearly_behind_the_best_does_not_continue_though_there_is_a_place(
     case: str, behind: list[float], start_loss: float | None, is_kept: bool
 ) -> None:
     first = Candidate(job="a", step=5, validation_loss=1.27, start_loss=start_loss, loss_rows=tuple(LEADING))

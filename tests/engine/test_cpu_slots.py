@@ -1,4 +1,4 @@
-"""How many slots a CPU has for the tasks of a queue: one for each, as far as cores and memory go."""
+"""The number of slots of a CPU for the tasks of a queue: one per task, limited by cores and memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def setup(**changes: object) -> QueueSetup:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine of eight cores and 64 GiB, whose base models have files of a GiB."""
+    """A machine of eight cores and 64 GiB, and base models with files of 1 GiB."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(queue_setup, "num_cores", lambda: 8)
     monkeypatch.setattr(queue_setup, "capacity_bytes", lambda device: 64 * GIB)
@@ -34,11 +34,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.parametrize(("num_tasks", "num_gpus", "slots"), [(1, 1, 1), (3, 1, 3), (20, 1, 7), (2, 3, 6)])
 @pytest.mark.usefixtures("machine")
-def test_as_many_as_the_tasks_ask_for_and_memory_holds(
-    num_tasks: int, num_gpus: int, slots: int, tmp_path: Path
-) -> None:
+def test_slots_are_limited_by_tasks_and_memory(num_tasks: int, num_gpus: int, slots: int, tmp_path: Path) -> None:
     tasks = [make_task(tmp_path).replace(num_gpus=num_gpus)] * num_tasks
-    assert setup().sized_for(tasks).total_gpus == slots  # 9 GiB a process: seven fit
+    assert setup().sized_for(tasks).total_gpus == slots  # 9 GiB per process: seven fit
 
 
 def test_no_more_than_cores(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The engine end to end on a tiny saved model: tune, the paper's listing, what it prints, refuses and leaves behind."""
+"""The engine end to end on a tiny saved model: tuning, the paper's listing, its output, its errors, its files."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ SPACE = {"lr": [1e-3, 1e-2], "batch_size": [4, 8]}
 
 @pytest.fixture(scope="module")
 def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, alto.TaskResult, list[Any]]:
-    """A task, its result, and every event that an observer saw."""
     folder = tmp_path_factory.mktemp("tuned")
     seen: list[Mapping[str, Any]] = []
     task = make_task(folder, model=str(model), search_space=SPACE, r=4)
@@ -137,12 +136,12 @@ def test_paper_listing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seconds.keys() == {"long", "short"}
     assert seconds["short"] < seconds["long"]
     assert schedule.status == "optimal"
-    # One after the other, or in one process where what was measured says that this is sooner.
+    # One after the other, or in one process if the measurements say that this is faster.
     is_shared = len({placement.executor for placement in schedule.placements} - {""}) == 1
     assert schedule.makespan_s == pytest.approx(max(seconds.values()) if is_shared else sum(seconds.values()))
     assert not (tmp_path / "runs").exists()
     with monkeypatch.context() as context:
-        context.setattr(LocalCluster, "start", None)  # what they take was found out once
+        context.setattr(LocalCluster, "start", None)  # the measurements are cached
         assert engine.schedule(tasks, method="MILP").makespan_s == schedule.makespan_s
 
     early_exit = alto.EarlyExit(policy="paper", warmup_ratio=0.05, select_ratio=0.25)
@@ -226,7 +225,7 @@ def test_the_single_strategy_is_one_process_on_cpu_slots(model: Path, tmp_path: 
     assert not (Path(result.run_dir) / "logs").exists()
 
 
-def test_a_wrong_task_on_several_ranks_is_told_by_name_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
+def test_a_wrong_task_on_several_ranks_is_a_named_error_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
     task = make_task(tmp_path, model=str(model), num_gpus=2, target_modules=["q_porj"])
     with pytest.raises(TargetModuleError, match="q_porj"):
         alto.Engine(output_dir=tmp_path / "runs").tune(task)
@@ -264,9 +263,7 @@ def test_a_run_without_a_result_is_kept_with_its_report(model: Path, tmp_path: P
     assert not (root / "best").exists()
 
 
-def test_a_failure_in_the_middle_is_told_as_it_was(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_in_the_middle_keeps_its_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     append = Journal.append
 
     def fail(journal: Journal, event: Event) -> JournalEntry:
@@ -285,7 +282,7 @@ def test_a_failure_in_the_middle_is_told_as_it_was(
 def test_observers_that_raise_hang_or_are_slow_change_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One of each kind; the hanging one delays the end by the timeout at most, and one that is well sees everything."""
+    """One of each kind: the hanging one delays the end by at most the timeout, and a working one gets everything."""
     waits_s = pass_time_for("hangs", monkeypatch)
     gate, calls = threading.Event(), list[str]()
     seen: list[JournalEntry] = []
@@ -319,7 +316,7 @@ def test_observers_that_raise_hang_or_are_slow_change_nothing(
     assert set(of_trackers) <= {FLUSH_TIMEOUT_S}
 
 
-def test_a_failure_before_the_first_event_is_told_as_it_was(
+def test_a_failure_before_the_first_event_keeps_its_error(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:

@@ -1,4 +1,4 @@
-"""What a task takes is known for that task, those rows and that cluster, and for no other."""
+"""An estimate holds for its task, its rows and its cluster, and for no other."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_what_a_task_has_taken_is_known(tmp_path: Path) -> None:
     found = known_estimate(task, CLUSTER, 1)
     assert found is not None
     assert found.sharing is not None
-    assert found.sharing.step_s == 1.0, "steps are a part of it"
+    assert found.sharing.step_s == 1.0, "the estimate includes steps"
     remember_duration(task, CLUSTER, 1, 0.0)
     assert known_estimate(task, CLUSTER, 1) is not None
 

@@ -1,4 +1,4 @@
-"""A finished run that is given further jobs: they are trained, and its result, report and best adapter are renewed."""
+"""A finished run with further jobs: they are trained, and its result, report and best adapter are updated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES: dict[str, Any] = {"learning_rate": 1e-2}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has a model, ``base``, and a finished run on it, ``finished``."""
+    """A folder with a model, ``base``, and a finished run on it, ``finished``."""
     folder = tmp_path_factory.mktemp("further")
     save_model(folder / "base")
     alto.Engine(output_dir=folder / "runs").tune(task_in(folder))
@@ -72,7 +72,7 @@ def test_a_clone_is_trained_as_it_would_have_been_before_the_end(
     other = tmp_path / "other"
 
     def clone_late() -> bool:
-        """Called before every step: sends the command in the last steps of the run."""
+        """Send the command in the last steps of the run; called before every step."""
         [run] = other.iterdir()
         jobs, mailbox = read_history(run).jobs, Mailbox(RunDir(run))
         is_late = jobs["job-001"].step >= jobs["job-001"].total_steps - 1
@@ -104,7 +104,7 @@ def test_the_journal_of_both_parts_is_one_run(finished: RunDir) -> None:
     seen: list[Any] = []
     alto.Engine(observers=[seen.append]).resume(finished.root)
     events = read_journal(finished.root)
-    assert events[: len(before)] == before, "nothing of the finished run is cut"
+    assert events[: len(before)] == before, "the finished run's journal was cut"
     names = [event["event"] for event in events[len(before) :]]
     assert names[0] == "task_resumed"
     note = events[len(before)]["notes"][0]
@@ -151,7 +151,7 @@ def test_it_can_be_interrupted_and_continues(finished: RunDir) -> None:
     calls = iter(range(3))
     with pytest.raises(TaskInterruptedError):
         alto.Engine(is_interrupted=lambda: next(calls, None) is None).resume(finished.root)
-    assert read_history(finished.root).result is None, "there will be another"
+    assert read_history(finished.root).result is None, "a new result will follow"
     assert (finished.best / "metrics.json").is_file(), "the best adapter so far is kept until then"
     result, expected = alto.Engine().resume(finished.root), alto.Engine().resume(whole)
     assert result.best_validation_loss == expected.best_validation_loss
@@ -159,7 +159,7 @@ def test_it_can_be_interrupted_and_continues(finished: RunDir) -> None:
 
 
 def test_a_best_adapter_of_the_result_before_is_replaced(finished: RunDir) -> None:
-    """As after a kill between the new result and its export."""
+    """This is the state after a kill between the new result and its export."""
     old = shutil.copytree(finished.best, finished.root / "old")
     Mailbox(finished).send(JobAction.CLONE, "job-001", changes=CHANGES)
     alto.Engine().resume(finished.root)

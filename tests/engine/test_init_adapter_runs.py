@@ -1,4 +1,4 @@
-"""Runs whose jobs begin with a saved adapter: from one run to the next, resumed, refused."""
+"""Runs whose jobs begin with a saved adapter: of another run, resumed, refused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIRST: dict[str, Any] = {"r": 4, "lora_alpha": 12, "use_rslora": True, "target_m
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Has a model, ``base``, and a finished run on it, ``first``."""
+    """A folder with a model, ``base``, and a finished run on it, ``first``."""
     folder = tmp_path_factory.mktemp("init")
     task = make_task(folder, model=str(save_model(folder / "base")), lr=1e-2, **FIRST, **QUIET)
     alto.Engine(output_dir=folder / "runs").tune(task)
@@ -63,7 +63,7 @@ def test_a_run_begins_with_the_best_adapter_of_another(folder: Path, tmp_path: P
     start = read_adapter(folder / "first" / "best")
     stayed = read_adapter(Path(result.run_dir) / "jobs" / "job-001" / "last")
     for name, (a_KR, b_RN) in start.items():
-        assert stayed[name][0].equal(a_KR), "at that rate nothing is learned"
+        assert stayed[name][0].equal(a_KR), "at that rate the job learns nothing"
         assert stayed[name][1].equal(b_RN)
     assert result.best_job == "job-000"
     assert result.best_validation_loss < before.best_validation_loss

@@ -1,4 +1,4 @@
-"""How often an executor of several ranks is started again, and what is told and left when it ends for good."""
+"""Restarts of an executor of several ranks, and its errors and files when it ends for good."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Attempt = Callable[[RunDir], ExecutorEnded]
 
 
 class ScriptedCluster:
-    """Executors that do as they are told and end at once; the last of ``attempts`` again and again."""
+    """Executors that end at once according to ``attempts``; the last one repeats."""
 
     has_gpus = False
 
@@ -64,7 +64,7 @@ class ScriptedCluster:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedCluster]:
-    """``script(*attempts)``: what the ranks of tasks do from now on."""
+    """``script(*attempts)`` sets what the ranks of tasks do."""
 
     def use(*attempts: Attempt) -> ScriptedCluster:
         cluster = ScriptedCluster(attempts)
@@ -79,7 +79,7 @@ def ends(outcome: Outcome, reason: str = "rank 1 was killed", error: str = "") -
 
 
 def saves(run: RunDir) -> ExecutorEnded:
-    """Comes to another checkpoint, and is lost."""
+    """Write another checkpoint, and get lost."""
     with Journal(run.journal_file, past=read_entries(run.journal_file)) as journal:
         journal.append(event("task_resumed"))
         journal.append(event("checkpoint", jobs={}))
@@ -87,7 +87,7 @@ def saves(run: RunDir) -> ExecutorEnded:
 
 
 def refuses(max_tokens: int) -> Attempt:
-    """Is short of memory, and says which passes would fit."""
+    """Run out of memory, and report the passes that would fit."""
 
     def attempt(run: RunDir) -> ExecutorEnded:
         event = {"phase": "step", "residents": [], "num_tokens": 99, "max_tokens_per_pass": max_tokens}
@@ -132,7 +132,7 @@ def test_a_run_whose_ranks_are_lost_is_kept_with_its_logs(
     assert len(list((tmp_path / "runs").iterdir())) == 1
 
 
-def test_a_run_that_is_not_tried_again_says_no_number_of_times(
+def test_the_error_of_a_run_without_retries_names_no_number_of_attempts(
     script: Callable[..., ScriptedCluster], tmp_path: Path
 ) -> None:
     script(ends(Outcome.FAILED, "it could not write down how it ended"))

@@ -1,4 +1,4 @@
-"""Queues with real executors, while they run: tasks come and are cancelled, from Python and from another process."""
+"""Running queues with real executors: tasks are added and cancelled, from Python and from another process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
         waits = queue.submit(other, tenant="guest")
         with pytest.raises(SpecError, match="the quota of tenant 'guest'"):
             queue.submit(wide.replace(num_gpus=2), tenant="guest")
-        for entry in queue.events():  # follows live, and is left
+        for entry in queue.events():  # follows the live queue, and leaves it
             if isinstance(entry.event, events.ExecutorStarted):
                 break
         trains = lambda: queue.status().tasks["long"].state is TaskState.RUNNING  # noqa: E731
@@ -56,7 +56,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
         assert answer.done, answer.message
         assert queue.submit(short) == "short"
         assert queue.submit(short) == "short-2"
-        assert queue.status().tasks[waits].state is TaskState.WAITING, "its tenant has all that it may have"
+        assert queue.status().tasks[waits].state is TaskState.WAITING, "its tenant has used its quota"
         queue.cancel("long")
         queue.cancel("short-2")
         results = queue.results()
@@ -80,7 +80,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
 
 @contextlib.contextmanager
 def waiting_queue(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], QueueDir]]:
-    """``alto run --wait-for-tasks`` in a session of its own."""
+    """Run ``alto run --wait-for-tasks`` in a session of its own."""
     command = [
         *(sys.executable, "-c", "from alto.cli import main; main()", "run", "--wait-for-tasks", "--total-gpus", "2"),
         *("--output-dir", str(folder / "runs"), "--quiet"),
@@ -115,8 +115,8 @@ def test_tasks_are_submitted_and_cancelled_by_another_process(model: Path, tmp_p
         files[name] = tmp_path / f"{name}.yaml"
         files[name].write_text(task.to_yaml(), encoding="utf-8")
     with waiting_queue(tmp_path) as (process, queue):
-        said = alto_command("submit", queue.root, files["long"], files["short"], "--tenant", "research")
-        assert said == "long was submitted.\nshort was submitted.\n"
+        printed = alto_command("submit", queue.root, files["long"], files["short"], "--tenant", "research")
+        assert printed == "long was submitted.\nshort was submitted.\n"
         wait_for(lambda: states(queue).get("short") == "finished", "the short task")
         assert "is cancelled" in alto_command("cancel", queue.root, "long")
         wait_for(lambda: states(queue)["long"] == "cancelled", "the long task to end")
@@ -124,7 +124,7 @@ def test_tasks_are_submitted_and_cancelled_by_another_process(model: Path, tmp_p
         refused = CliRunner().invoke(app, ["cancel", str(queue.root), "absent"])
         assert isinstance(refused.exception, QueueCommandError)
 
-        os.kill(process.pid, signal.SIGKILL)  # and what is submitted meanwhile is done when the queue is resumed
+        os.kill(process.pid, signal.SIGKILL)  # tasks submitted meanwhile run when the queue is resumed
         process.wait()
         wait_for(lambda: not queue.run.is_locked(), "the lock")
         assert "the command takes effect with: alto resume" in alto_command("submit", queue.root, files["next"])

@@ -1,4 +1,5 @@
-"""Tasks on a model and a tokenizer that are Python objects: what they train, what is left of them, what needs an id."""
+"""Tasks on a model and a tokenizer given as Python objects: their training, the objects afterwards, the need for an
+id."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def load(folder: Path) -> tuple[PreTrainedModel, Any]:
 
 
 def changed(model: PreTrainedModel) -> PreTrainedModel:
-    """With weights that no name loads."""
+    """Give the model weights that no name loads."""
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
     return model
@@ -55,7 +56,6 @@ def task_of(rows: Path, model: Any, tokenizer: Any = None, **changes: Any) -> al
 
 
 def numbers(result: alto.TaskResult) -> list[tuple[str, Any]]:
-    """Every loss of a run."""
     events = (event for event in read_journal(result.run_dir) if event["event"] in ("train", "eval"))
     return sorted(
         (event["job"], json.dumps({key: event[key] for key in ("losses", "validation_loss") if key in event}))
@@ -116,7 +116,7 @@ def test_its_run_names_what_loads_the_same(folder: Path, tmp_path: Path) -> None
 def of_object(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, Any, alto.TaskResult, Any]:
-    """A changed model, its tokenizer, the result of a task on it, and what it was before."""
+    """A changed model, its tokenizer, the result of a task on it, and the model's state before."""
     rows = tmp_path_factory.mktemp("of-object")
     model, tokenizer = load(folder)
     before = state_of(changed(model))
@@ -167,7 +167,7 @@ def test_its_adapter_is_loaded_onto_the_object(
 
 
 def interrupted(folder: Path, rows: Path, *, is_changed: bool) -> tuple[PreTrainedModel, Any, Path, Any]:
-    """A run that was stopped in the middle, and what its model was before."""
+    """Stop a run in the middle; return its model, tokenizer and folder, and the model's state before."""
     model, tokenizer = load(folder)
     before = state_of(changed(model) if is_changed else model)
     seen: list[JournalEntry] = []
@@ -271,7 +271,7 @@ def test_an_interrupted_refit_of_an_object_is_resumed_with_it(
 def test_a_run_that_began_on_an_object_without_a_name_stays_one(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files that have come meanwhile have a fingerprint of their own."""
+    """Files that appear later have another fingerprint."""
     model, tokenizer, run, _ = interrupted(folder, tmp_path, is_changed=True)
     named = NamedBase(model=str(folder), dtype="float32", chat_template=None)
     monkeypatch.setattr("alto.engine.objects.find_named_base", lambda objects: named)
@@ -371,7 +371,7 @@ def test_where_other_processes_load_it_an_id_is_asked_for(call: str, folder: Pat
 
 
 def test_a_reference_of_an_object_is_not_taken_from_another(folder: Path, tmp_path: Path) -> None:
-    """The fingerprint samples weights, so what was computed with an object is not kept for later tasks."""
+    """A fingerprint samples weights, so results computed with an object are not cached for later tasks."""
     rows = [{"prompt": f"{n}?", "chosen": f" {n} yes", "rejected": f" {n} no"} for n in range(8)]
     model, tokenizer = load(folder)
     changed(model)

@@ -1,4 +1,4 @@
-"""A run that is packed as another one was has its bits; one that cannot be is refused by name."""
+"""A run packed like another run has the same bits; a run that cannot be packed so is refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPACE = {"lr": [1e-3, 1e-2, 3e-3]}
 
 @pytest.fixture(scope="module", autouse=True)
 def empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cache without the measurements of other files of tests."""
+    """A cache without the measurements of other test files."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ALTO_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -40,15 +40,17 @@ def first(task: alto.Task, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def packed_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a measurement on a busy machine might have it."""
+    """Use limits that a measurement on a busy machine might give."""
     limits = {"max_slots": 2, "max_tokens_per_step": 64, "max_tokens_per_pass": 64, "gradient_checkpointing": False}
     monkeypatch.setattr(planning, "_with_usual_limits", lambda task: task.replace(**limits))
 
 
 def losses(run: str | Path) -> list[tuple[Any, ...]]:
-    """Every number that a job's training gave, in the order of jobs and steps."""
-    told = [event for event in read_journal(Path(run)) if event["event"] in ("train", "eval")]
-    return sorted((event["event"], json.dumps({k: v for k, v in event.items() if k not in IGNORED})) for event in told)
+    """Return every loss of a run, in the order of jobs and steps."""
+    events = [event for event in read_journal(Path(run)) if event["event"] in ("train", "eval")]
+    return sorted(
+        (event["event"], json.dumps({k: v for k, v in event.items() if k not in IGNORED})) for event in events
+    )
 
 
 IGNORED = ("seq", "time", "time_s", "duration_s", "event", "tokens_per_s")
@@ -73,7 +75,7 @@ def test_a_run_packed_as_another_is_equal_to_the_last_bit(task: alto.Task, first
     engine = alto.Engine(output_dir=tmp_path)
     other = engine.tune(task).run_dir
     assert packing(other) != packing(first)
-    assert losses(other) != losses(first), "another packing gives these bits too, so nothing is proved"
+    assert losses(other) != losses(first), "another packing gives the same bits, so the test proves nothing"
     again = engine.tune(task, packing_from=first).run_dir
     assert losses(again) == losses(first)
     weights = [Path(run) / "best" / "adapter_model.safetensors" for run in (first, again)]
@@ -128,7 +130,7 @@ def test_a_run_of_another_dataset_is_refused(task: alto.Task, first: Path, tmp_p
 
 
 def edited(first: Path, folder: Path, packing: dict[str, Any] | None, **changes: Any) -> Path:
-    """``first`` with another packing, and other ``changes``, in the first line of its journal."""
+    """Copy ``first`` with another packing, and other ``changes``, in the first line of its journal."""
     folder.mkdir()
     (folder / "task.yaml").write_bytes((first / "task.yaml").read_bytes())
     begin = dict(read_journal(first)[0])

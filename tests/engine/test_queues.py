@@ -1,4 +1,4 @@
-"""Many tasks through the engine and the command: folders, results, names, what is refused before anything starts."""
+"""Many tasks through the engine and the command line: folders, results, names, and refusals before anything starts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Ran = tuple[QueueDir, list[alto.TaskResult], list[Any]]
 
 @pytest.fixture(scope="module")
 def ran(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """A queue of three tasks, two of which have one name, on two slots."""
+    """A queue of three tasks, two with the same name, on two slots."""
     folder = tmp_path_factory.mktemp("ran")
     seen: list[Any] = []
     tasks = tiny_tasks(folder, model, ["a", "b", "a"])
@@ -225,7 +225,7 @@ def test_a_task_that_fails_by_its_own_fault_leaves_the_others_their_results(mode
     assert stages == {"good": TaskStage.FINISHED, "bad": TaskStage.FAILED}
 
 
-def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_more_gpus_than_there_are_are_refused_before_anything_starts(tmp_path: Path) -> None:
     task = make_task(tmp_path, num_gpus=3)
     engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
     with pytest.raises(SpecError, match="num_gpus from 1 to 2"):
@@ -238,15 +238,15 @@ def test_more_gpus_than_there_are_is_said_before_anything_starts(tmp_path: Path)
 def test_a_wide_task_with_one_job_left_gives_a_slot_to_who_waits_for_it(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Starting again on fewer slots costs a second, however busy the machine is.
+    # Restarting on fewer slots costs a second, however busy the machine is.
     monkeypatch.setattr(dispatcher.RunningAttempt, "start_s", property(lambda _: 1.0, lambda *_: None))
     changes = {"num_train_epochs": 200, "early_exit": {"rungs": [[0.02, 0.5]]}, "checkpoint_interval_s": 60}
-    # Of a task whose limits are all set nothing is measured, and it does not know its pace.
+    # A task whose limits are all set is not measured, and has no pace.
     open_limits = {"max_slots": None, "max_tokens_per_step": None, "max_tokens_per_pass": None}
     (wide,) = tiny_tasks(tmp_path, model, ["wide"], num_gpus=2, **changes, **open_limits)
     (next_one,) = tiny_tasks(tmp_path, model, ["next"])
     engine = alto.Engine(total_gpus=2, output_dir=tmp_path / "runs")
-    schedule = engine.schedule([wide, next_one], method="fifo")  # measures them, by which the wide one knows its pace
+    schedule = engine.schedule([wide, next_one], method="fifo")  # measures them, which gives the wide one a pace
     result, _ = engine.batched_execution([wide, next_one], schedule)
     (root,) = (tmp_path / "runs").iterdir()
     history = read_queue_history(root)
@@ -273,7 +273,7 @@ def test_the_single_strategy_refuses_a_task_on_several_real_gpus(
 
 
 class Measuring:
-    """A cluster of two nodes whose executors take ten seconds for each GPU, and tell so at once."""
+    """A cluster of two nodes whose executors claim to take ten seconds per GPU, and end at once."""
 
     nodes = (Node(name="a", gpus=(0,)), Node(name="b", gpus=(0, 1)))
 
@@ -296,9 +296,9 @@ class Measuring:
         for launch in ended:
             plan = plan_of(10.0 * len(launch.gpus))
             (Path(launch.run_dir) / PLAN_FILE).write_text(json.dumps(asdict(plan)), encoding="utf-8")
-        said = [JournalEntry(seq=0, time=1.0, event=self._says)] if self._says is not None else []
-        news = [EntryWritten(task=launch.task, attempt=1, entry=entry) for launch in ended for entry in said]
-        return [*news, *(self._end(launch) for launch in ended)]
+        begun = [JournalEntry(seq=0, time=1.0, event=self._says)] if self._says is not None else []
+        events = [EntryWritten(task=launch.task, attempt=1, entry=entry) for launch in ended for entry in begun]
+        return [*events, *(self._end(launch) for launch in ended)]
 
     def _end(self, launch: Launch) -> ExecutorEnded:
         is_failed = launch.task == self._fails
@@ -362,12 +362,12 @@ def test_what_is_measured_says_how_a_task_can_share(tmp_path: Path) -> None:
     assert estimate_of(plan_of(10.0), task.replace(trust_remote_code=True)).sharing is None
 
 
-def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = False) -> Measurement:
+def measurement(cluster: Measuring, shown: list[Any], *, is_interrupted: bool = False) -> Measurement:
     return Measurement(
         cluster=cast(Cluster, cluster),
         is_parallel=True,
         refresh=True,
-        show=lambda event: told.append(
+        show=lambda event: shown.append(
             (event.task, event.duration_s) if isinstance(event, TaskMeasured) else event.task
         ),
         is_interrupted=lambda: is_interrupted,
@@ -377,12 +377,12 @@ def measurement(cluster: Measuring, told: list[Any], *, is_interrupted: bool = F
 @pytest.mark.parametrize("has_gpus", [True, False])
 def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: bool, tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name="wide", num_gpus=2), make_task(tmp_path, name="small")]
-    cluster, told = Measuring(has_gpus=has_gpus), list[Any]()
-    assert measurement(cluster, told).estimates(tasks) == [
+    cluster, shown = Measuring(has_gpus=has_gpus), list[Any]()
+    assert measurement(cluster, shown).estimates(tasks) == [
         TaskEstimate(duration_s=20.0),
         TaskEstimate(duration_s=10.0, sharing=ANY),
     ]
-    assert told == [("wide", 20.0), ("small", 10.0)], "executors that do not say so have measured nothing"
+    assert shown == [("wide", 20.0), ("small", 10.0)], "executors that report no measurement have measured nothing"
     wide, small = cluster.launches
     assert (wide.gpus, wide.num_ranks, wide.entry) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
     assert (len(small.gpus), small.num_ranks) == (1, 1)
@@ -405,14 +405,14 @@ def test_measuring_is_interrupted(tmp_path: Path) -> None:
         measurement(cluster, [], is_interrupted=True).estimates([make_task(tmp_path)])
 
 
-def test_more_gpus_than_the_tenants_quota_is_said_before_anything_starts(tmp_path: Path) -> None:
+def test_more_gpus_than_the_tenants_quota_are_refused_before_anything_starts(tmp_path: Path) -> None:
     task = make_task(tmp_path, num_gpus=2, tenant="research")
     engine = alto.Engine(total_gpus=4, quotas={"research": 1}, output_dir=tmp_path / "runs")
     with pytest.raises(SpecError, match="the quota of tenant 'research'"):
         engine.schedule([task])
 
 
-def test_what_is_wrong_with_the_data_is_said_by_name_before_anything_starts(tmp_path: Path) -> None:
+def test_bad_data_is_a_named_error_before_anything_starts(tmp_path: Path) -> None:
     task = make_task(tmp_path, dataset="absent.jsonl")
     with pytest.raises(DataFileNotFoundError):
         alto.Engine(output_dir=tmp_path / "runs").schedule([task])
@@ -522,7 +522,7 @@ def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_fro
     ]
     shown = CliRunner().invoke(app, ["show", str(root)]).output
     assert "not measured yet" in shown
-    assert "measuring memory" not in shown  # nobody does
+    assert "measuring memory" not in shown  # nobody measures
     monkeypatch.setattr(Measurement, "estimates", estimates)
     assert [result.task for result in engine.resume_queue(root)] == ["a", "a"]
     assert measured == [["a", "a-2"]] * 2

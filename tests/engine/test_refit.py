@@ -1,4 +1,4 @@
-"""The winner of a finished run trained again on all rows equals PEFT's and TRL's training on these rows."""
+"""The winner of a finished run, trained again on all rows, equals PEFT's and TRL's training on these rows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPACE: dict[str, Any] = {"lr": [1e-4, 3e-2], "batch_size": [8]}
 
 @pytest.fixture(scope="module")
 def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> alto.TaskResult:
-    """A run with test rows, whose winner is best before its last step."""
+    """A run with test rows whose winner is best before its last step."""
     folder = tmp_path_factory.mktemp("tuned")
     task = make_task(
         folder,
@@ -69,7 +69,7 @@ def winner_of(result: alto.TaskResult) -> JobResult:
 
 def test_it_equals_pefts_training_on_all_rows(tuned: alto.TaskResult, refit: alto.TaskResult, model: Path) -> None:
     winner, [job] = winner_of(tuned), refit.job_results
-    assert winner.best_step < winner.total_steps, "the schedule would not be told from that of a shorter job"
+    assert winner.best_step < winner.total_steps, "the schedule would equal that of a shorter job"
     task = alto.load_task(Path(tuned.run_dir) / "task.yaml")
     data = read_task_rows(task).encode(load_tokenizer()).with_all_rows()
     assert len(data.train) == 24, "18 rows to train and 6 to validate"
@@ -80,13 +80,13 @@ def test_it_equals_pefts_training_on_all_rows(tuned: alto.TaskResult, refit: alt
     losses = [solo.train_step().loss for _ in range(winner.best_step)]
     assert list(curves_of(events)["job-000"].train.values()) == pytest.approx(losses, rel=1e-4)
     found = flat(read_adapter(Path(refit.adapter_dir)))
-    # Adam amplifies rounding over the steps; with other rows, or another schedule, the distance is far larger.
+    # Adam amplifies rounding over the steps; other rows, or another schedule, would differ far more.
     assert relative_distance(found, solo.weights()) <= 5e-4
     assert (job.steps, job.total_steps, config.max_steps) == (winner.best_step, winner.best_step, winner.total_steps)
 
 
 def _initial(refit: alto.TaskResult, model: Path, config: Any) -> Any:
-    """The weights that ALTO begins with: a draw of the job's seed."""
+    """Return ALTO's initial weights, which the job's seed determines."""
     from alto.backbone import Backbone
     from alto.executor import BankSize, MicroBatches, TaskContext, build_trainer, initial_states
 
@@ -183,7 +183,7 @@ def test_it_is_not_resumed_for_other_steps(tuned: alto.TaskResult, tmp_path: Pat
         alto.Engine().resume(run)
 
 
-def test_of_a_mixture_the_rows_of_each_source_stay_together(tmp_path: Path) -> None:
+def test_the_rows_of_each_source_of_a_mixture_stay_together(tmp_path: Path) -> None:
     paths = [write_rows(tmp_path / f"{name}.jsonl", 12, first=first) for name, first in (("one", 0), ("two", 50))]
     task = make_task(
         tmp_path,
@@ -322,7 +322,7 @@ def test_the_command(tuned: alto.TaskResult, tmp_path: Path) -> None:
 
 NUM_TRAIN, NUM_VALIDATION, BATCH_SIZE, NUM_EPOCHS = 20, 6, 8, 4
 TOTAL_STEPS = 12
-"""Of the winner: 4 epochs of 20 rows, of which the last step of each has 4."""
+"""Steps of the winner: 4 epochs of 20 rows; the last step of each epoch has 4 rows."""
 
 KEYS: dict[str, Any] = {
     "num_train_epochs": NUM_EPOCHS,
@@ -338,11 +338,11 @@ KEYS: dict[str, Any] = {
 }
 SHAPE: dict[str, Any] = {"r": 8, "lora_alpha": 128, "target_modules": ["q_proj", "v_proj", "up_proj", "down_proj"]}
 METHODS: dict[str, dict[str, Any]] = {"sft": {"search": {"budget": {"samples": 70}}}, "dpo": {}}
-"""Why a winner is best before its last step: the budget of the run is spent, or its validation loss rises again."""
+"""The cause for a best step before the last: the run's budget is spent, or the validation loss rises again."""
 
 
 def rows_of(method: str, *, is_validation: bool) -> list[dict[str, str]]:
-    """The rows to validate on contradict those to train on."""
+    """Return rows; the validation rows contradict the training rows."""
     first, count = (100, NUM_VALIDATION) if is_validation else (0, NUM_TRAIN)
     rows = []
     for n in range(first, first + count):
@@ -361,8 +361,7 @@ def write(path: Path, rows: list[dict[str, str]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Refitted:
-    """A finished run, its refit, and what the oracle needs: all rows of both files in one, and the adapter that jobs
-    begin with."""
+    """A finished run, its refit, and the oracle's inputs: all rows of both files in one, and the initial adapter."""
 
     method: str
     model: Path
@@ -373,14 +372,14 @@ class Refitted:
 
     @property
     def config(self) -> JobConfig:
-        """The winner's settings with the number of its steps, for a training set of another size."""
+        """Return the winner's settings and number of steps, for a training set of another size."""
         settings = dict(self.winner.config) | {"max_steps": TOTAL_STEPS}
         if self.start is not None:
             del settings["init_lora_weights"]
         return self.task(["train", "validation"]).job_config(settings)
 
     def task(self, files: list[str]) -> alto.Task:
-        """A plain task on the rows of these files, one file after the other."""
+        """Return a plain task on the rows of these files, one after the other."""
         rows = [row for name in files for row in rows_of(self.method, is_validation=name == "validation")]
         path = write(self.folder / f"rows-of-{'-'.join(files)}.jsonl", rows)
         keys = {} if self.start is None else {"init_adapter": str(self.start)}
@@ -398,7 +397,7 @@ class Refitted:
         return read_task_rows(self.task(files)).encode(load_tokenizer()).train
 
     def drawn(self) -> AdapterWeights:
-        """What a job with the winner's seed begins with."""
+        """Return the initial adapter of a job with the winner's seed."""
         from alto.executor import BankSize, MicroBatches, build_trainer
 
         task = self.task(["train", "validation"]).replace(search_space={}, **self.config.to_dict())
@@ -422,7 +421,7 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def refitted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], Refitted]:
-    """Makes a run and its refit, once for each method and start."""
+    """A function that makes a run and its refit, once for each method and start."""
     known: dict[tuple[str, bool], Refitted] = {}
 
     def make(method: str, has_start: bool) -> Refitted:
@@ -458,7 +457,7 @@ def refitted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
 
 
 def solo_of(run: Refitted, request: pytest.FixtureRequest, **changes: Any) -> SoloJob:
-    """The oracle: it begins with the adapter as PEFT loads it, or with the draw of the winner's seed."""
+    """Return the oracle, which begins with the adapter as PEFT loads it, or as the winner's seed determines it."""
     base = AutoModelForCausalLM.from_pretrained(run.model)
     files = changes.pop("files", ["train", "validation"])
     config = run.config.replace(**changes)

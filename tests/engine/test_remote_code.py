@@ -1,4 +1,4 @@
-"""Python code that comes with a base model runs by the caller's word alone: never because a run's own files say so."""
+"""Python code of a base model runs only if the caller allows it, never because a run's own files say so."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class OwnForCausalLM(LlamaForCausalLM):
 
 
 class Planted:
-    """A base model with code of its own that leaves ``marker`` when it runs."""
+    """A base model with its own code, which creates ``marker`` when it runs."""
 
     def __init__(self, folder: Path) -> None:
         self.marker = folder / "executed"
@@ -50,7 +50,7 @@ class Planted:
         (self.model / "own_code.py").write_text(CODE.format(marker=str(self.marker)), encoding="utf-8")
 
     def forget(self) -> None:
-        """As in a process that has not run the code: Python would not run a module again that it has imported."""
+        """Forget the code's modules, because Python does not run an imported module again."""
         for name in [name for name in sys.modules if name.startswith("transformers_modules.")]:
             del sys.modules[name]
         self.marker.unlink()
@@ -75,13 +75,12 @@ def task(planted: Planted, tmp_path: Path) -> alto.Task:
 
 @pytest.fixture
 def waiting(task: alto.Task, tmp_path: Path) -> RunDir:
-    """A run that has not begun to train."""
     return RunDir.create(tmp_path / "runs", task)
 
 
 @pytest.fixture
 def finished(task: alto.Task, tmp_path: Path, planted: Planted) -> RunDir:
-    """One that has ended; the task that the user submitted was permission enough."""
+    """A finished run; the user's task allowed the code."""
     result = alto.Engine(output_dir=tmp_path / "runs").tune(task)
     assert planted.has_run
     planted.forget()
@@ -172,7 +171,7 @@ def test_an_executor_has_permission_from_who_started_it(
     planted: Planted,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not from the file, which may have been exchanged since somebody looked at it."""
+    """The file may have been replaced since somebody looked at it."""
     for found in ("", "0"):
         monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", found)
         assert run_entry(does, str(waiting.root), lambda: False).error == "UntrustedCodeError"
@@ -215,7 +214,7 @@ def test_the_cluster_that_the_caller_names_is_taken(
 
 
 def test_other_files_of_a_run_switch_nothing_on(finished: RunDir, planted: Planted) -> None:
-    """An adapter's own configuration may name code for PEFT; ALTO reads matrices."""
+    """An adapter's own configuration may name code for PEFT; ALTO reads matrices only."""
     path = finished.best / "adapter_config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["auto_mapping"] = {"base_model_class": "OwnForCausalLM", "parent_library": "own_code"}

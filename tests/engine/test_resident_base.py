@@ -1,4 +1,4 @@
-"""The base model that a process keeps: the one that is on disk, or none."""
+"""The base model that a process keeps: the one on disk, or none."""
 
 from __future__ import annotations
 

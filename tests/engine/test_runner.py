@@ -1,4 +1,4 @@
-"""One task on this process's device: what it trains, keeps and repeats, and what is said where it cannot begin."""
+"""One task on this process's device: what it trains, keeps and repeats, and its errors where it cannot begin."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ def test_a_run_whose_lock_file_is_removed_ends_before_it_writes_on(tmp_path: Pat
 
 
 def test_no_turn_begins_after_the_lock_was_lost(tmp_path: Path) -> None:
-    """Other ranks write states within a turn, and know of the lock by the first one alone."""
-    num_asked: list[int] = [0]
+    """Other ranks write states within a turn, and only the first one knows about the lock."""
+    num_calls: list[int] = [0]
 
     def remove_lock() -> bool:
-        num_asked[0] += 1
-        if num_asked[0] == 5:
+        num_calls[0] += 1
+        if num_calls[0] == 5:
             next(tmp_path.glob("runs/*/run.lock")).unlink()
         return False
 
     task = make_task(tmp_path, eval_steps=1.0, search_space={"lr": [1e-3]})
     with pytest.raises(RunBusyError, match="found it removed or replaced"):
         TaskRunner(is_interrupted=remove_lock).begin(task, tmp_path / "runs")
-    assert num_asked == [5]
+    assert num_calls == [5]
 
 
 TEMPLATE = (
@@ -197,7 +197,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tuned(base: Path, folder: Path, **settings: Any) -> RunDir:
-    """A finished run of four jobs: one diverges, one is dropped at each of two rungs, one does all its steps."""
+    """Finish a run of four jobs: one diverges, two rungs drop one each, one does all its steps."""
     folder.mkdir(exist_ok=True)
     keys = {
         "model": str(base),
@@ -263,9 +263,9 @@ def test_a_finished_run_that_has_not_kept_all_takes_no_further_jobs(
     run = tuned(base, tmp_path)
     with pytest.raises(JobCommandError, match="only a run whose task has keep: all takes further jobs"):
         Mailbox(run).send(action, "job-000", warm=action is JobAction.CLONE)
-    told = CliRunner().invoke(app, ["job", action.value, str(run.root), "job-000"])
-    assert isinstance(told.exception, JobCommandError)
-    assert "keep: all" in str(told.exception)
+    result = CliRunner().invoke(app, ["job", action.value, str(run.root), "job-000"])
+    assert isinstance(result.exception, JobCommandError)
+    assert "keep: all" in str(result.exception)
     assert not run.control.exists()
     before = run.journal_file.read_bytes()
     alto.Engine().resume(run.root)
@@ -293,7 +293,7 @@ def test_the_journal_says_which_states_a_checkpoint_has(base: Path, tmp_path: Pa
 SPACE = {"lr": {"min": 1e-6, "max": 0.5, "log": True}, "r": [2, 4]}
 TPE = {"algorithm": "tpe", "num_initial_jobs": 4, "budget": {"jobs": 6}}
 USUAL = 0.0126
-"""That of a hidden size of 32."""
+"""The usual learning rate for a hidden size of 32."""
 
 
 def make(folder: Path, **changes: Any) -> Task:

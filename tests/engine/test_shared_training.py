@@ -1,4 +1,4 @@
-"""Tasks of several users in one process, trained as by themselves: real runs, real processes."""
+"""Tasks of several users in one process, trained as they would be alone: real runs, real processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Task]:
 
 @pytest.fixture(scope="module")
 def alone(tasks: Mapping[str, Task], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """The run of each task by itself, in this process."""
     folder = tmp_path_factory.mktemp("alone")
     return {name: TaskRunner().begin(task, folder).run_dir for name, task in tasks.items()}
 
@@ -58,14 +57,14 @@ def shared(tmp_path: Path, tasks: Mapping[str, Task]) -> Iterator[SharedRuns]:
 def test_tasks_train_together_as_by_themselves(shared: SharedRuns, alone: Mapping[str, str]) -> None:
     for name in shared.tasks:
         shared.attach(name)
-        shared.until_told("job_admitted", name)
+        shared.until_event("job_admitted", name)
     for name in shared.tasks:
         ended = shared.until_ended(name)
         assert (ended.outcome, ended.reason) == (Outcome.FINISHED, "")
         assert_as_alone(shared.roots[name], alone[name])
         assert (shared.roots[name] / "report.html").exists()
     received = {
-        name: event for name in shared.tasks for event in shared.told(name) if event["event"] == "share_received"
+        name: event for name in shared.tasks for event in shared.lines_of(name) if event["event"] == "share_received"
     }
     assert len(received) >= 2
     for event in received.values():
@@ -86,7 +85,7 @@ def test_a_task_with_a_bad_row_ends_alone(shared: SharedRuns, alone: Mapping[str
     rows.write_text('{"prompt": "1", "completion": " 2"}\n{"prompt": 7}\n', encoding="utf-8")
     shared.tasks = {**shared.tasks, "cedar": shared.tasks["cedar"].replace(dataset=str(rows))}
     shared.attach("alder")
-    shared.until_told("train", "alder")
+    shared.until_event("train", "alder")
     shared.attach("cedar")
     ended = shared.until_ended("cedar")
     assert ended.outcome is Outcome.FAILED
@@ -100,7 +99,7 @@ def test_a_task_on_another_base_is_refused_and_changes_nothing(
 ) -> None:
     shared.tasks = {**shared.tasks, "cedar": shared.tasks["cedar"].replace(model="alto-tiny")}
     shared.attach("alder")
-    shared.until_told("job_admitted", "alder")
+    shared.until_event("job_admitted", "alder")
     shared.attach("cedar")
     ended = shared.until_ended("cedar")
     assert (ended.outcome, ended.error) == (Outcome.LOST, "RunBusyError")
@@ -113,7 +112,7 @@ def test_a_killed_process_loses_no_task(shared: SharedRuns, alone: Mapping[str, 
     for name in shared.tasks:
         shared.attach(name)
     for name in shared.tasks:
-        shared.until_told("eval", name)
+        shared.until_event("eval", name)
     os.kill(shared.pid, signal.SIGKILL)
     for name in shared.tasks:
         assert shared.until_ended(name).outcome is Outcome.LOST
@@ -125,9 +124,9 @@ def test_a_killed_process_loses_no_task(shared: SharedRuns, alone: Mapping[str, 
 
 def test_one_task_is_cancelled_and_resumed_later(shared: SharedRuns, alone: Mapping[str, str]) -> None:
     shared.attach("alder")
-    shared.until_told("job_admitted", "alder")
+    shared.until_event("job_admitted", "alder")
     shared.attach("birch")
-    shared.until_told("job_admitted", "birch")
+    shared.until_event("job_admitted", "birch")
     shared.cluster.stop("alder")
     assert shared.until_ended("alder").outcome is Outcome.INTERRUPTED
     assert shared.until_ended("birch").outcome is Outcome.FINISHED
@@ -144,7 +143,7 @@ def test_a_task_whose_folder_cannot_be_written_any_more_ends_alone(
 ) -> None:
     for name in ("alder", "birch"):
         shared.attach(name)
-        shared.until_told("job_admitted", name)
+        shared.until_event("job_admitted", name)
     jobs = shared.roots["birch"] / "jobs"
     shutil.rmtree(jobs, ignore_errors=True)
     jobs.write_text("where a folder was", encoding="utf-8")
@@ -182,27 +181,27 @@ def test_a_queue_trains_tasks_in_one_process_where_they_and_it_allow_that(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one slot, with steps that take nearly as long for one task as for three."""
+    """One slot, and steps that take nearly as long for one task as for three."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     sharing = Sharing(base="m", step_s=9.0, num_slots=2, slot_bytes=10**6, pass_bytes=10**8, capacity_bytes=10**10)
-    asked = dict(tasks)
+    submitted = dict(tasks)
     if kept_alone == "one task":
-        asked["birch"] = asked["birch"].replace(share_executor=False)
+        submitted["birch"] = submitted["birch"].replace(share_executor=False)
     engine = alto.Engine(
         strategy="single", total_gpus=1, output_dir=tmp_path / "runs", share_executor=kept_alone != "the queue"
     )
     with contextlib.closing(open_cluster("local", total_gpus=1)) as cluster:
-        for task in asked.values():
+        for task in submitted.values():
             remember_estimate(task, cluster, 1, TaskEstimate(duration_s=10.0, sharing=sharing))
-    results = engine.batched_execution(list(asked.values()), engine.schedule(list(asked.values())))
-    for name, result in zip(asked, results, strict=True):
+    results = engine.batched_execution(list(submitted.values()), engine.schedule(list(submitted.values())))
+    for name, result in zip(submitted, results, strict=True):
         assert_as_alone(result.run_dir, alone[name])
     (root,) = (tmp_path / "runs").glob("queue-*")
     started = [event for event in read_journal(root) if event["event"] == "executor_started"]
     executors = {event["task"]: event.get("executor") for event in started}
     assert len(started) == 3
-    together = [name for name in asked if executors[name] and list(executors.values()).count(executors[name]) > 1]
-    assert together == {"nobody": list(asked), "one task": ["alder", "cedar"], "the queue": []}[kept_alone]
+    together = [name for name in submitted if executors[name] and list(executors.values()).count(executors[name]) > 1]
+    assert together == {"nobody": list(submitted), "one task": ["alder", "cedar"], "the queue": []}[kept_alone]
 
 
 def test_a_session_that_cannot_begin_does_not_keep_the_bank(
@@ -239,7 +238,7 @@ def hosted(
     host.attach(HostedRun(number=number, ticket=ticket_of(str(folder), **owner), is_interrupted=is_interrupted))
 
 
-def test_an_error_of_nobody_ends_all_with_its_reason(
+def test_an_error_that_belongs_to_no_task_ends_all_with_its_reason(
     tasks: Mapping[str, Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host = work.Training()
@@ -255,7 +254,7 @@ def test_an_error_of_nobody_ends_all_with_its_reason(
     assert {number: type(error) for number, error in ended.items()} == {0: DeviceMemoryError, 1: DeviceMemoryError}
     for number, name in enumerate(("alder", "cedar")):
         assert f"task '{name}': none left, as the test wants it" in str(ended[number])
-        assert str(tmp_path / name) in str(ended[number]), "where to resume it"
+        assert str(tmp_path / name) in str(ended[number]), "the message says where to resume it"
     assert not host.is_usable
     assert host.turn() == {}
 
@@ -293,10 +292,10 @@ def test_rows_that_cannot_be_read_for_the_next_step_end_their_task_in_this_one(
 
 
 def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp_path: Path) -> None:
-    host, asked, is_over = work.Training(), [0, 0], list[bool]()
+    host, num_calls, is_over = work.Training(), [0, 0], list[bool]()
 
     def is_asked(number: int) -> bool:
-        asked[number] += 1
+        num_calls[number] += 1
         if number:
             raise RunWriteError("its own turn finds this")
         return bool(is_over)
@@ -304,9 +303,9 @@ def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp
     hosted(host, 0, tasks["alder"], tmp_path / "alder", is_interrupted=lambda: is_asked(0))
     hosted(host, 1, tasks["cedar"], tmp_path / "cedar", is_interrupted=lambda: is_asked(1))
     session = host._executor.sessions["0"]
-    before = list(asked)
+    before = list(num_calls)
     session._check_stop()
-    assert asked == [before[0] + 1, before[1] + 1]
+    assert num_calls == [before[0] + 1, before[1] + 1]
     assert isinstance(host.turn()[1], RunWriteError)
     is_over.append(True)
     finish(host, 1)
@@ -343,12 +342,12 @@ def finish(host: work.Training, num_runs: int) -> dict[int, str | BaseException]
 def test_all_tasks_are_stopped_at_once_and_each_is_resumed_by_itself(
     tasks: Mapping[str, Task], alone: Mapping[str, str], tmp_path: Path
 ) -> None:
-    host, asked = work.Training(), list[bool]()
+    host, stop_requests = work.Training(), list[bool]()
     for number, name in enumerate(tasks):
-        hosted(host, number, tasks[name], tmp_path / name, is_interrupted=lambda: bool(asked))
+        hosted(host, number, tasks[name], tmp_path / name, is_interrupted=lambda: bool(stop_requests))
         host.turn()
     host.turn()
-    asked.append(True)
+    stop_requests.append(True)
     ended = finish(host, len(tasks))
     assert all(isinstance(error, TaskInterruptedError) for error in ended.values())
     for name in tasks:
@@ -373,12 +372,12 @@ def test_a_run_that_is_attached_twice_is_refused_and_goes_on(
 def test_another_dtype_of_the_bank_is_refused(
     key: str, expected: str, tasks: Mapping[str, Task], tmp_path: Path
 ) -> None:
-    host, asked = work.Training(), list[bool]()
-    hosted(host, 0, tasks["alder"], tmp_path / "alder", is_interrupted=lambda: bool(asked))
+    host, stop_requests = work.Training(), list[bool]()
+    hosted(host, 0, tasks["alder"], tmp_path / "alder", is_interrupted=lambda: bool(stop_requests))
     with pytest.raises(RunBusyError, match=rf"{key}: expected {expected}, .* found bfloat16"):
         hosted(host, 1, tasks["cedar"].replace(**{key: "bfloat16"}), tmp_path / "cedar")
     assert host.turn() == {}
-    asked.append(True)
+    stop_requests.append(True)
     finish(host, 1)
 
 
@@ -414,7 +413,7 @@ def test_a_task_leaves_the_state_of_its_process_as_it_was(tasks: Mapping[str, Ta
         }
 
     host = work.Training()
-    hosted(host, 0, tasks["cedar"], tmp_path / "first")  # what is imported may change them once
+    hosted(host, 0, tasks["cedar"], tmp_path / "first")  # imports may change them once
     finish(host, 1)
     before = state()
     hosted(host, 1, tasks["birch"], tmp_path / "second")
@@ -423,12 +422,12 @@ def test_a_task_leaves_the_state_of_its_process_as_it_was(tasks: Mapping[str, Ta
 
 
 def test_a_process_keeps_no_adapter_after_its_last_task(tasks: Mapping[str, Task], tmp_path: Path) -> None:
-    host, asked = work.Training(), list[bool]()
+    host, stop_requests = work.Training(), list[bool]()
     for number, name in enumerate(("alder", "cedar")):
-        hosted(host, number, tasks[name], tmp_path / name, is_interrupted=lambda: bool(asked))
+        hosted(host, number, tasks[name], tmp_path / name, is_interrupted=lambda: bool(stop_requests))
     model = host._executor.sessions["0"].state.context.backbone.model
     modules = {name: type(module).__name__ for name, module in model.named_modules()}
-    asked.append(True)
+    stop_requests.append(True)
     finish(host, 2)
     left = {name: type(module).__name__ for name, module in model.named_modules()}
     assert "MultiLoraLinear" in modules.values()

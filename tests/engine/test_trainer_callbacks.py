@@ -1,4 +1,4 @@
-"""Callbacks of transformers' trainer see every job as a training of its own, and what they cannot see is refused."""
+"""Callbacks for transformers' trainer see each job as its own training, and unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ SPACE = {"lr": [1e-3, 1e-2]}
 
 
 class Recording(TrainerCallback):
-    """Keeps what it is called with, by job."""
-
     def __init__(self) -> None:
         self.calls: dict[str, list[tuple[str, int, dict[str, float]]]] = {}
         self.states: dict[str, TrainerState] = {}
@@ -92,7 +90,7 @@ def test_losses_and_evaluations_are_those_of_the_journal(
         assert len(state.log_history) == len([method for method, *_ in calls if method == "on_log"])
 
 
-def test_of_many_tasks_a_job_has_the_name_of_its_task(
+def test_with_many_tasks_a_job_has_the_name_of_its_task(
     trained: tuple[Recording, alto.TaskResult, list[JournalEntry]],
 ) -> None:
     recording, _, entries = trained
@@ -105,7 +103,7 @@ def test_of_many_tasks_a_job_has_the_name_of_its_task(
     assert relayed.calls["two/job-000"] == recording.calls["job-000"]
 
 
-def test_what_a_resumed_run_did_before_is_known_and_not_told_again(
+def test_a_resumed_run_knows_its_past_and_does_not_report_it_again(
     trained: tuple[Recording, alto.TaskResult, list[JournalEntry]],
 ) -> None:
     recording, _, entries = trained
@@ -118,14 +116,12 @@ def test_what_a_resumed_run_did_before_is_known_and_not_told_again(
     for job, calls in recording.calls.items():
         found = again.calls[job]
         assert found[0][0] == "on_train_begin"
-        assert found[0][1] > 0, "it goes on where it was"
+        assert found[0][1] > 0, "it continues at the same step"
         assert found[1:] == calls[len(calls) - len(found) + 1 :]
         assert again.states[job].log_history == recording.states[job].log_history
 
 
-def test_a_callback_that_gives_orders_is_not_obeyed_and_it_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_orders_of_a_callback_are_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Stopping(TrainerCallback):
         def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> TrainerControl:
             control.should_training_stop = True
@@ -145,7 +141,7 @@ def test_methods_that_nothing_calls_are_refused_at_once() -> None:
 
     with pytest.raises(UnsupportedError, match=r"with only on_train_begin, .* found on_step_end of Stepping"):
         alto.Engine(observers=[Stepping()])
-    alto.Engine(observers=[EarlyStoppingCallback()])  # what it asks for is refused when it asks
+    alto.Engine(observers=[EarlyStoppingCallback()])  # a call that needs more is refused then
 
 
 def test_one_engine_runs_several_tasks(tmp_path: Path) -> None:

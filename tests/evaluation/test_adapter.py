@@ -1,4 +1,4 @@
-"""Adapters in folders: they act as PEFT lets them act, and what is more than plain LoRA is refused by name."""
+"""Adapters in folders: they act as in PEFT, and anything beyond plain LoRA is refused by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, ModuleNames, linear_modules, read_saved_adapter, write_adapter
 from alto.spec import JobConfig
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 ModelFactory = Callable[..., PreTrainedModel]
@@ -37,7 +37,7 @@ def logits(model: Any) -> Tensor:
 
 @torch.no_grad()
 def logits_on(backbone: Backbone, *folders: Path | None) -> Tensor:
-    """A row of ``IDS`` for each of ``folders``, under the adapter in it; both rows where there is one only."""
+    """Return a row of ``IDS`` for each of ``folders`` with its adapter; both rows for a single folder."""
     adapters = [None if folder is None else read_saved_adapter(folder) for folder in folders]
     num_tokens = [IDS.numel() // len(folders)] * len(folders)
     with (
@@ -67,15 +67,15 @@ def test_it_acts_as_peft_lets_it_act(
     expected = logits(PeftModel.from_pretrained(tiny_model(architecture), folder).eval())
     model = tiny_model(architecture)
     plain = logits(model)
-    assert (expected - plain).norm() / plain.norm() > 0.05  # the adapter matters
+    assert (expected - plain).norm() / plain.norm() > 0.05  # the adapter changes the logits
     backbone = Backbone(model, None, "tiny")
     assert_near(logits_on(backbone, folder), expected)
     with backbone.own_attention():
-        assert torch.equal(logits(model), plain)  # and is gone afterwards
+        assert torch.equal(logits(model), plain)  # the adapter is gone afterwards
 
 
 def test_it_acts_as_peft_lets_it_act_on_a_16_bit_base(tiny_model: ModelFactory, tmp_path: Path) -> None:
-    """Both round in another order; neither is further from float64 on the same weights than the other."""
+    """Both round in a different order; neither is further from float64 on the same weights than the other."""
     folder = save_with_peft(tiny_model("llama"), tmp_path)
     exact = logits(PeftModel.from_pretrained(tiny_model("llama").bfloat16().double(), folder).eval().double())
     of_peft = logits(PeftModel.from_pretrained(tiny_model("llama").bfloat16(), folder).eval())
@@ -206,7 +206,7 @@ def test_an_adapter_on_experts_or_routers_is_refused(folder: Path, parameter: st
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_a_folder_without_an_adapter_is_said(folder: Path, name: str) -> None:
+def test_a_folder_without_an_adapter_is_a_named_error(folder: Path, name: str) -> None:
     (folder / name).unlink()
     with pytest.raises(RunNotFoundError, match=f"found no {name}"):
         read_saved_adapter(folder)

@@ -1,4 +1,4 @@
-"""Multiple choice: the most likely of the distinct replies, as transformers computes the likelihoods."""
+"""Multiple choice: the most likely of the distinct replies, with transformers' likelihoods."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def backbone() -> Backbone:
     model = random_llama(len(load_tokenizer()))
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(4)  # likelihoods that differ
+            parameter.mul_(4)  # makes likelihoods differ
     return Backbone(model, load_tokenizer(), "tiny")
 
 
 def by_transformers(backbone: Backbone, rows: Sequence[Conversation], options: Sequence[str]) -> list[float]:
-    """Row by row and option by option, without a batch."""
+    """Compute the accuracy row by row and option by option, without a batch."""
     right = []
     for row in rows:
         found = []
@@ -57,7 +57,7 @@ def scores_of_base(backbone: Backbone, rows: Sequence[Conversation]) -> list[flo
 def test_the_most_likely_option_counts(backbone: Backbone) -> None:
     assert options_of(ROWS) == OPTIONS
     wanted = by_transformers(backbone, ROWS, OPTIONS)
-    assert 0 < sum(wanted) < len(wanted), "rows that tell right from wrong"
+    assert 0 < sum(wanted) < len(wanted), "all rows have the same outcome"
     assert scores_of_base(backbone, ROWS) == wanted
 
 

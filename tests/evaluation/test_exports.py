@@ -1,5 +1,5 @@
-"""Adapters of all kinds of jobs, as a run leaves them: PEFT loads each with the loss that the journal has, merged too,
-and ``alto eval`` finds the same."""
+"""Adapters of all kinds of jobs, as a run leaves them: PEFT loads each with the journal's loss, also merged, and ``alto
+eval`` finds the same loss."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ Loss = Callable[[Any, EncodedDataset], float]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with biases, and its tokenizer."""
     folder, tokenizer = tmp_path_factory.mktemp("base"), load_tokenizer()
     build_tiny("llama-bias", vocab_size=len(tokenizer), max_position_embeddings=128).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -44,7 +43,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(base: Path, folder: Path, kinds: dict[str, Config], **keys: Any) -> RunDir:
-    """A run with a job of every kind, each of a few steps."""
+    """Train a run with a job of every kind, for a few steps each."""
     rows = {
         "dataset": str(write_rows(folder / "train.jsonl")),
         "validation_dataset": str(write_rows(folder / "validation.jsonl", 6, first=100)),
@@ -77,7 +76,7 @@ def of_texts(model: Any, rows: EncodedDataset) -> float:
 
 @torch.no_grad()
 def assert_peft_has_the_losses(run: RunDir, model: Callable[[], PreTrainedModel], loss: Loss, tolerance: float) -> None:
-    """Of every job, with its adapter beside the base and merged into it."""
+    """Check each job's loss in PEFT, with its adapter beside the base and merged into it."""
     task = load_task(run.task_file)
     rows = read_task_rows(task).encode(load_tokenizer()).validation
     alone = loss(model(), rows)
@@ -86,7 +85,7 @@ def assert_peft_has_the_losses(run: RunDir, model: Callable[[], PreTrainedModel]
         peft = PeftModel.from_pretrained(model(), folder).eval()
         assert loss(peft, rows) == pytest.approx(expected, rel=tolerance), job
         assert loss(peft.merge_and_unload(), rows) == pytest.approx(expected, rel=tolerance), job
-        assert abs(expected - alone) > 2 * tolerance * alone, "the adapter matters"
+        assert abs(expected - alone) > 2 * tolerance * alone, "the adapter changes the loss"
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +96,7 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
 def test_peft_loads_and_merges_adapters_of_all_kinds_with_the_same_loss(run: RunDir, base: Path) -> None:
     assert_peft_has_the_losses(run, lambda: AutoModelForCausalLM.from_pretrained(base).eval(), of_tokens, 1e-4)
     extras = [len(read_adapter(run.job(job, "best")).extras) for job in best_losses(run)]
-    assert len(set(extras)) >= 3, "they differ in what they hold"
+    assert len(set(extras)) >= 3, "the kinds hold different tensors"
 
 
 def test_an_evaluation_finds_the_losses_of_the_journal(run: RunDir, tmp_path: Path) -> None:
@@ -132,7 +131,7 @@ def test_heads_of_all_kinds_are_loaded_and_merged_with_the_same_loss(base: Path,
 
 @pytest.fixture(params=[pytest.param("8bit", marks=needs_bitsandbytes), "bfloat16"])
 def precision(request: pytest.FixtureRequest, base: Path) -> Iterator[tuple[dict[str, Any], dict[str, Config], Any]]:
-    """Keys of the task, its jobs, and what loads the base as it was trained on."""
+    """Keys of the task, its jobs, and a function that loads the base as it was trained on."""
     if request.param == "bfloat16":
         yield (
             {"dtype": "bfloat16", "adapter_dtype": "bfloat16"},

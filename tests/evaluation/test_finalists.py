@@ -28,17 +28,17 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 
 
 class Judge:
-    """Gives every finalist the answers that are set down for its place among them."""
+    """Gives each finalist the number of correct answers for its rank."""
 
     def __init__(self, num_correct: Sequence[int], scorer: str = "eval_accuracy") -> None:
         self.num_correct = num_correct
         self.scorer = scorer
-        self.asked: list[dict[str, Path]] = []
+        self.calls: list[dict[str, Path]] = []
 
     def __call__(self, finalists: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
         assert all((folder / "adapter_model.safetensors").is_file() for folder in finalists.values())
         on_turn()
-        self.asked.append(dict(finalists))
+        self.calls.append(dict(finalists))
         rows = {
             job: tuple([1.0] * right + [0.0] * (5 - right))
             for job, right in zip(finalists, self.num_correct, strict=True)
@@ -56,7 +56,7 @@ def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatc
     result = tune_judged(task, judge, monkeypatch)
     finalists = by_loss(result)[:3]
     run = Path(result.run_dir)
-    assert [list(asked) for asked in judge.asked] == [finalists]
+    assert [list(calls) for calls in judge.calls] == [finalists]
     assert result.best_job == finalists[2]
     assert [score.num_correct for score in result.finalists] == [1, 0, 4]
     *_, judged, checked, completed = read_journal(run)
@@ -73,13 +73,13 @@ def test_the_best_answers_win_and_everything_says_so(task: alto.Task, monkeypatc
     assert metrics["finalists"][2]["interval"] == pytest.approx([0.3755, 0.9638], abs=1e-4)  # Wilson's
     own = run / "jobs" / finalists[2] / "best" / "adapter_model.safetensors"
     assert (run / "best" / own.name).read_bytes() == own.read_bytes()
-    told = (
+    sentence = (
         f"Chosen by answers: {finalists[0]} 1 of 5 right (4–62 %), {finalists[1]} 0 of 5 right (0–43 %), "
         f"{finalists[2]} 4 of 5 right (38–96 %); 95 % intervals."
     )
-    assert told in (run / "report.html").read_text(encoding="utf-8")
+    assert sentence in (run / "report.html").read_text(encoding="utf-8")
     again = alto.Engine().resume(run)
-    assert (again.best_job, again.finalists, len(judge.asked)) == (result.best_job, result.finalists, 1)
+    assert (again.best_job, again.finalists, len(judge.calls)) == (result.best_job, result.finalists, 1)
 
 
 def test_equal_answers_are_decided_by_the_validation_loss(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,10 +87,10 @@ def test_equal_answers_are_decided_by_the_validation_loss(task: alto.Task, monke
     assert result.best_job == by_loss(result)[1]
 
 
-def test_without_it_nobody_is_asked(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_it_no_finalist_answers(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge([])
     result = tune_judged(task.replace(select_by="metric"), judge, monkeypatch)
-    assert (result.best_job, judge.asked, result.finalists) == (by_loss(result)[0], [], ())
+    assert (result.best_job, judge.calls, result.finalists) == (by_loss(result)[0], [], ())
     metrics = json.loads((Path(result.adapter_dir) / "metrics.json").read_text())
     assert not {"eval_accuracy", "finalists"} & set(metrics)
 
@@ -115,7 +115,7 @@ def test_a_run_that_is_killed_before_the_judging_is_judged_when_it_goes_on(
 
 
 def test_a_run_that_is_stopped_while_they_write_is_judged_when_it_goes_on(task: alto.Task) -> None:
-    """With the real judge: the question is asked between two tokens."""
+    """The real judge checks for a stop between two tokens."""
     run = stopped_once_all_are_trained(task, 4)
     assert read_journal(run)[-1]["event"] == "task_interrupted"
     result = alto.Engine().resume(run)
@@ -137,10 +137,10 @@ def test_rows_that_end_in_an_answer_are_asked_and_no_others() -> None:
     assert len(FinalistJudge(rows, backbone, "tiny")._answers.prompts) == 1
     turned = [rows[1], rows[0], rows[0]]
     first = FinalistJudge(turned, backbone, "tiny", Scoring(scorer="exact_match", num_rows=1))
-    assert len(first._answers.prompts) == 1, "the first of those that can be scored"
+    assert len(first._answers.prompts) == 1, "the first that can be scored"
     long = Conversation([Message("user", "1 plus 1? " * 3000), Message("assistant", "#### 2")])
-    said = r"select_by eval_accuracy: among the validation rows .* expected prompts shorter .* in row 2; .*select_by"
-    with pytest.raises(DataError, match=said):
+    message = r"select_by eval_accuracy: among the validation rows .* expected prompts shorter .* in row 2; .*select_by"
+    with pytest.raises(DataError, match=message):
         FinalistJudge([*rows, long], backbone, "tiny")
     with pytest.raises(DataError, match=r"select_by eval_accuracy: expected validation rows .* found none of 2"):
         FinalistJudge(rows[1:], backbone, "tiny")

@@ -1,4 +1,4 @@
-"""Greedy completions: the argmax of every step, for every adapter the same as alone; and the cache behind them."""
+"""Greedy completions: the argmax of every step, for each adapter the same as alone; and the cache."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from alto.evaluation.generate import cache_argument, check_prompts, complete, ma
 from alto.evaluation.target import loaded_adapters
 from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 ModelFactory = Callable[..., PreTrainedModel]
 TOKENIZER = SimpleNamespace(eos_token_id=1, pad_token_id=0)
-# Lengths on purpose far apart, in no order.
+# The lengths differ much on purpose, in no order.
 PROMPTS = [list(range(2, 2 + length)) for length in (9, 2, 23, 5, 14, 3, 30)]
 ADAPTERS: tuple[dict[str, Any], ...] = (
     {"r": 2, "lora_alpha": 16},
@@ -74,7 +74,7 @@ def base_completions(model: PreTrainedModel, prompts: Sequence[Sequence[int]], *
 
 @torch.no_grad()
 def argmax_by_hand(model: Any, prompt: Sequence[int], limit: int, ends: Sequence[int] = (1,)) -> list[int]:
-    """No cache, no padding, no generate()."""
+    """Generate without a cache, without padding and without generate()."""
     ids = list(prompt)
     while len(ids) < len(prompt) + limit:
         token = int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
@@ -87,7 +87,7 @@ def argmax_by_hand(model: Any, prompt: Sequence[int], limit: int, ends: Sequence
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "mistral"])
 def test_batches_give_what_every_prompt_gives_alone(tiny_model: ModelFactory, architecture: str) -> None:
     expected = [argmax_by_hand(tiny_model(architecture), prompt, 12) for prompt in PROMPTS]
-    assert len({tuple(completion) for completion in expected}) > 3  # prompts matter to this model
+    assert len({tuple(completion) for completion in expected}) > 3  # prompts change this model's answers
     backbone = Backbone(tiny_model(architecture), TOKENIZER, "tiny")
     for batch_size in (4, 1, 7):
         assert completions(backbone, PROMPTS, batch_size=batch_size) == [expected]
@@ -111,8 +111,8 @@ def test_every_adapter_writes_what_peft_writes_with_it_alone(
         for folder in folders
     ]
     expected.insert(2, [argmax_by_hand(tiny_model(architecture), prompt, 12) for prompt in PROMPTS[:4]])
-    assert len({repr(of_adapter) for of_adapter in expected}) == 5  # adapters matter to the texts
-    assert len({len(text) for of_adapter in expected for text in of_adapter}) > 1  # and some end before others
+    assert len({repr(of_adapter) for of_adapter in expected}) == 5  # adapters change the texts
+    assert len({len(text) for of_adapter in expected for text in of_adapter}) > 1  # some end before others
     adapters: list[SavedAdapter | None] = [read_saved_adapter(folder) for folder in folders]
     adapters.insert(2, None)
     backbone = Backbone(tiny_model(architecture), TOKENIZER, "tiny")
@@ -196,7 +196,7 @@ def test_a_prompt_near_the_last_position_leaves_its_neighbours_their_length(tiny
     assert len(found[-1]) == 4
 
 
-def test_whoever_is_asked_may_end_the_writing(tiny_model: ModelFactory) -> None:
+def test_the_callback_may_end_the_generation(tiny_model: ModelFactory) -> None:
     backbone = Backbone(tiny_model("llama"), TOKENIZER, "tiny")
 
     def stop(_: int) -> None:
@@ -217,12 +217,12 @@ def test_a_prompt_without_a_position_to_write_to_is_an_error(tiny_model: ModelFa
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no memory, as the test wants it"), MemoryError()])
 def test_where_memory_runs_out_fewer_are_written_at_a_time(tiny_model: ModelFactory, error: Exception) -> None:
-    prompts = [*PROMPTS, list(range(2, 62))]  # the last of which has 4 positions to write to
+    prompts = [*PROMPTS, list(range(2, 62))]  # the last one leaves 4 positions
     expected = base_completions(tiny_model("llama"), prompts)
     model, rows = tiny_model("llama"), []
 
     def refuse(_: Any, __: Any, settings: dict[str, Any]) -> None:
-        """Late: a text is finished by then."""
+        """Refuse late, when a text is finished."""
         rows.append(len(settings["input_ids"]))
         if rows[-1] > 2 and settings["attention_mask"].shape[1] > 64:
             raise error
@@ -233,7 +233,7 @@ def test_where_memory_runs_out_fewer_are_written_at_a_time(tiny_model: ModelFact
     assert max(rows[-20:]) <= 2
 
 
-def test_one_text_that_does_not_fit_is_said_to_be_too_large(tiny_model: ModelFactory) -> None:
+def test_one_text_that_does_not_fit_is_reported_as_too_large(tiny_model: ModelFactory) -> None:
     model = tiny_model("llama")
 
     def refuse(_: Any, __: Any, settings: dict[str, Any]) -> None:
@@ -242,8 +242,8 @@ def test_one_text_that_does_not_fit_is_said_to_be_too_large(tiny_model: ModelFac
 
     model.register_forward_pre_hook(refuse, with_kwargs=True)
     backbone = Backbone(model, TOKENIZER, "tiny")
-    said = "one answer of up to 12 tokens after a prompt of 30 tokens, found too little on cpu"
-    with pytest.raises(DeviceMemoryError, match=said), loaded_adapters(backbone, [None], "tiny") as served:
+    message = "one answer of up to 12 tokens after a prompt of 30 tokens, found too little on cpu"
+    with pytest.raises(DeviceMemoryError, match=message), loaded_adapters(backbone, [None], "tiny") as served:
         complete(backbone, served, PROMPTS, max_new_tokens=12, batch_size=4, on_done=lambda _: None)
 
 
@@ -259,7 +259,7 @@ def test_it_holds_what_transformers_cache_holds() -> None:
         found, expected = ours.update(keys, values, 0), theirs.update(keys, values, 0)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
         assert ours.get_seq_length() == theirs.get_seq_length()
-        if step in (3, 4, 30):  # rows leave, before and after it has grown
+        if step in (3, 4, 30):  # rows leave before and after it has grown
             keep = torch.tensor([row for row in range(rows) if row != step % rows])
             ours.batch_select_indices(keep)
             theirs.batch_select_indices(keep)

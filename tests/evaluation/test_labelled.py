@@ -1,4 +1,4 @@
-"""Classifiers and regressors measured: what PEFT and transformers predict with each, counted by hand."""
+"""Evaluation of classifiers and regressors against predictions of PEFT and transformers, counted by hand."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from alto.evaluation.loss import label_metrics
 from alto.records import Evaluation
 from alto.runs import read_history
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 
 NAMES = ("bad", "fair", "good")
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def rows_of(kind: str, count: int, seed: int) -> list[Row]:
-    """Texts whose labels their words mostly, but not always, tell."""
+    """Draw texts whose words mostly, but not always, reveal their labels."""
     drawn = random.Random(seed)
     rows: list[Row] = []
     for n in range(count):
@@ -59,7 +59,7 @@ def write(path: Path, rows: Sequence[Row]) -> str:
 
 
 def train(kind: str, folder: Path) -> Path:
-    """A finished run of two jobs, whose micro-batches hold a few rows."""
+    """Train a run of two jobs with micro-batches of a few rows."""
     task = alto.Task(
         model="alto-tiny",
         dataset=write(folder / "train.jsonl", rows_of(kind, 48, 0)),
@@ -94,7 +94,7 @@ def evaluate(target: Path, **settings: Any) -> dict[str, Evaluation]:
 
 
 def peft_logits(folder: Path, kind: str, texts: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Logits of every text by itself, ``[Q, K]``, by PEFT on transformers' model."""
+    """Return the logits of each text alone, ``[Q, K]``, by PEFT on transformers' model."""
     names = {"one label": NAMES, "several labels": (*NAMES, "short"), "number": ("LABEL_0",)}[kind]
     base = AutoModelForSequenceClassification.from_pretrained(resolve_model("alto-tiny"), num_labels=len(names))
     model, tokenizer = PeftModel.from_pretrained(base, folder).eval(), load_tokenizer()
@@ -105,7 +105,7 @@ def peft_logits(folder: Path, kind: str, texts: Sequence[str]) -> np.ndarray[Any
 
 
 def f1(pairs: Sequence[tuple[bool, bool]]) -> float:
-    """The harmonic mean of precision and recall, of pairs of the truth and the prediction."""
+    """Return the harmonic mean of precision and recall, from pairs of truth and prediction."""
     hits = sum(actual and predicted for actual, predicted in pairs)
     if not hits:
         return 0.0
@@ -123,7 +123,7 @@ def spearman(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
 
 
 def check(found: Evaluation, logits: np.ndarray[Any, Any], kind: str, rows: Sequence[Row]) -> None:
-    """Compare an evaluation with numbers that are made of ``logits`` one row after the other."""
+    """Compare an evaluation with numbers computed from ``logits`` row by row."""
     labels = [row["label"] for row in rows]
     assert found.num_rows == len(rows)
     if kind == "number":
@@ -179,7 +179,7 @@ def test_jobs_measured_together_predict_what_peft_predicts_with_each(trained: tu
     found = evaluate(run, all_jobs=True, dataset=write(tmp_path / "test.jsonl", rows))
     logits = {name: peft_logits(run / "jobs" / name / "best", kind, [row["text"] for row in rows]) for name in found}
     assert list(logits) == ["job-000", "job-001"]
-    assert np.abs(logits["job-000"] - logits["job-001"]).max() > 0.1, "heads that change places would show"
+    assert np.abs(logits["job-000"] - logits["job-001"]).max() > 0.1, "swapped heads would show"
     for name, evaluation in found.items():
         check(evaluation, logits[name], kind, rows)
 

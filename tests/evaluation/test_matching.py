@@ -1,4 +1,4 @@
-"""Built-in scorers: what each reads of a text, and which answers agree with a reference."""
+"""Built-in scorers: what each reads from a text, and which answers agree with a reference."""
 
 from __future__ import annotations
 

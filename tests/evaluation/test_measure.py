@@ -1,4 +1,4 @@
-"""A tuned adapter measured: the loss of its run, an exact match that can succeed, and the base beside it."""
+"""Evaluation of a tuned adapter: its run's loss, an exact match that can succeed, and the base for comparison."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from alto.lora import AdapterWeights, SavedAdapter, read_saved_adapter
 from alto.records import Evaluation, EvaluationResult
 from alto.spec import BaseModelSpec, Scoring
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 BASE = BaseModelSpec(id="alto-tiny")
@@ -32,7 +32,7 @@ NUM_ROWS = 8
 
 
 def write_sums(path: Path) -> Path:
-    """Sums with worked answers, some of them above a thousand, of very different lengths."""
+    """Write sums with worked answers, some above a thousand, of very different lengths."""
     rows = [
         {"prompt": f"What is {n} plus {n % 7}?", "completion": "Let me see.\n" * (n % 4) + f"#### {n + n % 7:,}"}
         for n in range(3, 200 * NUM_ROWS, 200)
@@ -43,7 +43,7 @@ def write_sums(path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[alto.Task, alto.TaskResult]:
-    """alto-tiny has learned its eight validation rows by heart: they are its training rows too."""
+    """alto-tiny trained until it knows its eight validation rows, which are its training rows too."""
     folder = tmp_path_factory.mktemp("tuned")
     sums = str(write_sums(folder / "sums.jsonl"))
     task = make_task(
@@ -135,7 +135,7 @@ def test_batches_change_nothing(adapter: SavedAdapter, rows: HeldoutRows) -> Non
 
 
 def test_generating_after_the_loss_is_what_peft_generates(adapter: SavedAdapter, rows: HeldoutRows) -> None:
-    """The pass of the loss replaces the model's attention; none of that may be left when the model writes."""
+    """The loss pass replaces the model's attention, which must be restored when the model generates."""
     found = run(adapter, rows, limit=4)
     tokenizer = load_tokenizer()
     model = PeftModel.from_pretrained(load_network(BaseModelSpec(id="alto-tiny")), adapter.folder).eval()
@@ -293,7 +293,7 @@ def test_several_adapters_are_measured_as_each_alone(adapter: SavedAdapter, rows
 
 @pytest.fixture(scope="module")
 def pairs(rows: HeldoutRows) -> HeldoutRows:
-    """What was learned against another answer."""
+    """Pairs of the learned answer and another answer."""
     conversations = [row for row in rows.rows if not isinstance(row, Pair)]
     rejected = [
         Conversation((*conversation[:-1], Message("assistant", "I do not know."))) for conversation in conversations
@@ -332,7 +332,7 @@ def test_the_preference_is_what_replies_have_gained_on_the_base(
 
 @torch.no_grad()
 def log_prob(model: Any, tokenizer: Any, conversation: Any) -> float:
-    """Of the last reply and its end, by the model's own forward pass."""
+    """Return the log-probability of the last reply and its end, by the model's own forward pass."""
     prompt = encode_prompt(conversation[:-1], tokenizer)
     (row,) = Encoder(tokenizer).rows(conversation)
     ids = torch.tensor([row.input_ids])

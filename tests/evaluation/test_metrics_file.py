@@ -1,4 +1,4 @@
-"""metrics.json: every evaluation is kept, a repeated one once, and all else in the file stays."""
+"""metrics.json keeps every evaluation, a repeated one once, and everything else in the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A finished adapter is loaded into PEFT and compared: what PEFT puts elsewhere or otherwise is said by name."""
+"""A finished adapter is loaded into PEFT and compared: differences are reported by name."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHORT = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_p
 
 
 def make(model: PreTrainedModel, folder: Path) -> Backbone:
-    """``model``, and an adapter for all of its linear modules in ``folder``."""
+    """Wrap ``model``, and save an adapter for all of its linear modules in ``folder``."""
     write_random(model, folder, JobConfig(r=3, lora_alpha=12))
     return Backbone(model, None, "tiny")
 
@@ -66,7 +66,7 @@ def test_dense_layers_that_peft_takes_for_experts_are_named(mixture: Backbone, t
 def test_a_scale_that_peft_does_not_share_is_different_however_small_the_adapter(
     dense: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In 16 bits the logits would not show it; the numbers do."""
+    """In 16 bits the logits would not show it; the scale does."""
     path = tmp_path / "adapter_model.safetensors"
     save_file({name: tensor * 1e-4 for name, tensor in load_file(path).items()}, path)
     assert PeftCheck(dense)(tmp_path).status == "equal"
@@ -114,7 +114,7 @@ def test_without_peft_nothing_is_checked(dense: Backbone, tmp_path: Path, monkey
 
 
 def test_dense_layers_of_a_quantised_mixture_are_not_checked(mixture: Backbone, tmp_path: Path) -> None:
-    """PEFT finds bitsandbytes' own layers there, where ALTO has layers that unpack when they are used."""
+    """PEFT finds bitsandbytes' own layers there; ALTO has layers that unpack their weights on use."""
     for layer_name in ("gate_proj", "up_proj", "down_proj"):
         linear = mixture.model.get_submodule(f"{MLP}.{layer_name}")
         weight = linear.weight.data

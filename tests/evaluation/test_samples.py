@@ -1,5 +1,5 @@
-"""Samples: what the base and adapters generate for validation prompts is what transformers and PEFT generate, and a
-task records, shows and gives it back."""
+"""Samples: the base and the adapters generate what transformers and PEFT generate for validation prompts, and a task
+records and shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from alto.runs.events import SamplesGenerated
 from alto.views import final_summary
 from alto.views.plain import PlainView
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 LENGTH = 6
@@ -59,7 +59,7 @@ def make_sampler(rows: Sequence[Any] = ROWS, *, num_samples: int = 3) -> Sampler
 
 
 def generated_by_peft(prompt: str, folder: Path | None) -> str:
-    """The oracle: transformers' own generation."""
+    """Generate with transformers, the oracle."""
     tokenizer = load_tokenizer()
     model: Any = random_llama(len(tokenizer)).eval()
     if folder is not None:
@@ -90,7 +90,9 @@ def test_texts_are_those_of_transformers_and_peft(folders: dict[str, Path]) -> N
         assert list(one.adapters) == ["job-001", "job-000"]
         assert one.base == generated_by_peft(one.prompt, None)
         assert dict(one.adapters) == {job: generated_by_peft(one.prompt, folder) for job, folder in folders.items()}
-    assert len({text for one in found.rows for text in (one.base, *one.adapters.values())}) > 3, "weights matter"
+    assert len({text for one in found.rows for text in (one.base, *one.adapters.values())}) > 3, (
+        "the weights change the text"
+    )
 
 
 def test_the_prompt_is_what_the_model_sees_before_the_reply(folders: dict[str, Path]) -> None:
@@ -170,7 +172,7 @@ def test_a_run_records_and_shows_them(task: alto.Task) -> None:
 
 
 def test_a_loaded_adapter_generates_the_same(task: alto.Task) -> None:
-    """The winner as PEFT loads it from the run's folder; the texts of the base are the base's."""
+    """The winner is loaded by PEFT from the run's folder; the base's texts are the base's own."""
     result = tune(task)
     sample = read_history(result.run_dir).samples[0]
     tokenizer = load_tokenizer()
@@ -221,15 +223,15 @@ def test_a_failure_costs_nothing_but_the_samples(task: alto.Task, monkeypatch: p
     monkeypatch.setattr(runner, "Sampler", Failing)
     result = tune(task)
     assert (result.best_job, result.best_validation_loss) == (plain.best_job, plain.best_validation_loss)
-    said = "no samples were generated: no memory <today>"
-    assert said in summary(result)
+    message = "no samples were generated: no memory <today>"
+    assert message in summary(result)
     page = Path(result.run_dir, "report.html").read_text(encoding="utf-8")
     assert "No samples were generated: no memory &lt;today&gt;" in page
     stream = io.StringIO()
     view = PlainView(stream)
     for entry in entries_of(result):
         view.observe(entry)
-    assert said in stream.getvalue()
+    assert message in stream.getvalue()
 
 
 def summary(result: alto.TaskResult, width: int = 200) -> str:

@@ -1,4 +1,4 @@
-"""Scores of answers by a server on this machine or by a Python function, and waiting for work that may hang."""
+"""Scores of answers from a server on this machine or from a Python function, and waiting for work that may hang."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWERS = [Answer(prompt=f"p{n}", reference=f"r{n}", answer="ä" * n) for n in r
 
 
 class Server(ThreadingHTTPServer):
-    """Answers requests one after the other with ``replies``: a status and a body; the last one again and again."""
+    """A server that answers requests with ``replies`` in turn, each a status and a body; the last one repeats."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -110,7 +110,7 @@ def test_it_waits_before_it_asks_again(server: Server, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("replies", "said", "num_requests"),
+    ("replies", "message", "num_requests"),
     [
         ([(500, b"")], "status 500 Internal Server Error, 3 times", 3),
         ([(401, b"")], "expected status 200, found status 401 Unauthorized", 1),
@@ -129,17 +129,17 @@ def test_it_waits_before_it_asks_again(server: Server, monkeypatch: pytest.Monke
     ],
 )
 def test_what_is_no_score_of_a_server_is_a_failure_with_its_reason(
-    server: Server, replies: list[tuple[int, bytes | None]], said: str, num_requests: int
+    server: Server, replies: list[tuple[int, bytes | None]], message: str, num_requests: int
 ) -> None:
     server.replies = replies
-    with pytest.raises(ScorerFailedError, match=said):
+    with pytest.raises(ScorerFailedError, match=message):
         score(server)
     assert len(server.requests) == num_requests
 
 
 @pytest.mark.parametrize("drips", [False, True])
 def test_a_server_that_is_slow_is_given_up(server: Server, drips: bool) -> None:
-    """Also one that sends a byte from time to time, which no time-out of a socket ends."""
+    """A server that sends a byte from time to time is given up too, though no socket timeout ends it."""
     server.delay_s, server.drips = (0.0, True) if drips else (2.0, False)
     began = time.monotonic()
     with pytest.raises(ScorerFailedError, match=r"no result within 0.2 s, 3 times"):
@@ -192,7 +192,7 @@ def test_a_truth_value_is_one_or_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [
         ("raising", r"row 1: it raised LookupError: the judge is asleep \(scoring_functions.py, line \d+\)"),
         ("exiting", "row 1: it raised SystemExit: 3"),
@@ -201,8 +201,8 @@ def test_a_truth_value_is_one_or_zero() -> None:
         ("infinite", "row 1: expected a finite number, found inf"),
     ],
 )
-def test_what_is_no_score_of_a_function_is_a_failure_with_its_reason(function: str, said: str) -> None:
-    with pytest.raises(ScorerFailedError, match=said):
+def test_what_is_no_score_of_a_function_is_a_failure_with_its_reason(function: str, message: str) -> None:
+    with pytest.raises(ScorerFailedError, match=message):
         scorer(function)(ROWS, lambda: None)
 
 
@@ -229,15 +229,15 @@ def test_a_user_who_wants_to_stop_does_not_wait_for_it(server: Server, kind: str
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("no_such_module:score", "expected a module 'no_such_module' that can be imported, found ModuleNotFoundError"),
         ("scoring_functions:absent", "expected a function 'absent' in the module 'scoring_functions', found none"),
         ("scoring_functions.NOT_A_FUNCTION", "expected a function 'NOT_A_FUNCTION' .* found int"),
     ],
 )
-def test_a_function_that_is_not_there_is_refused_at_once(name: str, said: str) -> None:
-    with pytest.raises(SpecError, match=f"select_by.function: {said}"):
+def test_a_function_that_is_not_there_is_refused_at_once(name: str, message: str) -> None:
+    with pytest.raises(SpecError, match=f"select_by.function: {message}"):
         PythonScorer(name, 30.0)
 
 

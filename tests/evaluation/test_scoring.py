@@ -35,21 +35,20 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 
 
 def summary(run: str) -> str:
-    """What the terminal shows at the end."""
     console = Console(file=io.StringIO(), width=400)
     console.print(final_summary(read_history(run), run, max_rows=None, is_live=False))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
 def scored(monkeypatch: pytest.MonkeyPatch, rows: Callable[[int, int], float]) -> None:
-    """Score row ``n`` of the finalist in place ``place`` by ``rows(place, n)``, whatever was generated."""
+    """Score row ``n`` of the finalist at ``place`` as ``rows(place, n)``, whatever it generated."""
 
     class Judge:
         def __init__(self, _: object, __: object, ___: object, scoring: str | alto.spec.Scoring) -> None:
             self.name = scoring if isinstance(scoring, str) else scoring.scorer
 
-        def __call__(self, asked: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
-            found = {job: tuple(rows(place, n) for n in range(20)) for place, job in enumerate(asked)}
+        def __call__(self, adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
+            found = {job: tuple(rows(place, n) for n in range(20)) for place, job in enumerate(adapters)}
             return Judgement(scorer=self.name, rows=found)
 
     monkeypatch.setattr(runner, "FinalistJudge", Judge)
@@ -83,15 +82,17 @@ def test_the_scores_of_a_function_choose_and_everything_shows_them(
 
 
 def test_within_noise_the_loss_decides_and_the_notes_say_so(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second gives more right answers than the first, by one row of 20; the third far fewer."""
+    """The second has one right answer of 20 more than the first; the third has far fewer."""
     counts = (15, 16, 2)
     scored(monkeypatch, lambda place, n: float(n < counts[place]))
     result = tune(task.replace(select_by={"scorer": "exact_match"}))
     first, second, _ = by_loss(result)[:3]
     assert result.best_job == first
-    said = f"exact match: 20 validation rows cannot separate {first} from {second}; the lowest validation loss decided."
-    assert result.notes == (said,)
-    assert said in summary(result.run_dir)
+    message = (
+        f"exact match: 20 validation rows cannot separate {first} from {second}; the lowest validation loss decided."
+    )
+    assert result.notes == (message,)
+    assert message in summary(result.run_dir)
     assert tune(task.replace(select_by="eval_accuracy")).best_job == second
     completed = read_journal(result.run_dir)[-1]
     assert [tied["job"] for tied in completed["within_noise"]] == [second]
@@ -176,7 +177,7 @@ def test_a_scorer_that_fails_leaves_the_winner_to_the_metric(
 
 
 def test_a_failure_of_one_adapter_is_one_of_all(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores of some finalists only would choose among these."""
+    """Scores of some finalists would restrict the choice to these."""
 
     class Third:
         def __init__(self, _: alto.spec.Scoring) -> None:
@@ -210,14 +211,14 @@ def test_a_function_that_is_not_there_is_refused_before_anything_is_written(task
 
 
 @pytest.mark.parametrize(
-    ("select_by", "said"),
+    ("select_by", "message"),
     [
         (LENGTH, "to call the Python function scoring_functions:length"),
         ({"scorer": "http", "url": "http://127.0.0.1:9/s?key=secret"}, r"to send rows to http://127.0.0.1:9/s, found"),
     ],
 )
 def test_a_run_of_another_person_neither_runs_code_nor_sends_rows(
-    task: alto.Task, select_by: dict[str, Any], said: str
+    task: alto.Task, select_by: dict[str, Any], message: str
 ) -> None:
     ended: list[str] = []
     folder = Path(task.dataset).parent / "runs"
@@ -225,7 +226,7 @@ def test_a_run_of_another_person_neither_runs_code_nor_sends_rows(
     with pytest.raises(TaskInterruptedError):
         runs.begin(task.replace(select_by=select_by), folder)
     (run,) = folder.iterdir()
-    with pytest.raises(UntrustedCodeError, match=f"select_by: expected permission from you {said}"):
+    with pytest.raises(UntrustedCodeError, match=f"select_by: expected permission from you {message}"):
         alto.Engine().resume(run)
     ended.clear()
     assert alto.Engine().resume(run, trust_remote_code=True).best_job

@@ -1,4 +1,4 @@
-"""What a user points at: a run, a job of a run, an adapter, or nothing of the kind."""
+"""The path that a user gives: a run, a job of a run, an adapter, or none of these."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of tools, from rows to a score: the reference is the row's own call, however the chat template writes it."""
+"""Tool calls from rows to a score: the reference is the row's own call, in whatever form the template writes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def template(name: str) -> str:
 
 
 def calls(path: Path) -> str:
-    """Questions, each answered by a call alone."""
+    """Write questions, each answered by a single call."""
     rows: list[dict[str, Any]] = []
     for days, city in enumerate(CITIES):
         call = {"type": "function", "function": {"name": "rain", "arguments": {"city": city, "days": days}}}

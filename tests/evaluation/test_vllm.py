@@ -1,4 +1,4 @@
-"""vLLM behind its seam: what it is asked, by a stand-in with vLLM's documented interface."""
+"""The requests to vLLM, against a fake with vLLM's documented interface."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SamplingParams:
 
 
 class LLM:
-    """``vllm.LLM``: completes a prompt with the number of its adapter and the prompt again, then ends."""
+    """``vllm.LLM``: completes a prompt with its adapter's number and the prompt again, then ends."""
 
     made: list[Mapping[str, Any]]
 
@@ -122,7 +122,7 @@ def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
 @pytest.mark.usefixtures("vllm")
 @pytest.mark.parametrize("differs", ["rank", "scale"])
 def test_an_adapter_whose_modules_differ_is_refused(differs: str) -> None:
-    """vLLM reads one rank and one scale, and would give other answers without a word."""
+    """vLLM reads one rank and one scale; it would silently give other answers."""
     rank = 2 if differs == "rank" else 4
     weights = AdapterWeights({**adapter("a").weights, "y": (torch.zeros(4, rank), torch.zeros(rank, 4))})
     scales = {"x": 1.0, "y": 1.0 if differs == "rank" else 0.5}
@@ -131,7 +131,7 @@ def test_an_adapter_whose_modules_differ_is_refused(differs: str) -> None:
 
 
 @pytest.mark.usefixtures("vllm")
-def test_of_many_adapters_few_are_on_the_gpu_at_a_time() -> None:
+def test_few_of_many_adapters_are_on_the_gpu_at_a_time() -> None:
     found = complete([adapter(str(number)) for number in range(9)], [[5]])
     assert found == [[[101 + number, 5]] for number in range(9)]
     assert (LLM.made[0]["max_loras"], LLM.made[0]["max_cpu_loras"]) == (8, 9)
@@ -169,7 +169,7 @@ def test_answers_are_judged_as_those_of_alto(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("vllm")
-def test_what_vllm_cannot_do_is_said() -> None:
+def test_what_vllm_cannot_do_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="rank 512 at most, which vLLM takes, found rank 600"):
         complete([adapter("a", 600)], [[5]])
     with pytest.raises(UnsupportedError, match="found one that is quantised on loading"):
@@ -187,7 +187,7 @@ def test_what_vllm_cannot_do_is_said() -> None:
         complete([adapter("a")], [list(range(2, 99))])
 
 
-def test_without_vllm_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(UnsupportedError, match=r"pip install 'alto-lora\[vllm\]'"):
         complete([adapter("a")], [[5]])
@@ -198,7 +198,7 @@ def test_without_vllm_the_way_to_install_it_is_said(monkeypatch: pytest.MonkeyPa
 def test_experts_are_written_as_vllm_reads_them_on_this_base(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By themselves where the checkpoint of the base has them so, and as PEFT's file where it has them stacked."""
+    """Experts are written separately if the base's checkpoint has them so, and stacked as in PEFT's file otherwise."""
     model = MODELS[name]()
     model.save_pretrained(tmp_path / "base")
     folder = random_adapter(model, tmp_path / "adapter")

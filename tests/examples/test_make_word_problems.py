@@ -1,4 +1,4 @@
-"""The quickstart's data: the same on every machine, no row in two splits, every answer right as shown."""
+"""The quickstart's data: the same on every machine, no row in two splits, every answer correct."""
 
 from __future__ import annotations
 

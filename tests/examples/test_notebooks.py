@@ -1,4 +1,4 @@
-"""The notebooks of examples/ run from top to bottom, show what they say, and are stored without outputs."""
+"""The notebooks of examples/ run from top to bottom, print what their text says, and are stored without outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_there_are_notebooks() -> None:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
-    """What running it would write into the file: ``jupyter nbconvert --clear-output --inplace`` removes it."""
+    """Remove the outputs of a run with ``jupyter nbconvert --clear-output --inplace``."""
     notebook = read(path)
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":
@@ -62,7 +62,7 @@ def outputs(notebook: dict[str, Any], cell: str) -> list[Any]:
 
 
 def data(notebook: dict[str, Any], cell: str) -> dict[str, Any]:
-    """What a cell shows for its last line, by media type."""
+    """Return the value of a cell's last line, by media type."""
     shown = ("execute_result", "display_data")
     [found] = [output["data"] for output in outputs(notebook, cell) if output["output_type"] in shown]
     return dict(found)
@@ -73,7 +73,7 @@ def printed(notebook: dict[str, Any], cell: str) -> str:
 
 
 @pytest.mark.slow("queues")
-@pytest.mark.filterwarnings("ignore")  # those of Jupyter's client
+@pytest.mark.filterwarnings("ignore")  # warnings of Jupyter's client
 class TestANotebook:
     def test_shows_progress_and_result(self, executed: dict[str, Any]) -> None:
         tune = next(cell["id"] for cell in executed["cells"] if "engine.tune(" in cell["source"])
@@ -92,7 +92,7 @@ class TestANotebook:
         assert all(len(trace["x"]) for trace in figure["data"])
 
     def test_warns_of_nothing(self, executed: dict[str, Any]) -> None:
-        """But what tqdm says where ipywidgets is not installed."""
+        """tqdm's warning where ipywidgets is not installed is the exception."""
         errors = [
             (cell["id"], output["text"])
             for cell in executed["cells"]
@@ -103,7 +103,7 @@ class TestANotebook:
 
 
 @pytest.mark.slow("queues")
-@pytest.mark.filterwarnings("ignore")  # those of Jupyter's client
+@pytest.mark.filterwarnings("ignore")  # warnings of Jupyter's client
 def test_the_notebooks_end_as_they_say(executed: dict[str, Any]) -> None:
     if any(cell["id"] == "make-pairs" for cell in executed["cells"]):
         assert "Evaluation(" in data(executed, "evaluate")["text/plain"]

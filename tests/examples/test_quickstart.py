@@ -1,4 +1,4 @@
-"""The example tasks: valid, findable from any folder; and data that is the same on every machine."""
+"""The example tasks: valid, and runnable from any folder; and data that is the same on every machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture
 def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
-    """The task as read from a copy of examples/ with fresh data, while standing elsewhere."""
+    """The task read from a copy of examples/ with fresh data, from another current directory."""
     folder = tmp_path / "examples"
     folder.mkdir()
     for name in ("quickstart.yaml", "make_word_problems.py"):
@@ -30,7 +30,7 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     return load_task(folder / "quickstart.yaml")
 
 
-def test_data_lies_where_the_generator_puts_it(task: Task) -> None:
+def test_data_is_where_the_generator_puts_it(task: Task) -> None:
     assert task.validation_dataset is not None
     assert Path(task.dataset).is_absolute()
     assert Path(task.dataset).name == "train.jsonl"

@@ -1,5 +1,6 @@
-"""``gradient_accumulation_steps`` are those of transformers' own ``Trainer``, which divides every micro-batch's loss by
-the trained tokens of the whole step (``num_items_in_batch``); of rows with labels it takes the mean of the means."""
+"""``gradient_accumulation_steps`` works as in transformers' own ``Trainer``, which divides each micro-batch's loss by
+the trained tokens of the whole step (``num_items_in_batch``); rows with labels use the mean of the micro-batches'
+means."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ JOBS = [
 
 
 class InOrder(Trainer):
-    """The trainer on ALTO's order of rows, with the loss of every step noted."""
+    """A trainer that follows ALTO's order of rows and records the loss of every step."""
 
     def __init__(self, order: DataOrder, steps_per_epoch: int, **settings: Any) -> None:
         super().__init__(**settings)
@@ -77,7 +78,7 @@ def trained_by_transformers(
     divides_by_tokens: bool = True,
     adds_up: bool = True,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of all steps, and the weights at the end."""
+    """Return the losses of all steps, and the final weights."""
     config, rows = job.config, job.context.data.train
     task_type = "CAUSAL_LM" if model is None else "SEQ_CLS"
     model = get_peft_model(
@@ -123,7 +124,7 @@ def trained_by_transformers(
 
 @pytest.fixture(scope="module")
 def trained() -> tuple[Bank, dict[str, AdapterWeights], dict[str, list[float]]]:
-    """All jobs in one bank, to their ends: their first weights and their losses."""
+    """All jobs trained to their ends in one bank; their initial weights and their losses."""
     bank = Bank(make_model("llama"), make_task(JOBS), slots=[2, 0, 1])
     initial = {job.id: bank.trainer.bank.read(job.slot) for job in bank.jobs}
     losses: dict[str, list[float]] = {job.id: [] for job in bank.jobs}
@@ -148,7 +149,7 @@ def test_a_job_is_trained_as_transformers_trainer_does(
 def test_means_of_micro_batches_would_differ(
     trained: tuple[Bank, dict[str, AdapterWeights], dict[str, list[float]]], tmp_path: Path
 ) -> None:
-    """What the comparison is about: rows have different numbers of tokens, and the last micro-batch fewer rows."""
+    """Rows have different numbers of tokens, and the last micro-batch has fewer rows; so the comparison can fail."""
     bank, initial, losses = trained
     job = bank.jobs[0]
     other, weights = trained_by_transformers(job, initial[job.id], tmp_path, divides_by_tokens=False)
@@ -157,7 +158,7 @@ def test_means_of_micro_batches_would_differ(
 
 
 LABELLED_JOBS = [*JOBS, {"lr": 1e-3, "r": 4, "batch_size": 3, "gradient_accumulation_steps": 8, "seed": 54}]
-"""The second step of the last one has micro-steps of 3 rows and of 1."""
+"""Jobs; the second step of the last one has micro-steps of 3 rows and of 1 row."""
 
 
 def labelled_bank(labels: LabelSet, **settings: Any) -> Bank:
@@ -192,7 +193,7 @@ def test_rows_with_labels_are_trained_as_transformers_trainer_does(labels: Label
 
 @pytest.mark.parametrize("labels", [ONE_LABEL, TWO_NUMBERS], ids=lambda of: of.problem_type)
 def test_without_its_setting_transformers_adds_means_of_micro_batches_up(labels: LabelSet, tmp_path: Path) -> None:
-    """The reason for ``loss_is_scaled_for_ga``: its own loss of a head is not divided by ``num_items_in_batch``."""
+    """This is why ``loss_is_scaled_for_ga`` exists: the loss of a head is not divided by ``num_items_in_batch``."""
     bank = labelled_bank(labels)
     job = bank.jobs[0]
     initial = bank.trainer.bank.read(job.slot)
@@ -203,7 +204,7 @@ def test_without_its_setting_transformers_adds_means_of_micro_batches_up(labels:
 
 
 def test_a_small_last_micro_step_counts_as_much_as_the_others() -> None:
-    """Also where memory splits its rows."""
+    """This holds if memory forces a split of its rows, too."""
     whole, split = labelled_bank(ONE_LABEL), labelled_bank(ONE_LABEL, max_tokens_per_pass=60)
     job = whole.jobs[-1]
     assert job.config.row_factors(len(job.order.rows_of_step(0))) == (1.0,) * 24

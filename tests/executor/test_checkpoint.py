@@ -1,4 +1,4 @@
-"""States on disk: what comes back is what went in, and whatever breaks, a committed state is still there whole."""
+"""States on disk: they are read back unchanged, and any failure leaves the committed state complete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> StateStore:
 
 
 def text(content: str) -> Callable[[Path], None]:
-    """Fills a folder with one file."""
+    """Return a function that fills a folder with one file."""
 
     def fill(folder: Path) -> None:
         (folder / "weights.txt").write_text(content)
@@ -105,7 +105,7 @@ def test_a_predecessor_is_kept_until_its_successor_is_durable(store: StateStore)
 
 
 def test_a_predecessor_of_a_state_that_was_not_saved_again_stays(store: StateStore) -> None:
-    """Another checkpoint says nothing of it."""
+    """The checkpoint does not mention this state."""
     for step in (1, 2):
         store.save("a", "last", step, text(f"step {step}"))
         if step == 1:
@@ -118,7 +118,7 @@ def test_a_predecessor_of_a_state_that_was_not_saved_again_stays(store: StateSto
 
 
 def test_a_restored_checkpoint_leaves_nothing_beside_it(store: StateStore) -> None:
-    """A process may have died before it removed a predecessor."""
+    """A process may have died before it removed the previous state."""
     for step in (1, 2):
         store.save("a", "last", step, text(f"step {step}"))
         store.commit()
@@ -139,7 +139,7 @@ def test_a_job_that_did_not_change_belongs_to_both_checkpoints(store: StateStore
 @pytest.mark.parametrize(
     "damage", ["truncated", "flipped", "missing", "no state.json", "torn state.json", "other step"]
 )
-def test_a_damaged_state_is_told_apart(store: StateStore, damage: str) -> None:
+def test_a_damaged_state_is_recognised(store: StateStore, damage: str) -> None:
     store.save("a", "last", 1, text("weights"))
     store.commit()
     folder = store.folder("a", "last")

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:Futur
 
 
 def reviews(folder: Path, name: str = "reviews.jsonl", *, seed: int = 0) -> Path:
-    """48 short texts of two kinds."""
+    """Write 48 short texts of two kinds."""
     drawn = random.Random(seed)
     words = {"good": ["warm", "gripping", "a joy"], "bad": ["dull", "a mess", "too long"]}
     rows = [{"text": f"The film {n} is {drawn.choice(words[k])}.", "label": k} for n in range(24) for k in words]
@@ -176,7 +176,7 @@ def test_a_regression_on_equal_numbers_has_a_result_and_a_note_on_what_is_missin
 
 
 def test_checkpointed_layers_are_still_recomputed_after_the_checks_with_transformers_and_peft(tmp_path: Path) -> None:
-    """Both put a model of transformers or of PEFT around the layers, and into evaluation mode."""
+    """Both checks wrap the layers into a model of transformers or PEFT, in evaluation mode."""
     backbone = Backbone(make_model("llama"), None, "unused", gradient_checkpointing=True)
     layers = [module for module in backbone.model.modules() if module.training]
     assert len(layers) == 2

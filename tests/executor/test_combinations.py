@@ -1,5 +1,5 @@
-"""Law 1 where several settings meet: biases, magnitudes, heads, noise and every optimizer in one bank, on padded rows,
-with recomputed layers, on quantised bases and in half precision, on pairs, and beside tasks of other methods.
+"""Isolation (law 1) where settings meet: biases, magnitudes, heads, noise and every optimizer in one bank, on padded
+rows, with recomputed layers, on quantised bases and in half precision, on pairs, and beside tasks of other methods.
 
 The oracle is PEFT with the optimizer of transformers' ``Trainer`` on the unmodified model.
 """
@@ -44,7 +44,7 @@ MODELS: dict[str, tuple[Callable[[], PreTrainedModel], dict[str, Config]]] = {
 
 
 def bank_of(model: PreTrainedModel, kinds: dict[str, Config], *, data: TaskData = DATA, **settings: Any) -> Bank:
-    """A job of every kind, the first in the last slot; one slot is free."""
+    """Return a bank with a job of every kind, the first in the last slot, and one free slot."""
     task = settings.pop("task", None) or make_task(list(kinds.values()), **settings)
     return Bank(model, task, slots=list(range(len(kinds), 0, -1)), data=data)
 
@@ -90,19 +90,19 @@ def test_heads_of_all_kinds_of_jobs_equal_peft_alone(name: str, *, is_recomputed
 
 
 class PlainPairs(SoloJob):
-    """One job on preference pairs, with the loss of DPO written once more."""
+    """One job on preference pairs, with DPO's loss reimplemented."""
 
     def __init__(self, base: PreTrainedModel, *args: Any, **settings: Any) -> None:
         super().__init__(base, *args, **settings)
         self._reference = base.requires_grad_(False)
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        sought = batch.pop("labels")[:, 1:]
+        labels = batch.pop("labels")[:, 1:]
 
         def log_probs(model: Any) -> Tensor:
             of_tokens = model(**batch).logits[:, :-1].double().log_softmax(-1)
-            of_sought = of_tokens.gather(-1, sought.clamp(min=0)[..., None])[..., 0]
-            return (of_sought * (sought >= 0)).sum(1)
+            of_labels = of_tokens.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+            return (of_labels * (labels >= 0)).sum(1)
 
         with torch.no_grad():
             expected = log_probs(self._reference)
@@ -112,7 +112,7 @@ class PlainPairs(SoloJob):
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_all_kinds_of_jobs_on_pairs_equal_peft_alone(name: str) -> None:
-    """Both replies share their prompt's tokens, which are in two rows where rows are padded."""
+    """Both replies share their prompt's tokens; if rows are padded, these are in two rows."""
     model, kinds = MODELS[name]
     task = make_task(list(without(kinds, neftune_noise_alpha=None).values()), method="dpo", beta=0.3)
     bank = bank_of(model(), kinds, task=task, data=PAIRS)
@@ -132,7 +132,7 @@ WITHOUT_DORA = without(KINDS, use_dora=False)
 
 
 def quantised(folder: Path, bits: int) -> tuple[PreTrainedModel, Callable[[], PreTrainedModel]]:
-    """The model in so many bits; and what makes one with equal weights that are not packed."""
+    """Return the model in so many bits, and a function that makes one with equal, unpacked weights."""
     network = load_network(BaseModelSpec(id=str(folder), quantisation=f"{bits}bit"))
     weights = {
         name: module.weight.clone() for name, module in network.named_modules() if isinstance(module, QuantisedLinear)
@@ -169,7 +169,7 @@ def test_magnitudes_on_a_quantised_base_are_refused_with_the_reason(saved: Path)
 
 @pytest.fixture(scope="module")
 def in_half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], PreTrainedModel]:
-    """Loads a model in bfloat16, with weights of the usual size: larger ones make much of rounding."""
+    """Loads a model in bfloat16 with weights of the usual size; larger ones amplify rounding."""
     folder = tmp_path_factory.mktemp("half")
     build_tiny("llama-bias", vocab_size=VOCABULARY, initializer_range=0.05).save_pretrained(folder)
 
@@ -180,8 +180,8 @@ def in_half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], PreTrained
     return load
 
 
-def shaken(bank: Bank) -> Bank:
-    """Its adapters with noise, so that no matrix is zero and no bias or magnitude that of the base."""
+def with_noise(bank: Bank) -> Bank:
+    """Add noise to a bank's adapters, so that no matrix is zero and no bias or magnitude equals the base's."""
     generator = torch.Generator().manual_seed(5)
     for job in bank.jobs:
         row = bank.trainer.bank.params_ZP[job.slot, : bank.trainer.bank.places(job.slot).end]
@@ -190,7 +190,7 @@ def shaken(bank: Bank) -> Bank:
 
 
 HALF_TOLERANCE = 2e-2
-"""Of gradients in norm: two to three times what was seen, here and of PEFT in the same precision."""
+"""Tolerance of gradients in norm: two to three times the measured error, which PEFT has too in this precision."""
 
 
 def assert_close(found: StepFacts, expected: StepFacts) -> None:
@@ -206,7 +206,7 @@ def test_all_kinds_of_jobs_in_half_precision_are_near_peft_without_rounding(
 ) -> None:
     task = classification(KINDS, adapter_dtype=adapter_dtype) if has_head else None
     data, solo = (data_of(ONE_LABEL), SoloClassifier) if has_head else (DATA, SoloJob)
-    bank = shaken(bank_of(in_half(), KINDS, task=task, data=data, adapter_dtype=adapter_dtype))
+    bank = with_noise(bank_of(in_half(), KINDS, task=task, data=data, adapter_dtype=adapter_dtype))
     assert bank.trainer.bank.params_ZP.dtype == getattr(torch, adapter_dtype)
     compare(lambda: in_half().float(), bank, num_steps=1, data=data, solo=solo, same=assert_close)
     for _ in range(2):  # optimizers step in that precision too
@@ -217,7 +217,7 @@ def test_all_kinds_of_jobs_in_half_precision_are_near_peft_without_rounding(
 
 @pytest.mark.parametrize("wrong", [{"use_rslora": False}, {"lora_alpha": 17.0}], ids=str)
 def test_the_comparison_in_half_precision_bites(wrong: dict[str, Any], in_half: Callable[[], PreTrainedModel]) -> None:
-    bank = shaken(Bank(in_half(), make_task([{**KINDS["everything-adamw"], "neftune_noise_alpha": None}])))
+    bank = with_noise(Bank(in_half(), make_task([{**KINDS["everything-adamw"], "neftune_noise_alpha": None}])))
     (job,) = bank.jobs
     alone = SoloJob(in_half().float(), DATA.train, job.config, tamper=wrong)
     alone.load(bank.trainer.bank.read(job.slot))
@@ -226,7 +226,7 @@ def test_the_comparison_in_half_precision_bites(wrong: dict[str, Any], in_half: 
 
 
 def tasks() -> dict[str, tuple[Task, TaskData]]:
-    """Five methods on one base, heads of two sizes among them."""
+    """Return five methods on one base, with classification heads of two sizes."""
     plain = {"lr": 2e-4, "r": 4, "batch_size": 4, "weight_decay": 0.1}
     dora = {"lr": 1e-3, "r": 8, "batch_size": 3, "use_dora": True, "optim": "rmsprop"}
     kinds = {"plain": {**plain, "seed": 1}, "dora": {**dora, "seed": 2}}
@@ -271,10 +271,10 @@ def mixtral() -> PreTrainedModel:
 
 
 def test_jobs_of_all_kinds_beside_one_on_experts_equal_peft_alone_and_so_does_that_one() -> None:
-    """The attention's layers are shared; the experts' job is compared with itself alone, as tests of experts compare it
+    """The attention's layers are shared; the experts' job is compared with itself alone, since other tests compare it
     with PEFT."""
     usual = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "gradient_accumulation_steps": 1}
-    usual["router_aux_loss_coef"] = 0.0  # PEFT alone adds no such loss
+    usual["router_aux_loss_coef"] = 0.0  # PEFT alone has no such loss
     kinds = {name: {**usual, **config, "bias": "none"} for name, config in KINDS.items()}
     experts = {
         "lr": 1e-3,

@@ -1,5 +1,5 @@
 """Jobs with biases, magnitudes, heads, noise and every optimizer are parked, moved, killed, resumed, copied, cloned and
-suggested: nothing of them is lost, and nothing of another job is left in a slot."""
+suggested: nothing of them is lost, and a slot keeps nothing of its previous job."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def parked(bank: Bank, job: JobState, store: StateStore) -> None:
 @pytest.mark.parametrize("adapter_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("method", METHODS)
 def test_jobs_come_back_to_other_slots_to_the_last_bit(method: str, adapter_dtype: str, tmp_path: Path) -> None:
-    """Each to a slot that a job with another optimizer and other tensors has had."""
+    """Each moves to a slot that had a job with another optimizer and other tensors."""
     stays, moves = (bank_of(method, adapter_dtype=adapter_dtype) for _ in range(2))
     for _ in range(2):
         stays.step()
@@ -94,7 +94,7 @@ def test_jobs_come_back_to_other_slots_to_the_last_bit(method: str, adapter_dtyp
 
 
 def test_a_new_job_finds_nothing_of_the_one_before_in_its_slot() -> None:
-    """Admitted late, into the slot of a job of another kind, it takes the steps that it takes from the beginning."""
+    """Admitted later, into the slot of another kind of job, it takes the same steps as from the beginning."""
     first, late = bank_of("classification"), bank_of("classification")
     expected = [first.step() for _ in range(2)]
     for _ in range(2):
@@ -113,7 +113,7 @@ def test_a_new_job_finds_nothing_of_the_one_before_in_its_slot() -> None:
 
 
 RUNG: dict[str, Any] = {"rungs": [[0.5, 1.0]], "detect_divergence": False, "detect_overfitting": False}
-"""At which all jobs wait, and after which all go on."""
+"""A rung at which all jobs wait and continue."""
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_run_that_is_killed_and_resumed_is_equal_to_the_last_bit(
     assert killed.events("job_parked")
     assert curves(killed.folder) == curves(whole.folder)
     found, expected = (states(run.root) for run in (killed, whole))
-    assert len(expected) == 3 * len(task.jobs), "adapters of both kinds, and the states of the optimizers"
+    assert len(expected) == 3 * len(task.jobs), "best and last adapters, and optimizer states"
     assert found == expected
 
 

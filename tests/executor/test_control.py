@@ -1,4 +1,4 @@
-"""Commands to a running task: what each does to the jobs, what is refused, and that the others do not notice."""
+"""Commands to a running task: their effects on jobs, refusals, and no effect on other jobs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Send = Callable[..., None]
 
 
 class Commanded:
-    """A task to which commands are sent at chosen events.
+    """A task that receives commands at chosen events.
 
     Attributes:
-        answers: What the task said to each, in the order they were sent.
+        answers: The answers to the commands, in the order they were sent.
     """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
@@ -54,7 +54,7 @@ class Commanded:
     def at(
         self, action: JobAction, job: str, *, event: str, of: str | None = None, step: int = 0, **options: Any
     ) -> None:
-        """Send a command when ``event`` of job ``of`` (by default the job itself) has been journalled."""
+        """Send a command when ``event`` of job ``of`` (by default the job itself) is in the journal."""
         subject = of or job
 
         def is_due(line: Mapping[str, Any]) -> bool:
@@ -63,7 +63,6 @@ class Commanded:
         self._plan.append((is_due, lambda: self.mailbox.send(action, job, **options)))
 
     def run(self) -> list[dict[str, Any]]:
-        """Train; returns the journal."""
         self.result = run_task(self.task, self.run_dir, [lambda entry: self._observe(entry.to_dict())])
         self.answers = [self.mailbox.wait_for_answer(command, 0) for command in self._ids]
         assert not self._plan, "an event that a command waited for never came"
@@ -183,7 +182,7 @@ def test_a_fresh_clone_trains_as_the_same_configuration_would_have(tmp_path: Pat
     assert selection.start_of("job-003") == selection.start_of("job-000") is not None
 
 
-def test_a_clone_larger_than_the_bank_gets_a_larger_bank_and_nobody_notices(tmp_path: Path) -> None:
+def test_a_clone_larger_than_the_bank_gets_a_larger_bank_without_effect_on_others(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path / "a", r=4, target_modules=["q_proj"])
     changes = {"r": 12, "target_modules": ["up_proj", "q_proj"]}
     commanded.at(JobAction.CLONE, "job-000", event="eval", step=3, changes=changes)
@@ -296,7 +295,7 @@ def test_a_job_that_is_done_can_only_be_cloned(tmp_path: Path) -> None:
     assert of(events, "job_added")[0]["total_steps"] == 6
 
 
-def test_a_file_that_is_no_command_is_answered_and_harms_nobody(tmp_path: Path) -> None:
+def test_a_file_that_is_no_command_is_answered_and_changes_nothing(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
     commanded.run_dir.control.mkdir()
     (commanded.run_dir.control / "5.command.json").mkdir()
@@ -311,7 +310,7 @@ def test_a_file_that_is_no_command_is_answered_and_harms_nobody(tmp_path: Path) 
     assert not commanded.mailbox.pending()
 
 
-def test_a_command_that_comes_too_late_is_told_so(tmp_path: Path) -> None:
+def test_a_command_that_comes_too_late_is_answered(tmp_path: Path) -> None:
     commanded = Commanded(tmp_path)
     commanded.at(JobAction.STOP, "job-001", event="task_completed", of=None)
     commanded._plan[0] = (lambda line: line["event"] == "task_completed", commanded._plan[0][1])

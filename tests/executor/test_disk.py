@@ -1,4 +1,4 @@
-"""The disk space that a task needs, told before it is trained."""
+"""The disk space that a task needs, reported before it trains."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ def test_jobs_that_a_search_will_add_are_counted(tmp_path: Path) -> None:
 
 
 def test_space_is_looked_up_where_the_run_would_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    paths = []
     usage = shutil.disk_usage
 
     def noted(path: Path) -> Any:
-        asked.append(path)
+        paths.append(path)
         return usage(path)
 
     monkeypatch.setattr(shutil, "disk_usage", noted)
     assert free_bytes(tmp_path / "not" / "there" / "yet") > 0
-    assert asked == [tmp_path.resolve()]
+    assert paths == [tmp_path.resolve()]
 
 
 def test_only_too_little_space_is_worth_a_note(tmp_path: Path) -> None:

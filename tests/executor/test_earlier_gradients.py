@@ -1,5 +1,5 @@
-"""What a step leaves in the gradients is read by no later step: not where rows are split over passes, jobs rest, or
-other optimizers step."""
+"""No step reads gradients that an earlier step left: with rows split over passes, resting jobs, or several
+optimizers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CONFIGS: list[dict[str, object]] = [
     {"lr": 1e-3, "r": 4, "batch_size": 2, "seed": 5, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
 ]
 RESTING = [(), (1,), (0, 3), (), (4,)]
-"""Jobs that rest, step by step."""
+"""Indices of the resting jobs, by step."""
 
 
 def train(max_tokens: int) -> tuple[list[float], torch.Tensor]:
-    """All losses and weights after some steps."""
+    """Return all losses, and the weights after some steps."""
     bank = Bank(make_model("llama"), make_task(CONFIGS, max_tokens_per_pass=max_tokens))
     losses = []
     for resting in RESTING:

@@ -1,4 +1,4 @@
-"""One task from first step to result: waves, rungs, exits, checkpoints, journal; and that it can be repeated."""
+"""One task from the first step to the result: waves, rungs, exits, checkpoints, journal, reproducibility."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_TRAIN = 24
 NUM_JOBS = 8
 SPACE = {"lr": [1e-3, 1e-2, 0.3, 1e30], "batch_size": [4, 8]}
 RUNGS = ((0.2, 0.5), (0.5, 0.75))
-# Quick to call a job overfit, so that some is.
+# Calls a job overfit early, so that some job is.
 SELECTING = EarlyExit(rungs=RUNGS, overfitting_patience=1, tau_noise=0.5)
 OBSERVING = EarlyExit(
     rungs=tuple((progress, 1.0) for progress, _ in RUNGS), detect_divergence=False, detect_overfitting=False
@@ -36,8 +36,6 @@ OFF = EarlyExit(enabled=False)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A task that has been run."""
-
     task: Task
     result: TaskOutcome
     root: Path
@@ -58,7 +56,7 @@ Build = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Build:
-    """``run(name, early_exit=…, max_slots=…, …)``: each name is run once and kept for the module."""
+    """``run(name, early_exit=…, max_slots=…, …)`` runs each name once per module."""
     runs: dict[str, Run] = {}
 
     def build(name: str, **settings: Any) -> Run:
@@ -81,7 +79,7 @@ def narrow(run: Build) -> Run:
 
 @pytest.fixture
 def wide(run: Build) -> Run:
-    """The same with a slot for everybody."""
+    """The same task with a slot for every job."""
     return run("wide", early_exit=SELECTING, max_slots=16)
 
 
@@ -91,7 +89,7 @@ def assert_close(found: Mapping[Any, float], expected: Mapping[Any, float]) -> N
 
 
 def test_the_task_has_something_of_everything(narrow: Run) -> None:
-    """What the other tests of this file lean on."""
+    """The other tests of this file need all of these."""
     reasons = {job.exit_reason for job in narrow.result.jobs}
     assert reasons == {None, ExitReason.UNDERPERFORMING, ExitReason.DIVERGING, ExitReason.OVERFITTING}
     assert len(narrow.of("warmup_ended")) == 2
@@ -100,7 +98,7 @@ def test_the_task_has_something_of_everything(narrow: Run) -> None:
 
 
 def test_waves_reach_each_rung_before_it_is_held(narrow: Run) -> None:
-    """Nobody trains past a rung that is still to be held but those whose place is certain, and they to the next."""
+    """Only jobs certain to be kept train past a rung before its selection, and at most to the next rung."""
     total_steps = {entry["job"]: entry["total_steps"] for entry in narrow.of("task_started")[0]["jobs"]}
     ended: set[str] = set()
     reached: dict[str, set[int]] = {job: set() for job in total_steps}
@@ -136,7 +134,7 @@ def test_every_change_of_seats_says_why(narrow: Run) -> None:
 
 
 def test_a_rung_keeps_its_share_best_first(narrow: Run) -> None:
-    """By the value at the rung where there is one, however far a job has run ahead, and else by its best."""
+    """A job counts with its value at the rung, however far it has run ahead, or else with its best value."""
     total_steps = {job.job: job.total_steps for job in narrow.result.jobs}
     ahead = 0
     for event, (progress, keep) in zip(narrow.of("warmup_ended"), RUNGS, strict=True):
@@ -204,7 +202,7 @@ def test_journal_follows_the_schema(narrow: Run) -> None:
 
 
 def test_journal_tells_a_life_that_can_be_lived(narrow: Run) -> None:
-    """One job a slot, steps without gaps, nothing after the end; every job ends once."""
+    """One job per slot, steps without gaps, nothing after the end; every job ends once."""
     slots: dict[int, str] = {}
     slot_of: dict[str, int] = {}
     steps = {job.job: 0 for job in narrow.result.jobs}
@@ -306,7 +304,7 @@ def test_best_is_on_disk_before_the_slot_is_reused(tmp_path: Path) -> None:
 
 
 def evaluate(task: Task, job_id: str, folder: Path) -> float:
-    """Validation loss of the adapter in ``folder``, in a fresh bank on a fresh base."""
+    """Return the validation loss of the adapter in ``folder``, in a new bank on a new base."""
     context = TaskContext.of(task, *load_tiny(task))
     job = next(job for job in initial_states(context) if job.id == job_id)
     size = BankSize.of([job.planned], context.backbone, num_slots=1)
@@ -376,7 +374,7 @@ def test_a_job_that_goes_nan_ends_and_its_sibling_does_not_notice(run: Build) ->
     assert not all(math.isfinite(number) for number in victim.exit_evidence.values())
     assert (sibling.exit_reason, sibling.steps) == (None, sibling.total_steps)
     assert broken.result.best_job == sibling.job
-    # Until the exit both runs did the same work; after it the company differs, and with it the rounding.
+    # Until the exit both runs did the same work; afterwards the neighbours differ, and with them the rounding.
     found, expected = broken.train_curve(sibling.job), whole.train_curve(sibling.job)
     assert found[: victim.steps] == expected[: victim.steps]
     assert found == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Tasks whose jobs are evaluated on some of the validation rows, and measured on more in the end."""
+"""Tasks whose jobs are evaluated on some of the validation rows, and finally measured on more."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def task_of(**changes: object) -> Task:
 
 
 def planned(**changes: object) -> TaskContext:
-    """The task in a context of its own, whose evaluations may still be fitted to the machine."""
+    """Return a context of its own for the task, whose evaluations may still be adapted to the machine."""
     task, backbone = task_of(**changes), Backbone(make_model("llama"), None, "unused")
     return TaskContext.of(task, backbone, ROWS, requested_early_exit=make(**settings_of(**changes)).early_exit)
 
@@ -83,7 +83,7 @@ def test_the_winner_is_measured_on_more_rows_and_tested_once(run: Run) -> None:
 
 
 def test_the_measured_loss_is_that_of_the_adapter_that_is_kept(run: Run) -> None:
-    """Evaluated again by a session of its own, on all rows in their own order."""
+    """A separate session evaluates it again, on all rows in their original order."""
     from alto.lora import read_adapter
 
     measured = {event["job"]: event["validation_loss"] for event in run.events("best_measured")}
@@ -132,7 +132,7 @@ def test_a_run_that_was_killed_makes_the_same_choices(run: Run, tmp_path: Path, 
     assert losses_of(killed) == losses_of(run)
 
 
-def test_a_job_is_evaluated_in_company_as_alone(run: Run, tmp_path: Path) -> None:
+def test_a_job_is_evaluated_beside_others_as_alone(run: Run, tmp_path: Path) -> None:
     losses = {(event["job"], event["step"]): event["validation_loss"] for event in run.events("eval")}
     slots = Run(tmp_path / "run", task_of(max_slots=1), data=ROWS).train()
     alone = {(event["job"], event["step"]): event["validation_loss"] for event in slots.events("eval")}
@@ -142,7 +142,7 @@ def test_a_job_is_evaluated_in_company_as_alone(run: Run, tmp_path: Path) -> Non
 
 
 def begin_with(begun: torch.Tensor, rows: EncodedDataset) -> EncodedDataset:
-    """``rows``, all of which begin with these tokens, none of which is trained."""
+    """Return ``rows`` with these untrained tokens before each."""
     return EncodedDataset(
         input_ids=tuple(torch.cat([begun, ids]) for ids in rows.input_ids),
         targets=tuple(torch.cat([torch.full_like(begun, -100), target]) for target in rows.targets),
@@ -206,7 +206,7 @@ def test_rows_that_begin_alike_have_the_losses_and_gradients_that_they_have_by_t
         jobs[0].planned = replace(
             jobs[0].planned, job=replace(jobs[0].planned.job, config=jobs[0].config.replace(lora_dropout=0.5))
         )
-        assert num_alone - gradients()[2] == 3 * len(begun), "what is drawn for every token is drawn for all"
+        assert num_alone - gradients()[2] == 3 * len(begun), "draws per token cover all tokens"
         for job in jobs:
             session.state.slot_manager._free(job)
 

@@ -1,4 +1,4 @@
-"""A step on a base whose layers and losses are fused kernels is the step on the base's own classes."""
+"""A step on a base with fused kernels for layers and losses equals the step on the base's own classes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def fused(monkeypatch: pytest.MonkeyPatch, *given: Any, **settings: Any) -> Bank:
-    """Adapters are computed by the backend of the machine, which on a CPU is many times faster."""
+    """Return a bank on a fused base; adapters use the machine's backend, which on a CPU is many times faster."""
     ops = functions()
     with monkeypatch.context() as patch:
         patch.setattr("alto.backbone.backbone.layer_functions_on", lambda device: ops)
@@ -94,11 +94,11 @@ def test_a_wrong_kernel_shows(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_its_kernels_are_compiled_with_those_of_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    bank, asked = Bank(make_model("llama"), make_task(CONFIGS[:1])), []
+    bank, sampled = Bank(make_model("llama"), make_task(CONFIGS[:1])), []
     monkeypatch.setattr(torch_backend, "compile_kernels", lambda run: run() or iter(()))
-    monkeypatch.setattr(Backbone, "sample_kernels", lambda self: asked.append(self))
+    monkeypatch.setattr(Backbone, "sample_kernels", lambda self: sampled.append(self))
     assert list(bank.trainer.compile_kernels([job.config for job in bank.jobs])) == []
-    assert asked == [bank.backbone]
+    assert sampled == [bank.backbone]
 
 
 def test_the_journal_says_what_is_fused(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_journal_says_what_is_fused(tmp_path: Path) -> None:
     run_task(task, run_dir)
     started = read_journal(run_dir.root)[0]
     assert started["fused"] == {"kept": {"all": "the backend of the kernels is not Triton"}}
-    assert not any("fused" in note for note in started["notes"]), "on a CPU it is no news"
+    assert not any("fused" in note for note in started["notes"]), "a CPU run has no note about fusion"
 
 
 @pytest.mark.parametrize(

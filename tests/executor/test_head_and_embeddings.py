@@ -1,4 +1,4 @@
-"""A task whose jobs differ in what they train of the output head and the embeddings, from its file to PEFT."""
+"""A task whose jobs train different parts of the output head and the embeddings, from its file to PEFT."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def task_from(folder: Path, configs: list[dict[str, object]], **settings: object) -> Task:
-    """Jobs that train adapters of the kind in ``folder``."""
+    """Return a task of jobs that train adapters of the kind in ``folder``."""
     return make_task([saved_settings(folder) | config for config in configs], **settings)
 
 
@@ -96,7 +96,7 @@ def test_adapters_on_experts_and_routers_go_on_as_in_peft(tmp_path: Path) -> Non
 
 
 def _small(train: EncodedDataset, vocabulary: int) -> Any:
-    """Rows with the tokens of a smaller vocabulary."""
+    """Return the rows with the tokens of a smaller vocabulary."""
     ids = tuple(row % vocabulary for row in train.input_ids)
     targets = tuple(torch.where(row >= 0, row % vocabulary, row) for row in train.targets)
     rows = replace(train, input_ids=ids, targets=targets)
@@ -129,7 +129,7 @@ def _written(bank: Bank, folder: Path) -> Path:
 
 
 class SoloDpo(SoloPairs):
-    """One job of TRL's ``DPOTrainer`` of a model with a saved adapter, of which the trainer itself makes the
+    """One job of TRL's ``DPOTrainer`` on a model with a saved adapter, from which the trainer itself makes the
     reference."""
 
     def __init__(self, base: PreTrainedModel, config: JobConfig, saved: Path, folder: Path) -> None:
@@ -140,7 +140,7 @@ class SoloDpo(SoloPairs):
         rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
         settings = DPOConfig(**_quietly(folder))
         self._trl = DPOTrainer(self.model, args=settings, train_dataset=rows, processing_class=load_tokenizer())
-        self._trl.model.eval()  # its metrics are those of an evaluation
+        self._trl.model.eval()  # its metrics are computed in evaluation mode
         assert "ref" in self.model.peft_config
         self._reference: Any = None
 
@@ -177,7 +177,7 @@ def test_the_base_as_reference_is_another_step(tmp_path: Path) -> None:
 
 
 class SoloLabelled(SoloKto):
-    """One job of TRL's ``KTOTrainer`` of a model with a saved adapter."""
+    """One job of TRL's ``KTOTrainer`` on a model with a saved adapter."""
 
     def __init__(self, base: PreTrainedModel, config: JobConfig, saved: Path, folder: Path) -> None:
         from datasets import Dataset
@@ -211,7 +211,7 @@ def test_the_divergence_of_kto_is_that_from_the_adapter_as_trl_has_it(saved_for_
     solos = [SoloLabelled(make_model("llama"), job.config, saved_for_kto, tmp_path / job.id) for job in bank.jobs]
     before = bank.trainer.bank.params_ZP.clone()
     at_start = bank.trainer.evaluate(bank.jobs)
-    assert torch.equal(bank.trainer.bank.params_ZP, before), "the estimate leaves every adapter as it was"
+    assert torch.equal(bank.trainer.bank.params_ZP, before), "the estimate changed an adapter"
     assert at_start[0].metrics["kl"] == pytest.approx(0.0, abs=1e-5)
     for _ in range(2):
         for _ in range(4):
@@ -227,7 +227,7 @@ def test_the_divergence_of_kto_is_that_from_the_adapter_as_trl_has_it(saved_for_
 
 
 def test_jobs_with_and_without_a_start_have_the_divergences_that_they_have_alone(saved_for_kto: Path) -> None:
-    """Jobs of two tasks in one bank: one is compared with the base, the other with the adapter it began with."""
+    """Two tasks share a bank: one is compared with the base, the other with its initial adapter."""
     settings = saved_settings(saved_for_kto)
     task = task_from(saved_for_kto, KTO_JOBS[:1], method="kto")
     with_start = Bank(make_model("llama"), task, [1], data=LABELLED, saved=saved_for_kto)
@@ -357,7 +357,7 @@ def test_steps_on_two_ranks_are_those_of_peft_alone(saved: dict[str, Path], tmp_
 
 
 def several(folder: Path) -> Task:
-    """Jobs that end one after the other, until fewer are left than ranks."""
+    """Return a task whose jobs end one after the other, until there are fewer jobs than ranks."""
     configs = [
         {"lr": 1e-3, "batch_size": 4, "seed": 1, "num_train_epochs": 2},
         {"lr": 5e-4, "batch_size": 5, "seed": 2, "num_train_epochs": 2},
@@ -391,7 +391,7 @@ Runs = dict[tuple[str, int], Path]
 
 @pytest.fixture(scope="module")
 def runs(saved: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Of each task, in one process and on two ranks, where it is stopped once and resumed."""
+    """Runs of each task in one process and on two ranks, where it is stopped once and resumed."""
     found: Runs = {}
     for num_ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"ranks-{num_ranks}")

@@ -1,4 +1,4 @@
-"""Law 1: a job in a batch equals the job alone, and a job that goes NaN touches nobody.
+"""Isolation (law 1): a job in a batch equals the job alone, and a job that goes NaN affects no other.
 
 The oracle is Hugging Face PEFT with torch's AdamW, or bitsandbytes', on the unmodified model
 (``tests/support/oracle.py``).
@@ -83,7 +83,7 @@ SHAPED = [
     {"lr": 1e-3, "r": 70, "batch_size": 2, "target_modules": ["k_proj", "down_proj"], "seed": 46},
     {"lr": 5e-4, "r": 16, "batch_size": 2, "init_lora_weights": "orthogonal", "seed": 47},
 ]
-"""Ranks and scales that differ between the modules of one adapter, modules left out, a rank above a smaller side."""
+"""Ranks and scales that differ between the modules of an adapter, modules left out, a rank above a smaller side."""
 
 MIXED_OPTIMIZERS = [
     {"lr": 1e-3, "r": 64, "batch_size": 2, "optim": "adamw_8bit", "weight_decay": 0.1, "seed": 31},
@@ -119,7 +119,7 @@ def llama() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_from_equal_state_one_step_in_company_equals_peft_alone(name: str) -> None:
+def test_from_equal_state_one_step_beside_other_jobs_equals_peft_alone(name: str) -> None:
     base = make_model(name)
     bank = Bank(make_model(name), make_task(STABLE + CHAOTIC), slots=[5, 2, 8, 11, 0, 9, 4, 12, 7, 1, 10, 3])
     checked = 0
@@ -147,7 +147,7 @@ def test_from_equal_state_one_step_in_company_equals_peft_alone(name: str) -> No
 )
 def test_whole_curves_equal_peft_alone(name: str, max_slots: int, reverse: bool, tmp_path: Path) -> None:
     configs = (STABLE + CHAOTIC)[::-1] if reverse else STABLE + CHAOTIC
-    # Rungs that keep everybody: jobs are parked and come back to other slots, and none is ended.
+    # Rungs that keep all jobs: jobs are parked and come back to other slots, and none ends early.
     task = make_task(
         configs,
         max_slots=max_slots,
@@ -169,9 +169,9 @@ def test_whole_curves_equal_peft_alone(name: str, max_slots: int, reverse: bool,
             others = [solo_curve(base, job, initial, padding) for padding in PADDINGS]
             floor = max(distance(curve, expected) for curve, _ in others)
             drift = max(relative_distance(other, weights) for _, other in others)
-            # Before rounding has grown, a chaotic job is like any other. How far it grows after that is a draw: the
-            # floor is the largest of a few draws in which only attention's sums are taken in another order; here all
-            # are. Orders of ours that are equally right were seen between 1 and 11 times the floor.
+            # Before rounding has grown, a chaotic job behaves like any other. Its growth after that is random: the
+            # floor is the largest of a few draws in which only attention sums in another order; here all sums do.
+            # Equally correct orders of ours were measured between 1 and 11 times the floor.
             assert distance(found[:3], expected[:3]) <= 1e-4, job.config
             assert distance(found, expected) <= max(30 * floor, 1e-4), job.config
             assert relative_distance(final, weights) <= max(30 * drift, 1e-4), job.config
@@ -194,7 +194,7 @@ def solo_curve(
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest distance of two loss curves, relative to the larger losses of the expected one."""
+    """Return the largest distance of two loss curves, relative to the larger losses of the expected one."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 
@@ -252,7 +252,7 @@ def test_dropout_equals_peft_with_the_same_mask() -> None:
 
 
 class TestTheOracleBites:
-    """The comparison of one step fails for each mistake that isolation is about."""
+    """The comparison of one step fails for each mistake that breaks isolation."""
 
     @pytest.fixture
     def bank(self) -> Bank:

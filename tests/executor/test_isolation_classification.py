@@ -1,4 +1,4 @@
-"""Law 1 on classification heads: a job beside jobs of other ranks, rates and batch sizes equals the job alone.
+"""Isolation of classification heads: a job beside jobs of other ranks, rates and batch sizes equals the job alone.
 
 The oracle is transformers' ``...ForSequenceClassification`` with PEFT and torch's AdamW on the unmodified model
 (``tests/support/oracle_classification.py``).
@@ -52,7 +52,7 @@ def bank_of(labels: LabelSet, slots: list[int] | None = None, name: str = "llama
     ],
     ids=lambda of: of if isinstance(of, str) else f"{of.problem_type}_{of.num_labels}",
 )
-def test_from_equal_state_every_step_in_company_equals_peft_alone(labels: LabelSet, name: str) -> None:
+def test_from_equal_state_every_step_beside_other_jobs_equals_peft_alone(labels: LabelSet, name: str) -> None:
     bank = bank_of(labels, SLOTS, name)
     compare_heads(lambda: make_model(name), bank, labels)
     assert all("score.weight" in bank.trainer.bank.read(job.slot).extras for job in bank.jobs)
@@ -116,7 +116,7 @@ def test_an_evaluation_equals_that_of_transformers(labels: LabelSet) -> None:
 
 
 def reference(logits: torch.Tensor, actual: torch.Tensor, labels: LabelSet) -> tuple[float, dict[str, float]]:
-    """Loss and metrics, written once more without ALTO."""
+    """Return loss and metrics, computed without ALTO."""
     if labels.problem_type == "regression":
         actual = actual.view_as(logits)
         loss = torch.nn.functional.mse_loss(logits, actual).item()
@@ -161,10 +161,10 @@ def test_the_comparison_fails_for(change: dict[str, Any]) -> None:
 
 
 def test_a_job_has_the_same_bits_beside_any_others() -> None:
-    alone, company = bank_of(ONE_LABEL, configs=JOBS[1:2]), bank_of(ONE_LABEL, [4, 0, 2, 5, 1])
+    alone, together = bank_of(ONE_LABEL, configs=JOBS[1:2]), bank_of(ONE_LABEL, [4, 0, 2, 5, 1])
     for _ in range(2):
         (found,) = alone.step().values()
-        beside = company.step()[company.jobs[1].id]
+        beside = together.step()[together.jobs[1].id]
         assert torch.equal(found.gradients["score.weight"], beside.gradients["score.weight"])
         assert found.loss == beside.loss
 
@@ -188,7 +188,7 @@ def test_a_job_that_goes_nan_changes_no_other_job_by_one_bit() -> None:
 
 
 def test_a_label_that_no_validation_row_has_is_counted_where_it_is_predicted() -> None:
-    """As scikit-learn does: the mean is over the labels that a row has or was given."""
+    """scikit-learn does the same: its mean is over the labels that are true or predicted for some row."""
     data = data_of(ONE_LABEL)
     assert data.validation.classes is not None
     validation = replace(data.validation, classes=tuple(min(int(label), 1) for label in data.validation.classes))
@@ -206,12 +206,12 @@ def test_a_label_that_no_validation_row_has_is_counted_where_it_is_predicted() -
         expected, metrics = reference(logits, torch.tensor(validation.classes), ONE_LABEL)
         assert found.loss == pytest.approx(expected, rel=LOSS_TOLERANCE)
         assert found.metrics == pytest.approx(metrics, rel=1e-4)
-    assert any(2 in of_job for of_job in predicted), "the label that no row has is predicted"
+    assert any(2 in of_job for of_job in predicted), "no row is predicted as the label that no row has"
 
 
 @pytest.mark.parametrize("number", [0.0, 0.1, 1e6 + 0.1])
 def test_a_correlation_with_equal_numbers_has_no_value(number: float) -> None:
-    """Sums of squares of such numbers differ from the squares of their sums by rounding."""
+    """Rounding makes sums of squares of such numbers differ from the squares of their sums."""
     data = data_of(ONE_NUMBER)
     validation = replace(data.validation, classes=((number,),) * len(data.validation))
     task = make_task(JOBS, method="regression").with_labels(ONE_NUMBER)

@@ -1,4 +1,4 @@
-"""Law 1 on preference pairs: a job beside jobs of other losses, betas, ranks and batch sizes equals the job alone.
+"""Isolation on preference pairs: a job beside jobs of other losses, betas, ranks and batch sizes equals the job alone.
 
 The oracle is TRL's ``DPOTrainer`` with PEFT and torch's AdamW on the unmodified model (``tests/support/oracle.py``).
 """
@@ -138,22 +138,22 @@ def solo_of(job: JobState, base: PreTrainedModel, trl: Any) -> SoloPairs:
     return SoloPairs(base, PAIRS.train, job.config, trl=trl, reference=reference_model(base))
 
 
-def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
+def test_from_equal_state_one_step_and_one_evaluation_beside_other_jobs_equal_trl_alone(trl: Any) -> None:
     base, bank = make_model("qwen3"), Bank(make_model("qwen3"), dpo_task(JOBS), slots=SLOTS, data=PAIRS)
     solos = [solo_of(job, base, trl) for job in bank.jobs]
     for _ in range(3):
         bank.step()
     assert_step_is_that_of(solos, bank)
-    bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are no rounding
+    bank.trainer.bank.params_ZP.mul_(8)  # far from the base, so that rewards are more than rounding
     for job, metrics, expected in evaluations_beside(solos, bank, PAIRS.validation):
         for metric, name_in_trl in METRICS.items():
             assert metrics[metric] == pytest.approx(expected[name_in_trl], rel=1e-3, abs=1e-5), metric
         kl = (expected["rewards/chosen"] + expected["rewards/rejected"]) / 2 / job.config.objective.beta
         assert metrics["kl"] == pytest.approx(kl, rel=1e-3, abs=1e-4)
-        assert abs(metrics["kl"]) > 1e-2, "nothing has been learned, so nothing was compared"
+        assert abs(metrics["kl"]) > 1e-2, "nothing has been learned, so the test proves nothing"
 
 
-def test_without_a_reference_one_step_and_one_evaluation_in_company_equal_trl_alone(tmp_path: Path) -> None:
+def test_without_a_reference_one_step_and_one_evaluation_beside_other_jobs_equal_trl_alone(tmp_path: Path) -> None:
     trl = make_cpo_trainer(tmp_path)
     task = make_task([{**config, "seed": seed} for seed, config in enumerate(CPO_JOBS)], method="cpo")
     base, bank = make_model("qwen3"), Bank(make_model("qwen3"), task, slots=[4, 2, 0, 5, 1], data=PAIRS)
@@ -172,13 +172,13 @@ def test_what_the_base_gives_replies_is_what_trls_own_reference_model_gives(trl:
     base = make_model("llama")
     found = Bank(make_model("llama"), dpo_task(JOBS[:1]), data=PAIRS).data.train.references
     batch = as_trl_has_it(padded_batch(PAIRS.train, range(len(PAIRS.train))))
-    trl.ld_alpha = None  # as another test may have left it
+    trl.ld_alpha = None  # another test may have set it
     expected = torch.stack(trl.compute_ref_log_probs(reference_model(base), batch), 1)
     assert found.numpy() == pytest.approx(expected.double().numpy(), rel=LOSS_TOLERANCE)
 
 
 def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the executor, with fewer slots than jobs: these are parked, and come back to other slots."""
+    """The executor has fewer slots than jobs: jobs are parked, and come back to other slots."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     data = replace(PAIRS, train=make_pairs(16, seed=3))
     task = dpo_task(
@@ -194,7 +194,7 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
     events = read_events(run_dir.journal_file)
     assert {"job_parked", "job_resumed"} <= {event["event"] for event in events}
     assert not events[0]["references"]["is_cached"]
-    told = {(event["job"], event["step"]): event for event in events if event["event"] == "eval"}
+    evaluations = {(event["job"], event["step"]): event for event in events if event["event"] == "eval"}
 
     base, fresh, history = make_model("llama"), Bank(make_model("llama"), task, data=data), read_history(run_dir.root)
     for job in fresh.jobs:
@@ -203,7 +203,7 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
         expected, found = torch.tensor(solo.train()), torch.tensor(list(history.jobs[job.id].train_losses))
         assert float((found - expected).abs().max() / expected.abs().max()) <= 1e-4, job.config
         assert relative_distance(flat(read_adapter(run_dir.job(job.id, "last"))), solo.weights()) <= 1e-4, job.config
-        last, worth = told[job.id, job.total_steps], solo.evaluate(PAIRS.validation)
+        last, worth = evaluations[job.id, job.total_steps], solo.evaluate(PAIRS.validation)
         assert last["validation_loss"] == pytest.approx(worth["loss"], rel=1e-4)
         assert last["metrics"]["reward_accuracy"] == pytest.approx(worth["rewards/accuracies"])
 
@@ -231,7 +231,7 @@ def test_a_step_in_passes_that_part_the_pairs_of_a_job_is_the_same_step(configs:
     assert_micro_batches_change_nothing(whole, parted)
 
 
-def test_jobs_on_odds_ratios_do_not_depend_on_their_company() -> None:
+def test_jobs_on_odds_ratios_do_not_depend_on_other_jobs() -> None:
     configs = [
         {"beta": 0.1, "lr": 1e-3, "r": 4, "batch_size": 1, "seed": 1},
         {"beta": 0.5, "lr": 5e-4, "r": 16, "batch_size": 4, "seed": 2},
@@ -246,7 +246,7 @@ def test_jobs_on_odds_ratios_do_not_depend_on_their_company() -> None:
 
 @pytest.fixture(scope="module")
 def stepped() -> tuple[Bank, list[Any], dict[str, Any]]:
-    """After three steps: the states before the last, and what it did."""
+    """The states before the third step, and the results of that step."""
     bank = Bank(make_model("llama"), dpo_task(FEW), data=PAIRS)
     for _ in range(2):
         bank.step()
@@ -255,7 +255,7 @@ def stepped() -> tuple[Bank, list[Any], dict[str, Any]]:
 
 
 class TestTheOracleBites:
-    """The comparison of one step fails for each mistake that a preference loss invites."""
+    """The comparison of one step fails for each likely mistake in a preference loss."""
 
     def compare(self, stepped: Any, trl: Any, *, data: Any = PAIRS.train, **changes: Any) -> None:
         (bank, states, found), base = stepped, make_model("llama")

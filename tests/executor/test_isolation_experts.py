@@ -1,4 +1,4 @@
-"""Stacked experts: a job beside others trains as TRL trains it alone, with the load-balancing loss of routers too.
+"""Stacked experts: a job beside others trains as in TRL alone, with the routers' load-balancing loss too.
 
 The oracle is the losses of TRL's trainers on transformers' own models with PEFT's adapters and torch's AdamW
 (``tests/support/oracle_mixture.py``).
@@ -51,7 +51,7 @@ JOBS: list[dict[str, object]] = [
     {"r": 3, "batch_size": 4, "lora_alpha": 24, "max_grad_norm": 0.05, "seed": 3},
     {"r": 8, "batch_size": 3, "target_parameters": EXPERTS[1:], "seed": 4},
 ]
-"""Ranks, scales, batches and trained parameters that differ."""
+"""Jobs with different ranks, scales, batch sizes and trained parameters."""
 
 
 def task_of(jobs: list[dict[str, object]], **settings: Any) -> Task:
@@ -79,7 +79,7 @@ def dpo(tmp_path_factory: pytest.TempPathFactory) -> TrlDpo:
 def assert_steps_are_trls(
     bank: Bank, name: str, trl: TrlSft | TrlDpo, folder: Path, data: TaskData, **changes: Any
 ) -> dict[str, StepFacts]:
-    """One step of all jobs from equal state; what ALTO found."""
+    """Compare one step of all jobs with TRL from equal state; return ALTO's facts."""
     base = make_mixture(name, **changes)
     weights = {job.id: bank.trainer.bank.read(job.slot) for job in bank.jobs}
     found = bank.step()
@@ -97,7 +97,7 @@ def assert_steps_are_trls(
 
 
 def untouched_experts(facts: StepFacts) -> list[list[int]]:
-    """For every layer, the experts whose matrices have no gradient at all."""
+    """Return for every layer the experts whose matrices have no gradient."""
     return [
         [expert for expert, of_expert in enumerate(gradient) if not of_expert.any()]
         for name, gradient in sorted(facts.gradients.items())
@@ -107,13 +107,13 @@ def untouched_experts(facts: StepFacts) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", NUM_EXPERTS)
 def test_experts_that_get_no_token_of_a_job(name: str, sft: TrlSft, tmp_path: Path) -> None:
-    """Others send tokens to them, and their matrices have no gradient."""
+    """Other jobs send tokens to them, and this job's matrices have no gradient."""
     many = {NUM_EXPERTS[name]: 24}
     bank = trained_bank(name, task_of(JOBS), SLOTS, **many)
     found = assert_steps_are_trls(bank, name, sft, tmp_path, DATA, **many)
     untouched = [untouched_experts(facts) for facts in found.values()]
     fewest = [min(len(of_layer) for of_layer in layers) for layers in untouched]
-    assert fewest[0] > 0, "the smallest job sends tokens to all experts, so nothing was shown"
+    assert fewest[0] > 0, "the smallest job sends tokens to all experts, so the test proves nothing"
     for layer in range(2):
         sets = [set(layers[layer]) for layers in untouched]
         assert sets[0] - set.intersection(*sets), "no other job sends tokens to those experts"
@@ -185,7 +185,7 @@ ATTENTION = ["q_proj", "v_proj"]
 
 
 def jobs_of(name: str) -> list[dict[str, object]]:
-    """With the model's own factor, with others, and without; with routers and experts that are trained or frozen; in
+    """Return jobs with the model's own factor, other factors, and none; with trained or frozen routers and experts; in
     one micro-step or several."""
     router = ROUTER.get(name, "gate.weight")
     return [
@@ -216,7 +216,7 @@ def weight_of(job: JobState) -> float:
 def trl_alone(
     sft: TrlSft, name: str, bank: Bank, job: JobState, weights: Any, folder: Path, *, weight: float | None = None
 ) -> StepFacts:
-    """What the first step of ``job`` is in TRL; its loss without the load-balancing one."""
+    """Return the first step of ``job`` in TRL; its loss excludes the load-balancing loss."""
     weight = weight_of(job) if weight is None else weight
     rows = job.order.rows_of_step(0)
     batch_size = job.config.per_device_train_batch_size
@@ -231,7 +231,7 @@ def trl_alone(
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2-moe-shared", "qwen3-moe-dense", "olmoe", "gpt-oss"])
-def test_from_equal_state_one_step_in_company_equals_trl_alone(name: str, sft: TrlSft, tmp_path: Path) -> None:
+def test_from_equal_state_one_step_beside_other_jobs_equals_trl_alone(name: str, sft: TrlSft, tmp_path: Path) -> None:
     bank = trained_bank(name, sft_task(jobs_of(name)), SLOTS)
     weights = {job.id: bank.trainer.bank.read(job.slot) for job in bank.jobs}
     found = bank.step()
@@ -242,7 +242,7 @@ def test_from_equal_state_one_step_in_company_equals_trl_alone(name: str, sft: T
 
 @pytest.mark.parametrize("change", [{"weight": 0.73}, {"weight": 0.0}, {"batch_size": 6}])
 def test_the_comparison_fails_for(change: dict[str, Any], sft: TrlSft, tmp_path: Path) -> None:
-    """Another factor, none, and one loss over all rows of a step instead of one for each micro-step."""
+    """The change is another factor, no factor, or one loss over all rows of a step instead of one per micro-step."""
     bank = trained_bank("mixtral", sft_task(jobs_of("mixtral")[2:3]))
     (job,), weights = bank.jobs, bank.trainer.bank.read(0)
     found = facts_in_peft(bank.step()[job.id])
@@ -258,7 +258,7 @@ def test_the_comparison_fails_for(change: dict[str, Any], sft: TrlSft, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss"])
-def test_on_pairs_one_step_in_company_equals_trl_alone(name: str, dpo: TrlDpo, tmp_path: Path) -> None:
+def test_on_pairs_one_step_beside_other_jobs_equals_trl_alone(name: str, dpo: TrlDpo, tmp_path: Path) -> None:
     """The prompt of a pair is computed once, and counts twice."""
     common = {"lr": 1e-3, "target_modules": ATTENTION, "gradient_accumulation_steps": 1, "loss_type": "sigmoid"}
     jobs = [
@@ -283,7 +283,7 @@ def test_on_pairs_one_step_in_company_equals_trl_alone(name: str, dpo: TrlDpo, t
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_balanced_step_in_micro_batches_that_split_a_batch_is_the_same_step(method: str) -> None:
-    """How often an expert is chosen is counted before: it is a mean over rows of all micro-batches."""
+    """The choices of experts are counted first: their mean is over rows of all micro-batches."""
     jobs, data = [dict(job) for job in jobs_of("mixtral")], DATA
     if method == "dpo":
         jobs, data = [job | {"gradient_accumulation_steps": 1, "beta": 0.3} for job in jobs], PAIRS
@@ -299,7 +299,7 @@ def test_a_balanced_step_in_micro_batches_that_split_a_batch_is_the_same_step(me
 
 
 def test_memory_that_runs_out_in_a_step_changes_it_by_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Jobs that were in one micro-batch are then in several, whose choices have to be counted."""
+    """Jobs of one micro-batch are then in several, whose choices must be counted."""
     plenty = trained_bank("mixtral", sft_task(jobs_of("mixtral"), max_tokens_per_pass=10_000))
     expected = plenty.step()
     bank = trained_bank("mixtral", sft_task(jobs_of("mixtral"), max_tokens_per_pass=10_000))
@@ -343,12 +343,12 @@ def test_memory_that_runs_out_after_a_micro_batch_counts_nothing_twice(monkeypat
     assert found_values[:3] == pytest.approx(expected_values[:3], rel=1e-5)
 
 
-@pytest.mark.parametrize("company", ["other weights", "nan"])
-def test_another_job_changes_no_bit(company: str) -> None:
+@pytest.mark.parametrize("other", ["other weights", "nan"])
+def test_another_job_changes_no_bit(other: str) -> None:
     banks = [trained_bank("mixtral", sft_task(jobs_of("mixtral")), SLOTS) for _ in range(2)]
     changed = banks[1].jobs[1]
     row = banks[1].trainer.bank.params_ZP[changed.slot]
-    row.mul_(3.0) if company == "other weights" else row.fill_(float("nan"))
+    row.mul_(3.0) if other == "other weights" else row.fill_(float("nan"))
     first, second = (bank.step() for bank in banks)
     assert first[changed.id].loss != second[changed.id].loss
     for job in banks[0].jobs:
@@ -427,7 +427,7 @@ class TestRefusals:
 
 
 class TestTheJournal:
-    """``router_losses`` of ``train`` events: the loss of routers itself, beside the loss of the objective."""
+    """``router_losses`` of ``train`` events: the routers' own loss, next to the loss of the objective."""
 
     def recorded(self, tmp_path: Path, **settings: Any) -> dict[str, list[dict[str, Any]]]:
         jobs = [job | {"batch_size": 2} for job in jobs_of("mixtral")]
@@ -451,7 +451,7 @@ class TestTheJournal:
             if not weight_of(job):
                 assert losses == []
                 continue
-            # B is 0 before the first step: the routers are the base's.
+            # B is 0 before the first step, so the routers are the base's.
             expected = step_alone(
                 make_mixture("mixtral"),
                 job.config,

@@ -1,4 +1,5 @@
-"""Law 1 on labelled replies: a job beside jobs of other losses, weights, ranks and batch sizes equals the job alone.
+"""Isolation on labelled replies: a job beside jobs of other losses, weights, ranks and batch sizes equals the job
+alone.
 
 The oracle is TRL's ``KTOTrainer`` with PEFT and torch's AdamW on the unmodified model
 (``tests/support/oracle_kto.py``).
@@ -55,11 +56,11 @@ def bank_of(
 
 
 def far_from_the_base(bank: Bank) -> None:
-    """Adapters that make replies to other prompts more probable, so that the divergence is not cut at 0."""
+    """Make replies to other prompts more probable, so that the divergence is not clamped at 0."""
     bank.trainer.bank.params_ZP.mul_(3)
 
 
-def test_from_equal_state_one_step_and_one_evaluation_in_company_equal_trl_alone(trl: Any) -> None:
+def test_from_equal_state_one_step_and_one_evaluation_beside_other_jobs_equal_trl_alone(trl: Any) -> None:
     base, bank = make_model("qwen3"), bank_of(JOBS, SLOTS, "qwen3")
     solos = [SoloKto(base, LABELLED.train, job.config, trl=trl, reference=reference_model(base)) for job in bank.jobs]
     for _ in range(3):
@@ -146,7 +147,7 @@ def test_a_task_on_pairs_trains_to_its_end_and_chooses_by_the_margin(
 
 @pytest.mark.parametrize("label", [True, False], ids=["desirable", "undesirable"])
 def test_a_batch_whose_rows_have_one_label_is_that_of_trl(label: bool, trl: Any) -> None:
-    """The divergence and the loss are those of the batch; the other rows of the data have the other label."""
+    """The divergence and the loss are the batch's; the other rows of the data have the other label."""
     base, bank = make_model("llama"), bank_of(JOBS)
     first = {row for job in bank.jobs for row in job.order.rows_of_step(1)}
     labels = tuple(label if row in first else not label for row in range(len(LABELLED.train)))

@@ -1,5 +1,5 @@
-"""Law 1 on all that a job may train beside low-rank matrices of linear layers, beside jobs that do not, against PEFT
-alone (:mod:`test_isolation`): the output head, token embeddings, whole modules, biases and magnitudes."""
+"""Isolation of everything that a job may train besides low-rank matrices of linear layers, beside jobs that do not,
+against PEFT alone (:mod:`test_isolation`): output head, token embeddings, whole modules, biases and magnitudes."""
 
 from __future__ import annotations
 
@@ -51,23 +51,22 @@ def llama() -> PreTrainedModel:
 
 
 def padding_llama() -> PreTrainedModel:
-    """Token 40, which rows have, is its padding, so that its row of embeddings has no gradient."""
+    """Build a Llama with token 40, which rows have, as padding, so that its embedding has no gradient."""
     torch.manual_seed(7)
     return LlamaForCausalLM(LlamaConfig(**(COMMON | {"pad_token_id": 40}))).eval()
 
 
 def gemma2() -> PreTrainedModel:
-    """A head that is tied to the embeddings, and logits that are capped."""
+    """Build a model with a tied head and capped logits."""
     return build_tiny("gemma2-plain-attention", vocab_size=VOCABULARY)
 
 
 def gemma3() -> PreTrainedModel:
-    """Embeddings of a class of its own, which multiplies them, and a head that is tied to them."""
+    """Build a model with a tied head and embeddings of its own class, which scales them."""
     return build_tiny("gemma3", vocab_size=VOCABULARY)
 
 
 def phi() -> PreTrainedModel:
-    """A head with a bias."""
     return build_tiny("phi", vocab_size=VOCABULARY)
 
 
@@ -197,7 +196,7 @@ DORA: list[dict[str, Any]] = [
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Jobs of which some train modules of one kind.
+    """Jobs some of which train modules of one kind.
 
     Attributes:
         models: The models they train on, the usual one first.
@@ -272,7 +271,7 @@ every_end = pytest.mark.parametrize("kind", [KINDS[name] for name in ENDS], ids=
     ("kind", "model"),
     [pytest.param(kind, model, id=f"{name}-{model.__name__}") for name, kind in KINDS.items() for model in kind.models],
 )
-def test_every_step_in_company_equals_peft_alone(kind: Kind, model: Callable[[], PreTrainedModel]) -> None:
+def test_every_step_beside_other_jobs_equals_peft_alone(kind: Kind, model: Callable[[], PreTrainedModel]) -> None:
     bank = kind.bank(model)
     compare(model, bank, kind.num_steps)
     ends = {"lm_head", "model.embed_tokens", HEAD, TABLE}
@@ -364,7 +363,7 @@ def test_an_evaluation_equals_pefts(kind: Kind) -> None:
 
 @every_end
 def test_preferences_whose_replies_share_a_prompt_equal_trl_alone(kind: Kind, tmp_path: Path) -> None:
-    """Every row has a gradient of its own towards its tokens' losses."""
+    """Each row's token losses have their own gradient."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     simpo, sigmoid = {"loss_type": "simpo", "beta": 2.0, "cpo_alpha": 0.5}, {"loss_type": "sigmoid", "beta": 0.1}
     configs = [kind.jobs[0] | simpo, kind.jobs[2] | sigmoid, kind.jobs[1] | sigmoid]
@@ -387,7 +386,7 @@ def test_dropout_beside_magnitudes_equals_peft_with_the_same_mask() -> None:
 
 @every_end
 def test_a_batch_split_over_micro_batches_is_the_same_step(kind: Kind) -> None:
-    """With the same masks of dropout."""
+    """The dropout masks are the same."""
     changes = {"batch_size": 6} | ({"lora_dropout": 0.3} if kind is KINDS["head"] else {})
     configs = [config | changes for config in kind.jobs]
     assert_micro_batches_change_nothing(

@@ -1,4 +1,4 @@
-"""Work cut into passes: what is done, forgotten and told where some of them do not fit."""
+"""Work cut into passes: what happens where some passes do not fit into memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Jobs = Sequence[JobRows]
 
 @pytest.fixture(autouse=True)
 def nothing_to_release(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These passes hold no tensors, and looking for some takes long."""
+    """Skip releasing memory, which takes long: these passes hold no tensors."""
     monkeypatch.setattr(micro_batches, "release_memory", lambda: None)
 
 
 class Device:
-    """Does passes that ``fits`` says yes to; remembers the rows done, and what it was told."""
+    """A device that does the passes that ``fits`` accepts; it records the rows done, and the memory events."""
 
     def __init__(self, fits: Callable[[Jobs], bool]) -> None:
         self.micro_batches = MicroBatches(100, self._note)

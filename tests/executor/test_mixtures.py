@@ -1,4 +1,4 @@
-"""Law 1 for jobs that draw from a mixture; and what a run of such jobs records."""
+"""Isolation of jobs that draw from a mixture; and the records of such jobs."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_job_with_a_mixture_equals_peft_alone_on_the_same_rows() -> None:
             alone = SoloJob(base, MIXED.train, config, order=order)
             alone.load(*states[job.id])
             assert_same_step(found[job.id], alone.train_step())
-            other = SoloJob(base, MIXED.train, config)  # the plain order has to differ
+            other = SoloJob(base, MIXED.train, config)  # the plain order must differ
             other.load(*states[job.id])
             assert other.train_step().loss != pytest.approx(found[job.id].loss, rel=1e-4)
             checked += 1

@@ -30,7 +30,6 @@ def test_a_step_is_that_of_transformers_hook_with_the_same_draws(name: str) -> N
 
 
 def test_the_noise_is_not_small() -> None:
-    """Without it, the step would be another."""
     job = JOBS[0]
     banks = [Bank(make_model("llama"), make_task([job | {"neftune_noise_alpha": alpha}])) for alpha in (5.0, None)]
     found, other = (bank.step()["job-000"] for bank in banks)
@@ -44,7 +43,7 @@ def test_evaluation_has_no_noise() -> None:
 
 
 def test_micro_batches_change_no_draw() -> None:
-    """Rows of a step that are computed one by one have the noise of those computed together."""
+    """Rows of a step have the same noise whether they are computed one by one or together."""
     job = {"lr": 1e-3, "r": 8, "batch_size": 4, "neftune_noise_alpha": 10.0, "seed": 64}
     banks = [Bank(make_model("llama"), make_task([job], max_tokens_per_pass=tokens)) for tokens in (40, 1000)]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Notes of a run: what jobs do not train of a base, and which kernels and layers are compiled."""
+"""Notes of a run: parts of a base that jobs do not train, and the kernels and layers that are compiled."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _state(*, is_compiled: bool = True, is_padded: bool = False, groups: tuple[i
     return SimpleNamespace(context=SimpleNamespace(backbone=backbone), trainer=SimpleNamespace(passes=passes))
 
 
-def test_without_torch_compile_nothing_is_said() -> None:
+def test_without_torch_compile_there_is_no_note() -> None:
     assert compile_notes(_state(is_compiled=False)) == ()
 
 
@@ -119,16 +119,16 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 def test_it_says_how_far_they_are_before_the_base_is_evaluated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float, expected: list[int]
 ) -> None:
-    asked: list[list[tuple[float, str]]] = []
+    compiled: list[list[tuple[float, str]]] = []
 
     def compile_kernels(trainer: Trainer, configs: Sequence[JobConfig]) -> Iterator[tuple[int, int]]:
-        asked.append([(config.lora_dropout, config.optim) for config in configs])
+        compiled.append([(config.lora_dropout, config.optim) for config in configs])
         return iter([(done, 4) for done in range(5)])
 
     monkeypatch.setattr(Trainer, "compile_kernels", compile_kernels)
     monkeypatch.setattr(beginning, "_REPORT_EVERY_S", every_s)
     events = events_of(tmp_path)
-    assert asked == [[(0.0, "sgd"), (0.1, "sgd")]]
+    assert compiled == [[(0.0, "sgd"), (0.1, "sgd")]]
     found = [event for event in events if event["event"] == "kernels_compiled"]
     assert events[1 : 1 + len(found)] == found, "after task_started, before base_evaluated"
     assert [(event["done"], event["total"]) for event in found] == [(done, 4) for done in expected]

@@ -1,4 +1,5 @@
-"""A task whose moments are bfloat16: parked, killed, resumed and copied jobs continue to the bit; plans count them."""
+"""A task with bfloat16 moments: parked, killed, resumed and copied jobs continue with the same bits; plans count
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from alto.executor.shared_bank import BankSize
 from alto.spec import Task
 
 RUNG = {"rungs": [[0.5, 1.0]], "detect_divergence": False, "detect_overfitting": False}
-"""At which all jobs wait, and after which all go on."""
+"""A rung at which all jobs wait and continue."""
 
 
 def states(run: Run) -> dict[str, bytes]:

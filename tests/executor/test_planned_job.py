@@ -38,7 +38,7 @@ def test_without_a_rise_the_rungs_of_the_preset_stay() -> None:
 
 
 def test_the_longest_rise_of_all_jobs_counts() -> None:
-    """720 rows are 720 steps of batch size 1 and 90 of 8: 18 steps are 2.5 % and a fifth, whose quarter is 5 %."""
+    """720 rows are 720 steps of batch size 1 and 90 of 8. 18 steps are 2.5 % and 20 %; a quarter of 20 % is 5 %."""
     found = rungs_of(warmup_steps=18, search_space={"batch_size": [1, 8]})
     assert found == [(0.05, pytest.approx(1 / 6 / 4)), (0.1, 0.5), (0.25, 0.5), (0.6, 1.0)]
 
@@ -65,13 +65,12 @@ def test_rungs_of_a_user_and_of_the_paper_stay() -> None:
 
 
 def test_where_answers_choose_all_finalists_train_to_their_end() -> None:
-    asked = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
-    assert [progress for progress, _ in rungs_of(7200, **asked)] == [0.01, 0.025, 0.05, 0.1, 0.25]
-    assert rungs_of(7200, **asked, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)
+    keys = {"select_by": "eval_accuracy", "search_space": {"lr": [1e-3, 1e-4]}}
+    assert [progress for progress, _ in rungs_of(7200, **keys)] == [0.01, 0.025, 0.05, 0.1, 0.25]
+    assert rungs_of(7200, **keys, early_exit={"finish_from": 0.5})[-1] == (0.5, 1.0)
 
 
 def clone(changes: dict[str, Any], **keys: Any) -> tuple[Job, Job]:
-    """The only job of a task, and a clone of it."""
     task = Task(**{"model": "alto-tiny", "dataset": "rows.jsonl"} | keys)
     [origin] = task.jobs
     others = [SimpleNamespace(id=origin.id, config=origin.config)]

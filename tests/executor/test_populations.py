@@ -34,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Of a population, to its end."""
     return Run(tmp_path_factory.mktemp("population") / "run", make(PBT)).train()
 
 
@@ -93,7 +92,7 @@ def plain(folder: Path) -> tuple[Task, TaskData]:
 
 
 def from_saved(folder: Path) -> tuple[Task, TaskData]:
-    """Jobs that begin with a saved adapter."""
+    """Return a task whose jobs begin with a saved adapter."""
     keys = {"r": 8, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "up_proj"]}
     saved = save_with_peft(make_model("llama"), folder / "saved", **keys)
     space = {"lr": [1e-4, 3e-4, 1e-3, 5e-4], "batch_size": [4, 7]}
@@ -113,7 +112,7 @@ def heads(folder: Path) -> tuple[Task, TaskData]:
 
 
 @pytest.mark.parametrize(
-    ("asked", "model", "oracle"),
+    ("make_task_and_data", "model", "oracle"),
     [
         (plain, partial(make_model, "llama"), SoloJob),
         (from_saved, partial(make_model, "llama"), SoloJob),
@@ -123,13 +122,13 @@ def heads(folder: Path) -> tuple[Task, TaskData]:
     ids=["plain", "from a saved adapter", "all kinds", "heads of all kinds"],
 )
 def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
-    asked: Callable[[Path], tuple[Task, TaskData]],
+    make_task_and_data: Callable[[Path], tuple[Task, TaskData]],
     model: Callable[[], PreTrainedModel],
     oracle: type[SoloJob],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Law 1 for copies: the state on disk, the row in the bank, and the step from there."""
+    """Isolation of copies: the state on disk, the row in the bank, and the next step."""
     from alto.executor import slot_manager
     from alto.executor.trainer import Trainer
 
@@ -181,7 +180,7 @@ def test_a_copied_row_is_its_source_bit_for_bit_and_trains_on_as_peft_would(
 
     monkeypatch.setattr(Trainer, "backward", before)
     monkeypatch.setattr(Trainer, "update", after)
-    task, data = asked(tmp_path)
+    task, data = make_task_and_data(tmp_path)
     Run(tmp_path / "run", task, model=model, data=data).train()
     assert len(compared) >= 3
     num_without_dropout = 0
@@ -206,7 +205,7 @@ def step_facts(loss: float, norm: float, gradients: Any, before: Any, after: Any
 
 
 def test_resuming_finds_states_of_copies(tmp_path: Path) -> None:
-    """A copy that was never resident before the stop is resumed from its copied state."""
+    """A copy that was never resident before the stop resumes from its copied state."""
     run = Run(tmp_path / "run", make(PBT))
     turns = 0
     while not (tmp_path / "run").exists() or not run.added():
@@ -222,7 +221,7 @@ def test_resuming_finds_states_of_copies(tmp_path: Path) -> None:
 def test_copies_are_drawn_as_the_seed_and_the_rung_say_inside_the_space_and_never_of_an_ended_job(
     tmp_path: Path,
 ) -> None:
-    """One that overfit keeps its place at a rung, but there is nothing to continue."""
+    """A job that overfit keeps its place at a rung, but there is nothing to continue."""
     from alto.records import ExitDecision, ExitReason, RungResult
     from alto.search import forks_of
 
@@ -249,7 +248,7 @@ def test_copies_are_drawn_as_the_seed_and_the_rung_say_inside_the_space_and_neve
 
 
 def test_a_change_that_other_settings_do_not_allow_is_left_out(tmp_path: Path) -> None:
-    """A rate at which a polynomial course would rise to its end, for instance."""
+    """For instance, a learning rate at which a polynomial schedule would rise at the end."""
     from alto.records import ExitDecision, ExitReason, RungResult
     from alto.search import forks_of
 
@@ -290,4 +289,4 @@ def test_a_population_keeps_its_size_at_every_rung_of_its_interval() -> None:
         assert [rung.progress for rung in found] == pytest.approx([n / 10 for n in range(1, 10)])
         assert [places_at(found, number, 8 + 2 * number) for number in range(9)] == [6] * 9
     own = rungs(of_eight, rungs=[[0.3, 0.5]])
-    assert [rung.progress for rung in own] == [0.3], "those of a user are taken as they are"
+    assert [rung.progress for rung in own] == [0.3], "a user's rungs are taken unchanged"

@@ -54,7 +54,7 @@ def load_for_alto(folder: Path, bits: int | None, dtype: torch.dtype = torch.flo
 
 
 def two_steps(bank: Bank, solo_base: PreTrainedModel, **solo: Any) -> list[tuple[StepFacts, StepFacts]]:
-    """What the first two steps did here, and what they do to each job alone from equal state."""
+    """Return pairs of the first two steps here, and of each job alone from equal state."""
     pairs = []
     for _ in range(2):
         states = {
@@ -86,7 +86,7 @@ def test_a_step_on_a_quantised_base_is_pefts(bits: int, base: Path) -> None:
 def test_a_step_in_half_precision_is_pefts(
     dtype: torch.dtype, adapter_dtype: str, tolerance: float, base: Path
 ) -> None:
-    """The tolerance is three times what was seen; a ``lora_alpha`` a tenth off is 1e-1."""
+    """The tolerance is three times the measured error; a ``lora_alpha`` that is off by a tenth gives 1e-1."""
     bank = Bank(load_for_alto(base, None, dtype), make_task(JOBS, adapter_dtype=adapter_dtype))
     bank_dtype = getattr(torch, adapter_dtype)
     optimizer = bank.trainer.optimizer
@@ -100,7 +100,9 @@ def test_a_step_in_half_precision_is_pefts(
     wrong = {"lora_alpha": 1.1 * config.lora_alpha}
     alone = SoloJob(load_for_peft(base, None, dtype), DATA.train, config, tamper=wrong)
     alone.load(initial)
-    assert relative_distance(pairs[0][0].gradients, alone.train_step().gradients) > tolerance, "it does not bite"
+    assert relative_distance(pairs[0][0].gradients, alone.train_step().gradients) > tolerance, (
+        "a wrong scale would pass"
+    )
 
 
 @pytest.mark.parametrize("bits", BITS)

@@ -1,5 +1,5 @@
-"""A task that learns from pairs and chooses by how often it is right: from first step to result, over an interruption,
-and while its user adds and stops jobs."""
+"""A task on preference pairs that selects by accuracy: from the first step to the result, across an interruption, and
+while its user adds and stops jobs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SELECTING = EarlyExit(rungs=((0.2, 0.75), (0.6, 0.7)), overfitting_patience=1, t
 
 
 def make_pairs(num_pairs: int, seed: int) -> EncodedDataset:
-    """Replies of random tokens, from an alphabet so small that what is learned of some pairs is wrong of others."""
+    """Draw pairs of random tokens from so small an alphabet that what some pairs teach is wrong for others."""
     generator = torch.Generator().manual_seed(seed)
     input_ids, targets, spans = [], [], []
     for _ in range(num_pairs):
         first, length, size = (int(torch.randint(2, 9, (), generator=generator)) for _ in range(3))
         prompt = torch.arange(first, first + length)
-        # The chosen reply is more often of the lower tokens.
+        # The chosen reply tends to have lower tokens.
         chosen, rejected = (torch.randint(20 + side, 25 + side, (size,), generator=generator) for side in range(2))
         nothing = torch.tensor([-100])
         input_ids.append(torch.cat([prompt, chosen, prompt[-1:], rejected]))
@@ -72,7 +72,6 @@ def make_run(folder: Path, **changes: Any) -> RunDir:
 def train(
     run_dir: RunDir, observers: Sequence[Observer] = (), *, is_interrupted: Callable[[], bool] | None = None
 ) -> TaskOutcome:
-    """Begin the run, or go on with it."""
     task, resume_state, tokenizer = load_task(run_dir.task_file), recover(run_dir), load_tokenizer()
     backbone = Backbone(random_llama(len(tokenizer)), tokenizer, "random-llama")
     with Journal(run_dir.journal_file, observers, past=resume_state.entries) as journal:
@@ -83,7 +82,7 @@ def train(
 
 
 def train_until(run_dir: RunDir, step: int) -> None:
-    """Interrupt the run when one of its jobs has been evaluated at ``step`` or after it."""
+    """Interrupt the run when one of its jobs is evaluated at ``step`` or later."""
     seen: list[int] = []
     with pytest.raises(TaskInterruptedError):
         train(
@@ -121,7 +120,7 @@ def test_the_base_is_evaluated_once_for_all_jobs_with_the_same_loss(undisturbed:
     assert found["seq"] < of(events, "train")[0]["seq"]
     assert [value["jobs"] for value in found["values"]] == [["job-000", "job-002"], ["job-001", "job-003"]]
     for value in found["values"]:
-        # An adapter that changes nothing prefers neither reply: a sigmoid of 0 for every pair.
+        # An adapter that changes nothing prefers neither reply: a margin of 0 for every pair.
         assert value["validation_loss"] == pytest.approx(math.log(2), rel=1e-6)
         assert value["metrics"]["reward_accuracy"] == 0.5
         assert value["metrics"]["reward_margin"] == pytest.approx(0, abs=1e-6)
@@ -131,7 +130,7 @@ STUDENT_OF_7_DEGREES = 2.365
 
 
 def cannot_be_told_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two evaluations of eight rows have the same accuracy within a two-sided interval of 95 %."""
+    """Return whether two evaluations of eight rows have the same accuracy within a two-sided interval of 95 %."""
     differences = [a - b for a, b in zip(one["metric_rows"], other["metric_rows"], strict=True)]
     lead = abs(statistics.fmean(differences))
     return lead == 0 or lead <= STUDENT_OF_7_DEGREES * statistics.stdev(differences) / math.sqrt(8)
@@ -167,7 +166,7 @@ def test_the_metric_chooses_and_within_its_noise_the_loss(undisturbed: RunDir) -
         assert job.best_step == bests[job.job]["step"]
     leader = max(bests.values(), key=lambda event: (accuracy(event), -event["validation_loss"]))
     tied = [event for event in bests.values() if cannot_be_told_apart(event, leader)]
-    # The base gives every pair log 2, whatever beta: shares of it are ordered as the losses are.
+    # The base gives every pair log 2 for any beta, so shares of it are ordered as the losses are.
     winner = min(tied, key=lambda event: event["validation_loss"])
     assert result.best_job == winner["job"]
     assert result.metric == "reward_accuracy"

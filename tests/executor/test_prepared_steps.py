@@ -1,4 +1,4 @@
-"""The batches of the next step are made before the losses of this one are read, and change no bit of any step."""
+"""The batches of the next step are made before this step's losses are read, and no bit of any step changes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(bank: Bank, *, prepares: bool = True) -> list[float]:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened, in order: a batch was made, a loss was read."""
+    """The events in order: a batch was made, a loss was read."""
     happened: list[str] = []
     collate, read = forward_plan.collate, trainer.Trainer.read
 
@@ -114,7 +114,7 @@ def test_rows_that_cannot_be_read_are_an_error_where_they_are_read(monkeypatch: 
         patch.setattr(forward_plan, "collate", broken)
         with pytest.raises(OSError, match="the file is gone"):
             bank.trainer.prepare(bank.jobs)
-    assert bank.trainer.read(losses) == expected, "the step that was done is not lost"
+    assert bank.trainer.read(losses) == expected, "a finished step was lost"
 
 
 def test_memory_that_is_missing_for_the_next_batch_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

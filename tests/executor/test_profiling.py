@@ -1,4 +1,4 @@
-"""What is measured of a task before it is trained, and what comes of it."""
+"""Measurements of a task before it trains, and their use."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_steps_are_measured_in_rising_sizes_up_to_the_tokens_asked_for_and_the_m
 
 
 class SlowClock:
-    """A clock of a machine so busy that an hour passes whenever it is read."""
+    """A clock of a machine so busy that an hour passes with every reading."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -422,12 +422,12 @@ def test_rungs_of_a_preset_keep_fewer_jobs_where_a_budget_of_time_asks_for_it(
 
 
 def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_measured_steps(context: TaskContext):
-    told: list[float] = []
+    remaining: list[float] = []
     ticks = iter(range(10**6))
-    take_measures(context, clock=lambda: float(next(ticks)), on_progress=told.append)  # a step takes a second
-    sizes = len(told)
+    take_measures(context, clock=lambda: float(next(ticks)), on_progress=remaining.append)  # a step takes a second
+    sizes = len(remaining)
     assert sizes >= 2
-    assert told[-1] < told[0]
+    assert remaining[-1] < remaining[0]
     budget = MeasuringBudget.of(
         context.task,
         lengths_of(context.data.train),
@@ -440,19 +440,19 @@ def test_the_time_that_measuring_takes_is_expected_from_sizes_and_then_from_meas
     slow, fast = (budget.remaining_s(0, token_s=token_s, spent_s=0.0) for token_s in (0.1, 0.001))
     assert slow > fast > 0.0
     first, second = budget.sizes[:2]
-    # At a second a token only two sizes are within the budget. Where kernels are compiled, all first steps are
-    # repeated; on a CPU that of the first size.
+    # At a second per token only two sizes are within the budget. Where kernels are compiled, all first steps are
+    # repeated; on a CPU only that of the first size.
     evaluation = budget.eval_tokens / 3
     assert budget.remaining_s(0, token_s=1.0, spent_s=0.0) == pytest.approx(2 * first + second + evaluation)
     assert budget.remaining_s(len(budget.sizes), token_s=1.0, spent_s=0.0) == pytest.approx(evaluation)
     on_gpu = replace(budget, warms_up=True)
     assert on_gpu.remaining_s(0, token_s=1.0, spent_s=0.0) == pytest.approx(2 * (first + second + evaluation))
-    assert not budget.allows(100, token_s=0.1, spent_s=0.0), "10 seconds are more than the least of a CPU"
+    assert not budget.allows(100, token_s=0.1, spent_s=0.0), "10 seconds are more than a CPU's minimum"
     assert replace(budget, least_s=60.0).allows(100, token_s=0.1, spent_s=0.0)
 
 
 def test_the_process_that_measures_says_how_long_it_still_takes(context: TaskContext):
-    told: list[float] = []
-    assert not plan(context, on_measuring=told.append, refresh=True).is_cached
-    assert len(told) >= 3  # before the first size, and after each
-    assert all(remaining_s > 0.0 for remaining_s in told)
+    remaining: list[float] = []
+    assert not plan(context, on_measuring=remaining.append, refresh=True).is_cached
+    assert len(remaining) >= 3  # before the first size, and after each
+    assert all(remaining_s > 0.0 for remaining_s in remaining)

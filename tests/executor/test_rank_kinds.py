@@ -1,4 +1,4 @@
-"""Law 1 on several ranks for jobs with biases, magnitudes and noise under every optimizer: on whichever rank, on all of
+"""Isolation on several ranks for jobs with biases, magnitudes and noise under every optimizer: on each rank, on all of
 them together, and moved from one number of ranks to another."""
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ pytestmark = [
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])
 def test_steps_on_two_ranks_are_those_of_peft_alone(name: str, tmp_path: Path) -> None:
-    """Those of another model are among the checks of ``test_ranks.py``."""
+    """``test_ranks.py`` checks another model."""
     checks = [("steps", steps_of_all_kinds_are_those_of_peft_alone, (name,))]
     assert failures_on_ranks(2, checks, tmp_path) == {}
 
 
 def make_run(folder: Path) -> RunDir:
-    """Jobs that end one after the other, until fewer are left than ranks."""
+    """Create a run whose jobs end one after the other, until there are fewer jobs than ranks."""
     longer = {"everything-adamw": 10, "dora-bias-adafactor": 12}
     configs = [{**config, "max_steps": longer.get(name, 4)} for name, config in KINDS.items()]
     exits = {"rungs": [[0.5, 1.0]], "detect_divergence": False, "detect_overfitting": False}

@@ -1,4 +1,4 @@
-"""What ranks send one another: values of a type, only to ranks; and a rank without rows, which joins every pass."""
+"""Messages between ranks: values of one type, only between ranks; and a rank without rows, which joins every pass."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def connections_are_proven() -> None:
 
 
 def who_does_not_know_the_secret_is_refused() -> None:
-    """By each of the others, and refuses them."""
+    """Check that ranks with different secrets refuse each other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     with pytest.raises(RankConnectionError, match=f"answers for rank {1 - rank} does not have their secret"):
         prove_connections(rank, size, b"the secret" if rank == 0 else b"another")
@@ -102,7 +102,7 @@ def who_proves_nothing_is_refused() -> None:
     if dist.get_rank() == 0:
         with pytest.raises(RankConnectionError, match="answers for rank 1"):
             prove_connections(0, 2, b"the secret", timedelta(seconds=1))
-    # Rank 1 says nothing.
+    # Rank 1 sends nothing.
 
 
 def test_ranks_send_values_and_prove_who_they_are(tmp_path: Path) -> None:
@@ -119,8 +119,8 @@ def test_ranks_send_values_and_prove_who_they_are(tmp_path: Path) -> None:
     assert failures_on_ranks(2, checks, tmp_path) == {}
 
 
-class Unheard(Ranks):
-    """A rank of two that hears nothing from the other."""
+class DeafRank(Ranks):
+    """One of two ranks that receives nothing from the other."""
 
     def __init__(self) -> None:
         super().__init__(rank=1, size=2)
@@ -129,7 +129,7 @@ class Unheard(Ranks):
         return list(values)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Nothing comes from the other."""
+        """Receive nothing from the other rank."""
 
 
 PREFERENCES = {"method": "dpo", "loss_type": "sigmoid", "beta": 0.1}
@@ -154,12 +154,12 @@ def test_an_idle_rank_makes_the_passes_of_the_others_and_touches_no_adapter(
     monkeypatch.setattr(trainer, "job_losses", watched)
     task, model = make_task(STABLE[2:4], max_tokens_per_pass=60, **settings), make_model("llama")
     backbone = Backbone(model, None, "unused")
-    context = TaskContext.of(task, backbone, data, Unheard())
+    context = TaskContext.of(task, backbone, data, DeafRank())
     if context.objective.needs_reference:
         context = replace(context, data=with_references(backbone, data))
     busy, idle = initial_states(context)
     one = make_trainer(context, 1)
-    busy.slot, idle.slot = 0, 1  # of the two, one is resident here, and takes no part in the step
+    busy.slot, idle.slot = 0, 1  # one of the two is resident here, and takes no part in the step
     one.admit(idle, 0)
     before = one.bank.params_ZP.clone()
 

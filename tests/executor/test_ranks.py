@@ -1,6 +1,6 @@
-"""Law 1 on several ranks: a job beside others, on whichever rank and on however many, equals the job alone.
+"""Isolation on several ranks: a job beside others, on any rank and any number of ranks, equals the job alone.
 
-What every rank does is checked where it does it (``tests/support/rank_jobs.py``); whole curves are compared here.
+Each rank checks itself (``tests/support/rank_jobs.py``); whole curves are compared here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EVEN_LONGER = {"lr": 5e-4, "r": 8, "batch_size": 6, "seed": 51, "num_train_epoch
 
 @pytest.fixture(scope="module")
 def task() -> Task:
-    """Jobs that end one after the other, until fewer are left than ranks."""
+    """A task whose jobs end one after the other, until there are fewer jobs than ranks."""
     configs = [{"num_train_epochs": 2} | config for config in [*STABLE, LONGER, EVEN_LONGER]]
     return make_task(
         configs,
@@ -49,7 +49,7 @@ Failures = dict[str, str]
 
 @pytest.fixture(scope="module")
 def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Failures]:
-    """Trained by two ranks; and what went wrong in everything that two ranks check."""
+    """A run trained by two ranks, and all failures of their checks."""
     folder = tmp_path_factory.mktemp("two")
     run_dir = RunDir.create(folder, task)
     checks = [
@@ -66,7 +66,7 @@ def whole(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir,
 
 @pytest.fixture(scope="module")
 def resumed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDir, Failures]:
-    """Begun by four ranks, and ended by two."""
+    """A run begun by four ranks and finished by two, and all failures of their checks."""
     begun, ended = tmp_path_factory.mktemp("four"), tmp_path_factory.mktemp("after-four")
     run_dir = RunDir.create(begun, task)
     checks = [
@@ -79,8 +79,8 @@ def resumed(task: Task, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunDi
 
 @pytest.mark.parametrize("which", ["whole", "resumed"])
 def test_what_every_rank_checks_of_its_own_jobs(which: str, request: pytest.FixtureRequest) -> None:
-    """Every step from equal state is PEFT's, jobs spread or not, and on pairs that of one process; a job that goes NaN
-    touches nobody; all end well."""
+    """Every step from equal state is PEFT's, with jobs spread or not, and on pairs equals one process; a job that goes
+    NaN affects no other; all ranks end without an error."""
     _, failures = request.getfixturevalue(which)
     assert not failures, "\n".join(f"{name}: {reason}" for name, reason in failures.items())
 
@@ -127,17 +127,17 @@ def test_jobs_move_when_others_have_ended_and_the_last_train_on_all_ranks(
     assert (started["num_ranks"], resumed_at["num_ranks"]) == (4, 2)
 
 
-def test_every_step_is_told_once(resumed: tuple[RunDir, Failures]) -> None:
+def test_every_step_is_reported_once(resumed: tuple[RunDir, Failures]) -> None:
     steps: dict[str, list[int]] = {}
     for event in read_events(resumed[0].journal_file):
         if event["event"] == "train":
             first = event["first_step"]
             steps.setdefault(event["job"], []).extend(range(first, first + len(event["losses"])))
-    assert all(told == list(range(1, len(told) + 1)) for told in steps.values())
+    assert all(found == list(range(1, len(found) + 1)) for found in steps.values())
 
 
 def test_no_rank_writes_a_state_after_the_lock_was_lost(task: Task, tmp_path: Path) -> None:
-    """The second rank holds no lock; what the first one finds out must keep it from writing, too."""
+    """Only the first rank holds the lock; when it loses it, the second one must stop writing too."""
     run_dir = RunDir.create(tmp_path / "runs", task)
     failures = failures_on_ranks(2, [("train", lose_the_lock, (str(run_dir.root),))], tmp_path)
     assert "found it removed or replaced" in failures["train"]

@@ -1,4 +1,4 @@
-"""Memory that ran out: which errors count as it, and what an attempt leaves for the next one."""
+"""Out-of-memory errors: which errors count, and what an attempt records for the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the frozen base gives replies: asked once, kept on disk, and asked anew whenever it may be another answer."""
+"""Log-probabilities of the frozen base: computed once, cached on disk, and computed again whenever they may differ."""
 
 from __future__ import annotations
 
@@ -35,31 +35,29 @@ ask = stages.reference_sums
 
 
 class Base:
-    """Counts the passes of the base, and may refuse them."""
+    """Counts the passes of the base, and can refuse them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.num_asked = 0
+        self.num_passes = 0
         self.max_tokens = 10**6
         self.on_ask: Callable[[], None] = lambda: None
         monkeypatch.setattr(stages, "reference_sums", self._asked)
 
     def _asked(self, backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
-        self.num_asked += 1
+        self.num_passes += 1
         self.on_ask()
         if batch.input_ids_T.numel() > self.max_tokens:
             raise torch.OutOfMemoryError("no memory, as the test wants it")
         return ask(backbone, batch)
 
-    def asked_in(self, work: Callable[[], Any]) -> bool:
-        """Whether ``work`` has asked the base."""
-        before = self.num_asked
+    def runs_base_in(self, work: Callable[[], Any]) -> bool:
+        before = self.num_passes
         work()
-        return self.num_asked > before
+        return self.num_passes > before
 
 
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Base:
-    """Beside a cache that is empty."""
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
     return Base(monkeypatch)
 
@@ -85,9 +83,9 @@ def is_cached(found: TaskContext) -> bool:
 
 def test_the_base_is_asked_once_and_never_again(base: Base) -> None:
     first = find()
-    assert base.num_asked > 2
-    num_asked, second = base.num_asked, find()
-    assert base.num_asked == num_asked
+    assert base.num_passes > 2
+    num_passes, second = base.num_passes, find()
+    assert base.num_passes == num_passes
     assert (is_cached(first), is_cached(second)) == (False, True)
     expected = with_references(Backbone(make_model("llama"), None, "unused"), PAIRS)
     for split in ("train", "validation"):
@@ -102,7 +100,7 @@ def test_what_another_tenant_has_trained_does_not_show(base: Base) -> None:
     assert is_cached(find(TASK.replace(tenant="b")))
 
 
-def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: Path) -> None:
+def test_it_is_computed_again_if_it_may_differ(base: Base, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     local = TASK.replace(model=str(tmp_path))
     first, *others = PAIRS.train.spans
@@ -120,17 +118,17 @@ def test_it_is_asked_anew_where_the_answer_may_be_another(base: Base, tmp_path: 
         {"data": TaskData(train=other_spans, validation=make_pairs(5, seed=2))},
     ]
     for change in changes:
-        assert base.asked_in(lambda change=change: find(**change)), change
+        assert base.runs_base_in(lambda change=change: find(**change)), change
     for change in changes:
-        assert not base.asked_in(lambda change=change: find(**change)), change
+        assert not base.runs_base_in(lambda change=change: find(**change)), change
     os.utime(tmp_path / "model.safetensors", ns=(1, 1))
-    assert base.asked_in(lambda: find(local))
+    assert base.runs_base_in(lambda: find(local))
 
 
-def test_settings_of_jobs_ask_nothing_anew(base: Base) -> None:
+def test_settings_of_jobs_cause_no_new_computation(base: Base) -> None:
     find()
     other = make_task([{"loss_type": "ipo", "beta": 0.5, "lr": 1e-4, "r": 8, "seed": 7}], method="dpo")
-    assert not base.asked_in(lambda: find(other))
+    assert not base.runs_base_in(lambda: find(other))
 
 
 @pytest.mark.parametrize(
@@ -170,7 +168,7 @@ def test_where_memory_runs_out_passes_are_halved(base: Base) -> None:
     assert found.numpy() == pytest.approx(expected.numpy(), rel=1e-6)
 
 
-def test_a_pair_that_does_not_fit_is_said_to_be_too_large(base: Base) -> None:
+def test_a_pair_that_does_not_fit_is_reported_as_too_large(base: Base) -> None:
     base.max_tokens = longest = max(ids.numel() for ids in PAIRS.train.input_ids) - 1
     with pytest.raises(
         DeviceMemoryError, match=rf"not enough memory on cpu .* pair of {longest + 1} tokens; lower max_length"
@@ -187,7 +185,6 @@ def test_a_base_that_gives_no_number_is_refused(base: Base) -> None:
 
 
 def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[], bool] = lambda: False) -> list[Event]:
-    """Begin or go on with a run; its events."""
     resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)
@@ -207,7 +204,7 @@ def test_a_run_that_is_killed_while_the_base_is_asked_ends_as_if_it_had_not_been
     run_dir = RunDir.create(tmp_path / "killed", TASK)
     child = os.fork()
     if not child:
-        base.on_ask = lambda: base.num_asked > 3 and os.kill(os.getpid(), signal.SIGKILL)
+        base.on_ask = lambda: base.num_passes > 3 and os.kill(os.getpid(), signal.SIGKILL)
         finish(run_dir)
         os._exit(0)  # not reached
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -221,10 +218,10 @@ def test_a_run_that_is_killed_while_the_base_is_asked_ends_as_if_it_had_not_been
 
 def test_a_task_goes_on_with_the_passes_that_the_base_fitted_into(base: Base, tmp_path: Path) -> None:
     base.max_tokens = 150
-    started, told, *_ = finish(RunDir.create(tmp_path, TASK))
+    started, refused, *_ = finish(RunDir.create(tmp_path, TASK))
     assert started["references"]["is_cached"] is False
-    assert (told["event"], told["phase"], told["residents"]) == ("oom", "evaluation", [])
-    assert told["max_tokens_per_pass"] <= 150
+    assert (refused["event"], refused["phase"], refused["residents"]) == ("oom", "evaluation", [])
+    assert refused["max_tokens_per_pass"] <= 150
 
 
 @needs_bitsandbytes
@@ -245,21 +242,21 @@ def test_it_is_asked_in_parts_each_of_which_is_kept(base: Base, monkeypatch: pyt
     asked_at: list[int] = []
 
     def stop() -> None:
-        asked_at.append(base.num_asked)
+        asked_at.append(base.num_passes)
         if len(asked_at) == 4:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         find(on_turn=stop)
-    before = base.num_asked
+    before = base.num_passes
     rest = find()
-    in_vain = base.num_asked - before
+    in_vain = base.num_passes - before
     assert not is_cached(rest)
     assert rest.data.train.references.numpy() == pytest.approx(whole.numpy(), rel=1e-6)
     monkeypatch.setenv("ALTO_CACHE", os.environ["ALTO_CACHE"] + "-2")
-    before = base.num_asked
+    before = base.num_passes
     find()
-    assert in_vain < base.num_asked - before, "what was kept was asked again"
+    assert in_vain < base.num_passes - before, "cached replies were computed again"
 
 
 def test_a_run_that_is_stopped_while_the_base_is_asked_can_be_gone_on_with(base: Base, tmp_path: Path) -> None:
@@ -267,7 +264,7 @@ def test_a_run_that_is_stopped_while_the_base_is_asked_can_be_gone_on_with(base:
     with pytest.raises(
         TaskInterruptedError, match=f"reference log-probs were precomputed; .* alto resume {run_dir.root}"
     ):
-        finish(run_dir, is_interrupted=lambda: base.num_asked > 2)
+        finish(run_dir, is_interrupted=lambda: base.num_passes > 2)
     assert run_dir.journal_file.read_bytes() == b""
     assert finish(run_dir)[-1]["event"] == "task_completed"
 
@@ -276,8 +273,8 @@ def test_other_data_are_refused_before_the_base_is_asked_about_them(base: Base, 
     run_dir = RunDir.create(tmp_path, TASK)
     with pytest.raises(TaskInterruptedError):
         finish(run_dir, is_interrupted=lambda: run_dir.journal_file.stat().st_size > 0)
-    before = base.num_asked
+    before = base.num_passes
     others = TaskData(train=make_pairs(28, seed=9), validation=PAIRS.validation)
     with pytest.raises(RunError, match="expected the data that the run began with"):
         finish(run_dir, data=others)
-    assert base.num_asked == before
+    assert base.num_passes == before

@@ -39,9 +39,9 @@ def with_spread(spread: float) -> Measured:
     [
         ([1.0], 0.0),
         ([2.0, 2.0, 2.0], 0.0),
-        ([1.0, 2.0, 3.0], 1.0),  # of few values the fastest
-        ([4.0, 1.0, 1.0, 1.0], 0.0),  # one that was disturbed changes nothing
-        ([0.1, *[1.0] * 10, *[1.5] * 9], 0.0),  # of many values one that is too fast changes nothing
+        ([1.0, 2.0, 3.0], 1.0),  # few values: the fastest
+        ([4.0, 1.0, 1.0, 1.0], 0.0),  # one disturbed value changes nothing
+        ([0.1, *[1.0] * 10, *[1.5] * 9], 0.0),  # many values: one that is too fast changes nothing
         ([*[1.0] * 5, *[1.5] * 15], 0.5),
     ],
 )
@@ -50,12 +50,12 @@ def test_the_spread_is_between_the_fastest_tenth_and_the_median(durations_s: lis
 
 
 def throughput(measured: Measured = MEASURED) -> Throughput:
-    """A step takes a tenth of a second for each 100 tokens."""
+    """Return a forecast of 0.1 seconds for each 100 tokens of a step."""
     return Throughput(step_s=0.0, job_s=0.0, token_s=1e-3, eval_token_s=1e-4, points=measured.durations)
 
 
 def trained(expected: Throughput, ratios: Sequence[float]) -> StepTimes:
-    """Eight steps for each of ``ratios``, which took so much longer than expected."""
+    """Return the times of eight steps per ratio; each step takes ``ratio`` times the forecast."""
     forecast: Any = SimpleNamespace(throughput=expected, profile=cache.name_of(KEY))
     times = StepTimes(forecast)
     jobs: list[Any] = [SimpleNamespace(next_step_tokens=40), SimpleNamespace(next_step_tokens=60)]
@@ -143,7 +143,7 @@ def test_a_plan_says_where_the_machine_was_busy(tmp_path: Path, monkeypatch: pyt
 def test_a_run_corrects_what_was_measured_and_is_packed_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The measurement that stands in for one has steps of 0.1 seconds and more; the steps of the model take less."""
+    """The fake measurement has steps of at least 0.1 seconds; the model's real steps are faster."""
     measured_at_once(monkeypatch)
     task, before = planned(tmp_path / "task", early_exit=False, report_to="none")
     assert len(before.profile) == 24

@@ -1,4 +1,4 @@
-"""Rungs that rank by scores of answers: the adapters at the rung are scored, and the journal alone gives the same
+"""Rungs that rank by scores of answers: the adapters at the rung are scored, and a replay of the journal gives the same
 exits."""
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ def task(tmp_path: Path, model: Path) -> alto.Task:
 
 
 class Judge:
-    """Scores adapters by ``score``, of the job and the size of its weights; the last call is that of the finalists."""
+    """Scores adapters by ``score`` of the job and the norm of its weights; the last call is for the finalists."""
 
     def __init__(self, score: Callable[[str, float], float], failure: str = "") -> None:
         self.score = score
         self.failure = failure
-        self.asked: list[dict[str, float]] = []
+        self.calls: list[dict[str, float]] = []
         self.on_call: Callable[[], None] = lambda: None
 
     def __call__(self, adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
         self.on_call()
         on_turn()
         sizes = {job: size_of(read_adapter(folder)) for job, folder in adapters.items()}
-        self.asked.append(sizes)
+        self.calls.append(sizes)
         if self.failure:
             return Judgement(scorer="exact_match", failure=self.failure)
         rows = {job: tuple(self.score(job, size) + n / 100 for n in range(NUM_ROWS)) for job, size in sizes.items()}
@@ -87,7 +87,7 @@ def by_number(job: str, size: float) -> float:
 
 
 def test_the_rung_keeps_the_best_scores(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those are not those of the lowest loss; and turned round, the others are kept."""
+    """These are not the jobs of the lowest loss; with reversed scores the other jobs are kept."""
     up = tune(task, Judge(by_number), monkeypatch)
     down = tune(task, Judge(lambda job, size: -by_number(job, size)), monkeypatch)
     assert outcome(up).kept == ("job-003", "job-002")
@@ -108,7 +108,7 @@ def test_the_journal_alone_gives_the_same_exits(task: alto.Task, monkeypatch: py
     assert {job for job in SPACE_JOBS if selection_of(entries).decision_on(job) is None} == {"job-002", "job-003"}
     turned = [with_turned_scores(entry) for entry in entries]
     kept = {job for job in SPACE_JOBS if selection_of(before_continuing(turned)).decision_on(job) is None}
-    assert kept == {"job-000", "job-001"}, "the exits are those of the scores in the journal"
+    assert kept == {"job-000", "job-001"}, "the exits follow from the scores in the journal"
 
 
 def with_turned_scores(entry: JournalEntry) -> JournalEntry:
@@ -121,7 +121,6 @@ def with_turned_scores(entry: JournalEntry) -> JournalEntry:
 
 
 def before_continuing(entries: list[JournalEntry]) -> list[JournalEntry]:
-    """Up to the outcome of the rung."""
     position = next(at for at, entry in enumerate(entries) if isinstance(entry.event, WarmupEnded))
     return entries[: position + 1]
 
@@ -132,7 +131,7 @@ def test_parked_and_resident_jobs_are_scored_as_they_are_at_the_rung(
 ) -> None:
     judge = Judge(by_number)
     run = tune(task.replace(max_slots=max_slots), judge, monkeypatch)
-    at_rung, at_end = judge.asked
+    at_rung, at_end = judge.calls
     assert list(at_rung) == [f"job-{n:03d}" for n in range(4)]
     halfway = sizes_after(task, 4, monkeypatch)
     assert at_rung == pytest.approx(halfway, rel=1e-4)
@@ -144,10 +143,10 @@ def test_parked_and_resident_jobs_are_scored_as_they_are_at_the_rung(
 
 
 def test_a_job_that_has_ended_is_scored_as_it_was_best(tmp_path: Path) -> None:
-    asked: list[dict[str, str]] = []
+    calls: list[dict[str, str]] = []
 
     def judge(adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Judgement:
-        asked.append({job: folder.name.partition(".")[0] for job, folder in adapters.items()})
+        calls.append({job: folder.name.partition(".")[0] for job, folder in adapters.items()})
         return Judgement(scorer="exact_match", failure="not today")
 
     jobs = [{"lr": 1e-3, "r": 4, "batch_size": 4, "seed": seed} for seed in (1, 2, 3)]
@@ -165,11 +164,11 @@ def test_a_job_that_has_ended_is_scored_as_it_was_best(tmp_path: Path) -> None:
         session._lifecycle.end(ended, decision)
         while executor.sessions:
             executor.turn()
-    assert asked[0] == {"job-000": "last", "job-001": "best", "job-002": "last"}
+    assert calls[0] == {"job-000": "last", "job-001": "best", "job-002": "last"}
 
 
 def sizes_after(task: alto.Task, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Sizes of the weights of all jobs of a task that ends after so many steps."""
+    """Return the norms of all jobs' weights in a task that ends after so many steps."""
     run = tune(task.replace(max_steps=num_steps, early_exit=False, select_by="metric"), Judge(by_number), monkeypatch)
     weights = {job: read_adapter(run / "jobs" / job / "last") for job in SPACE_JOBS}
     return {job: size_of(of_job) for job, of_job in weights.items()}
@@ -190,7 +189,7 @@ def test_a_scorer_that_fails_leaves_the_rung_to_the_metric(task: alto.Task, monk
 
 
 def test_with_the_real_scorer_the_jobs_train_on_as_without_it(task: alto.Task, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The base is left as it was: the losses after the rung are those of a run that is not scored."""
+    """The base is unchanged: the losses after the rung equal those of a run without scoring."""
     kept_all = {**EARLY_EXIT, "rungs": [[0.5, 1.0]], "finish_from": 1.0}
     folder = Path(task.dataset).parent
     plain = alto.Engine(output_dir=folder / "plain").tune(task.replace(early_exit=kept_all, select_by="metric"))
@@ -231,6 +230,6 @@ def test_the_point_from_which_only_the_best_continues_may_be_scored(
     run = tune(task.replace(**changes), Judge(by_number), monkeypatch)
     events = [entry.event for entry in entries_of(run)]
     assert [event.progress for event in events if isinstance(event, WarmupEnded)] == [0.25, 0.5]
-    assert [event.progress for event in events if isinstance(event, RungScored)] == [0.5], "at no other one"
+    assert [event.progress for event in events if isinstance(event, RungScored)] == [0.5], "no other rung is scored"
     last = [event for event in events if isinstance(event, WarmupEnded)][-1]
     assert last.kept == ("job-003",)

@@ -1,4 +1,4 @@
-"""Searches on several ranks: the same suggestions and the same lineage as in one process, whichever rank has a job."""
+"""Searches on several ranks: the same suggestions and lineage as in one process, whichever rank has a job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make(search: str) -> Task:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Path]:
-    """Of each search, in one process and on two ranks, stopped once and resumed there."""
+    """Runs of each search in one process, and on two ranks, where it is stopped once and resumed."""
     found = {}
     for num_ranks in (1, 2):
         folder = tmp_path_factory.mktemp(f"ranks-{num_ranks}")

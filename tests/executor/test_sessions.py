@@ -1,4 +1,4 @@
-"""Several tasks in one executor: each trains, exits and ends as if it were alone, whatever becomes of the others."""
+"""Several tasks in one executor: each trains, exits and ends as if it were alone, whatever happens to the others."""
 
 from __future__ import annotations
 
@@ -85,8 +85,6 @@ def bits(shared: SharedExecutor, name: str) -> dict[str, torch.Tensor]:
 
 
 class Raises:
-    """An objective that cannot go on."""
-
     def __init__(self, implementation: Any, is_due: Callable[[], bool]) -> None:
         self._implementation, self._is_due = implementation, is_due
 
@@ -113,7 +111,7 @@ def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others
     def rest(folder: Path, leave: Callable[[SharedExecutor], None]) -> list[dict[str, list[float]]]:
         with SharedExecutor(folder) as shared:
             shared.attach("ash", *tasks()["ash"])
-            shared.attach("cedar", *tasks()["cedar"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+            shared.attach("cedar", *tasks()["cedar"], hooks=Hooks(is_interrupted=lambda: bool(stop_requests)))
             shared.attach("dogwood", *tasks()["dogwood"])
             shared.turn(3)
             leave(shared)
@@ -122,35 +120,35 @@ def test_an_objective_that_raises_ends_its_task_and_changes_no_bit_of_the_others
         assert "task_completed" not in [event["event"] for event in events_of(folder / "cedar")]
         return [curves(folder / name) for name in names]
 
-    asked: list[bool] = []
+    stop_requests: list[bool] = []
     raised = rest(tmp_path / "raised", lambda shared: raise_in(shared, "cedar"))
-    assert rest(tmp_path / "stopped", lambda _: asked.append(True)) == raised
+    assert rest(tmp_path / "stopped", lambda _: stop_requests.append(True)) == raised
     assert_as_alone(tmp_path / "raised", names, alone)
 
 
 def test_a_task_that_is_cancelled_in_the_middle_of_a_step_changes_no_bit_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the gradients and the update; compared with one that is cancelled after the step."""
+    """It is cancelled between the gradients and the update, and compared with a task cancelled after the step."""
     names, update = ("ash", "dogwood"), Trainer.update
 
     def rest(folder: Path, *, is_in_step: bool) -> list[Any]:
-        asked: list[bool] = []
+        stop_requests: list[bool] = []
 
         def interrupted(self: Trainer, jobs: Sequence[JobState]) -> torch.Tensor:
-            asked.append(is_in_step)
+            stop_requests.append(is_in_step)
             return update(self, jobs)
 
         with SharedExecutor(folder) as shared:
             shared.attach("ash", *tasks()["ash"])
-            shared.attach("cedar", *tasks()["cedar"], hooks=Hooks(is_interrupted=lambda: any(asked)))
+            shared.attach("cedar", *tasks()["cedar"], hooks=Hooks(is_interrupted=lambda: any(stop_requests)))
             shared.attach("dogwood", *tasks()["dogwood"])
             shared.turn(3)
             with monkeypatch.context() as patch:
                 patch.setattr(Trainer, "update", interrupted)
                 shared.turn()
             assert not shared.ended
-            asked.append(True)
+            stop_requests.append(True)
             shared.turn()
             assert isinstance(shared.ended["cedar"], TaskInterruptedError)
             shared.finish()
@@ -193,15 +191,15 @@ def test_a_folder_that_cannot_be_written_ends_its_task_alone(
 
 
 def test_a_task_that_is_stopped_saves_and_is_resumed_beside_others(tmp_path: Path, alone: Curves) -> None:
-    asked: list[bool] = []
+    stop_requests: list[bool] = []
     with SharedExecutor(tmp_path) as shared:
-        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(stop_requests)))
         shared.attach("cedar", *tasks()["cedar"])
         shared.turn(4)
-        asked.append(True)
+        stop_requests.append(True)
         shared.turn(2)
         assert isinstance(shared.ended["ash"], TaskInterruptedError)
-        asked.clear()
+        stop_requests.clear()
         shared.attach("ash", *tasks()["ash"])
         shared.attach("birch", *tasks()["birch"])
         shared.finish()
@@ -241,13 +239,13 @@ def test_new_weights_divide_the_slots_at_the_next_turn(tmp_path: Path) -> None:
 
 
 def test_the_share_in_the_journal_is_of_the_tokens_that_were_trained(tmp_path: Path) -> None:
-    """Also where a step fails, or a task has left and comes back."""
-    asked: list[bool] = []
+    """This holds if a step fails, and if a task leaves and comes back."""
+    stop_requests: list[bool] = []
     trained: dict[str, int] = dict.fromkeys(("ash", "cedar", "birch"), 0)
     received: dict[str, list[int]] = {name: [] for name in trained}
 
     def tokens_of(name: str, steps: Mapping[str, int]) -> int:
-        """Of the rows of all steps that jobs have taken."""
+        """Return the number of tokens in the rows of all steps that jobs have taken."""
         state = shared.executor.sessions[name].state
         train = state.context.data.train.input_ids
         orders = [job.order.rows_of_step(step) for job in state.jobs.values() for step in range(steps[job.id])]
@@ -257,7 +255,7 @@ def test_the_share_in_the_journal_is_of_the_tokens_that_were_trained(tmp_path: P
         return {job.id: job.step for job in shared.executor.sessions[name].state.jobs.values()}
 
     with SharedExecutor(tmp_path) as shared:
-        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(stop_requests)))
         shared.attach("cedar", *tasks()["cedar"])
         shared.attach("birch", *tasks()["birch"])
         for turn in range(1000):
@@ -267,14 +265,14 @@ def test_the_share_in_the_journal_is_of_the_tokens_that_were_trained(tmp_path: P
             training = [name for name, session in shared.executor.sessions.items() if session.state.selection.training]
             if turn == 3:
                 raise_in(shared, "birch")
-            asked[:] = [True] * (turn == 5)
+            stop_requests[:] = [True] * (turn == 5)
             shared.turn()
             for name in before.keys() - shared.executor.sessions.keys():
                 received[name].append(trained.pop(name))
             for name in shared.executor.sessions if len(training) - (turn == 5) > 1 else ():
                 trained[name] += tokens_of(name, steps_of(name)) - tokens_of(name, before[name])
             if turn == 5:
-                asked.clear()
+                stop_requests.clear()
                 trained["ash"] = 0
                 shared.attach("ash", *tasks()["ash"])
     for name in ("ash", "cedar"):
@@ -288,16 +286,16 @@ def test_what_is_done_at_the_end_of_a_task_takes_no_adapter_from_the_others(
     tmp_path: Path, alone: Curves, hook: str
 ) -> None:
     """Finished adapters are served, or checked, on the same base."""
-    asked: list[Sequence[str]] = []
+    served: list[Sequence[str]] = []
 
     def check(folder: Path) -> AdapterCheck:
         eject(shared.backbone.model)
-        asked.append([])
+        served.append([])
         return AdapterCheck(status="equal")
 
     def generate(adapters: Mapping[str, Path], on_turn: Callable[[], None]) -> Samples:
         with loaded_adapters(shared.backbone, [None, *map(read_saved_adapter, adapters.values())], "unused"):
-            asked.append(list(adapters))
+            served.append(list(adapters))
         return Samples()
 
     with SharedExecutor(tmp_path) as shared:
@@ -308,7 +306,7 @@ def test_what_is_done_at_the_end_of_a_task_takes_no_adapter_from_the_others(
         shared.turn(1)
         shared.finish()
     assert list(shared.ended) == ["birch", "cedar"]
-    assert asked == [[] if hook == "check" else ["job-000"]]
+    assert served == [[] if hook == "check" else ["job-000"]]
     assert_as_alone(tmp_path, ("birch", "cedar"), alone)
 
 
@@ -331,17 +329,17 @@ def slots_of(shared: SharedExecutor) -> dict[str, frozenset[int]]:
 
 
 def test_a_task_that_is_resumed_takes_no_slot_of_the_others(tmp_path: Path, alone: Curves) -> None:
-    asked: list[bool] = []
+    stop_requests: list[bool] = []
     with SharedExecutor(tmp_path) as shared:
-        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(stop_requests)))
         shared.turn(3)
         left = slots_of(shared)["ash"]
-        asked.append(True)
+        stop_requests.append(True)
         shared.turn()
         shared.attach("dogwood", *tasks()["dogwood"])
         shared.turn(2)
         assert slots_of(shared)["dogwood"] == left
-        asked.clear()
+        stop_requests.clear()
         shared.attach("ash", *tasks()["ash"])
         while shared.executor.sessions:
             shared.turn()

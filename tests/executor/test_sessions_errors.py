@@ -1,4 +1,4 @@
-"""Tasks in one executor where memory runs out, a bank cannot grow, or an error belongs to one of them or to nobody."""
+"""Tasks in one executor where memory runs out, a bank cannot grow, or an error belongs to one task or to none."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_row_that_does_not_fit_fails_a_job_of_its_task(
 def test_without_memory_for_the_update_every_task_is_saved(
     tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the one whose jobs have taken the step already, and the one that was not in it."""
+    """This includes the task whose jobs have already stepped, and the one that was not in the step."""
     names, update = ("ash", "cedar", "elm"), Trainer.update
 
     def for_the_first(self: Trainer, jobs: Sequence[JobState]) -> torch.Tensor:
@@ -159,7 +159,7 @@ def test_what_has_fitted_into_memory_is_known_to_those_who_come_later(tmp_path: 
     with SharedExecutor(tmp_path) as shared:
         shared.attach("ash", *tasks()["ash"])
         shared.turn()
-        shared.executor.bank.trainer.micro_batches.max_tokens = 60  # as where memory has run out
+        shared.executor.bank.trainer.micro_batches.max_tokens = 60  # as after memory has run out
         for name in ("elm", "birch"):  # the second needs a new bank
             shared.attach(name, *tasks()[name])
             assert shared.executor.bank.trainer.micro_batches.max_tokens == 60
@@ -247,10 +247,10 @@ def test_a_run_that_cannot_be_built_leaves_no_limit_behind(tmp_path: Path, monke
 def test_a_task_that_cannot_leave_a_bank_takes_no_step_before_it_ends(
     tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clone in another task makes the bank grow when this one's turn has begun, and its checkpoint is due."""
+    """A clone in another task makes the bank grow when this task's turn has begun and its checkpoint is due."""
 
     def full(*_: object) -> None:
-        monkeypatch.setattr(slot_manager, "save", save)  # for a moment
+        monkeypatch.setattr(slot_manager, "save", save)  # only once
         raise RunWriteError("the disk is full, as the test wants it")
 
     with SharedExecutor(tmp_path) as shared:
@@ -275,8 +275,8 @@ def test_a_task_that_cannot_leave_a_bank_takes_no_step_before_it_ends(
 def test_a_state_that_cannot_be_read_ends_its_task_alone(
     failing: str, tmp_path: Path, alone: Curves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its slot is free for others, whether the state was not found or was none of this adapter."""
-    asked: list[bool] = []
+    """Its slot is free for others, whether the state was missing or belonged to another adapter."""
+    stop_requests: list[bool] = []
 
     def broken(self: object, *_: object) -> None:
         if isinstance(self, Trainer):
@@ -284,10 +284,10 @@ def test_a_state_that_cannot_be_read_ends_its_task_alone(
         raise RunError("not readable, as the test wants it")
 
     with SharedExecutor(tmp_path) as shared:
-        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(asked)))
+        shared.attach("ash", *tasks()["ash"], hooks=Hooks(is_interrupted=lambda: bool(stop_requests)))
         shared.attach("elm", *tasks()["elm"])
         shared.turn(3)
-        asked.append(True)
+        stop_requests.append(True)
         shared.turn()
         with monkeypatch.context() as patch:
             patch.setattr(f"alto.executor.slot_manager.{failing}", broken)

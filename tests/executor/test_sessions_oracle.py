@@ -1,6 +1,5 @@
-"""Law 1 across tasks: from equal state, a step of a job in a bank that tasks share is a step of Hugging Face PEFT with
-torch's AdamW alone: of SFT with the model's own loss, of DPO and ORPO with those of TRL's trainers.
-"""
+"""Isolation across tasks: from equal state, a job's step in a shared bank equals a step of Hugging Face PEFT with
+torch's AdamW alone: for SFT with the model's own loss, for DPO and ORPO with TRL's losses."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ NUM_TURNS = 12
 
 
 class SoloOdds(SoloJob):
-    """One job on preference pairs by odds ratios, which TRL's ``ORPOTrainer`` computes from average log-probabilities;
-    only replies are learned."""
+    """One job on pairs with TRL's ``ORPOTrainer``, which computes odds ratios from average log-probabilities; only
+    replies are trained."""
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         from trl.experimental.orpo import ORPOTrainer
@@ -56,7 +55,7 @@ def tasks() -> dict[str, tuple[Task, TaskData]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step of one job began with, and what it did."""
+    """The state before one step of one job, and its results."""
 
     task: str
     config: Any
@@ -66,7 +65,7 @@ class Step:
 
 
 class Observer:
-    """Keeps every step that the executor of ``shared`` makes."""
+    """Records every step of the executor."""
 
     def __init__(self, shared: SharedExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
         self.steps: list[Step] = []
@@ -132,7 +131,7 @@ def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture
 def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Step]:
-    """Of four tasks that came one after the other, all that were made after the last had come."""
+    """All steps after the last of four tasks has joined, one after the other."""
     with SharedExecutor(tmp_path) as shared:
         for name, (task, data) in tasks().items():
             shared.attach(name, task, data)

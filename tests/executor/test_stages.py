@@ -1,5 +1,5 @@
-"""The stages of a task, each by itself: the base, the context, reference log-probs, the bank; and jobs of two tasks in
-one bank."""
+"""The stages of a task, each alone: the base, the context, reference log-probs, the bank; and jobs of two tasks in one
+bank."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class TestReferences:
 
 
 class TestTheBank:
-    def test_holds_nobody_yet(self, tmp_path: Path) -> None:
+    def test_holds_no_jobs_yet(self, tmp_path: Path) -> None:
         context = context_of(make_task(JOBS, max_slots=1))
         state = build_state(
             context,
@@ -139,7 +139,7 @@ def test_a_run_of_other_data_is_refused_before_anything_is_built() -> None:
 
 
 def tasks_on_one_base() -> list[tuple[Task, TaskData]]:
-    """Of three methods, each with rows and settings of its own."""
+    """Return tasks of three methods, each with its own rows and settings."""
     others = TaskData(train=make_dataset(17, seed=11), validation=make_dataset(5, seed=12))
     return [
         (make_task(JOBS), DATA),
@@ -151,7 +151,7 @@ def tasks_on_one_base() -> list[tuple[Task, TaskData]]:
 
 @pytest.mark.parametrize("max_tokens", [300, 70])
 def test_jobs_of_several_tasks_on_one_base_train_as_each_alone(max_tokens: int) -> None:
-    """All in one step, SFT beside DPO and ORPO, whole and in micro-batches that hold jobs of two tasks."""
+    """All in one step, SFT beside DPO and ORPO, whole and in micro-batches with jobs of two tasks."""
     backbone = Backbone(make_model("llama"), None, "unused")
     contexts = [ready(task, data, backbone) for task, data in tasks_on_one_base()]
     planned = [job for context in contexts for job in context.jobs]
@@ -192,6 +192,6 @@ def test_jobs_of_several_tasks_on_one_base_train_as_each_alone(max_tokens: int) 
 
 
 def ready(task: Task, data: TaskData, backbone: Backbone) -> TaskContext:
-    """A context whose objective has what it needs."""
+    """Return a context with everything that its objective needs."""
     context = context_of(task, data, backbone)
     return replace(context, data=referenced(backbone, data)) if context.objective.needs_reference else context

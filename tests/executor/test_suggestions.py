@@ -81,7 +81,7 @@ def test_random_configurations_all_begin_with_the_task(tmp_path: Path) -> None:
     assert run.added() == []
 
 
-def test_what_optuna_lacks_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optuna_is_reported_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from alto.errors import UnsupportedError
@@ -128,7 +128,7 @@ class TestASuggestionThatDoesNotFit:
         run = Run(tmp_path / "run", self.TASK).train()
         misfits = [event["job"] for event in run.added() if event["config"]["r"] == 64]
         assert len(run.added()) == 11
-        assert 1 <= len(misfits) <= 3, "configurations like it are avoided"
+        assert 1 <= len(misfits) <= 3, "similar configurations are avoided"
         assert run.events("oom") == [], "the bank is as large as before"
         ends = [event for event in run.events("job_exited") if event["reason"] == "failed"]
         assert [event["job"] for event in ends] == misfits
@@ -164,8 +164,9 @@ class TestASuggestionThatDoesNotFit:
         run.assert_decided_as_journalled()
 
 
-def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The value at exactly half of the steps, the best of those that are done, and which did not fit into memory."""
+def test_the_search_gets_the_results_of_every_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the values at exactly half of the steps, the best value of finished jobs, and the jobs that did not fit
+    into memory."""
     from alto.executor.micro_batches import RowTooLargeError
     from alto.executor.trainer import Trainer
 
@@ -204,7 +205,7 @@ def test_the_search_is_told_what_every_job_has_reached(tmp_path: Path, monkeypat
     assert {job.exit_reason for job in history.jobs.values()} == {None, "failed", "underperforming"}
     evaluated = [job for job in found if not found[job].is_infeasible]
     starts = [history.jobs[job].start for job in evaluated]
-    assert None not in starts, "one that is suggested is compared at equal shares too"
+    assert None not in starts, "suggested jobs are compared at equal shares too"
     assert len({start.validation_loss for start in starts if start}) == 1
 
 
@@ -241,8 +242,8 @@ def test_targets_that_only_a_suggestion_would_have_are_checked_before_training(t
         pass
 
 
-def test_clones_of_a_user_are_none_of_the_search_s_configurations(tmp_path: Path) -> None:
-    """They neither count as tried nor are they told to the estimator: they have no place in the search space."""
+def test_clones_of_a_user_are_not_counted_by_the_search(tmp_path: Path) -> None:
+    """They are neither counted as tried nor told to the estimator, because they have no place in the search space."""
     search = {"algorithm": "tpe", "num_initial_jobs": 2, "budget": {"jobs": 4}}
     run = Run(tmp_path / "run", make(search, num_train_epochs=1, early_exit=False)).train(turns=2)
     Mailbox(RunDir(run.root)).send(JobAction.CLONE, "job-000", changes={"weight_decay": 0.5})
@@ -253,7 +254,7 @@ def test_clones_of_a_user_are_none_of_the_search_s_configurations(tmp_path: Path
 
 
 def test_only_slots_that_nobody_can_use_are_given_to_suggestions(tmp_path: Path) -> None:
-    """A job that waits at a rung needs none, unless it continues in an idle slot."""
+    """A job that waits at a rung needs no slot, unless it continues in an idle one."""
     early_exit = {"rungs": [[0.05, 1.0]], "detect_overfitting": False, "detect_divergence": False}
     task = make({**TPE, "num_initial_jobs": 3}, max_slots=3, early_exit=early_exit)
     with built(tmp_path / "run", task, DATA, Backbone(make_model("llama"), None, "unused")) as session:
@@ -291,7 +292,7 @@ def test_jobs_that_the_search_adds_take_the_places_of_others(search: dict[str, A
 
 
 def turns() -> Callable[[], float]:
-    """A clock that is looked at once a turn, and then a second further."""
+    """Return a clock that is read once per turn, and advances a second each time."""
     return map(float, itertools.count()).__next__
 
 
@@ -307,7 +308,9 @@ class TestABudget:
         ids=["grid", "random", "pbt", "tpe"],
     )
     @pytest.mark.parametrize("selects", [True, False])
-    def test_of_time_trains_the_winner_to_its_end(self, tmp_path: Path, search: dict[str, Any], selects: bool) -> None:
+    def test_with_a_budget_of_time_the_winner_trains_to_its_end(
+        self, tmp_path: Path, search: dict[str, Any], selects: bool
+    ) -> None:
         budget = {**search.get("budget", {}), "duration_s": 30}
         space = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4], "batch_size": [4]}
         rules = {"select": selects or search == PBT, "detect_overfitting": False, "detect_divergence": False}
@@ -322,7 +325,7 @@ class TestABudget:
         assert selects or "budget" in {job.exit_reason for job in history.jobs.values()}
         run.assert_decided_as_journalled()
 
-    def test_of_samples_trains_the_winner_to_its_end(self, tmp_path: Path) -> None:
+    def test_with_a_budget_of_samples_the_winner_trains_to_its_end(self, tmp_path: Path) -> None:
         task = make({"budget": {"samples": 100}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
         assert 3 * len(DATA.train) < 100 < 2 * 3 * len(DATA.train)
         run = Run(tmp_path / "run", task).train()
@@ -331,7 +334,7 @@ class TestABudget:
         assert history.best.step == history.best.total_steps
         assert [job.exit_reason for job in history.jobs.values() if job is not history.best] == ["budget"]
         assert history.samples_trained <= 100
-        assert history.samples_saved == 0, "a budget saves nothing"
+        assert history.samples_saved == 0, "a budget does not count as saving"
         assert history.samples_cut_off == history.samples_budgeted - history.samples_trained > 0
         shares = "0 % saved, 50 % cut off by the budget"
         assert describe_savings(history) == shares
@@ -340,7 +343,7 @@ class TestABudget:
         assert outcome.samples_cut_off == pytest.approx(history.samples_cut_off / history.samples_budgeted)
         run.assert_decided_as_journalled()
 
-    def test_that_is_too_small_for_one_ends_it_with_the_best_so_far(self, tmp_path: Path) -> None:
+    def test_a_budget_too_small_for_one_job_ends_it_with_the_best_so_far(self, tmp_path: Path) -> None:
         task = make({"budget": {"samples": 40}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False)
         run = Run(tmp_path / "run", task).train()
         history = read_history(run.root)
@@ -396,10 +399,10 @@ class TestABudget:
                 training = {event["job"]}
             else:
                 training.remove(event["job"])
-        assert not run.events("job_exited"), "none begins that cannot be finished"
+        assert not run.events("job_exited"), "a job began that cannot finish"
         assert 900 - 2 * 3 * len(DATA.train) < read_history(run.root).samples_trained <= 900
 
-    def test_of_nothing_yet_is_an_error(self, tmp_path: Path) -> None:
+    def test_a_budget_that_ends_before_the_first_evaluation_is_an_error(self, tmp_path: Path) -> None:
         from alto.errors import NoResultError
 
         task = make({"budget": {"samples": 1}}, search_space={"lr": [1e-4, 1e-3]}, early_exit=False, eval_steps=1.0)
@@ -431,7 +434,7 @@ def test_a_plan_counts_the_jobs_that_will_be_added(tmp_path: Path, monkeypatch: 
     assert expected({**TPE, "budget": {"jobs": 12, "samples": 2 * samples}}) == pytest.approx(300)
     assert expected(PBT) == 100
     grid = {"lr": [1e-5, 1e-4, 1e-3], "r": [2, 4, 8]}
-    assert expected("grid", search_space=grid) == 100, "all of a grid begin with the task"
+    assert expected("grid", search_space=grid) == 100, "all jobs of a grid start with the task"
     assert expected({"budget": {"duration_s": 60}}, search_space=grid) == 60
     budget = {"cost": 1, "gpu_hour_price": 60}
     assert [expected({"budget": budget}, search_space=grid, num_gpus=number) for number in (1, 2)] == [60, 30]

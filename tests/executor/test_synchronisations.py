@@ -1,4 +1,4 @@
-"""A step of training lets the host wait for the device once: when the losses are read."""
+"""A training step makes the host wait for the device once: when the losses are read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_bank(
 
 @pytest.fixture
 def eight_bit_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU a copy of the optimizer's state is kept, in case that memory runs out."""
+    """Step without the copy of the optimizer's state, which a CPU keeps in case memory runs out."""
     monkeypatch.setattr(EightBitAdamW, "_step_whole", lambda optimizer: optimizer._optimizer.step())
 
 
@@ -61,7 +61,7 @@ def test_a_step_waits_for_the_device_once(settings: dict[str, object], architect
 
 
 def test_recomputed_layers_save_no_state_of_random_number_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU each is a copy to the host; masks and noise of jobs are functions of their keys."""
+    """On a GPU each would be a copy to the host; masks and noise of jobs are functions of their keys."""
     bank = make_bank(SETTINGS["recomputed layers"])
     monkeypatch.setattr(torch, "get_rng_state", lambda *_: pytest.fail("a state of a generator is asked for"))
     take_step(bank)

@@ -1,4 +1,4 @@
-"""Test rows: their loss is measured of best adapters, and nothing depends on them."""
+"""Test rows: the loss of best adapters is measured on them, and nothing depends on them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ EXIT = {"rungs": [[0.3, 1.0], [0.6, 0.5]], "detect_divergence": False, "detect_o
 
 
 def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tuple[Path, list[dict[str, Any]]]:
-    """The folder of a finished run, and its events."""
     task = make_task(jobs, **{"eval_steps": 0.2, "early_exit": EXIT, "test_jobs": "all", **settings})
     with built(folder, task, data, Backbone(make_model("llama"), None, "unused")) as session:
         run_alone(session)
@@ -42,7 +41,7 @@ def run(folder: Path, data: TaskData, jobs: Any = JOBS, **settings: Any) -> tupl
 
 
 def facts(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Everything that was trained and decided, without the time, the data's digest and what was tested."""
+    """Return everything that was trained and decided, without the time, the data's digest and the test results."""
     left = ("seq", "time", "time_s", "duration_s", "test_loss", "test_rows", "test_metrics", "data", "values")
     return [{key: value for key, value in event.items() if key not in left} for event in events]
 
@@ -98,7 +97,7 @@ def test_by_default_only_a_job_that_leads_is_tested(tmp_path: Path) -> None:
         if event["event"] == "eval" and event["is_best"]:
             best_steps[event["job"], event["step"]] = True
     tested = is_tested(events)
-    # Of jobs that are evaluated together, only the one that leads after all of them.
+    # Among jobs that are evaluated together, only the new leader.
     assert set(tested) <= set(led)
     assert len(tested) < len(best_steps)
     history = read_history(root)
@@ -159,7 +158,7 @@ def test_the_base_is_tested_with_the_loss_of_each_job(tmp_path: Path) -> None:
     values = next(event for event in events if event["event"] == "base_evaluated")["values"]
     assert {value["jobs"][0]: value["test_loss"] for value in values} == pytest.approx(
         {"job-000": math.log(2), "job-001": 1.0}
-    ), "of ipo it is (0 - 1 / (2 * beta)) ** 2"
+    ), "IPO's is (0 - 1 / (2 * beta)) ** 2"
 
 
 def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +177,7 @@ def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: p
     assert {event["job"] for event in best} == {"job-000", "job-001"}
     assert [event["job"] for event in best if "test_loss" in event] == [
         event["job"] for event in best if event["job"] == "job-000"
-    ], "the other is tested all the same"
+    ], "the other job is tested anyway"
 
 
 def test_a_recording_holds_them(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def test_losses_are_equal_to_the_last_bit(source: str, tmp_path: Path, monkeypat
     in_memory, on_disk = (journal_of(task.replace(token_cache=where), tmp_path / where) for where in ("memory", "disk"))
     assert curves_of(on_disk) == curves_of(in_memory)
     fingerprints = [journal[0]["data"]["fingerprint"] for journal in (in_memory, on_disk)]
-    assert fingerprints[0] == fingerprints[1], "a run is resumed on either"
+    assert fingerprints[0] == fingerprints[1], "a run can be resumed with either cache"
     assert on_disk[-1]["best_job"] == in_memory[-1]["best_job"]
     bad = [note for note in on_disk[0]["notes"] if "left out" in note]
     assert len(bad) == (source == "bad rows")

@@ -1,4 +1,4 @@
-"""Steps and evaluations in which memory runs out, at any tensor that they make: the result is the same."""
+"""Steps and evaluations in which memory runs out at any tensor: the result is the same."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ SEVERAL_PASSES = 60
 
 LOSS_TOLERANCE = 1e-6
 CHANGE_TOLERANCE = 1e-5
-"""In norm, of what the steps have changed; measured: up to 4e-7, as other passes round in another order."""
+"""Tolerance in norm, relative to the change by the steps; measured: up to 4e-7, since other passes round
+differently."""
 
 
 class ShortOfMemory(TorchDispatchMode):
-    """Refuses the requests for memory that are named by their number, counted over all ops from 1."""
+    """Refuses the memory requests with these numbers, counted over all ops from 1."""
 
     def __init__(self, *refused: int) -> None:
         super().__init__()
         self.refused = refused
-        self.num_asked = 0
+        self.num_requests = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         if any(id(leaf.untyped_storage()) not in given for leaf in made):
-            self.num_asked += 1
-            if self.num_asked in self.refused:
+            self.num_requests += 1
+            if self.num_requests in self.refused:
                 raise torch.OutOfMemoryError("no memory, as the test wants it")
         return result
 
 
 class Jobs(Bank):
-    """Seated jobs of different ranks on a small Llama, with dropout."""
+    """Resident jobs of different ranks on a small Llama, with dropout."""
 
     def __init__(self, optims: list[str], *, max_tokens: int = PLENTY) -> None:
         ranks = [64 if optim == "adamw_8bit" else 2 + index for index, optim in enumerate(optims)]
@@ -55,7 +56,6 @@ class Jobs(Bank):
         super().__init__(make_model("llama"), make_task(configs, max_tokens_per_pass=max_tokens))
 
     def train(self, num_steps: int = 1) -> list[float]:
-        """The losses of all jobs in all steps."""
         losses = []
         for _ in range(num_steps):
             losses += self.trainer.step(self.jobs)
@@ -71,7 +71,7 @@ class Jobs(Bank):
         return [(self.trainer.bank.read(slot), self.trainer.optimizer.read(slot)) for slot in slots]
 
     def go_back(self, state: State) -> None:
-        """To a state that was read, memory enough for everything."""
+        """Restore a saved state, with enough memory for everything."""
         self.trainer.micro_batches.max_tokens = PLENTY
         self.memory_events.clear()
         for job, (weights, optimizer) in zip(self.jobs, state, strict=True):
@@ -84,7 +84,6 @@ def adamw(num_jobs: int) -> Jobs:
 
 
 def numbers(state: State) -> dict[str, torch.Tensor]:
-    """Everything of every job, by what it is."""
     found = {}
     for job, (weights, optimizer) in enumerate(state):
         pairs = itertools.chain.from_iterable(weights.values())
@@ -103,7 +102,7 @@ def assert_same_change(found: State, expected: State, before: State) -> None:
 
 
 def places(count: int, num_trials: int) -> list[int]:
-    """The first, the last, and others between them at equal distances."""
+    """Return the first place, the last, and others between them at equal distances."""
     return [round(place) for place in torch.linspace(1, count, num_trials).tolist()]
 
 
@@ -117,7 +116,7 @@ def test_a_step_that_runs_out_of_memory_anywhere_is_taken_once(num_jobs: int) ->
     expected += bank.train()
     after = bank.state()
     phases = set()
-    for place in places(enough.num_asked, 6):
+    for place in places(enough.num_requests, 6):
         bank.go_back(before)
         with ShortOfMemory(place):
             found = bank.train()
@@ -141,7 +140,7 @@ def test_a_step_may_run_out_of_memory_again_and_again() -> None:
         expected = bank.train()
     after = bank.state()
     bank.go_back(before)
-    with ShortOfMemory(*(round(share * enough.num_asked) for share in (0.3, 1.0, 1.4))):
+    with ShortOfMemory(*(round(share * enough.num_requests) for share in (0.3, 1.0, 1.4))):
         assert bank.train() == pytest.approx(expected, rel=LOSS_TOLERANCE)
     assert_same_change(bank.state(), after, before)
     limits = [event.max_tokens_per_pass for event in bank.memory_events]
@@ -170,8 +169,8 @@ def test_an_update_that_runs_out_of_memory_anywhere_is_applied_once_to_everybody
     with ShortOfMemory() as enough:
         norms = bank.trainer.update(bank.jobs)
     after = bank.state()
-    assert enough.num_asked > 5
-    for place in places(enough.num_asked, 20):
+    assert enough.num_requests > 5
+    for place in places(enough.num_requests, 20):
         bank.go_back(before)
         bank.trainer.bank.grads_ZP.copy_(grads_ZP)
         with ShortOfMemory(place):
@@ -197,7 +196,7 @@ def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(nu
     bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
     with ShortOfMemory() as enough:
         bank.validation_losses()
-    for place in places(enough.num_asked, 5):
+    for place in places(enough.num_requests, 5):
         bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
         bank.memory_events.clear()
         with ShortOfMemory(place):
@@ -208,7 +207,7 @@ def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(nu
 
 @pytest.mark.parametrize("max_tokens", [SEVERAL_PASSES, 1])
 def test_a_job_larger_than_a_pass_is_trained_in_several(max_tokens: int) -> None:
-    """With dropout, whose masks must not notice."""
+    """Dropout is on, and its masks must not change."""
     whole, parts = adamw(2), Jobs(["adamw_torch"] * 2, max_tokens=max_tokens)
     before = whole.state()
     assert parts.train(3) == pytest.approx(whole.train(3), rel=LOSS_TOLERANCE)
@@ -236,7 +235,7 @@ def test_an_optimizer_of_their_own_that_fails_between_two_matrices_begins_again(
         "bitsandbytes.optim.adamw", reason="needs the bnb extra: pip install 'alto-lora[bnb]'"
     ).AdamW8bit
     bank = Jobs(["adamw_8bit"])
-    bank.train()  # in the first step no A has a gradient, and a step of it taken twice would not be seen
+    bank.train()  # in the first step no A has a gradient, so a repeated step would not show
     before = bank.state()
     expected = bank.train()
     after = bank.state()

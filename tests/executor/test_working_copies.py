@@ -1,4 +1,4 @@
-"""The copies of adapters that products on a bfloat16 base read are those of the weights, whatever has changed them."""
+"""The bfloat16 copies of adapters that products read are equal to the weights after every change."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALTO_KERNELS", "triton")
 
 
-class Begun:
-    """What is read of an adapter that jobs begin with."""
+class InitialAdapter:
+    """The initial adapter of a job, as far as it is read."""
 
     def __init__(self, weights: AdapterWeights) -> None:
         self.weights = weights
@@ -42,7 +42,7 @@ def make_bank() -> Bank:
 def assert_copied(bank: Bank) -> None:
     found = bank.trainer.bank
     assert found.working_ZP is not None
-    # Triton's interpreter cuts off what its compiler rounds.
+    # Triton's interpreter truncates where its compiler rounds.
     cut_ZP = (found.params_ZP.view(torch.int32) & -65536).view(torch.float32).bfloat16()
     assert ((found.working_ZP == found.params_ZP.bfloat16()) | (found.working_ZP == cut_ZP)).all()
 
@@ -71,11 +71,11 @@ def test_steps_of_every_optimizer_and_slots_that_are_given_away() -> None:
 
 
 def test_passes_of_what_jobs_begin_with() -> None:
-    """KTO's divergence is that from an adapter that jobs begin with; it is put into their slots for a pass."""
+    """KTO's divergence from an initial adapter needs a pass with that adapter in the jobs' slots."""
     bank = make_bank()
     step(bank)
     before = bank.trainer.bank.params_ZP.clone()
-    begun = Begun(bank.trainer.bank.read(1))
+    begun = InitialAdapter(bank.trainer.bank.read(1))
     for value in begun.weights.values():
         value[1].fill_(3.0)
     with start_weights(bank.trainer.bank, {1: begun}, WeakKeyDictionary()):

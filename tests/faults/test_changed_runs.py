@@ -1,4 +1,4 @@
-"""What must not change between the stop of a run and its resumption, and what may."""
+"""Files and settings that must not change between the stop of a run and its resumption, and those that may."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_run_does_not_go_on_with_another(what: str, stopped: Path) -> None:
     with pytest.raises(RunChangedError, match=message):
         alto.Engine().resume(stopped / "run")
     if what not in ("rows", "eval_steps", "jobs", "more jobs"):
-        assert read_journal(stopped / "run") == before  # a refusal costs nothing
+        assert read_journal(stopped / "run") == before  # a refusal changes nothing
 
 
 def test_a_model_that_has_moved_is_the_same(stopped: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_base_that_the_journal_has_damaged_is_as_good_as_none(damage: Any, sto
     assert resumed["base"]["weights"]
 
 
-def test_other_tokens_of_a_run_of_version_0_1_are_said_to_be_this_versions(stopped: Path) -> None:
+def test_other_tokens_of_a_run_of_version_0_1_are_explained_by_the_version(stopped: Path) -> None:
     first, *others = read_journal(stopped / "run")
     del first["base"]
     first["data"]["fingerprint"] = "of other tokens"

@@ -1,4 +1,4 @@
-"""Damaged files, a full or read-only disk, two processes on one run, signals, a clock that jumps."""
+"""Damaged files, a full or read-only disk, two processes on one run, signals, clock jumps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def task_in(folder: Path, model: Path, **changes: Any) -> alto.Task:
 
 
 def interrupted_run(task: alto.Task, output_dir: Path, after_steps: int = 7) -> Path:
-    """A run that was stopped cleanly before its ``after_steps``-th step of the loop."""
+    """Stop a run cleanly before the ``after_steps``-th step of the loop."""
     calls = iter(range(after_steps))
     engine = alto.Engine(output_dir=output_dir, is_interrupted=lambda: next(calls, None) is None)
     with pytest.raises(TaskInterruptedError, match="continue with: alto resume"):
@@ -53,8 +53,8 @@ def interrupted_run(task: alto.Task, output_dir: Path, after_steps: int = 7) -> 
     return root
 
 
-def told(root: Path) -> tuple[Any, Any, Any]:
-    """Curves, exits and winner of a run."""
+def facts_of(root: Path) -> tuple[Any, Any, Any]:
+    """Return curves, exits and winner of a run."""
     events = read_journal(root)
     curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
     exits = {event["job"]: (event["reason"], event["step"]) for event in events if event["event"] == "job_exited"}
@@ -65,12 +65,12 @@ def told(root: Path) -> tuple[Any, Any, Any]:
 @pytest.fixture(scope="module")
 def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    return told(Path(alto.Engine(output_dir=folder / "runs").tune(task_in(folder, model)).run_dir))
+    return facts_of(Path(alto.Engine(output_dir=folder / "runs").tune(task_in(folder, model)).run_dir))
 
 
 @pytest.fixture
 def stopped(model: Path, tmp_path: Path) -> Path:
-    """The same task, stopped half-way."""
+    """A run of the same task, stopped half-way."""
     return interrupted_run(task_in(tmp_path, model), tmp_path / "runs")
 
 
@@ -130,13 +130,13 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_run_falls_back_to_what_is_whole(kind: str, stopped: Path, undisturbed: tuple[Any, Any, Any]) -> None:
     DAMAGES[kind](stopped)
     result = alto.Engine().resume(stopped)
-    assert told(stopped) == undisturbed
+    assert facts_of(stopped) == undisturbed
     assert result.best_job == undisturbed[2]
     assert (stopped / "best" / "adapter_model.safetensors").is_file()
 
 
-def test_a_state_that_is_damaged_on_disk_costs_the_run_and_is_told(stopped: Path) -> None:
-    """One copy is kept of it: its predecessor is removed once it is durable."""
+def test_a_damaged_checkpoint_restarts_the_run_with_a_note(stopped: Path) -> None:
+    """Only one copy of a state is kept: the previous one is removed once the new one is durable."""
     assert not [*stopped.glob("jobs/*/*.previous")]
     checkpoints = [event for event in read_journal(stopped) if event["event"] == "checkpoint"]
     moved = next(job for job, at in checkpoints[-1]["jobs"].items() if at["slot"] is not None)
@@ -147,7 +147,7 @@ def test_a_state_that_is_damaged_on_disk_costs_the_run_and_is_told(stopped: Path
 
 
 class DeathError(BaseException):
-    """Stands for a kill: no code catches it to save anything."""
+    """Simulates a kill: no code catches it to save anything."""
 
 
 @pytest.mark.parametrize(("owner", "name"), [(JournalRecorder, "checkpoint"), (StateStore, "remove_predecessors")])
@@ -159,7 +159,7 @@ def test_a_process_that_dies_around_a_commit_loses_nothing_that_was_committed(
     undisturbed: tuple[Any, Any, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It dies when states are on disk and not in the journal, or when they are and their predecessors still there."""
+    """It dies when states are on disk and not in the journal, or when the previous states still exist."""
     calls, done = iter(range(6)), getattr(owner, name)
 
     def die_at_last(*args: Any) -> None:
@@ -177,11 +177,11 @@ def test_a_process_that_dies_around_a_commit_loses_nothing_that_was_committed(
     alto.Engine().resume(root)
     events = read_journal(root)
     assert [event["notes"] for event in events if event["event"] == "task_resumed"] == [[]]
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
     assert {path.name for path in root.glob("jobs/*/*")} == {"best"}
 
 
-def test_a_run_that_begins_anew_says_so(stopped: Path) -> None:
+def test_a_run_that_starts_over_says_so(stopped: Path) -> None:
     shutil.rmtree(stopped / "jobs")
     alto.Engine().resume(stopped)
     started = read_journal(stopped)[0]
@@ -211,7 +211,7 @@ def test_other_data_are_not_gone_on_with(stopped: Path) -> None:
 
 
 def test_a_command_whose_answer_was_lost_is_not_carried_out_twice(model: Path, tmp_path: Path) -> None:
-    """The task died after it had committed a clone, and before it could take the command out of the mailbox."""
+    """The task died after committing a clone, and before removing the command from the mailbox."""
     sent: dict[Path, bytes] = {}
 
     def send(entry: JournalEntry) -> None:
@@ -298,7 +298,7 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
     task = task_in(tmp_path, model)
     file = tmp_path / "task.yaml"
     file.write_text(task.to_yaml())
-    # The command line in a process of its own that signals itself at its fourth evaluation.
+    # The command line runs in a process of its own that signals itself at its fourth evaluation.
     code = f"""
         import os, signal, sys
         signal.signal({int(number)}, signal.SIG_DFL)  # where the tests run in the background, it is ignored
@@ -325,7 +325,7 @@ def test_a_signal_stops_cleanly_and_says_how_to_go_on(
     assert read_journal(root)[-1]["event"] == "task_interrupted"
     assert (root / "report.html").is_file()
     alto.Engine().resume(root)
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
 
 
 FILL_THE_DISK = """
@@ -343,7 +343,7 @@ FILL_THE_DISK = """
 
 
 def fill_the_disk(task: alto.Task, folder: Path, before: str) -> str:
-    """A program that trains where the disk ends early."""
+    """Return a program that trains on a disk of limited size."""
     (folder / "task.yaml").write_text(task.to_yaml())
     code = FILL_THE_DISK.format(before=before, runs=str(folder / "runs"), file=str(folder / "task.yaml"))
     return textwrap.dedent(code)
@@ -353,16 +353,16 @@ def fill_the_disk(task: alto.Task, folder: Path, before: str) -> str:
 def test_a_disk_that_ends_leaves_a_run_to_go_on_with(
     limit: int, model: Path, tmp_path: Path, undisturbed: tuple[Any, Any, Any]
 ) -> None:
-    """The limit is that of one file: it stops the journal, or the weights of a checkpoint."""
+    """The limit applies to each file: it stops the journal, or the weights of a checkpoint."""
     before = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, resource.RLIM_INFINITY))"
     done = run_code(fill_the_disk(task_in(tmp_path, model), tmp_path, before))
     assert done.returncode == 0, done.stderr
-    said = done.stdout
+    message = done.stdout
     (root,) = [path for path in (tmp_path / "runs").iterdir() if not path.name.startswith(".")]
-    assert said.startswith("DiskFullError")
-    assert f"continue with: alto resume {root}" in said
+    assert message.startswith("DiskFullError")
+    assert f"continue with: alto resume {root}" in message
     alto.Engine().resume(root)
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
 
 
 @pytest.mark.slow("campaigns")
@@ -377,18 +377,18 @@ def test_a_full_disk_leaves_a_run_to_go_on_with(model: Path, tmp_path: Path, und
         pytest.skip("this machine lets nobody mount a small tmpfs")
     task = task_in(disk, model)
     saved = tmp_path / "saved"
-    # The disk is gone with the process, so what is on it is copied out first.
+    # The disk disappears with the process, so its content is copied first.
     copy = f"import atexit, shutil; atexit.register(shutil.copytree, {str(disk / 'runs')!r}, {str(saved)!r})"
     code = fill_the_disk(task, disk, copy)
     command = ["unshare", "-rm", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    said = done.stdout
-    assert said.startswith("DiskFullError")
-    assert "No space left on device" in said
+    message = done.stdout
+    assert message.startswith("DiskFullError")
+    assert "No space left on device" in message
     (root,) = [path for path in saved.iterdir() if not path.name.startswith(".")]
     alto.Engine().resume(root)
-    assert told(root) == undisturbed
+    assert facts_of(root) == undisturbed
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
@@ -423,7 +423,7 @@ def test_a_clock_that_jumps_does_not_bend_a_run(
         monkeypatch.setattr(time, "time", lambda: real() + (-86_400 if entry.seq % 2 else 86_400))
 
     result = TaskRunner(observers=[jump]).begin(task_in(tmp_path, model), tmp_path / "runs")
-    assert told(Path(result.run_dir)) == undisturbed
+    assert facts_of(Path(result.run_dir)) == undisturbed
     assert 0 < result.duration_s < 600
     history = read_history(result.run_dir)
     assert all(stay.end is not None and stay.end >= stay.start for stay in history.occupancy)

@@ -1,4 +1,4 @@
-"""A disk that takes no more than small files: no finished task fails, nothing half-written stays, the reason is said.
+"""A disk that takes only small files: no finished task fails, no half-written file stays, the reason is reported.
 
 The limit is that of one file (``RLIMIT_FSIZE``), which any user may set: a report has 3.6 MB, all else is smaller.
 """
@@ -30,7 +30,7 @@ LIMIT_BYTES = 2_000_000
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """No file of this process, nor of those it starts, becomes larger than the limit."""
+    """Limit the size of the files of this process and of its children."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT_BYTES, before[1]))
     yield
@@ -152,7 +152,7 @@ def test_only_what_another_attempt_may_not_meet_is_tried_again(
         (shutil.Error([("a", "b", "[Errno 122] Disk quota exceeded")]), True),
     ],
 )
-def test_a_full_disk_is_told_from_a_broken_one(error: OSError, is_full: bool, tmp_path: Path) -> None:
+def test_a_full_disk_is_distinguished_from_a_broken_one(error: OSError, is_full: bool, tmp_path: Path) -> None:
     assert is_disk_full(error) is is_full
     with pytest.raises(RunWriteError) as caught, writing(tmp_path, tmp_path / "file"):
         raise error

@@ -1,4 +1,4 @@
-"""Runs and shared executors killed at any instant, however often, end with the results of those that were not."""
+"""Runs and shared executors killed at any instant, however often, end with the same results as undisturbed ones."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from alto.engine.runner import TaskRunner
 from alto.spec import Task
 
 SEEDS = (1,)
-"""Seeds of the instants; others by hand: each kill takes five seconds."""
+"""Seeds of the instants; pass others by hand, since each kill takes five seconds."""
 
 
 def outcome_of_trials(folder: Path, seed: int, num_kills: int, *kinds: str) -> dict[str, Any]:
-    """What ``kill_trials.py`` found; no run differed from one that was left alone."""
+    """Return the counts of ``kill_trials.py``, and check that no run differed from an undisturbed one."""
     arguments = ["kill_trials.py", str(folder), str(seed), str(num_kills), *kinds]
-    # One thread: what it forks has no others.
+    # One thread, because it forks.
     code = "import os, sys, torch; torch.set_num_threads(1); os.environ['TOKENIZERS_PARALLELISM'] = 'false'\n"
     code += f"sys.argv = {arguments!r}; import kill_trials; kill_trials.main()"
     done = run_code(code)
@@ -51,7 +51,7 @@ def test_killed_runs_are_resumed_as_if_nothing_had_happened(seed: int, tmp_path:
     outcome = outcome_of_trials(tmp_path, seed, kills(30))
     kinds = ("file", "line", "weights", "ahead", "time", "command")
     assert all(outcome["kills"][kind] for kind in kinds), outcome["kills"]
-    # What the instants were drawn from: hundreds of file operations, every journal line, every checkpoint's weights.
+    # The instants were drawn from hundreds of file operations, all journal lines, and the weights of all checkpoints.
     assert outcome["counts"]["seen"]["file"] > 200
     assert outcome["counts"]["seen"]["line"] > 50
 
@@ -70,7 +70,7 @@ def alone(tasks: Mapping[str, Task], tmp_path_factory: pytest.TempPathFactory) -
 
 
 def killed_after(runs: SharedRuns, num_entries: int, attempt: int) -> bool:
-    """Kill the process once its tasks have written so many lines into their journals; whether they were not done by
+    """Kill the process after its tasks have written this many journal lines; return whether any was not done by
     then."""
     if runs.until_written(num_entries, attempt):
         os.kill(runs.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What a run listens on, and what it makes of strangers who connect to it."""
+"""The ports that a run listens on, and its reaction to strangers who connect."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT_S = 300.0
 
 @contextlib.contextmanager
 def running(*args: str | Path) -> Iterator[subprocess.Popen[str]]:
-    """``alto`` with these arguments; nothing of it is left afterwards."""
+    """Run ``alto`` with these arguments; kill what is left of it at the end."""
     command = [*CLI, *map(str, args)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     with subprocess.Popen(
@@ -48,7 +48,7 @@ def write_task(folder: Path, **changes: Any) -> Path:
 
 
 def watched(process: subprocess.Popen[str]) -> Iterator[set[Listening]]:
-    """What all processes of a run listen on, again and again until it has ended."""
+    """Yield the sockets that all processes of a run listen on, again and again until it has ended."""
     gives_up_at = time.monotonic() + LIMIT_S
     while process.poll() is None:
         assert time.monotonic() < gives_up_at, "the run did not end"
@@ -57,9 +57,9 @@ def watched(process: subprocess.Popen[str]) -> Iterator[set[Listening]]:
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Of the only run in ``folder``, as far as they are written."""
+    """Return the events of the only run in ``folder``, as far as they are written."""
     lines: list[str] = []
-    with contextlib.suppress(FileNotFoundError):  # a folder that is being made has another name a moment later
+    with contextlib.suppress(FileNotFoundError):  # a new folder is renamed a moment later
         for path in list(folder.glob("**/journal.jsonl")):
             lines += path.read_text("utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -72,7 +72,7 @@ def is_executor(pid: int) -> bool:
 
 
 def test_a_process_alone_listens_on_nothing(tmp_path: Path) -> None:
-    """Neither the command, nor what measures and plans for it, nor the executor."""
+    """Neither the command, nor its measuring and planning processes, nor the executor listens."""
     seen: set[Listening] = set()
     executors: set[int] = set()
     with running("run", write_task(tmp_path), "--output-dir", tmp_path / "runs", "--quiet") as process:
@@ -81,13 +81,13 @@ def test_a_process_alone_listens_on_nothing(tmp_path: Path) -> None:
             executors |= set(filter(is_executor, descendants(process.pid)))
         assert process.stdout is not None
         assert process.returncode == 0, process.stdout.read()
-    assert executors, "the process that plans and trains was looked at"
+    assert executors, "the process that plans and trains was not observed"
     assert any(event["event"] == "train" for event in events_of(tmp_path / "runs"))
     assert not seen
 
 
 class Touches:
-    """Unpickled, it leaves a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -97,7 +97,7 @@ class Touches:
 
 
 def strange_messages(marker: Path) -> list[bytes]:
-    """Noise, and pickles: bare, and with the sizes that PyTorch's own messages of objects begin with."""
+    """Return noise and pickles: bare, and with the sizes that PyTorch's own messages of objects begin with."""
     attack = pickle.dumps(Touches(marker))
     size = len(attack).to_bytes(8, "little")
     return [b"\0" * 4096, b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n", b"", attack, size + attack, size * 2 + attack]
@@ -128,7 +128,7 @@ def test_ranks_listen_on_the_loopback_interface_alone_and_do_not_run_what_strang
         output = process.stdout.read()
     assert seen, "ranks talk to each other over TCP"
     assert [one for one in seen if not one.is_loopback] == []
-    assert attacked, "it was attacked while it trained"
+    assert attacked, "it was not attacked while it trained"
     assert not marker.exists()
     (run_dir,) = output_dir.iterdir()
     ended = read_journal(run_dir)[-1]["event"]

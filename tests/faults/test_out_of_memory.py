@@ -1,4 +1,4 @@
-"""Tasks on devices with too little memory: jobs end as if it were enough, or with a reason that says what would be."""
+"""Tasks on devices with too little memory: jobs end as with enough, or with a reason that states what would help."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ JOBS = ["job-000", "job-001", "job-002"]
 
 
 def run_in(folder: Path, **changes: Any) -> RunDir:
-    """Of three jobs of six steps."""
+    """Create a run of three jobs of six steps."""
     settings = {
         "search_space": {"lr": [1e-4, 2e-4, 3e-4], "lora_dropout": [0.1]},
         "batch_size": 4,
@@ -53,7 +53,6 @@ def run_in(folder: Path, **changes: Any) -> RunDir:
 
 
 def finish(run: RunDir) -> list[dict[str, Any]]:
-    """Begin or go on with a run; its events."""
     task, resume_state = load_task(run.task_file), recover(run)
     context = TaskContext.of(task, *load_tiny(task))
     with Journal(run.journal_file, past=resume_state.entries) as journal:
@@ -80,7 +79,7 @@ def of(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 
 
 def small_device(monkeypatch: pytest.MonkeyPatch, fits: Callable[[TokenBatch], bool]) -> None:
-    """Nothing else of a pass fits into memory."""
+    """Let only passes fit into memory for which ``fits`` returns true."""
     for module, name in ((trainer, "job_losses"), (evaluator, "micro_batch_terms")):
         op = getattr(module, name)
 
@@ -98,11 +97,11 @@ def test_a_task_on_a_small_device_ends_as_on_a_large_one(
     small_device(monkeypatch, lambda batch: sum(batch.job_tokens) <= 50)
     events = finish(run_in(tmp_path))
     assert_same_curves(events, undisturbed, JOBS)
-    told = of(events, "oom")
-    assert {event["phase"] for event in told} == {"forward"}
-    assert told[0]["residents"] == JOBS
-    assert len(told) < 6, "the lowered limit stays"
-    assert 10 < told[-1]["max_tokens_per_pass"] <= 50
+    refused = of(events, "oom")
+    assert {event["phase"] for event in refused} == {"forward"}
+    assert refused[0]["residents"] == JOBS
+    assert len(refused) < 6, "the lowered limit stays"
+    assert 10 < refused[-1]["max_tokens_per_pass"] <= 50
 
 
 def test_the_limit_survives_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +145,7 @@ def test_a_validation_row_that_never_fits_fails_the_job_too(
     assert [event["job"] for event in of(events, "job_exited")] == ["job-001"]
 
 
-def test_if_nobody_fits_the_error_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_no_job_fits_the_error_says_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_device(monkeypatch, lambda batch: sum(batch.job_tokens) <= 13)
     with pytest.raises(
         NoResultError, match=r"3 of 3 jobs have a row .* tokens \(the largest .* has \d+\); lower max_length"
@@ -193,8 +192,8 @@ def test_a_bank_that_does_not_fit_has_fewer_slots(
     events = finish(run_in(tmp_path))
     assert_same_curves(events, undisturbed, JOBS)
     assert events[0]["max_slots"] == 1
-    (told,) = of(events, "oom")
-    assert (told["phase"], told["num_slots"], told["residents"]) == ("bank", 1, [])
+    (refused,) = of(events, "oom")
+    assert (refused["phase"], refused["num_slots"], refused["residents"]) == ("bank", 1, [])
 
 
 def test_if_no_slot_fits_the_error_says_how_much_one_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +204,7 @@ def test_if_no_slot_fits_the_error_says_how_much_one_takes(tmp_path: Path, monke
 
 @pytest.mark.skipif(sys.platform != "linux", reason="caps the memory of a process as Linux does")
 def test_under_a_real_limit_a_task_ends_as_without(tmp_path: Path) -> None:
-    """6 MiB do not hold a step of all four jobs, of 463 tokens each. How far below they do depends on the allocator."""
+    """6 MiB do not hold a step of all four jobs of 463 tokens each; the real limit depends on the allocator."""
     free, capped = tmp_path / "free", tmp_path / "capped"
     capped.mkdir()
     path = os.pathsep.join(map(str, (Path(__file__).parents[1] / "support", *sys.path)))
@@ -214,8 +213,8 @@ def test_under_a_real_limit_a_task_ends_as_without(tmp_path: Path) -> None:
     subprocess.run([sys.executable, script, capped, "6"], env=environment, check=True, timeout=300)
     (root,) = (capped / "runs").iterdir()
     events = read_journal(root)
-    told = of(events, "oom")
-    assert told
-    assert told[-1]["max_tokens_per_pass"] < 4 * 463
+    refused = of(events, "oom")
+    assert refused
+    assert refused[-1]["max_tokens_per_pass"] < 4 * 463
     assert_same_curves(events, finish(RunDir.create(free, load_task(RunDir(root).task_file))), [*JOBS, "job-003"])
     assert not of(events, "job_exited")

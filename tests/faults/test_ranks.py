@@ -1,4 +1,4 @@
-"""A task on several ranks that are killed, stopped or interrupted ends as if they had not been."""
+"""A task on several ranks that are killed, stopped or interrupted ends as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DEATHS: tuple[Death, ...] = (
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory: pytest.TempPathFactory) -> alto.Task:
-    """Four jobs, of which a rung keeps two and another one: each on a rank, then one on all."""
+    """Four jobs, one per rank; a rung keeps two, and the next one, which trains on all ranks."""
     folder = tmp_path_factory.mktemp("task")
     return make_task(
         folder,
@@ -51,7 +51,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> alto.Task:
 def undisturbed(
     task: alto.Task, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[alto.TaskResult, list[Mapping[str, Any]]]:
-    """The result on two ranks, and what observers saw."""
+    """The result on two ranks, and the events that observers received."""
     seen: list[JournalEntry] = []
     engine = alto.Engine(output_dir=tmp_path_factory.mktemp("undisturbed"), observers=[seen.append])
     return engine.tune(task), [entry.to_dict() for entry in seen]
@@ -59,12 +59,11 @@ def undisturbed(
 
 @pytest.fixture(scope="module")
 def alone(task: alto.Task, tmp_path_factory: pytest.TempPathFactory) -> alto.TaskResult:
-    """The result of the same jobs in one process."""
     return alto.Engine(output_dir=tmp_path_factory.mktemp("alone")).tune(task.replace(num_gpus=1))
 
 
 def facts(run_dir: str | Path) -> object:
-    """Curves, exits and winner; the journal is whole."""
+    """Return curves, exits and winner, and check the journal."""
     events = read_journal(run_dir)
     assert audit(entries(events)) == ()
     curves = {job: (curve.train, curve.validation) for job, curve in curves_of(events).items()}
@@ -118,7 +117,7 @@ def test_ranks_that_die_cost_nothing_but_time(
 
 
 def record_ends(monkeypatch: pytest.MonkeyPatch) -> list[ExecutorEnded]:
-    """How executors end from now on, whose hanging is found soon."""
+    """Record how executors end, with a short timeout for hanging ones."""
     ends: list[ExecutorEnded] = []
 
     class Watched(LocalCluster):

@@ -1,4 +1,4 @@
-"""Configurations of other tools, in the folder where their user stands."""
+"""Configurations of other tools, in the user's current directory."""
 
 from __future__ import annotations
 

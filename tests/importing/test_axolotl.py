@@ -56,7 +56,7 @@ def test_what_the_file_leaves_out_is_axolotls_default(folder: Path) -> None:
     ],
 )
 def test_a_warmup_of_zero_is_one(folder: Path, keys: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Only where neither key is there, Axolotl has its own."""
+    """Axolotl has its own default only if neither key is given."""
     found = imported(folder, **keys)
     assert {key: value for key, value in found.values.items() if key.startswith("warmup")} == expected
     assert not any(note.key.startswith("warmup") for note in found.notes)

@@ -1,4 +1,4 @@
-"""A configuration with any value in any place is a task, or an error in words."""
+"""A configuration with any value in any place becomes a task, or a readable error."""
 
 from __future__ import annotations
 
@@ -51,19 +51,18 @@ OTHER_KEYS: dict[str, tuple[str, ...]] = {
         *("chat_template_path", "disable_dropout", "lr_scheduler_kwargs", "no_remove_unused_columns", "report_to"),
     ),
 }
-"""Keys that the configurations do not have, and that importers read themselves."""
+"""Further keys that importers read themselves."""
 
 
-def spoilt(value: Any) -> Iterator[Any]:
-    """``value`` with junk in every place of it."""
+def with_junk(value: Any) -> Iterator[Any]:
     yield from JUNK
     if isinstance(value, dict):
         for key, inner in value.items():
-            for junk in spoilt(inner):
+            for junk in with_junk(inner):
                 yield {**value, key: junk}
     if isinstance(value, list):
         for index, inner in enumerate(value):
-            for junk in spoilt(inner):
+            for junk in with_junk(inner):
                 yield [*value[:index], junk, *value[index + 1 :]]
 
 
@@ -74,7 +73,7 @@ def test_a_wrong_value_is_an_error_in_words(name: str, folder: Path) -> None:
     tool = next(tool for tool in TOOLS.values() if tool.title == title)
     outcomes = {"task": 0, "error": 0}
     for key in (*given, *OTHER_KEYS[title]):
-        for junk in spoilt(given.get(key)):
+        for junk in with_junk(given.get(key)):
             draft = Draft(given={**given, key: junk}, folders=(folder,))
             try:
                 tool.read(draft, None)
@@ -90,7 +89,7 @@ def test_a_wrong_value_is_an_error_in_words(name: str, folder: Path) -> None:
 @pytest.mark.parametrize("name", sorted(DATASET_INFO))
 def test_a_wrong_dataset_info_is_an_error_in_words(name: str, folder: Path) -> None:
     for method in ("sft", "dpo", "kto"):
-        for entry in spoilt(DATASET_INFO[name]):
+        for entry in with_junk(DATASET_INFO[name]):
             draft = Draft(given={}, folders=(folder,))
             try:
                 _source(draft, {"mine": entry}, folder, "mine", find_method(method))

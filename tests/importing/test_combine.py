@@ -1,4 +1,4 @@
-"""Several configurations are those of one task: what differs is paired, what must not differ is named."""
+"""Several configurations become one task: differing settings are paired, and those that must not differ are named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from alto.spec import load_task
 
 
 def together(folder: Path, *changes: dict[str, str], overrides: tuple[str, ...] = ()) -> ImportedTask:
-    """The task of Axolotl's configuration with each of ``changes`` of its lines."""
+    """Return the task of Axolotl's configuration with each of ``changes`` of its lines."""
     files = []
     for number, changed in enumerate(changes):
         text = CONFIGS["axolotl-lora.yml"][1]
@@ -97,7 +97,7 @@ def test_overrides_hold_for_every_configuration(folder: Path) -> None:
 
 
 def test_tools_may_differ(folder: Path) -> None:
-    """Where they agree on everything that a task fixes."""
+    """They must agree on everything that a task fixes."""
     (folder / "more.yml").write_text(
         CONFIGS["axolotl-dpo.yml"][1].replace("rl_beta: 0.2", "rl_beta: 0.5"), encoding="utf-8"
     )

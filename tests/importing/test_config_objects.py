@@ -1,4 +1,4 @@
-"""Configurations of PEFT, transformers and TRL as objects: the task that they become, what is reported or refused."""
+"""Configuration objects of PEFT, transformers and TRL: the resulting task, and what is reported or refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_both_configurations_become_the_keys_of_the_task() -> None:
 
 
 def test_defaults_are_those_of_the_classes_and_not_those_of_tasks() -> None:
-    """The trainer would train with them."""
+    """The trainer would train with the classes' defaults."""
     (job,) = task(lora(), sft()).jobs
     arguments = sft()
     for key in ("learning_rate", "per_device_train_batch_size", "num_train_epochs", "weight_decay", "max_grad_norm"):
@@ -96,7 +96,7 @@ def test_experimental_trainers_too(name: str) -> None:
 
 
 def test_a_key_of_a_trainer_is_no_other_tools_spelling_of_a_field() -> None:
-    """``alpha`` of TRL's CPO is a parameter of its loss, and not ``lora_alpha``."""
+    """``alpha`` of TRL's CPO is a parameter of its loss, not ``lora_alpha``."""
     kind = pytest.importorskip("trl.experimental.cpo").CPOConfig
     assert task(lora(), kind(**ON_CPU)).jobs[0].config.lora_alpha == 12
     with pytest.raises(UnsupportedError, match="alpha: not supported: ALTO does not have AlphaPO"):
@@ -153,10 +153,10 @@ def test_settings_that_change_nothing_are_noted_together() -> None:
     found = task(lora(), sft(logging_steps=7, save_steps=3, output_dir="elsewhere"))
     keys = [note.partition(":")[0] for note in found.notes]
     assert {"logging_steps", "save_steps", "output_dir"} <= set(keys)
-    assert not any("--set" in note for note in found.notes), "that is of the command line"
+    assert not any("--set" in note for note in found.notes), "only the command line's note"
     noted = {note.partition(":")[0] for note in task(lora(), sft()).notes}
     assert noted <= {"assistant_only_loss", "bf16", "dataset_format", "eval_strategy", "use_cpu"}, (
-        "nothing is said of defaults that ask for nothing"
+        "defaults that ask for nothing are not reported"
     )
     assert found.replace(seed=5).notes == found.notes
 
@@ -165,11 +165,11 @@ def test_settings_that_would_change_what_is_learned_are_refused_together() -> No
     config = sft(dataloader_drop_last=True, label_smoothing_factor=0.1, assistant_only_loss=False)
     with pytest.raises(UnsupportedError) as caught:
         task(lora(layer_replication=[(0, 1)]), config)
-    said = str(caught.value)
-    assert said.startswith("config: expected settings that ALTO supports, found 3 that it does not support:\n")
+    message = str(caught.value)
+    assert message.startswith("config: expected settings that ALTO supports, found 3 that it does not support:\n")
     for key in ("dataloader_drop_last", "label_smoothing_factor", "layer_replication"):
-        assert f"  {key}: not supported: " in said
-    assert "assistant_only_loss" not in said
+        assert f"  {key}: not supported: " in message
+    assert "assistant_only_loss" not in message
 
 
 def test_without_modules_those_are_trained_that_peft_chooses() -> None:
@@ -215,7 +215,7 @@ def test_the_state_of_an_existing_trainer_stays() -> None:
 
 
 def test_a_best_configuration_is_the_job_again(tmp_path: Path) -> None:
-    """What ``TaskResult.best_config`` gives for TRL is read back as the configuration that it was."""
+    """``TaskResult.best_config`` for TRL is read back as the same configuration."""
     import alto
 
     rows = [{"prompt": f"{a} + 1 =", "completion": f" {a + 1}"} for a in range(12)]
@@ -237,7 +237,7 @@ def test_a_best_configuration_is_the_job_again(tmp_path: Path) -> None:
 
 
 def test_a_saved_adapter_takes_the_place_of_the_default_initial_weights() -> None:
-    """``LoraConfig`` has a value for them that nobody has written."""
+    """``LoraConfig`` has a default for them that nobody wrote."""
     assert task(lora(), init_adapter="adapter").init_adapter == "adapter"
     assert task(lora()).replace(init_adapter="adapter").init_adapter == "adapter"
     with pytest.raises(ConflictingKeysError, match="init_lora_weights and init_adapter are both given"):
@@ -245,7 +245,7 @@ def test_a_saved_adapter_takes_the_place_of_the_default_initial_weights() -> Non
 
 
 def test_a_configuration_and_a_method_of_two_trainers_are_refused() -> None:
-    """The settings of one would be left out, or have no meaning, in the other."""
+    """The settings of one trainer would be dropped, or mean nothing, in the other."""
     with pytest.raises(ConflictingKeysError, match=r"method should be 'dpo', .* of DPOConfig, found 'sft'"):
         task(lora(), trl.DPOConfig(**ON_CPU), method="sft")
     with pytest.raises(ConflictingKeysError, match=r"method should be 'sft', .* of SFTConfig, found 'dpo'"):
@@ -253,8 +253,8 @@ def test_a_configuration_and_a_method_of_two_trainers_are_refused() -> None:
     assert task(lora(), trl.DPOConfig(**ON_CPU), method="dpo").method == "dpo"
 
 
-def test_that_trl_joins_texts_is_noted_of_its_trainers_alone() -> None:
-    """Whoever trains with transformers' own arguments makes the tokens themselves."""
+def test_the_note_that_trl_joins_texts_is_for_its_trainers_only() -> None:
+    """With transformers' own arguments the user makes the tokens."""
 
     def noted(arguments: Any, **keys: Any) -> bool:
         return any(note.startswith("dataset_format: ") for note in task(lora(), arguments, **keys).notes)

@@ -1,5 +1,5 @@
-"""A task made of a trainer's configurations trains what the trainer trains: TRL's ``SFTTrainer`` with the same objects
-and the same first adapter is the oracle of its steps."""
+"""A task from a trainer's configurations trains like the trainer: TRL's ``SFTTrainer`` with the same objects and the
+same initial adapter is the oracle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ARGUMENTS: dict[str, Any] = {
     "disable_tqdm": True,
     "save_strategy": "no",
     "logging_steps": 1,
-    # Every row in every step, so that no order of rows matters.
+    # Every row is in every step, so that the order of rows does not matter.
     "per_device_train_batch_size": NUM_ROWS // 2,
     "gradient_accumulation_steps": 2,
     "max_steps": NUM_STEPS,
@@ -57,7 +57,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 def halves(model: Any) -> dict[str, Tensor]:
-    """PEFT's matrices by module and half, turned as ALTO has them."""
+    """Return PEFT's matrices by module and half, transposed as in ALTO."""
     return {
         name.removeprefix(PREFIX).replace(".lora_A.default.weight", ".A").replace(".lora_B.default.weight", ".B"): (
             parameter.detach().T.clone()
@@ -68,7 +68,7 @@ def halves(model: Any) -> dict[str, Tensor]:
 
 
 def trained_by_trl(folder: Path, lora: LoraConfig, arguments: SFTConfig) -> tuple[dict[str, Tensor], ...]:
-    """The first adapter, the last one, and by step the losses."""
+    """Return the initial adapter, the final one, and the losses of all steps."""
     tokenizer = load_tokenizer()
     trainer = SFTTrainer(
         model=random_llama(len(tokenizer)),
@@ -89,7 +89,7 @@ def trained_by_trl(folder: Path, lora: LoraConfig, arguments: SFTConfig) -> tupl
 
 
 def trained_by_alto(lora: LoraConfig, arguments: SFTConfig, first: dict[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-    """The last adapter, and the losses of all steps."""
+    """Return the final adapter, and the losses of all steps."""
     task = Task(
         model="unused",
         dataset=ROWS[:NUM_ROWS],
@@ -127,7 +127,7 @@ def test_every_step_is_that_of_the_trainer(tmp_path: Path) -> None:
     [("weight_decay", 0.0), ("lr_scheduler_type", "linear"), ("max_grad_norm", 1.0), ("adam_beta2", 0.999)],
 )
 def test_another_setting_is_seen(tmp_path: Path, key: str, value: object) -> None:
-    """The comparison can fail: with one setting changed the steps are others."""
+    """The comparison can fail: one changed setting changes the steps."""
     lora, arguments = LoraConfig(**LORA), SFTConfig(output_dir=str(tmp_path), **ARGUMENTS)
     first, expected, _ = trained_by_trl(tmp_path, lora, arguments)
     found, _ = trained_by_alto(lora, SFTConfig(output_dir=str(tmp_path), **ARGUMENTS | {key: value}), first)

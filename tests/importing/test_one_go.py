@@ -1,5 +1,5 @@
-"""Configurations as the documentation of each tool shows them are trained by two commands, ``alto import`` and
-``alto tune``: nothing is changed but the base model, and hub datasets, which are files with rows of their form."""
+"""Configurations from the documentation of each tool are trained by two commands, ``alto import`` and ``alto tune``.
+Only the base model is replaced, and hub datasets by files with rows of their form."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ LINEAR = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Said:
-    """What a file says, in its tool's meaning.
+class Meaning:
+    """The settings of a file, as its tool understands them.
 
     Attributes:
-        method: What is learned.
-        rows: Rows of a step: those of a micro-batch times micro-batches.
+        rows: Rows of a step: batch size times accumulation steps.
         epochs: Passes over the training rows.
         targets: Layers with adapters.
         config: Further settings of the job, by ALTO's names.
@@ -41,8 +40,8 @@ class Said:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-SAID = {
-    "llamafactory-sft.yaml": Said(
+MEANINGS = {
+    "llamafactory-sft.yaml": Meaning(
         method="sft",
         rows=1 * 8,
         epochs=3,
@@ -52,7 +51,7 @@ SAID = {
             "warmup_ratio": 0.1,
             "warmup_steps": 0,
             "r": 8,
-            "lora_alpha": 16,  # twice the rank, where the file has none
+            "lora_alpha": 16,  # twice the rank, if the file has none
             "lora_dropout": 0,
             "gradient_accumulation_steps": 8,
             "optim": "adamw_torch",
@@ -60,7 +59,7 @@ SAID = {
             "max_grad_norm": 1,
         },
     ),
-    "llamafactory-dpo.yaml": Said(
+    "llamafactory-dpo.yaml": Meaning(
         method="dpo",
         rows=1 * 8,
         epochs=3,
@@ -78,7 +77,7 @@ SAID = {
             "lora_dropout": 0,  # the trainer switches it off
         },
     ),
-    "axolotl-lora.yml": Said(
+    "axolotl-lora.yml": Meaning(
         method="sft",
         rows=2 * 4,
         epochs=4,
@@ -93,7 +92,7 @@ SAID = {
             "weight_decay": 0,
         },
     ),
-    "axolotl-instruct.yml": Said(
+    "axolotl-instruct.yml": Meaning(
         method="sft",
         rows=2 * 4,
         epochs=3,
@@ -108,7 +107,7 @@ SAID = {
             "optim": "adamw_8bit",  # another name of adamw_bnb_8bit
         },
     ),
-    "axolotl-qlora.yml": Said(
+    "axolotl-qlora.yml": Meaning(
         method="sft",
         rows=2 * 4,
         epochs=4,
@@ -124,7 +123,7 @@ SAID = {
             "lora_dropout": 0.05,
         },
     ),
-    "axolotl-dpo.yml": Said(
+    "axolotl-dpo.yml": Meaning(
         method="dpo",
         rows=2 * 4,
         epochs=4,
@@ -139,7 +138,7 @@ SAID = {
             "optim": "adamw_8bit",  # another name of adamw_bnb_8bit
         },
     ),
-    "trl-sft.yaml": Said(
+    "trl-sft.yaml": Meaning(
         method="sft",
         rows=2 * 8,
         epochs=1,
@@ -155,7 +154,7 @@ SAID = {
             "gradient_accumulation_steps": 8,
         },
     ),
-    "trl-dpo.yaml": Said(
+    "trl-dpo.yaml": Meaning(
         method="dpo",
         rows=2 * 8,
         epochs=1,
@@ -168,7 +167,7 @@ SAID = {
             "loss_type": "sigmoid",
         },
     ),
-    "trl-kto.yaml": Said(
+    "trl-kto.yaml": Meaning(
         method="kto",
         rows=8 * 2,
         epochs=2,
@@ -195,12 +194,12 @@ NAMES = [
             *([needs_bitsandbytes] if name in QUANTISED else []),
         ],
     )
-    for name in SAID
+    for name in MEANINGS
 ]
 
 
 def localise(file: Path) -> str:
-    """Let ``file`` name rows of this machine where it names a hub dataset; returns its name."""
+    """Replace hub datasets in ``file`` by rows on this machine; return its name."""
     text = file.read_text(encoding="utf-8")
     for hub, path in LOCAL_ROWS.items():
         text = text.replace(f"dataset_name: {hub}", f"dataset_name: {path}")
@@ -209,7 +208,6 @@ def localise(file: Path) -> str:
 
 
 def run(*arguments: str) -> str:
-    """What a command prints on stdout."""
     done = CliRunner().invoke(app, list(arguments))
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout.strip()
@@ -217,41 +215,41 @@ def run(*arguments: str) -> str:
 
 def test_all_kinds_are_here() -> None:
     """Each tool with supervised rows and with pairs; rows of messages and of instructions; labelled replies."""
-    found = {(CONFIGS[name][0], said.method) for name, said in SAID.items()}
+    found = {(CONFIGS[name][0], meaning.method) for name, meaning in MEANINGS.items()}
     assert found == {(tool, method) for tool in ("LLaMA-Factory", "Axolotl", "TRL") for method in ("sft", "dpo")} | {
         ("TRL", "kto")
     }
-    assert SAID.keys() <= CONFIGS.keys()
+    assert MEANINGS.keys() <= CONFIGS.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_two_commands_train_what_the_file_says(name: str, folder: Path) -> None:
-    said = SAID[name]
+    meaning = MEANINGS[name]
     run("import", localise(folder / name), "--to", "task.yaml")
     best = Path(run("tune", "task.yaml", "--set", "early_exit=false", "--set", "keep=all", "--quiet"))
 
     events = read_journal(best.parent)
     started, done = events[0], events[-1]
     assert (started["event"], done["event"]) == ("task_started", "task_completed")
-    assert started["method"] == said.method
+    assert started["method"] == meaning.method
     (job,) = started["jobs"]
     config = job["config"]
-    assert {key: config[key] for key in said.config} == said.config
-    assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == said.rows
-    assert config["num_train_epochs"] == said.epochs
-    assert job["total_steps"] == said.epochs * math.ceil(started["num_train"] / said.rows)
+    assert {key: config[key] for key in meaning.config} == meaning.config
+    assert config["per_device_train_batch_size"] * config["gradient_accumulation_steps"] == meaning.rows
+    assert config["num_train_epochs"] == meaning.epochs
+    assert job["total_steps"] == meaning.epochs * math.ceil(started["num_train"] / meaning.rows)
     trained = [loss for event in events if event["event"] == "train" for loss in event["losses"]]
     assert len(trained) == job["total_steps"], "without early exit a job trains to its end, as with its own tool"
     assert all(math.isfinite(loss) for loss in trained)
 
     adapter = json.loads((best / "adapter_config.json").read_text(encoding="utf-8"))
-    assert (adapter["r"], adapter["lora_alpha"]) == (said.config["r"], said.config["lora_alpha"])
-    assert tuple(sorted(adapter["target_modules"])) == said.targets
+    assert (adapter["r"], adapter["lora_alpha"]) == (meaning.config["r"], meaning.config["lora_alpha"])
+    assert tuple(sorted(adapter["target_modules"])) == meaning.targets
     matrices = load_file(best.parent / "jobs" / job["job"] / "last" / "adapter_model.safetensors")
     halves_of_a = {key: matrix for key, matrix in matrices.items() if ".lora_A." in key}
-    assert {key.split(".")[-3] for key in halves_of_a} == set(said.targets)
-    assert {matrix.shape[0] for matrix in halves_of_a.values()} == {said.config["r"]}
+    assert {key.split(".")[-3] for key in halves_of_a} == set(meaning.targets)
+    assert {matrix.shape[0] for matrix in halves_of_a.values()} == {meaning.config["r"]}
     assert any(matrix.any() for key, matrix in matrices.items() if ".lora_B." in key), "B begins with zeros"
 
 
@@ -259,17 +257,17 @@ PARSED = (
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "num_train_epochs", "weight_decay", "max_grad_norm"),
     *("adam_beta1", "adam_beta2", "adam_epsilon", "seed"),
 )
-"""Settings of TRL's trainers that jobs have under the same name."""
+"""Settings of TRL's trainers that have the same names in jobs."""
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("trl-")])
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_trls_own_parser_reads_the_same(name: str, folder: Path) -> None:
-    """Its defaults included."""
+    """Its defaults are included."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     from importlib import import_module
 
-    parser = import_module(f"trl.scripts.{SAID[name].method}").make_parser()
+    parser = import_module(f"trl.scripts.{MEANINGS[name].method}").make_parser()
     words = ["--config", name, "--use_cpu", "true", "--bf16", "false"]
     _, arguments, adapter, _ = parser.parse_args_and_config(words, fail_with_unknown_args=False)
     task = imported_task([import_file(folder / name)]).task

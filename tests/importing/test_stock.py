@@ -1,4 +1,4 @@
-"""Configurations as the documentation of each tool shows them: what task they become."""
+"""Tasks made from the configurations in the documentation of each tool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     path.name: yaml.safe_load(path.read_text(encoding="utf-8"))
     for path in (Path(__file__).parent / "expected").iterdir()
 }
-"""The keys of the task that each configuration of the folder ``documented`` becomes."""
+"""The keys of the task made from each configuration of the folder ``documented``."""
 
 
 def invoke(*arguments: object) -> Result:
@@ -44,7 +44,7 @@ def test_a_configuration_becomes_the_expected_task(name: str, folder: Path) -> N
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_every_key_is_a_key_of_the_task_or_in_the_report(name: str, folder: Path) -> None:
-    """But those that are null, or at a value that asks for nothing."""
+    """Null keys, and values that ask for nothing, are exceptions."""
     imported = import_file(Path(name))
     assert imported.tool.title == CONFIGS[name][0]
     assert not [note for note in imported.notes if note.kind is NoteKind.UNKNOWN]
@@ -69,7 +69,7 @@ def test_the_report_names_what_is_left_out(folder: Path) -> None:
         assert sum(line.startswith(start) for line in lines) == 1, (start, lines)
     kinds = [line.split(": ")[1].split(" as")[0] for line in lines[1:]]
     order = ["not supported", "used", "not needed"]
-    assert sorted(kinds, key=order.index) == kinds, "what matters most is first"
+    assert sorted(kinds, key=order.index) == kinds, "the most important note is first"
 
 
 @pytest.mark.parametrize("name", ["llamafactory-sft.yaml", "llamafactory-kto.yaml", "axolotl-lora.yml", "trl-sft.yaml"])

@@ -1,4 +1,4 @@
-"""Whose configuration a file is."""
+"""Recognition of the tool that a configuration file belongs to."""
 
 from __future__ import annotations
 

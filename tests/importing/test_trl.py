@@ -109,9 +109,9 @@ def test_datasets_are_a_mixture(folder: Path) -> None:
     ]
     found = task(folder, datasets=entries, test_split_size=0.2)
     sources = found.task
-    said = [note.text for note in found.files[0].notes if note.key.endswith(".fraction")]
-    assert len(said) == 2
-    assert "TRL trains on the first rows of each dataset, so few that no row repeats" in said[0]
+    texts = [note.text for note in found.files[0].notes if note.key.endswith(".fraction")]
+    assert len(texts) == 2
+    assert "TRL trains on the first rows of each dataset, so few that no row repeats" in texts[0]
     assert [(source.path, source.weight, source.dataset_train_split) for source in sources.sources] == [
         ("a/b", 0.7, "train_sft"),
         (str(folder / "data" / "chat_messages.jsonl"), 0.3, None),
@@ -180,7 +180,7 @@ EVERYWHERE = {"dataset_format", "eval_strategy", "lora_target_modules", "output_
 )
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
 def test_trainers_written_as_json(folder: Path, name: str, reported: set[str]) -> None:
-    """Every field is written, most of them at their defaults: those are not reported."""
+    """They write every field; fields at their defaults are not reported."""
     trl = pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     import transformers
 
@@ -205,7 +205,7 @@ def test_dropout_of_preferences_is_that_of_trl(folder: Path, keys: dict[str, Any
 
 
 def test_alpha_of_cpo_is_not_that_of_the_adapter(folder: Path) -> None:
-    """TRL's CPO has ``alpha``, of AlphaPO's reward, beside ``cpo_alpha``; others write it for lora_alpha."""
+    """TRL's CPO has ``alpha``, of AlphaPO's reward, besides ``cpo_alpha``; other tools mean lora_alpha by it."""
     keys = {"assistant_only_loss": None, "loss_type": "simpo", "cpo_alpha": 0.3, "lora_alpha": 12}
     plain = task(folder, **keys, alpha=0.0)
     assert not [note for note in plain.files[0].notes if note.key == "alpha"]
@@ -220,7 +220,7 @@ def test_alpha_of_cpo_is_not_that_of_the_adapter(folder: Path) -> None:
 
 @pytest.mark.parametrize(("gamma", "reported"), [(0.5, False), (0.7, True)])
 def test_gamma_of_simpo_belongs_to_its_loss(folder: Path, gamma: float, reported: bool) -> None:
-    """TRL has the setting with every loss of CPO, with the value 0.5, and reads it with that one alone."""
+    """TRL has the setting for every loss of CPO, with the value 0.5, and reads it for SimPO only."""
     made = task(folder, assistant_only_loss=None, cpo_alpha=0.3, loss_type="ipo", simpo_gamma=gamma)
     assert made.task.jobs[0].config.objective.to_dict()["loss_type"] == "ipo"
     expected = ["simpo_gamma: not needed: TRL reads it only with loss_type: simpo"] if reported else []
@@ -252,7 +252,7 @@ def test_experimental_trainers_written_as_json(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("split", ["train", "train[:50%]"])
 def test_a_part_of_a_file_is_reported(folder: Path, split: str) -> None:
-    """All rows of a file are used: whoever asked for half of them is to know."""
+    """All rows of a file are used; users who asked for half of them must know."""
     (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n', encoding="utf-8")
     listed = [{"path": "json", "data_files": "rows.jsonl", "split": split}]
     answer = "not supported: a file has no splits: all of its rows are used; set max_samples for a part of them"
@@ -279,7 +279,7 @@ def test_orpo_has_the_learning_rate_of_trl(folder: Path) -> None:
 @pytest.mark.parametrize("completion", [None, False])
 @pytest.mark.parametrize("assistant", [False, True])
 def test_trained_tokens_of_messages_are_those_of_trl(folder: Path, assistant: bool, completion: bool | None) -> None:
-    """The labels of TRL's own ``SFTTrainer`` decide; where it trains all by default, a line says what ALTO does."""
+    """The labels of TRL's ``SFTTrainer`` decide; where it trains all by default, a note says what ALTO does."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     turns = ["What is 1 + 1?", "2", "And 2 + 2?", "4"]
     row = {"messages": [{"role": ("user", "assistant")[n % 2], "content": turn} for n, turn in enumerate(turns)]}
@@ -299,7 +299,7 @@ def test_trained_tokens_of_messages_are_those_of_trl(folder: Path, assistant: bo
     [({}, "none"), ({"use_peft": False}, "false"), ({"lora_r": 8, "lora_target_modules": "all-linear"}, "none")],
 )
 def test_a_file_of_trls_command_trains_all_weights_by_default(keys: dict[str, Any], value: str, folder: Path) -> None:
-    """``use_peft`` is false by default there, whatever is said of an adapter."""
+    """``use_peft`` is false by default there, whatever the file says about an adapter."""
     file = folder / "full.yaml"
     file.write_text(json.dumps({"model_name_or_path": "m", "dataset_name": "a/b", **keys}), encoding="utf-8")
     with pytest.raises(UnsupportedError, match=f"use_peft: expected true, found {value}: TRL would train all weights"):
@@ -307,7 +307,7 @@ def test_a_file_of_trls_command_trains_all_weights_by_default(keys: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("loss", "kept", "said"),
+    ("loss", "kept", "message"),
     [
         ("sigmoid", 0.0, "TRL does not use it with loss_type: sigmoid"),
         (["sigmoid", "sft"], 0.0, "TRL does not use it with loss_type: sigmoid"),
@@ -317,12 +317,12 @@ def test_a_file_of_trls_command_trains_all_weights_by_default(keys: dict[str, An
         (["hinge", "sft"], 0.0, "TRL does not use it with loss_type: hinge, sft"),
     ],
 )
-def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, said: str | None) -> None:
-    """``DPOTrainer._compute_loss`` of TRL 1.16 has it in ``robust`` and ``exo_pair`` alone."""
+def test_label_smoothing_is_that_of_trl(folder: Path, loss: Any, kept: float, message: str | None) -> None:
+    """``DPOTrainer._compute_loss`` of TRL 1.16 uses it only in ``robust`` and ``exo_pair``."""
     found = task(folder, beta=0.2, loss_type=loss, label_smoothing=0.1)
     assert {job.config.objective.label_smoothing for job in found.task.jobs} == {kept}
     notes = [str(note) for note in found.files[0].notes if note.key == "label_smoothing"]
-    assert [said in note for note in notes] == ([True] if said else [])
+    assert [message in note for note in notes] == ([True] if message else [])
 
 
 @pytest.mark.parametrize(("loss", "kept"), [("ipo", 0.0), ("hinge", 0.0), ("sigmoid", 0.1), ("simpo", 0.1)])
@@ -343,8 +343,8 @@ def test_label_smoothing_of_cpo_is_that_of_trl(folder: Path, loss: str, kept: fl
     ],
     ids=["sft", "dpo", "kto", "messages"],
 )
-def test_that_texts_are_joined_by_trl_alone_is_reported(keys: dict[str, Any], remedy: str | None, folder: Path) -> None:
-    """The chat template makes other tokens of them; with ``assistant_only_loss`` TRL takes messages alone."""
+def test_a_note_says_that_only_trl_joins_texts(keys: dict[str, Any], remedy: str | None, folder: Path) -> None:
+    """The chat template gives them other tokens; with ``assistant_only_loss`` TRL takes only messages."""
     (folder / "lora.yaml").write_text(json.dumps(keys | {"use_peft": True}), encoding="utf-8")
 
     def found(*overrides: str) -> list[str]:

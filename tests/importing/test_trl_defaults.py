@@ -1,4 +1,4 @@
-"""What TRL does where a configuration says nothing, or says no: precision, rows to validate on, order of rows."""
+"""TRL's behaviour where a configuration is silent, or says no: precision, validation rows, order of rows."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ EXPECTED: dict[str, dict[str, tuple[str, str]]] = {
         "env": ("not needed", "in the shell that starts ALTO"),
     },
 }
-"""What the report says of each key, by the name of a configuration in the folder ``unused``."""
+"""The report on each key, by the name of a configuration in the folder ``unused``."""
 
 
 @pytest.mark.parametrize("name", EXPECTED)

@@ -1,4 +1,4 @@
-"""``bank_adamw`` against ``torch.optim.AdamW``, a row at a time with its own settings, and ``row_norms``."""
+"""``bank_adamw`` against ``torch.optim.AdamW`` on one row at a time with its own settings, and ``row_norms``."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SETTINGS = {
 }
 RATES_OF_B = {0: 1e-3, 2: 2e-1, 3: 2e-2}
 PARTS = {0: RowParts(12, 30, 33, 37), 2: RowParts(5, 8, 11, 11), 3: RowParts(27, 28, 28, 30)}
-"""Of every trained row."""
+"""The parts of each trained row."""
 NUM_ROWS, ROW_SIZE, NUM_STEPS = 5, 37, 30
 NAMES = ("params", "grads", "exp_avg", "exp_avg_sq")
 NAN = float("nan")
 
 
 class Bank:
-    """Rows of which three are trained; row 1 sits between them and row 4 is never named.
+    """Five rows, three of which are trained; row 1 is between them, and row 4 is never named.
 
     Past a row's end its gradient is NaN, and would make the rest NaN too.
     """
@@ -47,7 +47,7 @@ class Bank:
         return self.draw().masked_fill_(self.behind_ZP, NAN)
 
     def bits(self, where: Tensor | list[int]) -> list[Tensor]:
-        """A copy of all four tensors there, by their bits, so that NaN equals itself."""
+        """Return copies of all four tensors' bits there, so that NaN equals itself."""
         return [getattr(self, name)[where].clone().view(torch.uint8) for name in NAMES]
 
     def step(
@@ -86,7 +86,6 @@ class Alone:
         self.optimizer = torch.optim.AdamW(groups, **settings)
 
     def step(self, gradient_P: Tensor) -> Tensor:
-        """The row's tensors after a step on ``gradient_P``."""
         for parameter, part in zip(self.parameters, self.parts, strict=True):
             parameter.grad = gradient_P[part].clone()
         self.optimizer.step()
@@ -105,11 +104,11 @@ def test_many_steps_equal_torch_and_touch_nothing_else(ops: ModuleType, dtype: t
     before = bank.bits(elsewhere)
     counts = dict.fromkeys(SETTINGS, 0)
     for step in range(NUM_STEPS):
-        # Rows join late and rest in between, in a changing order, as jobs do that are admitted and parked.
+        # Rows join late and rest in between, in a changing order, as admitted and parked jobs do.
         slots = [slot for slot in ([3, 0, 2] if step % 2 else [2, 3, 0]) if step >= 4 * slot and (step + slot) % 5]
         if not slots:
             continue
-        scales = [2.0**-slot for slot in slots]  # the same in whatever precision a backend takes them
+        scales = [2.0**-slot for slot in slots]  # exact in every precision of a backend
         fresh = bank.draw_grads()
         expected = {}
         for slot, scale in zip(slots, scales, strict=True):
@@ -144,7 +143,7 @@ def test_nan_in_one_row_leaves_every_bit_of_the_others(ops: ModuleType) -> None:
 @pytest.mark.parametrize("mistake", ["step", "scale"])
 def test_a_wrong_step_or_scale_shows(ops: ModuleType, mistake: str) -> None:
     right, wrong = Bank(), Bank()
-    # Eps is large in row 3, so that the scale of the gradient is not divided out.
+    # Eps is large in row 3, so that the gradient's scale does not cancel.
     right.step(ops, [3], [3], [1.0])
     wrong.step(ops, [3], [2 if mistake == "step" else 3], [1.0 if mistake == "step" else 0.5])
     assert not torch.allclose(right.params[3], wrong.params[3], rtol=1e-6, atol=1e-6)
@@ -164,12 +163,12 @@ def test_a_row_with_one_rate_is_one_fused_call(monkeypatch: pytest.MonkeyPatch) 
 
 
 class TestRowNorms:
-    """Long rows, which kernels work on in blocks."""
+    """Long rows, which kernels process in blocks."""
 
     SLOTS, ENDS = [3, 0, 4, 1], [20_001, 5, 0, 4096]
 
     def rows(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """Five rows, NaN past those ends and throughout the row that is not asked for."""
+        """Return five rows with NaN past those ends, and in the row that is not requested."""
         rows_ZP = torch.randn(5, 20_001, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
         rows_ZP[2] = NAN
         for slot, end in zip(self.SLOTS, self.ENDS, strict=True):
@@ -182,7 +181,7 @@ class TestRowNorms:
         [
             (torch.float64, torch.float64, 1e-13),
             (torch.float32, torch.float32, 1e-5),
-            (torch.bfloat16, torch.float32, 1e-5),  # in bfloat16 the norm alone would be a thousandth off
+            (torch.bfloat16, torch.float32, 1e-5),  # in bfloat16 the norm alone would be off by a thousandth
         ],
         ids=["float64", "float32", "bfloat16"],
     )
@@ -196,7 +195,7 @@ class TestRowNorms:
         expected = [float(rows_ZP[slot, :end].double().square().sum().sqrt()) for slot, end in pairs]
         assert found.dtype == result
         assert found.tolist() == pytest.approx(expected, rel=limit, abs=0.0)
-        assert expected[2] == 0.0, "a row of no numbers"
+        assert expected[2] == 0.0, "a row without numbers"
         assert torch.equal(rows_ZP.view(torch.uint8), before.view(torch.uint8))
 
     @BACKENDS
@@ -210,7 +209,7 @@ class TestRowNorms:
         assert torch.equal(found[1:], clean[1:])
 
     @BACKENDS
-    def test_a_row_s_bits_do_not_depend_on_its_company(self, ops: ModuleType) -> None:
+    def test_a_row_s_bits_do_not_depend_on_other_rows(self, ops: ModuleType) -> None:
         rows_ZP = self.rows(torch.float32)
         together = ops.row_norms(rows_ZP, self.SLOTS, self.ENDS)
         alone = [ops.row_norms(rows_ZP, [slot], [end]) for slot, end in zip(self.SLOTS, self.ENDS, strict=True)]

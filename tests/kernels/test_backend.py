@@ -1,4 +1,4 @@
-"""Which backend is taken: what the caller says, then ALTO_KERNELS, then the best for the device."""
+"""The choice of the backend: the caller's, then ALTO_KERNELS, then the best for the device."""
 
 from __future__ import annotations
 

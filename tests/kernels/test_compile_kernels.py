@@ -1,4 +1,4 @@
-"""Kernels are compiled before the first step: for a GPU that is not here, in a process without Triton's interpreter."""
+"""Kernels are compiled before the first step, for a GPU that is absent, in a process without Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_steps_of_any_adapters_and_tokens_find_their_kernels_compiled(dropout: s
     found = json.loads(done.stdout)
     total = found["progress"][-1][1]
     assert found["progress"] == [[number, total] for number in range(total + 1)]
-    # Of groups of one and of two modules each of six ops, those with dropout twice, and three of the optimizer's; the
+    # Six ops for groups of one and of two modules, those with dropout twice, and three kernels of the optimizer; the
     # two groups of one module share most.
     assert total >= (6 + 3 + 3 if dropout == "dropout" else 6 + 3)
     assert found["again"] == []

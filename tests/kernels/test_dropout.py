@@ -21,12 +21,13 @@ CPU = torch.device("cpu")
 
 
 def kept(key: DropoutKey = KEY, number: int = 2, num_tokens: int = 300, num_features: int = 200) -> Tensor:
-    """One where an element is kept, ``[T, K]`` float64."""
+    """Return one where an element is kept, ``[T, K]`` float64."""
     return (dropout_factor(key, number, num_tokens, num_features, CPU) != 0).double()
 
 
 def is_kept(key: DropoutKey, number: int, token: int, feature: int) -> bool:
-    """One element by the definition: everything hashed in, one 32-bit word after the other, token and feature last."""
+    """Return whether an element is kept, by the definition: one 32-bit word after the other is hashed in, token and
+    feature last."""
     mixed = 0
     for word in (key.seed % 2**32, key.seed // 2**32 % 2**32, key.step, number):
         mixed = lowbias32((mixed + word + 1) % 2**32)
@@ -55,7 +56,7 @@ def test_the_share_that_is_kept_is_right_overall_and_in_every_row_and_column(pro
     for dims, count in (((0, 1), mask_TK.numel()), ((0,), mask_TK.shape[0]), ((1,), mask_TK.shape[1])):
         deviation = math.sqrt(probability * (1 - probability) / count)
         off = (mask_TK.mean(dims) - (1 - probability)).abs().max()
-        # Of hundreds of rows, the furthest of a fair draw is about three deviations off.
+        # Among hundreds of rows, the worst of a fair draw is off by about three deviations.
         assert float(off) < 5 * deviation
 
 
@@ -82,7 +83,7 @@ def correlation(one: Tensor, other: Tensor) -> float:
 def test_another_seed_step_or_number_gives_an_independent_mask(other: dict[str, object]) -> None:
     one, another = kept(), kept(**other)
     assert abs(correlation(one, another)) < 5 / math.sqrt(one.numel())
-    # Nor is it the same stream of rows, begun elsewhere.
+    # Nor are the rows a shifted copy of the same stream.
     for shift in range(1, 30):
         assert abs(correlation(one[shift:], another[:-shift])) < 0.03
         assert abs(correlation(one[:-shift], another[shift:])) < 0.03
@@ -93,17 +94,17 @@ def test_rows_and_columns_of_a_mask_are_independent() -> None:
     for of in (mask_TK, mask_TK.T):
         matrix = torch.corrcoef(of)
         matrix.fill_diagonal_(0.0)
-        # The furthest of some twenty thousand pairs of a fair draw is about four and a half deviations off.
+        # Among some twenty thousand pairs, the worst of a fair draw is off by about four and a half deviations.
         assert float(matrix.abs().max()) < 6 / math.sqrt(of.shape[1])
         assert float(matrix.square().mean()) == pytest.approx(1 / of.shape[1], rel=0.05)
     for shift in range(1, 30):
         assert abs(correlation(mask_TK[:, shift:], mask_TK[:, :-shift])) < 0.03
-        # A sum of token and feature would make rows shifted copies of each other.
+        # If token and feature were added, rows would be shifted copies of each other.
         assert abs(correlation(mask_TK[shift:, :-shift], mask_TK[:-shift, shift:])) < 0.03
 
 
 def test_a_longer_pass_begins_with_the_mask_of_a_shorter_one() -> None:
-    """The bits of a token and feature do not depend on how many there are."""
+    """The bits of a token and feature do not depend on the numbers of tokens and features."""
     assert torch.equal(kept()[:40, :25], kept(num_tokens=40, num_features=25))
 
 
@@ -113,8 +114,8 @@ def test_drawing_leaves_the_global_generator_alone() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_company_slot_and_offset_do_not_matter() -> None:
-    """With ``A`` the identity, ``grouped_shrink`` shows the masked tokens themselves."""
+def test_other_jobs_slot_and_offset_do_not_matter() -> None:
+    """With ``A`` the identity, ``grouped_shrink`` returns the masked tokens themselves."""
     group = Group([[9]] * 8, in_features=9, out_features=[1], number=2)
     for matrices in group.operands.slots.values():
         matrices.a_KQ.copy_(torch.eye(9))
@@ -134,7 +135,7 @@ def test_company_slot_and_offset_do_not_matter() -> None:
 
 @BACKENDS
 def test_a_batch_spread_over_passes_has_the_masks_of_one(ops: Any) -> None:
-    """Every op that knows dropout, on parts that begin at odd places and are longer than a block."""
+    """Every op with dropout, on parts that begin at odd places and are longer than a block."""
     key, count, first = KEY._replace(probability=0.5), 150, 67
     results = []
     for parts in ([(0, count)], [(0, first), (first, count)]):

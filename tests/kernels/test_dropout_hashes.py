@@ -1,5 +1,5 @@
-"""How often the Triton kernels hash an element's dropout mask: once in each kernel that needs it, for all modules that
-share the input. A tile of more narrow columns than a program takes is read, and hashed, once more."""
+"""Numbers of hashes in the Triton kernels: one per element and kernel, for all modules that share the input. Narrow
+columns beyond a program's tile are read, and hashed, once more."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 KEYS = [DropoutKey(0.3, seed, step=4) for seed in (11, 12)]
 NUM_TOKENS = (70, 64)
-"""Of the slots; blocks have 64."""
+"""Tokens of the slots; blocks have 64."""
 IN_FEATURES, OUT_FEATURES = 128, (40, 24, 24)
 
 
 @pytest.fixture
 def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Elements whose mask was asked for, padding included, by the module of the kernel."""
+    """Numbers of hashed elements, padding included, by the kernel's module."""
     try:
         choose_backend("triton")
     except UnsupportedError as error:
@@ -51,7 +51,7 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def step(ranks_ZM: list[list[int]], out_features: tuple[int, ...]) -> None:
-    """Forward and backward of one group."""
+    """Run forward and backward of one group."""
     ops = choose_backend("triton")
     group = Group(ranks_ZM, in_features=IN_FEATURES, out_features=out_features)
     schedule = TokenSchedule.build([0, 1], NUM_TOKENS, [1.5, 1.0], KEYS)
@@ -63,7 +63,7 @@ def step(ranks_ZM: list[list[int]], out_features: tuple[int, ...]) -> None:
 
 
 def padded_elements() -> int:
-    """Tokens in whole blocks, times features."""
+    """Return the tokens in whole blocks, times features."""
     return sum(-(-count // 64) * 64 for count in NUM_TOKENS) * IN_FEATURES
 
 
@@ -112,7 +112,7 @@ for build in compile_kernels.builds([90], [64], ["bfloat16-float32"]):
 @pytest.mark.slow("kernels")
 def test_compiled_no_thread_hashes_what_another_one_does(tmp_path: Path) -> None:
     """Tiles of 64 narrow columns are compiled for two ranks, and those of dx once more for ranks above 64; each has the
-    hashes of its own elements, and a few of tokens."""
+    hashes of its own elements, and a few hashes of tokens."""
     done = subprocess.run(
         [sys.executable, "-c", COUNT_MULTIPLICATIONS],
         cwd=Path(__file__).parents[2],

@@ -34,7 +34,7 @@ def draw(seed: int, *shape: int) -> Tensor:
 
 
 class Expected(NamedTuple):
-    """Outputs and gradients as autograd has them."""
+    """Outputs and gradients by autograd."""
 
     ys: list[Tensor]
     dx_TK: Tensor
@@ -42,7 +42,7 @@ class Expected(NamedTuple):
 
 
 class Case:
-    """A group with four slots of which one targets nothing, tokens, and an upstream gradient for every member.
+    """A group with four slots, one of which targets nothing, with tokens, and upstream gradients of all members.
 
     Attributes:
         x_TK: Input; a leaf that asks for its gradient.
@@ -68,7 +68,7 @@ class Case:
         )
 
     def run(self, ops: ModuleType) -> tuple[Tensor, ...]:
-        """Outputs; the gradients of all members' outputs are ``dys``."""
+        """Return the outputs after a backward pass with ``dys`` as the gradients of all members' outputs."""
         ys = self.forward(ops)
         torch.autograd.backward(ys, self.dys)
         return ys
@@ -132,7 +132,7 @@ def test_an_input_that_needs_no_gradient_still_gives_adapter_gradients(ops: Modu
 
 @BACKENDS
 @pytest.mark.parametrize("unused", [0, 1, 2])
-def test_a_member_whose_output_nobody_uses_adds_nothing(ops: ModuleType, unused: int) -> None:
+def test_a_member_whose_output_is_unused_adds_nothing(ops: ModuleType, unused: int) -> None:
     case = Case(dropout=True)
     case.dys[unused].zero_()
     expected = case.expected()
@@ -157,7 +157,7 @@ def test_gradients_accumulate_over_passes(ops: ModuleType) -> None:
     ids=["transposed", "expanded"],
 )
 def test_gradients_of_any_stride_are_taken(ops: ModuleType, other: Callable[[Tensor], Tensor]) -> None:
-    """``sum().backward()`` hands over an expanded scalar, a transposed consumer a transposed gradient."""
+    """``sum().backward()`` passes an expanded scalar, a transposed consumer a transposed gradient."""
     case = Case()
     case.dys = [other(dy_TN) for dy_TN in case.dys]
     expected = case.expected()
@@ -176,7 +176,7 @@ def test_an_input_of_any_stride_is_taken(ops: ModuleType) -> None:
 
 @BACKENDS
 def test_a_checkpointed_pass_gives_the_same_and_counts_once(ops: ModuleType) -> None:
-    """Forward runs again inside backward: with the same masks, and without adding to a gradient by itself."""
+    """Forward runs again inside backward, with the same masks, and does not add to a gradient itself."""
     case = Case(dropout=True)
     expected = case.expected()
     found = checkpoint(case.forward, ops, use_reentrant=False)
@@ -213,7 +213,7 @@ def test_inputs_gradients_and_weights_are_not_written_to(ops: ModuleType) -> Non
 
 
 def test_unwritten_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The torch backend leaves columns past a slot's own unwritten; with NaN in them nothing changes."""
+    """The torch backend leaves columns past a slot's own unwritten; NaN in them changes nothing."""
     expected = Case(dropout=True).expected()
     plain = Tensor.new_empty
     poisonings = 0
@@ -232,7 +232,7 @@ def test_unwritten_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @BACKENDS
-def test_tokens_of_nobody_go_through_the_frozen_layers_alone(ops: ModuleType) -> None:
+def test_tokens_of_no_job_go_through_the_frozen_layers_only(ops: ModuleType) -> None:
     case = Case()
     case.schedule = TokenSchedule.build((), (), ())
     x_TK = case.x_TK.detach().clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""``rms_norm`` as kernels against the reference in float64, outputs and gradients."""
+"""``rms_norm`` kernels against the reference in float64, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = [(1, 32), (7, 33), (2, 5, 16), (1, 3, 4, 128), (3, 5), (130, 64), (2, 2
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers that every dtype holds exactly, rows of very different size among them."""
+    """Draw numbers that are exact in every dtype, with rows of very different sizes."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(-16, 17, shape, generator=generator).double() / 16
     x[..., 0, :] *= 2.0**-10  # its mean square is about epsilon
@@ -23,7 +23,6 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def both(x: Tensor, weight_H: Tensor, dy: Tensor, kind: NormKind, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
-    """Output and gradient towards ``x`` of the kernels."""
     x, weight_H, dy = on_device(x), on_device(weight_H), on_device(dy)
     y = functions().rms_norm(x.requires_grad_(), weight_H, epsilon, kind)
     [dx] = torch.autograd.grad(y, x, dy)
@@ -37,7 +36,7 @@ def expected(x: Tensor, weight_H: Tensor, dy: Tensor, kind: NormKind) -> tuple[T
 
 
 def is_near(found: Tensor, right: Tensor, limit: float) -> bool:
-    """Row by row, relative to the largest number of a row."""
+    """Return whether all rows agree, relative to the largest number in each row."""
     largest = right.abs().amax(-1, keepdim=True)
     return bool(((found.double() - right).abs() <= limit * largest).all())
 
@@ -85,7 +84,7 @@ def test_rows_that_are_no_neighbours_are_read_where_they_are(kind: NormKind) -> 
 
 
 @KINDS
-@pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, in the interpreter
+@pytest.mark.filterwarnings("ignore:invalid value")  # raised by NumPy, in the interpreter
 def test_a_row_depends_on_itself_alone(kind: NormKind) -> None:
     x, dy, weight_H = (draw(*shape).float() for shape in ((37, 48), (37, 48), (2, 48)))
     whole = both(x, weight_H[1], dy, kind)
@@ -99,6 +98,6 @@ def test_a_row_depends_on_itself_alone(kind: NormKind) -> None:
     assert both(poisoned, weight_H[1], dy, kind)[0][4].isnan().all()
 
 
-def test_of_no_rows_there_is_nothing() -> None:
+def test_no_rows_give_no_results() -> None:
     y, dx = both(torch.zeros(0, 8), torch.ones(8), torch.zeros(0, 8), NormKind.ROUNDED)
     assert y.shape == dx.shape == (0, 8)

@@ -1,4 +1,4 @@
-"""``swiglu``, ``rotary`` and ``cross_entropy`` as kernels against the reference in float64, outputs and gradients."""
+"""``swiglu``, ``rotary`` and ``cross_entropy`` kernels against the reference in float64, outputs and gradients."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DTYPES = pytest.mark.parametrize(("dtype", "limit"), TOLERANCES, ids=str)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers that every dtype holds exactly."""
+    """Draw numbers that are exact in every dtype."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-24, 25, shape, generator=generator).double() / 8
 
 
 def results(function: Callable[..., Any], inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs of ``function``, and gradients towards as many of its inputs as there are outputs, two at least."""
+    """Return the outputs of ``function``, and the gradients for its first one or two inputs."""
     leaves = [on_device(x).requires_grad_() for x in inputs[:2]]
     outputs = function(*leaves, *map(on_device, inputs[2:]))
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -32,7 +32,7 @@ def results(function: Callable[..., Any], inputs: Sequence[Tensor], gradients: S
 
 
 def is_near(found: Tensor, right: Tensor, limit: float) -> bool:
-    """Relative to the largest number of each row."""
+    """Return whether both agree, relative to the largest number in each row."""
     largest = right.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     return found.shape == right.shape and bool(((found.double() - right).abs() <= limit * largest).all())
 
@@ -76,7 +76,7 @@ class TestSwiglu:
         assert (gate_TI.data_ptr(), up_TI.data_ptr()) == (gate.data_ptr(), up.data_ptr())
         assert sizes == (2080, 2080, 1040)
 
-    @pytest.mark.filterwarnings("ignore:overflow")  # of NumPy, in the interpreter
+    @pytest.mark.filterwarnings("ignore:overflow")  # raised by NumPy, in the interpreter
     def test_large_gates_do_not_overflow(self) -> None:
         gate = torch.tensor([[-1e4, -200.0, -90.0, 0.0, 90.0, 200.0, 1e4]])
         found = results(functions().swiglu, [gate, torch.ones_like(gate)], [torch.ones_like(gate)])
@@ -86,10 +86,10 @@ class TestSwiglu:
 
 class TestRotary:
     CASES: ClassVar = [(1, 1, 1, 2, 2), (3, 4, 2, 5, 16), (1, 12, 3, 7, 80), (2, 32, 1, 1, 128), (1, 3, 3, 9, 96)]
-    """Rows, heads of queries and of keys, tokens, numbers of a head."""
+    """Rows, heads of queries and of keys, tokens, head size."""
 
     def inputs(self, case: tuple[int, ...], dtype: torch.dtype, angles: torch.dtype) -> list[Tensor]:
-        """Queries and keys as transformers' attention has them, token by token; angles of two different halves."""
+        """Return queries and keys as transformers' attention has them, token by token; the angles' halves differ."""
         rows, num_q, num_k, tokens, width = case
         q, k = (draw(rows, tokens, heads, width, seed=heads).to(dtype).transpose(1, 2) for heads in (num_q, num_k))
         return [q, k, *(draw(rows, tokens, width, seed=90 + n).to(angles) / 4 for n in range(2))]
@@ -119,7 +119,7 @@ class TestRotary:
         found = results(functions().rotary, inputs, inputs[:2])[:2]
         right = layer_reference.rotary(*(x.double() for x in inputs))
         for one, other in zip(found, right, strict=True):
-            # By the interpreter, which cuts off; a rounding of the products would be up to twice as much.
+            # The interpreter truncates; rounded products would differ by up to twice as much.
             assert ((one.double() - other).abs() <= 2.0**-7 * other.abs() + 1e-5).all()
 
     @pytest.mark.parametrize("swap", ["cos and sin", "halves", "neighbours"])
@@ -166,7 +166,7 @@ class TestCrossEntropy:
     SHAPES: ClassVar = [(1, 2), (7, 97), (3, 4096), (2, 9001), (1, 4097)]
 
     def found(self, logits_CV: Tensor, targets_C: Tensor, *, in_place: bool = True) -> tuple[Tensor, Tensor]:
-        """Losses, and the gradient in the place of the logits or elsewhere."""
+        """Return the losses and the gradient, which is written over the logits or elsewhere."""
         logits_CV = on_device(logits_CV).clone()
         gradient_CV = logits_CV if in_place else torch.full_like(logits_CV, NAN, dtype=torch.float32)
         before = logits_CV.clone()
@@ -179,7 +179,7 @@ class TestCrossEntropy:
         return layer_reference.cross_entropy(logits_CV.double(), targets_C, gradient_CV), gradient_CV
 
     def targets(self, num_tokens: int, width: int) -> Tensor:
-        """The first and the last number of a vocabulary, and others."""
+        """Return the first and the last token of a vocabulary, and others."""
         return torch.tensor([width - 1, 0, *range(5, 5 + num_tokens)])[:num_tokens] % width
 
     @DTYPES
@@ -197,7 +197,7 @@ class TestCrossEntropy:
         assert (losses_C.double() - expected[0]).abs().max() <= (1e-12 if exact == torch.float64 else 3e-5)
         limit = limit if in_place else max(limit, 3e-6)
         largest = expected[1].abs().amax(-1, keepdim=True)
-        # A probability of almost 1, from which 1 is subtracted, has the rounding of numbers about 1.
+        # Subtracting 1 from a probability of almost 1 leaves the rounding of numbers near 1.
         rounding = 4 * torch.finfo(exact).eps
         assert ((gradient_CV.double() - expected[1]).abs() <= limit * largest + rounding).all()
 
@@ -214,7 +214,7 @@ class TestCrossEntropy:
         assert not torch.allclose(wrong[0], right[0], rtol=1e-2)
         assert not is_near(wrong[1], right[1], 1e-2)
 
-    @pytest.mark.filterwarnings("ignore:invalid value")  # of NumPy, in the interpreter
+    @pytest.mark.filterwarnings("ignore:invalid value")  # raised by NumPy, in the interpreter
     def test_a_token_depends_on_itself_alone(self) -> None:
         logits_CV, targets_C = draw(6, 5000).float(), self.targets(6, 5000)
         whole = self.found(logits_CV, targets_C)
@@ -247,7 +247,7 @@ class TestCrossEntropy:
         assert on[:, 512:].isnan().all()
 
 
-def test_of_no_tokens_there_is_nothing() -> None:
+def test_no_tokens_give_no_results() -> None:
     empty = torch.zeros(0, 8)
     assert [x.shape for x in results(functions().swiglu, [empty, empty], [empty])] == [(0, 8)] * 3
     heads, angles = torch.zeros(1, 2, 0, 8), torch.zeros(1, 0, 8)

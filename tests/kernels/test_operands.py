@@ -1,4 +1,4 @@
-"""Where a group's adapters lie: views and table against a tiling of the row that the test makes itself."""
+"""Places of a group's adapters: views and table against a tiling of the row that the test makes itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ K, MAX_RANK = 6, 5
 
 
 def numbered(num_slots: int, row_size: int) -> Tensor:
-    """Every number of the bank is its own place in its row."""
+    """Return a bank in which every number is its own place in its row."""
     return torch.arange(row_size).double().expand(num_slots, row_size).contiguous()
 
 
 def make_operands(num_slots: int, out_features: Sequence[int]) -> LoraOperands:
-    """An empty group in a bank whose rows just hold an adapter of the largest rank on all members."""
+    """Return an empty group in a bank whose rows fit one adapter of the largest rank on all members."""
     row_size = MAX_RANK * sum(K + n for n in out_features)
     return LoraOperands(
         number=3,
@@ -35,7 +35,7 @@ def make_operands(num_slots: int, out_features: Sequence[int]) -> LoraOperands:
 
 
 def lay_end_to_end(operands: LoraOperands, slot: int, ranks: Sequence[int], start: int) -> int:
-    """Seat ``A`` and then every ``B`` from ``start`` without gaps; the end."""
+    """Place ``A`` and then every ``B`` from ``start`` on without gaps; return the end."""
     sizes = [K * sum(ranks), *(rank * n for rank, n in zip(ranks, operands.out_features, strict=True))]
     a_start, *b_starts, end = accumulate(sizes, initial=start)
     operands.assign(slot, ranks, a_start, b_starts)
@@ -44,7 +44,7 @@ def lay_end_to_end(operands: LoraOperands, slot: int, ranks: Sequence[int], star
 
 @st.composite
 def occupancies(draw: st.DrawFn) -> tuple[LoraOperands, list[list[int]], list[tuple[int, int]]]:
-    """A group with occupied slots, the ranks of every slot, and the span of each slot's adapter in its row."""
+    """Draw a group with occupied slots, the ranks of every slot, and the span of each slot's adapter in its row."""
     out_features = draw(st.lists(st.integers(1, 7), min_size=1, max_size=4))
     num_slots = draw(st.integers(1, 4))
     operands = make_operands(num_slots, out_features)
@@ -68,7 +68,7 @@ def test_views_tile_a_slot_s_part_of_its_row(
     for slot, matrices in operands.slots.items():
         start, end = spans[slot]
         for sign, views in ((1, (matrices.a_KQ, *matrices.bs)), (-1, (matrices.da_KQ, *matrices.dbs))):
-            # Every number tells its place, so this is the whole span in order, and nothing twice.
+            # Every number is its place, so this checks that the span is complete, in order, and without repetition.
             found = torch.cat([view.flatten() for view in views])
             assert torch.equal(found, sign * torch.arange(start, end).double())
         ranks = all_ranks[slot]
@@ -129,7 +129,7 @@ def test_clearing_an_empty_slot_is_nothing() -> None:
     assert not operands.slots
 
 
-def test_the_table_is_sent_once_while_nobody_comes_or_goes() -> None:
+def test_the_table_is_sent_once_until_a_slot_changes() -> None:
     operands = make_operands(2, [4])
     lay_end_to_end(operands, 0, [2], 0)
     assert operands.table() is operands.table()
@@ -164,7 +164,7 @@ def test_alignment_is_what_every_start_row_and_column_has_in_common() -> None:
     lay_end_to_end(operands, 1, [0, 16], 2)
     assert operands.alignment == 2, "the start"
     operands.clear(1)
-    assert operands.alignment == 2, "who leaves changes nothing"
+    assert operands.alignment == 2, "a leaving slot changes nothing"
     assert make_operands(1, [3]).alignment == 1, "the columns of a B"
 
 
@@ -181,6 +181,6 @@ def test_the_table_says_where_sums_of_squares_start() -> None:
         tiles=GradientTiles(wide=64, narrow=3, many=7, wide_of_many=K),
     )
     operands.assign(1, [3, 4], 0, [100, 1000], sums_start=10)
-    # A: of up to 8 columns, so tiles of K features; 7 ranks in tiles of 3. B: 1 and 5 tiles of 64 features.
+    # A: up to 8 columns, so tiles of K features; 7 ranks in tiles of 3. B: 1 and 5 tiles of 64 features.
     assert operands.table()[1, 8:].tolist() == [10, 10 + 3, 10 + 3 + 1]
     assert GradientTiles(64, 3, 7, K).num_sums(K, [64, 300], [3, 4], 4) == (3, 1, 2 * 5)

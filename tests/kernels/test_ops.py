@@ -25,7 +25,7 @@ from torch.nn.functional import one_hot
 from alto.kernels import DropoutKey, GradientSteps, GroupGradients, LoraOperands, TokenSchedule
 from alto.kernels.dropout import dropout_factor
 
-MANY = settings(max_examples=examples(40))  # interpreted kernels take their time
+MANY = settings(max_examples=examples(40))  # interpreted kernels are slow
 TOLERANCE = 1e-11
 NAN = float("nan")
 CPU = torch.device("cpu")
@@ -34,7 +34,7 @@ Strides = Literal["contiguous", "sliced", "transposed"]
 
 
 class Results(NamedTuple):
-    """What the ops of a group give: narrow tensors as ``[T, M, R]``, the gradients of adapters as rows of the bank."""
+    """Results of a group's ops: narrow tensors as ``[T, M, R]``, the gradients of adapters as rows of the bank."""
 
     s_TMR: Tensor
     ys: list[Tensor]
@@ -45,7 +45,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A group and the tokens of a pass; ``strides`` is how the ops find the tokens in memory."""
+    """A group and the tokens of a pass; ``strides`` is the memory layout of the tokens."""
 
     group: Group
     schedule: TokenSchedule
@@ -61,17 +61,15 @@ class Case:
 
     @property
     def token_slots(self) -> Tensor:
-        """Slot of every token, ``[T]``."""
         return torch.tensor([slot for slot, start, end in self.schedule.segments for _ in range(start, end)])
 
     @property
     def token_scales(self) -> Tensor:
-        """Scale of every token, ``[T]``."""
         pairs = zip(self.schedule.lengths, self.schedule.scales, strict=True)
         return torch.tensor([scale for length, scale in pairs for _ in range(length)], dtype=torch.float64)
 
     def mask(self) -> Tensor:
-        """The dropout factor of every token and feature, ``[T, K]``."""
+        """Return the dropout factor of every token and feature, ``[T, K]``."""
         pairs = zip(self.schedule.lengths, self.schedule.dropout, strict=True)
         k = self.x_TK.shape[1]
         return torch.cat(
@@ -82,7 +80,7 @@ class Case:
         ).double()
 
     def given(self, tensor: Tensor) -> Tensor:
-        """A copy of a token tensor, laid out in memory as the case wants it."""
+        """Return a copy of a token tensor in the case's memory layout."""
         if self.strides == "transposed":
             return tensor.T.clone(memory_format=torch.contiguous_format).T
         if self.strides == "sliced":
@@ -92,17 +90,16 @@ class Case:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def narrow(self, s_TMR: Tensor) -> Tensor:
-        """``s_TMR`` as the ops have it, with NaN past every slot's own columns."""
+        """Return ``s_TMR`` in the ops' layout, with NaN past every slot's own columns."""
         return self.group.packed(s_TMR, self.token_slots, NAN)
 
     def assert_narrow(self, found_TQ: Tensor, expected_TMR: Tensor) -> None:
-        """``found_TQ`` is right in every slot's own columns; past them an op may leave what it likes."""
+        """Check that ``found_TQ`` is right in every slot's own columns; past them an op may leave anything."""
         expected_TQ = self.narrow(expected_TMR)
         assert found_TQ.shape == (self.schedule.num_tokens, self.operands.max_width)
         assert_same(torch.where(expected_TQ.isnan(), NAN, found_TQ), expected_TQ)
 
     def expected(self) -> Results:
-        """By the dense formula."""
         slots_T, scales_T1 = self.token_slots, self.token_scales[:, None]
         a_ZMKR, bs = self.group.dense(self.operands.params_ZP)
         da_ZMKR, dbs = self.group.dense(self.operands.grads_ZP)
@@ -183,7 +180,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def many_slots() -> Case:
-    """256 slots of every rank; a few dozen have tokens, the first and the last among them."""
+    """Return a case of 256 slots of every rank; a few dozen have tokens, the first and the last among them."""
     ranks = [(3, 0, 1, 16)[slot % 4] for slot in range(256)]
     ranks_ZM = [[rank, rank * (slot % 3 > 0)] for slot, rank in enumerate(ranks)]
     slots = [255, *range(0, 250, 7), 254]
@@ -192,8 +189,8 @@ def many_slots() -> Case:
 
 
 def mixed_case() -> Case:
-    """Ranks 0, 1, 3, 16 and 128 in one pass, with and without dropout, some on a part of the members; ranks and scales
-    differ between members."""
+    """Return a case of ranks 0, 1, 3, 16 and 128 in one pass, with and without dropout, some on a part of the members;
+    ranks and scales differ between members."""
     return make_case(
         [[3, 5, 3], [16, 0, 16], [128, 128, 0], [0, 0, 0], [1, 1, 1]],
         [2, 0, 3, 4, 1],
@@ -212,7 +209,7 @@ def assert_same(found: Tensor, expected: Tensor) -> None:
 
 
 class TestEveryOp:
-    """Alone, with inputs from the dense formula."""
+    """Each op alone, with inputs from the dense formula."""
 
     @BACKENDS
     @MANY
@@ -266,7 +263,7 @@ def test_the_first_product_of_a_step_overwrites_and_later_ones_are_added(ops: Mo
         s_TQ, ds_TQ = case.narrow(expected.s_TMR), case.narrow(expected.ds_TMR)
         ops.grouped_backward_weight(case.x_TK, s_TQ, case.dys, ds_TQ, operands, case.schedule)
 
-    operands.adds_gradients([0, 2])  # of the present step; others have what an earlier one left
+    operands.adds_gradients([0, 2])  # gradients of this step; the others keep those of an earlier step
     before = gradients_of(operands)
     for slot, own in operands.slots.items():
         for gradient in (own.da_KQ, *own.dbs) if slot not in (0, 2) else ():
@@ -287,12 +284,11 @@ def test_the_first_product_of_a_step_overwrites_and_later_ones_are_added(ops: Mo
 
 
 def gradients_of(operands: LoraOperands) -> list[tuple[Tensor, ...]]:
-    """Copies, by slot."""
     return [(own.da_KQ.clone(), *map(Tensor.clone, own.dbs)) for _, own in sorted(operands.slots.items())]
 
 
 class Found(NamedTuple):
-    """What a forward and a backward pass leave behind, each op given what the one before it gave."""
+    """Results of a forward and a backward pass in which each op gets the results of the one before."""
 
     s_TQ: Tensor
     ds_TQ: Tensor
@@ -306,7 +302,7 @@ class Found(NamedTuple):
 
 
 def run(ops: ModuleType, case: Case, *, base: torch.dtype = torch.float64, bank: torch.dtype = torch.float64) -> Found:
-    """All ops of a group, on copies; ``base`` is the dtype of the tokens."""
+    """Run all ops of a group on copies; ``base`` is the dtype of the tokens."""
     params_ZP, grads_ZP = (rows_ZP.to(bank, copy=True) for rows_ZP in (case.operands.params_ZP, case.operands.grads_ZP))
     operands = case.group.operands_with_adapters(params_ZP, grads_ZP)
     x_TK, dx_TK = (case.given(tensor.to(base)) for tensor in (case.x_TK, case.dx_TK))
@@ -320,7 +316,8 @@ def run(ops: ModuleType, case: Case, *, base: torch.dtype = torch.float64, bank:
 
 
 def distances(case: Case, found: Found) -> list[float]:
-    """How far outputs, input gradient and adapter gradients are from the dense formula: relative, in norm."""
+    """Return the distances of outputs, input gradient and adapter gradients from the dense formula, relative in
+    norm."""
     expected = case.expected()
     pairs = zip((*found.of_tokens, found.grads_ZP), (*expected.ys, expected.dx_TK, expected.grads_ZP), strict=True)
     return [float((one.double() - other).norm() / other.norm()) for one, other in pairs]
@@ -392,7 +389,7 @@ def rotated(members: list[Tensor], first: int) -> list[Tensor]:
 
 
 class TestTheComparisonBites:
-    """Every result of a mistake is further off than the widest tolerance above allows."""
+    """Every mistake changes a result by more than the widest tolerance above."""
 
     FAR = 2e-2
 
@@ -413,7 +410,7 @@ class TestTheComparisonBites:
         found = found._replace(ys=rotated(found.ys, -first))
         assert min(distances(mixed_case(), found)) > self.FAR
 
-    def test_zeros_and_gradients_nobody_added_to_are_far(self) -> None:
+    def test_zeros_and_untouched_gradients_are_far(self) -> None:
         case = mixed_case()
         zeros = Found(
             *[torch.empty(0)] * 2,

@@ -1,4 +1,4 @@
-"""Token ranges of slots, and the blocks of a pass: each in one segment, together all tokens."""
+"""Token ranges of slots, and the blocks of a pass: each lies in one segment, together they cover all tokens."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_factors_are_found_by_slot() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_every_block_of_a_segment_has_the_bits_of_its_dropout(seed: int) -> None:
-    """Of eight seeds some keys have their highest bit set; so has the threshold."""
+    """For some of eight seeds the keys have their highest bit set, and so has the threshold."""
     key = DropoutKey(probability=0.75, seed=seed, step=5)
     table = TokenSchedule.build([1, 0], [BLOCK_TOKENS + 1, 2], [1.0, 1.0], [key, None]).table(CPU)
     bits = [[number % 2**32 for number in block[4:]] for block in table.blocks_B6.tolist()]

@@ -1,4 +1,4 @@
-"""Rounding of moments to bfloat16: unbiased, by a hash of seed, step and place alone, alike in every backend."""
+"""Rounding of moments to bfloat16: unbiased, by a hash of seed, step and place alone, equal in every backend."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_number_becomes_one_of_its_two_neighbours_with_the_probability_that_ke
     below = (word & ~0xFFFF).view(torch.float32)
     above = ((word & ~0xFFFF) + 0x10000).view(torch.float32)
     found = rounded(exact, torch.tensor([bits])).float()
-    # Of 65,536 equally likely draws as many lead away from zero as the number is above the neighbour nearer to zero.
+    # Of 65,536 equally likely draws, as many round away from zero as the number exceeds its neighbour nearer to zero.
     distance = int(word) & 0xFFFF
     assert torch.equal(found, above if bits >= 0x10000 - distance else below)
     assert math.copysign(1.0, float(found)) == math.copysign(1.0, value)
@@ -69,7 +69,7 @@ def test_in_place_and_in_pieces_it_is_the_same() -> None:
 
 
 class Bank:
-    """Rows of float32 weights, or others, with moments in bfloat16; every row trains on the same gradients."""
+    """Rows of weights, float32 by default, with moments in bfloat16; every row trains on the same gradients."""
 
     ROW_SIZE, END = 3100, 3007
 
@@ -117,15 +117,16 @@ EXACT = torch.tensor([0.1 * GRADIENT, 0.001 * GRADIENT**2])
 
 @BACKENDS
 def test_the_mean_over_places_and_over_seeds_is_the_exact_number(ops: ModuleType) -> None:
-    """Rounded to the nearest, every number is off on the same side."""
+    """Rounding to nearest would put every number off on the same side."""
 
     def furthest(seeds: list[int] | None) -> tuple[float, float]:
-        """Relative error of the means: over all places of a seed, and over seeds at a place, in standard deviations."""
+        """Return the relative errors of the means, over all places of a seed, and over seeds at a place, in
+        deviations."""
         bank, slots = Bank(len(seeds or [0])), list(range(len(seeds or [0])))
         bank.grads[:] = GRADIENT
         bank.step(ops, slots, None if seeds is None else [rounding_key(seed, 1) for seed in seeds])
         moments_Z2P = torch.stack([bank.moments(slot) for slot in slots])
-        # The two neighbours are at most 2^-7 of their size apart; the deviation of a draw is at most half of that.
+        # Two neighbours differ by at most 2^-7 of their size; the deviation of a draw is at most half of that.
         deviation = EXACT * 2.0**-8
         off_2 = (moments_Z2P.mean((0, 2)) - EXACT).abs() / deviation * math.sqrt(len(slots) * Bank.END)
         off_2P = (moments_Z2P.mean(0) - EXACT[:, None]).abs() / deviation[:, None] * math.sqrt(len(slots))
@@ -133,7 +134,7 @@ def test_the_mean_over_places_and_over_seeds_is_the_exact_number(ops: ModuleType
 
     over_all, at_a_place = furthest(list(range(16)))
     assert over_all < 4
-    assert at_a_place < 5  # of 6,014 places
+    assert at_a_place < 5  # at 6,014 places
     assert furthest(None)[0] > 10, "rounding to the nearest should not pass"
 
 
@@ -174,7 +175,7 @@ def test_a_row_s_bits_follow_from_its_seed_and_step_alone(ops: ModuleType) -> No
 @BACKENDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_backends_agree_to_the_bit_where_the_arithmetic_is_exact(ops: ModuleType, dtype: torch.dtype) -> None:
-    """Decays and gradients of a few bits: no sum is rounded before the moments are."""
+    """Decays and gradients have few bits, so that no sum is rounded before the moments are."""
 
     def trained(backend: ModuleType, seed: int) -> Bank:
         bank, generator = Bank(2, dtype), torch.Generator().manual_seed(4)
@@ -185,7 +186,7 @@ def test_backends_agree_to_the_bit_where_the_arithmetic_is_exact(ops: ModuleType
         return bank
 
     expected, found, otherwise = trained(REFERENCE, 8), trained(ops, 8), trained(REFERENCE, 18)
-    limit = 1e-6 if dtype == torch.float32 else 4 * 2.0**-7  # Triton's interpreter cuts bits of a bfloat16 off
+    limit = 1e-6 if dtype == torch.float32 else 4 * 2.0**-7  # Triton's interpreter truncates a bfloat16
     torch.testing.assert_close(found.params, expected.params, rtol=limit, atol=limit)
     for name in ("exp_avg", "exp_avg_sq"):
         bits, others = (getattr(bank, name)[:, : Bank.END].view(torch.int16) for bank in (expected, otherwise))
@@ -197,7 +198,7 @@ def test_backends_agree_to_the_bit_where_the_arithmetic_is_exact(ops: ModuleType
 @BACKENDS
 def test_the_second_moment_stays_positive_and_zero_stays_zero(ops: ModuleType) -> None:
     bank = Bank(1)
-    # Down to squares that float32 can only just hold.
+    # Down to squares that float32 can barely represent.
     bank.grads[0] = torch.logspace(-22, 3, Bank.ROW_SIZE)
     bank.grads[0, ::5] = 0.0
     for step in range(1, 8):
@@ -223,7 +224,7 @@ def test_a_nan_stays_in_its_place(ops: ModuleType) -> None:
 
 
 def trained_quadratic(dtype: torch.dtype, *, at_random: bool) -> tuple[Tensor, Tensor]:
-    """Weights and second moments after 500 steps towards zero, on gradients that shrink on the way and have noise."""
+    """Return weights and second moments after 500 noisy steps towards zero, on shrinking gradients."""
     bank = Bank(1, value=0.5)
     bank.exp_avg, bank.exp_avg_sq = bank.exp_avg.to(dtype), bank.exp_avg_sq.to(dtype)
     curvature = torch.logspace(-1, 1, Bank.ROW_SIZE)
@@ -242,7 +243,7 @@ def test_training_is_that_of_float32_moments_and_to_the_nearest_it_is_not() -> N
     of_nearest, squares_of_nearest = trained_quadratic(torch.bfloat16, at_random=False)
     off_random, off_nearest = (float((found - weights).norm() / weights.norm()) for found in (of_random, of_nearest))
     assert off_random < 0.03 < 3 * off_random < off_nearest
-    # Second moments fall with the gradients; to the nearest they stay where they were.
+    # Second moments fall with the gradients; rounded to nearest they would stay where they were.
     assert float((squares_of_random / squares).mean()) == pytest.approx(1.0, abs=0.005)
     assert float((squares_of_random / squares).std()) < 0.06
     assert float((squares_of_nearest / squares).mean()) > 1.2

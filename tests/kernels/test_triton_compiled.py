@@ -1,4 +1,4 @@
-"""The kernels as compiled for GPUs that are not here: which variants there are, and what they take."""
+"""The kernels compiled for absent GPUs: their variants, and the resources that they use."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is n
 
 @pytest.fixture(scope="module")
 def compiled_here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder for Triton to keep what it compiles in: the first test compiles, the others find it there."""
+    """An empty folder for Triton's compiled kernels: the first test compiles, the others find the results."""
     return tmp_path_factory.mktemp("triton-cache")
 
 
 def compile_kernels(cache: Path, *options: str, arch: str = "90") -> subprocess.CompletedProcess[str]:
-    # The tiles of usual ranks; the dtypes are the default's.
+    # The tiles of usual ranks, and the default dtypes.
     chosen = ["--arch", arch, "--narrow", "64", "--dtypes", "bfloat16-float32"]
     return subprocess.run(
         [sys.executable, "-m", "tools.compile_kernels", *chosen, *options],
@@ -77,10 +77,10 @@ def test_the_page_has_every_configuration_and_none_spills() -> None:
     ]
     one_each = ("square sums", "total norms", "summed norms", "adamw")
     of_rows = [row for row in rows if row[0].split(",")[0] in one_each]
-    assert len(of_rows) == 5 * 2 * 3, "of two sorts of bank, and adamw with moments of two sorts"
+    assert len(of_rows) == 5 * 2 * 3, "two dtypes of banks, and adamw with two dtypes of moments"
     of_layers = [row for row in rows if row[0].split(",")[0] in ("rms norm", "swiglu", "rotary", "losses")]
-    # Three widths of norms and of heads, forward and backward; the product; losses with their gradient and without.
-    assert len(of_layers) == (2 * 3 + 2 * 3 + 2 + 2) * 3 * 3, "of three dtypes, on three GPUs"
+    # Three widths of norms and of heads, forward and backward; the product; losses with and without their gradient.
+    assert len(of_layers) == (2 * 3 + 2 * 3 + 2 + 2) * 3 * 3, "three dtypes, on three GPUs"
     found = [(op, dtypes, tiles.split("×")[0], arch) for op, dtypes, tiles, _, _, arch, *_ in rows]
     of_32_bits = ("float16 / float32", "float32 / float32")
     looping = ("expand", "dx", "dx, dropout")
@@ -132,14 +132,14 @@ KERNELS = {"shrink", "expand", "dy", "dx", "da", "square_sums", "total_norms", "
 
 
 class Launches:
-    """Stands in for a kernel: of every launch it keeps what Triton would look for among what it has compiled."""
+    """Replaces a kernel, and records for each launch the key that Triton would look up among its compiled kernels."""
 
     def __init__(self, kernel: Any) -> None:
         from triton.backends.compiler import GPUTarget
         from triton.compiler import make_backend
         from triton.runtime.jit import JITFunction, create_function_from_signature
 
-        # Interpreted where there is no GPU: then it keeps what it was made with.
+        # Without a GPU the kernel is interpreted, and keeps its arguments.
         known = kernel if isinstance(kernel, JITFunction) else JITFunction(kernel.fn, **kernel.kwargs)
         backend = make_backend(GPUTarget("cuda", 90, 32))
         self._key = create_function_from_signature(known.signature, known.params, backend)
@@ -198,15 +198,15 @@ class Slots:
         self.optimizer.step([SlotUpdate(slot=slot, config=JobConfig(), learning_rate=1e-3) for slot in slots], norms)
 
 
-def companies() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
-    """One to three of the ranks at a time, on all modules and on some."""
+def groups_of_ranks() -> Iterator[list[tuple[int, tuple[TargetModule, ...]]]]:
+    """Yield one to three of the ranks at a time, on all modules and on some."""
     targets = itertools.cycle((MODULES, MODULES[:1], MODULES[1:], MODULES[::3]))
     for size in (1, 2, 3):
         for ranks in itertools.combinations(RANKS, size):
             yield [(rank, next(targets)) for rank in ranks]
 
 
-def test_whoever_comes_and_goes_nothing_is_compiled_again(launches: dict[str, Launches]) -> None:
+def test_no_change_of_residents_compiles_anything_again(launches: dict[str, Launches]) -> None:
     slots = Slots(RANKS, rank_step=1)
     numbers = itertools.cycle((1, 2, 15, 16, 17, 64, 100, 128, 1000))
     compiled: dict[str, list[int]] = defaultdict(list)
@@ -214,7 +214,7 @@ def test_whoever_comes_and_goes_nothing_is_compiled_again(launches: dict[str, La
     slots.step([5, 16, 1])
     for name, kernel in launches.items():
         compiled[name].append(len(kernel.keys))
-    for residents in companies():
+    for residents in groups_of_ranks():
         slots.admit(residents)
         slots.step([next(numbers) for _ in residents])
     for name, kernel in launches.items():
@@ -231,8 +231,8 @@ def test_ranks_divisible_by_eight_move_whole_vectors(launches: dict[str, Launche
 def test_the_order_in_which_squares_are_summed_is_compiled_in_without_the_sizes_of_rows(
     launches: dict[str, Launches],
 ) -> None:
-    """Which thread adds which numbers follows from how many of them lie together: had another job's row length a part
-    in that, it would decide the last bits of this one's norm."""
+    """The number of adjacent numbers decides which thread adds which: if another job's row length changed it, it would
+    change the last bits of this job's norm."""
     from alto.kernels import triton_backend
 
     rows_ZP = torch.zeros(2, 40_016)

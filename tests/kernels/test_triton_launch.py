@@ -1,4 +1,5 @@
-"""Launches that remember what Triton has compiled: asked again for whatever changes a binary, and for nothing else."""
+"""Launches that cache Triton's compiled kernels: Triton is asked again for anything that changes a binary, and nothing
+else."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ CONFIG = KernelConfig(constants={"BLOCK": 64}, num_warps=4, num_stages=2)
 
 
 class Kernel:
-    """A kernel of Triton that keeps what it is launched with, by itself and as a compiled one."""
+    """A Triton kernel that records its launches, directly and as a compiled kernel."""
 
     arg_names = ("x_T", "y_T", "size", "FLAG", "BLOCK")
     do_not_specialize: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self.asked: list[tuple[Any, ...]] = []
+        self.runs: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **options: Any) -> dict[tuple[int, ...], Any]:
-            self.asked.append((grid, arguments, options))
+            self.runs.append((grid, arguments, options))
             return Compiled(self.launched)
 
         return run
@@ -47,7 +48,7 @@ class Compiled(dict):  # type: ignore[type-arg]
 
 @pytest.fixture(autouse=True)
 def compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """No interpreter, no launches of other tests, and a device that may be changed."""
+    """Replace the interpreter, the launches of other tests and the device, which may be changed."""
     device = SimpleNamespace(index=0)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_device=lambda: device.index))
     knobs = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
@@ -64,10 +65,10 @@ def tensors(dtype: torch.dtype = torch.float32, *, first: int = 0) -> tuple[Tens
 def test_triton_is_asked_once_and_the_compiled_kernel_has_the_same_arguments() -> None:
     kernel, (x_T, y_T), (others_T, again_T) = Kernel(), tensors(), tensors()
     launch(kernel, (7, 2, 1), (x_T, y_T), (5,), CONFIG, FLAG=True)
-    assert kernel.asked == [((7, 2, 1), (x_T, y_T, 5), {"FLAG": True, **CONFIG.arguments})]
+    assert kernel.runs == [((7, 2, 1), (x_T, y_T, 5), {"FLAG": True, **CONFIG.arguments})]
     assert kernel.launched == []
     launch(kernel, (3, 1, 1), (others_T, again_T), (5,), CONFIG, FLAG=True)
-    assert len(kernel.asked) == 1
+    assert len(kernel.runs) == 1
     [(grid, arguments)] = kernel.launched
     assert grid == (3, 1, 1)
     assert arguments[0] is others_T
@@ -95,7 +96,7 @@ def test_what_changes_a_binary_is_asked_for(changes: dict[str, Any], compiled_ke
     flag, config = given.pop("FLAG"), given["config"]
     for _ in range(2):
         launch(kernel, (1, 1, 1), **given, FLAG=flag)
-    assert len(kernel.asked) == 2
+    assert len(kernel.runs) == 2
     assert kernel.launched[0][1][2:] == (*given["sizes"], flag, config.constants["BLOCK"])
 
 
@@ -103,7 +104,7 @@ def test_another_kernel_has_a_binary_of_its_own() -> None:
     one, other = Kernel(), Kernel()
     for kernel in (one, other, one, other):
         launch(kernel, (1, 1, 1), tensors(), (5,), CONFIG, FLAG=True)
-    assert [len(kernel.asked) for kernel in (one, other)] == [1, 1]
+    assert [len(kernel.runs) for kernel in (one, other)] == [1, 1]
 
 
 def test_the_interpreter_is_always_asked(compiled_kernels: SimpleNamespace) -> None:
@@ -111,7 +112,7 @@ def test_the_interpreter_is_always_asked(compiled_kernels: SimpleNamespace) -> N
     kernel = Kernel()
     for _ in range(2):
         launch(kernel, (1, 1, 1), tensors(), (5,), CONFIG, FLAG=True)
-    assert len(kernel.asked) == 2
+    assert len(kernel.runs) == 2
 
 
 @pytest.mark.parametrize(("dividend", "quotient"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2)])
@@ -128,11 +129,11 @@ def test_collected_launches_are_not_made_and_find_their_kernel_compiled_later() 
 
     collected = collected_launches(run)
     assert len(collected) == 4
-    assert (kernel.asked, kernel.launched) == ([], [])
+    assert (kernel.runs, kernel.launched) == ([], [])
     assert list(compiled_launches(collected)) == [(0, 2), (1, 2), (2, 2)], "5 and 6 are compiled alike, 16 otherwise"
-    asked = len(kernel.asked)
+    runs = len(kernel.runs)
     run()
-    assert len(kernel.asked) == asked
+    assert len(kernel.runs) == runs
     assert [arguments[2:] for _, arguments in kernel.launched] == [(size, True, 64) for size in (5, 6, 16, 5)]
     assert list(compiled_launches(collected_launches(run))) == []
 
@@ -157,7 +158,7 @@ def test_after_an_error_launches_are_made_again(compiled_kernels: SimpleNamespac
     with pytest.raises(RuntimeError, match="as the test wants it"):
         collected_launches(fail)
     launch(kernel, (1, 1, 1), tensors(), (5,), CONFIG, FLAG=True)
-    assert len(kernel.asked) == 1
+    assert len(kernel.runs) == 1
 
 
 def test_the_interpreter_compiles_nothing(compiled_kernels: SimpleNamespace) -> None:

@@ -1,5 +1,5 @@
-"""What the contract tests in ``test_ops.py`` leave open for kernels that work in tiles: segments of many blocks, ranks
-of many tiles, memory nobody wrote, masks bit by bit, launches, and bits that must not change.
+"""Cases that ``test_ops.py`` leaves open for kernels that work in tiles: segments of many blocks, ranks of many tiles,
+unwritten memory, masks bit by bit, launches, and bits that must not change.
 
 Truth is the reference in float64.
 """
@@ -33,7 +33,7 @@ MASKED = DropoutKey(probability=0.3, seed=2**35 + 7, step=9)
 
 
 class Pass:
-    """A group and the tokens of a pass, drawn in float64 from few bits, so that every dtype holds them exactly."""
+    """A group and the tokens of a pass, drawn in float64 with few bits, so that every dtype represents them exactly."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Pass:
             return torch.randint(-8, 9, (self.schedule.num_tokens, width), generator=generator).double() / 8
 
         self.x_TK, self.dys = draw(k), [draw(n) for n in ns]
-        # What an op writes it does not read.
+        # An op does not read what it writes.
         self.dx_TK, *self.ys = (torch.full_like(draw(width), float("nan")) for width in (k, *ns))
 
     def run(
@@ -66,7 +66,7 @@ class Pass:
         *,
         in_one: bool = False,
     ) -> dict[str, Tensor]:
-        """What the ops leave behind, of narrow tensors only what they define; ``base`` is the dtype of tokens. With
+        """Return the ops' results, of narrow tensors only the defined parts; ``base`` is the dtype of tokens. With
         ``in_one`` the backward pass is one op, which does not return ``ds``."""
         rows = (self.group.operands.params_ZP, self.group.operands.grads_ZP)
         operands = self.group.operands_with_adapters(*(rows_ZP.to(bank, copy=True) for rows_ZP in rows))
@@ -85,7 +85,7 @@ class Pass:
         return found | {f"y of {member}": y_TN for member, y_TN in enumerate(ys)} | {"gradients": operands.grads_ZP}
 
     def own_columns(self) -> Tensor:
-        """Which columns a token's slot has, ``[T, Q]``."""
+        """Return the columns that each token's slot has, ``[T, Q]``."""
         slots_T = torch.tensor(
             [slot for slot, start, end in self.schedule.segments for _ in range(start, end)], dtype=torch.long
         )
@@ -94,7 +94,7 @@ class Pass:
         return self.group.packed(ones_TMR, slots_T, 0.0) == 1.0
 
     def alone(self, index: int) -> Pass:
-        """The same slots, tokens of one segment only."""
+        """Return a pass with the same slots and the tokens of one segment."""
         slot, start, end = self.schedule.segments[index]
         one = object.__new__(Pass)
         one.group = self.group
@@ -153,7 +153,7 @@ def test_any_lengths_ranks_and_members(ops: ModuleType, drawn: Pass) -> None:
 @pytest.mark.parametrize("max_rank", [1, 64, 200, 256])
 @pytest.mark.parametrize("num_members", [1, 3])
 def test_every_largest_rank_of_a_bank(ops: ModuleType, max_rank: int, num_members: int) -> None:
-    """Up to 768 columns side by side: more than one program takes. On a 16-bit base, where it takes the most."""
+    """Up to 768 columns side by side, more than one program takes. A 16-bit base takes the most."""
     ranks = [max_rank, max_rank // 2, 1]
     drawn = Pass([66, 5, 1], [[rank] * num_members for rank in ranks], k=70, ns=[40, 9, 20][:num_members])
     assert_close(drawn.run(ops, torch.float16, torch.float16), drawn.run(REFERENCE), 2e-3)
@@ -168,8 +168,9 @@ def test_a_member_with_more_ranks_than_a_program_takes(ops: ModuleType) -> None:
 
 
 @TRITON
-def test_adapters_that_lie_where_vectors_may_begin(ops: ModuleType) -> None:
-    """As nearly all do; most groups of these tests have odd places, so that kernels may rely on nothing."""
+def test_aligned_adapters(ops: ModuleType) -> None:
+    """Nearly all adapters do; most groups in these tests have odd places, so that kernels must not rely on
+    alignment."""
     ns, ranks_ZM = (48, 16), [[8, 8], [16, 0], [24, 24]]
     size = 24 * (64 * 2 + sum(ns))
     generator = torch.Generator().manual_seed(0)
@@ -201,7 +202,7 @@ def test_alignment_is_that_of_the_least_aligned_of_all_that_were_admitted() -> N
     operands = LoraOperands(
         number=0, in_features=8, out_features=[16], params_ZP=rows_ZP, grads_ZP=rows_ZP, max_rank=16
     )
-    assert operands.alignment == 8, "nobody there"
+    assert operands.alignment == 8, "no slot is occupied"
     operands.assign(0, [16], 0, [128])
     assert operands.alignment == 8
     operands.assign(1, [4], 0, [32])
@@ -216,7 +217,7 @@ def test_alignment_is_that_of_the_least_aligned_of_all_that_were_admitted() -> N
 
 
 @TRITON
-def test_memory_nobody_wrote_is_neither_read_nor_written(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_memory_is_neither_read_nor_written(ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, allocated = Tensor.new_empty, []
 
     def new_empty(self: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -246,7 +247,7 @@ def test_the_backward_pass_in_one_op_has_the_bits_of_two(ops: ModuleType) -> Non
 
 
 @TRITON
-def test_same_bits_every_time_and_in_any_company(ops: ModuleType) -> None:
+def test_same_bits_every_time_and_beside_any_jobs(ops: ModuleType) -> None:
     """Float32, so that another order of summation would show."""
     ranks_ZM = [[16, 16, 16], [3, 0, 3], [33, 33, 0], [50, 50, 50]]
     together = Pass([70, 5, 2, 3], ranks_ZM, k=40, ns=[70, 9, 9], keys=[MASKED, None, None, MASKED])
@@ -259,7 +260,7 @@ def test_same_bits_every_time_and_in_any_company(ops: ModuleType) -> None:
 
 
 class TestParts:
-    """Long sums are cut into parts, each of a program of its own."""
+    """Long sums are cut into parts, each with its own program."""
 
     RANKS_ZM = ((16, 16, 16), (3, 0, 3), (33, 33, 0), (0, 50, 50))
 
@@ -267,17 +268,17 @@ class TestParts:
     def short_parts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("alto.kernels.triton_config.SPLIT", 64)
         monkeypatch.setattr("alto.kernels.triton_backend.SPLIT", 64)
-        for config in (shrink_config, dy_config):  # each remembers what it has returned
+        for config in (shrink_config, dy_config):  # each caches its results
             monkeypatch.setattr(f"alto.kernels.triton_backend.{config.__name__}", config.__wrapped__)
 
     def drawn(self) -> Pass:
-        """One member has three parts, one just as many columns as a part, one fewer."""
+        """Return a pass in which one member has three parts, one exactly the columns of one part, one fewer."""
         return Pass([70, 5, 0, 66], self.RANKS_ZM, k=200, ns=[130, 64, 9], keys=[MASKED, None, None, MASKED])
 
     @TRITON
     def test_they_add_up(self, ops: ModuleType) -> None:
         drawn = self.drawn()
-        for in_one in (False, True):  # counters are left as zeros for the next launch
+        for in_one in (False, True):  # counters are zero again for the next launch
             assert_close(drawn.run(ops, in_one=in_one), drawn.run(REFERENCE, in_one=in_one))
         for zeros in import_module("alto.kernels.triton_backend")._zeros.values():
             assert not zeros.any()
@@ -293,7 +294,7 @@ class TestParts:
         assert_close(drawn.run(ops), drawn.run(REFERENCE))
 
     @TRITON
-    def test_bits_do_not_depend_on_company(self, ops: ModuleType) -> None:
+    def test_bits_do_not_depend_on_other_jobs(self, ops: ModuleType) -> None:
         together = self.drawn()
         first = together.run(ops, torch.float32, torch.float32)
         for index, (slot, start, end) in enumerate(together.schedule.segments):
@@ -302,7 +303,7 @@ class TestParts:
             assert all(torch.equal(tensor, first[name][start:end]) for name, tensor in alone.items())
 
     @TRITON
-    def test_planes_that_nobody_wrote_are_not_read(self, ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unwritten_planes_are_not_read(self, ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         plain = Tensor.new_empty
 
         def new_empty(self: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -316,12 +317,12 @@ class TestParts:
 
 
 class TestDropout:
-    """The masks of ``dropout_factor``, bit by bit, as every kernel that has one applies it."""
+    """The masks of ``dropout_factor``, bit by bit, in every kernel that applies one."""
 
     K, COUNTS = 70, [3, 130]
 
     def make(self, rank: int) -> tuple[Group, TokenSchedule, Tensor]:
-        """A group of one member with one slot; behind a neighbour, so that its tokens do not begin at zero."""
+        """Return a group of one member with one slot after a neighbour, so that its tokens do not begin at zero."""
         group = Group([[rank], [rank]], in_features=self.K, out_features=[1], number=12)
         for matrices in (*group.operands.slots.values(),):
             matrices.a_KQ.zero_()
@@ -334,14 +335,14 @@ class TestDropout:
         return group, schedule, torch.cat(expected)
 
     @TRITON
-    def test_of_shrink(self, ops: ModuleType) -> None:
+    def test_masks_of_shrink(self, ops: ModuleType) -> None:
         group, schedule, expected_TK = self.make(self.K)
         for matrices in group.operands.slots.values():
             matrices.a_KQ.copy_(torch.eye(self.K))
         assert torch.equal(ops.grouped_shrink(torch.ones_like(expected_TK), group.operands, schedule), expected_TK)
 
     @TRITON
-    def test_of_dx(self, ops: ModuleType) -> None:
+    def test_masks_of_dx(self, ops: ModuleType) -> None:
         group, schedule, expected_TK = self.make(1)
         for matrices in group.operands.slots.values():
             matrices.a_KQ.fill_(1.0)
@@ -352,9 +353,9 @@ class TestDropout:
         assert torch.equal(dx_TK, expected_TK)
 
     @TRITON
-    def test_of_da(self, ops: ModuleType) -> None:
+    def test_masks_of_da(self, ops: ModuleType) -> None:
         group, schedule, expected_TK = self.make(130)
-        # Every token has a column of its own.
+        # Every token has its own column.
         ds_TQ = torch.cat([torch.eye(3, 130), torch.eye(130)]).double()
         tokens = (torch.ones_like(expected_TK), ds_TQ, [torch.ones_like(expected_TK[:, :1])], ds_TQ)
         ops.grouped_backward_weight(*tokens, group.operands, schedule)
@@ -371,7 +372,7 @@ class TestDropout:
     ("num_members", "launches"), [(1, 1), (3, 1), (4, 2)], ids=["one member", "three members", "four members"]
 )
 def test_launches(ops: ModuleType, monkeypatch: pytest.MonkeyPatch, num_members: int, launches: int) -> None:
-    """Of a group, however many slots there are: one for what reads or writes the input, one for three members."""
+    """Launches per group, independent of the number of slots: one for the input, one for each three members."""
     backend, counts = choose_backend("triton"), Counter()
     for op in ("shrink", "expand", "dy", "dx", "da"):
         monkeypatch.setattr(backend, f"{op}_kernel", Counted(getattr(backend, f"{op}_kernel"), op, counts))
@@ -381,12 +382,10 @@ def test_launches(ops: ModuleType, monkeypatch: pytest.MonkeyPatch, num_members:
     assert counts == dict.fromkeys(["shrink", "dx", "da"], 1) | of_members
     counts.clear()
     drawn.run(ops)
-    assert counts["dy"] == 2 * launches, "of input and weight by themselves"
+    assert counts["dy"] == 2 * launches, "input and weight separately"
 
 
 class Counted:
-    """A kernel that counts its launches."""
-
     def __init__(self, kernel: Any, name: str, counts: Counter[str]) -> None:
         self._kernel, self._name, self._counts = kernel, name, counts
         self.arg_names = kernel.arg_names
@@ -413,7 +412,7 @@ def test_every_dtype_of_base_and_bank(ops: ModuleType, base: torch.dtype, bank: 
     ranks_ZM = [[3, 3], [16, 0], [0, 0], [64, 64], [128, 128]]
     drawn = Pass([66, 0, 1, 30, 7], ranks_ZM, k=48, ns=[80, 24], keys=[None, None, None, MASKED, None])
     found = drawn.run(ops, base, bank)
-    narrow = base if base == torch.bfloat16 else bank  # as its numbers are multiplied next
+    narrow = base if base == torch.bfloat16 else bank  # in which its numbers are multiplied next
     assert {name: tensor.dtype for name, tensor in found.items()} == {
         **dict.fromkeys(("s", "ds"), narrow),
         "gradients": bank,
@@ -462,18 +461,19 @@ class TestRows:
 
     @TRITON
     def test_norms_of_rows_longer_than_a_program_sums(self, ops: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its sums are themselves more than are added at once: with the usual blocks from 17 million numbers on."""
+        """There are more partial sums than one program adds at once; with the usual blocks this needs 17 million
+        numbers."""
         for name, value in (("_NORM_BLOCK", 16), ("_NORM_TURNS", 2), ("NORM_SPAN", 32)):
             monkeypatch.setattr(f"alto.kernels.triton_config.{name}", value)
         monkeypatch.setattr("alto.kernels.triton_backend.NORM_SPAN", 32)
-        for config in (square_sums_config, total_norms_config):  # each remembers what it has returned
+        for config in (square_sums_config, total_norms_config):  # each caches its results
             monkeypatch.setattr(f"alto.kernels.triton_backend.{config.__name__}", config.__wrapped__)
         rows_ZP = self.banks(torch.float64)[0]
         found = ops.row_norms(rows_ZP, [4, 1], [33, 3001])
         torch.testing.assert_close(found, REFERENCE.row_norms(rows_ZP, [4, 1], [33, 3001]), rtol=EXACT, atol=0.0)
 
     @TRITON
-    def test_bits_do_not_depend_on_company(self, ops: ModuleType) -> None:
+    def test_bits_do_not_depend_on_other_jobs(self, ops: ModuleType) -> None:
         together, alone = self.banks(torch.float32), self.banks(torch.float32)
         norms = ops.row_norms(together[1], [2, 0, 1], [40_007, 3001, 2048])
         self.step(ops, together, [2, 0, 3, 1])

@@ -1,4 +1,4 @@
-"""The bank: initial weights, row copies, padding that stays zero; and its size with its optimizers, to the byte."""
+"""The bank: initial weights, row copies, padding that stays zero; and its exact size with its optimizers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_initial_weights_are_pefts_in_distribution(init: str, peft_init: bool | 
     assert a.shape == expected.T.shape
     assert float(a.std()) == pytest.approx(float(expected.std()), rel=0.03)
     assert float(a.mean()) == pytest.approx(0.0, abs=0.03 * float(expected.std()))
-    # The largest value tells a uniform distribution from a normal one.
+    # The largest value distinguishes a uniform distribution from a normal one.
     assert float(a.abs().max() / a.std()) == pytest.approx(float(expected.abs().max() / expected.std()), rel=0.2)
     assert not b.any()
     assert not layer.lora_B["default"].weight.any()
@@ -211,7 +211,7 @@ def test_gradients_that_a_step_has_not_written_are_set_to_zero() -> None:
     bank = make_bank()
     for slot in (0, 1, 2):
         bank.occupy(slot, shape(2))
-        bank.grads_ZP[slot] = 3.0  # what an earlier step has left
+        bank.grads_ZP[slot] = 3.0  # left by an earlier step
     groups = [bank.operands(index, index) for index in range(len(MODULES))]
     groups[1].adds_gradients([0])
     bank.end_gradients([1])
@@ -226,7 +226,7 @@ def test_gradients_that_a_step_has_not_written_are_set_to_zero() -> None:
     assert not any(gradient.any() for _, *pair in bank.matrices(bank.grads_ZP, 0) for gradient in pair)
 
 
-def test_adapters_that_nobody_trains_have_no_memory_for_gradients() -> None:
+def test_adapters_that_are_not_trained_have_no_memory_for_gradients() -> None:
     bank = AdapterBank(BankLayout(modules=MODULES, max_rank=4), 2, has_grads=False)
     assert (bank.grads_ZP.device.type, bank.grads_ZP.shape) == ("meta", bank.params_ZP.shape)
     assert_equal(initialised(bank, 1, 0, shape()), initialised(make_bank(), 1, 0, shape()))

@@ -1,4 +1,4 @@
-"""Adapters on token embeddings: every backend against float64 by hand, rows that are padded, and what is refused."""
+"""Adapters on token embeddings: every backend against float64 by hand, padded rows, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = [
 VOCABULARY, HIDDEN = 13, 6
 TABLE = TargetModule(name="embed", in_features=VOCABULARY, out_features=HIDDEN, is_embedding=True)
 SLOTS, LENGTHS, SCALES = (2, 1, 0), (7, 3, 9), (0.5, 2.0, 3.0)
-"""Slot 1 has no adapter on the embeddings."""
+"""Slots, tokens and scales; slot 1 has no adapter on the embeddings."""
 
 
 def filled_bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
@@ -57,7 +57,7 @@ def filled_bank(dtype: torch.dtype = torch.float32) -> AdapterBank:
 
 
 def by_hand(bank: AdapterBank, ids_T: Tensor, dy_TH: Tensor, factor: float, padding: int | None) -> Any:
-    """The change of every token, and the gradients of both matrices by slot, float64."""
+    """Return the change of every token, and the gradients of both matrices by slot, in float64."""
     changes, gradients = [], {}
     parts = zip(SLOTS, SCALES, ids_T.split(LENGTHS), dy_TH.double().split(LENGTHS), strict=True)
     for slot, scale, ids, dy in parts:
@@ -82,7 +82,7 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
 def test_change_and_gradients_of_many_slots(ops: Any, factor: float, padding: int | None) -> None:
     bank = filled_bank()
     operands = bank.operands(1, 7)
-    # few tokens, so that some are there more than once
+    # few distinct tokens, so that some are repeated
     ids_T = torch.randint(2, 8, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
     assert (ids_T[:7] == 4).any()
     dy_TH = torch.randn(sum(LENGTHS), HIDDEN, generator=torch.Generator().manual_seed(2))
@@ -185,7 +185,7 @@ def test_what_is_not_implemented_there_is_refused(settings: dict[str, Any], mess
         adapter_shape(build_tiny("llama"), JobConfig(target_modules=["embed_tokens"], **settings))
 
 
-def test_other_embeddings_are_none_of_the_tokens() -> None:
+def test_other_embeddings_are_not_taken_for_the_tokens_ones() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=4, n_positions=64))

@@ -1,4 +1,4 @@
-"""Adapters on stacked experts: every job among others as PEFT's ``target_parameters`` trains it alone."""
+"""Adapters on stacked experts: each job among others trains as PEFT's ``target_parameters`` alone."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 LENGTHS = [13, 7, 21]
 SLOTS = {2: (3, 2.0, slice(0, 20)), 0: (4, 1.0, slice(20, 41))}
-"""Rank, scale and tokens of two jobs: the first has two sequences."""
+"""Rank, scale and tokens of two jobs; the first job has two sequences."""
 
 
 def draw() -> tuple[Tensor, Tensor, Tensor]:
@@ -49,7 +49,7 @@ def draw() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def occupied(model: PreTrainedModel) -> AdapterBank:
-    """A bank of three slots, two of them with random adapters."""
+    """Return a bank of three slots, two of them with random adapters."""
     config = config_of(model, 1, 1.0)
     targets = find_targets(model, config.target_modules, target_parameters=config.target_parameters)
     bank = AdapterBank(BankLayout(modules=targets, max_rank=4, rank_step=1), 3)
@@ -62,7 +62,7 @@ def occupied(model: PreTrainedModel) -> AdapterBank:
 
 
 def train(backbone: Backbone, bank: AdapterBank) -> Tensor:
-    """Losses of all tokens; adapter gradients are in the bank."""
+    """Return the losses of all tokens; adapter gradients are in the bank."""
     ids, positions, targets = draw()
     context = inject(backbone.model, bank, backbone.rows_in_pass)
     schedule = TokenSchedule.build(
@@ -96,8 +96,8 @@ def test_every_job_trains_as_peft_trains_it_alone(name: str, tmp_path: Path) -> 
         alone: Any = PeftModel.from_pretrained(copy.deepcopy(own), str(tmp_path / f"{slot}"), is_trainable=True)
         of_job = rows[:2] if slot == 2 else rows[2:]
         loss = sum(
-            F.cross_entropy(alone(input_ids=row[None], use_cache=False).logits[0], sought, reduction="sum")
-            for row, sought in of_job
+            F.cross_entropy(alone(input_ids=row[None], use_cache=False).logits[0], wanted, reduction="sum")
+            for row, wanted in of_job
         )
         loss.backward()
         assert float(losses[tokens].sum()) == pytest.approx(float(loss.detach()), rel=1e-5)
@@ -143,7 +143,7 @@ def test_every_backend_gives_the_same(ops: Any) -> None:
 
 @pytest.mark.parametrize("factor", [3.0, float("nan")], ids=["larger", "nan"])
 def test_another_job_changes_rounding_at_most(factor: float) -> None:
-    """The other job's tokens go to other experts, so the products of an expert have other numbers of rows."""
+    """The other job's tokens go to other experts, so an expert's products have other numbers of rows."""
     backbone = Backbone(build_mixture("mixtral"), None, "tiny")
     bank, other = occupied(backbone.model), occupied(backbone.model)
     before = train(backbone, bank)
@@ -191,7 +191,7 @@ class TestTargets:
             find_targets(tiny_model("llama"), "all-linear", target_parameters=["experts.gate_up_proj"])
 
     @pytest.mark.parametrize(
-        ("changes", "said"),
+        ("changes", "message"),
         [
             ({"lora_dropout": 0.1}, "lora_dropout should be 0 with target_parameters"),
             ({"optim": "paged_adamw_8bit"}, "optim should be 'adamw_torch' with target_parameters"),
@@ -199,8 +199,8 @@ class TestTargets:
             ({"target_parameters": 3}, "should be a list of names of parameters"),
         ],
     )
-    def test_settings_that_contradict_it_are_refused(self, changes: dict[str, Any], said: str) -> None:
-        with pytest.raises(SpecError, match=said):
+    def test_settings_that_contradict_it_are_refused(self, changes: dict[str, Any], message: str) -> None:
+        with pytest.raises(SpecError, match=message):
             JobConfig(**({"target_parameters": ["experts.down_proj"]} | changes))
 
     def test_nothing_to_train_is_refused(self) -> None:

@@ -1,4 +1,4 @@
-"""Trained biases and magnitudes: which they are, and what their files do in PEFT and here."""
+"""Trained biases and magnitudes: their names, and their files in PEFT and here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def test_an_export_is_the_same_in_peft_here_and_merged(settings: dict[str, Any],
     assert (expected - plain).norm() > 0.05 * plain.norm()
     backbone = Backbone(model, None, "tiny")
     torch.testing.assert_close(logits_of(backbone, IDS, tmp_path), expected, rtol=1e-4, atol=1e-4)
-    assert (logits_of(backbone, IDS, tmp_path / "without") - expected).norm() > 0.01 * plain.norm(), "they matter"
+    assert (logits_of(backbone, IDS, tmp_path / "without") - expected).norm() > 0.01 * plain.norm(), (
+        "they change the logits"
+    )
     merged = peft.merge_and_unload()
     torch.testing.assert_close(merged(input_ids=IDS).logits, expected, rtol=1e-4, atol=1e-4)
 

@@ -1,4 +1,4 @@
-"""Putting a bank's adapters into a model and taking them out: nothing of an earlier bank stays."""
+"""Injecting a bank's adapters into a model and removing them: nothing of an earlier bank remains."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ModelFactory = Callable[..., PreTrainedModel]
 
 
 def make_bank(model: PreTrainedModel, max_rank: int, every: int = 1) -> AdapterBank:
-    """A bank on every ``every``-th linear module whose one adapter does something."""
+    """Return a bank on every ``every``-th linear module with one non-zero adapter."""
     modules = linear_modules(model)[::every]
     bank = AdapterBank(BankLayout(modules=modules, max_rank=max_rank), 1)
     bank.occupy(0, AdapterShape(rank=max_rank, targets=modules))
@@ -69,7 +69,7 @@ def test_eject_leaves_a_bare_model_alone(tiny_model: ModelFactory) -> None:
 
 
 def test_a_second_bank_takes_the_place_of_the_first(tiny_model: ModelFactory) -> None:
-    """Fewer modules, a larger rank: what only the first bank wrapped is bare again."""
+    """The second bank has fewer modules and a larger rank; modules that only the first one wrapped are bare again."""
     model, other = tiny_model("llama"), tiny_model("llama")
     backbone, fresh = Backbone(model, None, "tiny"), Backbone(other, None, "tiny")
     first = inject(model, make_bank(model, 2))
@@ -80,12 +80,12 @@ def test_a_second_bank_takes_the_place_of_the_first(tiny_model: ModelFactory) ->
     assert not any(isinstance(model.get_submodule(name).base, MultiLoraLinear) for name in wrapped)
     expected = hidden(fresh, inject(other, make_bank(other, 8, every=3)))
     assert torch.equal(hidden(backbone, second), expected)
-    assert torch.equal(hidden(backbone, first), hidden(backbone)), "the first bank is still heard"
+    assert torch.equal(hidden(backbone, first), hidden(backbone)), "the first bank still has an effect"
 
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Cycles stay in memory as long as the test runs: only what nothing refers to is freed."""
+    """Switch off the collection of cycles, so that only unreferenced objects are freed."""
     gc.collect()
     gc.disable()
     yield
@@ -94,11 +94,11 @@ def no_collector() -> Iterator[None]:
 
 @pytest.mark.usefixtures("no_collector")
 class TestABankIsFreedAtOnce:
-    """A bank may take most of a GPU: it must not wait for Python's collector of cycles."""
+    """A bank may take most of a GPU, so it must not wait for Python's garbage collector."""
 
     @pytest.fixture
     def parts(self, tiny_model: ModelFactory) -> list[object]:
-        """Model, backbone and bank after a training pass, the context of the passes last."""
+        """Model, backbone and bank after a training pass; the context of the passes is last."""
         model = tiny_model("llama")
         backbone, bank = Backbone(model, None, "tiny"), make_bank(model, 4)
         context = inject(model, bank)

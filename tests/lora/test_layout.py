@@ -1,4 +1,4 @@
-"""Where adapters lie in a row of the bank."""
+"""Places of adapters in a row of the bank."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ def test_an_adapter_fills_its_row_from_the_start_without_gap_or_overlap(
     assert not bank.params_ZP[0].any()
 
 
-@given(own=st.sets(st.integers(0, 4), min_size=1), company=st.sets(st.integers(0, 4)), max_rank=st.integers(3, 9))
-@example(own={3, 4}, company={2}, max_rank=3)  # the group of 4 has a member before 3, which is another adapter's
-def test_where_an_adapter_lies_does_not_depend_on_its_company(own: set[int], company: set[int], max_rank: int) -> None:
+@given(own=st.sets(st.integers(0, 4), min_size=1), others=st.sets(st.integers(0, 4)), max_rank=st.integers(3, 9))
+@example(own={3, 4}, others={2}, max_rank=3)  # the group of 4 has a member before 3, which is another adapter's
+def test_the_place_of_an_adapter_does_not_depend_on_other_adapters(
+    own: set[int], others: set[int], max_rank: int
+) -> None:
     modules = targets_of([(5, 3), (5, 2), (4, 6), (5, 1), (4, 4)])
     shape = AdapterShape(rank=3, targets=tuple(modules[i] for i in sorted(own)))
     shared = (("m0", "m1", "m3"), ("m2", "m4"))
@@ -54,7 +56,7 @@ def test_where_an_adapter_lies_does_not_depend_on_its_company(own: set[int], com
         bank.params_ZP[0] = torch.arange(layout.row_size)
         return [(m.name, a.flatten().tolist(), b.flatten().tolist()) for m, a, b in bank.matrices(bank.params_ZP, 0)]
 
-    assert numbered(own | company, max_rank) == numbered(own, 3)
+    assert numbered(own | others, max_rank) == numbered(own, 3)
 
 
 def test_all_a_come_before_all_b_and_members_of_a_group_side_by_side() -> None:

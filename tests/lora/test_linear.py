@@ -1,4 +1,4 @@
-"""Injection: wrapped modules serve each slot's own adapter, and are the base alone where nothing is asked of them."""
+"""Injection: wrapped modules apply each slot's own adapter, and equal the base where no slot adapts them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from alto.lora import (
 )
 from alto.lora import linear_modules as all_modules
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 IDS = torch.tensor([3, 5, 8, 13, 21, 34, 55, 89])
@@ -35,7 +35,7 @@ ModelFactory = Callable[..., PreTrainedModel]
 def with_adapters(
     model: PreTrainedModel, adapters: list[tuple[int, tuple[TargetModule, ...]]]
 ) -> tuple[Backbone, AdapterBank, ForwardContext]:
-    """A backbone with one adapter per slot (rank, targets); ``B`` random instead of zero."""
+    """Return a backbone with one adapter per slot (rank, targets), whose ``B`` is random instead of zero."""
     targeted = {module for _, targets in adapters for module in targets}
     modules = tuple(module for module in all_modules(model) if module in targeted)
     backbone = Backbone(model, None, "tiny")
@@ -111,7 +111,7 @@ def test_nothing_of_the_base_is_trained(tiny_model: ModelFactory) -> None:
 
 
 def test_dropout_of_a_job_does_not_depend_on_what_other_jobs_target(tiny_model: ModelFactory) -> None:
-    """Law 1: the bank of a task holds the modules of all its jobs, a job's masks must not."""
+    """A task's bank holds the modules of all its jobs, on which a job's masks must not depend."""
     schedule = TokenSchedule.build([0], [8], [1.0], [DropoutKey(0.5, 1, 2)])
     results = []
     for names_of_other in (["v_proj"], "all-linear"):

@@ -46,7 +46,8 @@ pytestmark = [
 ]
 
 SLOTS, SCALES, LENGTHS, COUNTS = (2, 3, 1, 0), (0.5, 3.0, 2.0, 1.0), (5, 6, 9, 7), (4, 3, 6, 7)
-"""Slots in token order with scale, tokens and trained tokens; slot 1 has no adapter on the head, slot 3 only that."""
+"""Slots in token order with scale, tokens and trained tokens; slot 1 has no adapter on the head, slot 3 only that
+one."""
 
 IDS = torch.tensor([[3, 5, 8, 13, 21], [34, 55, 89, 1, 2]])
 
@@ -70,14 +71,14 @@ def with_heads(model: PreTrainedModel) -> tuple[Backbone, AdapterBank, ForwardCo
 
 
 def tokens() -> Any:
-    """Every job's trained tokens are its last."""
+    """Return tokens of which each job's last ones are trained."""
     ends = torch.tensor(LENGTHS).cumsum(0).tolist()
     positions = [torch.arange(end - count, end) for end, count in zip(ends, COUNTS, strict=True)]
     return SimpleNamespace(slots=SLOTS, job_tokens=LENGTHS, job_targets=COUNTS, loss_positions_S=torch.cat(positions))
 
 
 def drawn_states(backbone: Backbone) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, targets, and gradients towards the losses, no two alike."""
+    """Return hidden states, targets, and distinct gradients of the losses."""
     generator = torch.Generator().manual_seed(1)
     hidden_SH = torch.randn(sum(COUNTS), backbone.model.config.hidden_size, generator=generator)
     targets_S = torch.randint(0, backbone.model.config.vocab_size, (sum(COUNTS),), generator=generator)
@@ -87,7 +88,7 @@ def drawn_states(backbone: Backbone) -> tuple[Tensor, Tensor, Tensor]:
 def by_hand(
     backbone: Backbone, bank: AdapterBank, hidden_SH: Tensor, targets_S: Tensor, upstream_S: Tensor
 ) -> tuple[Tensor, Tensor, dict[tuple[int, str], Tensor]]:
-    """Losses, the gradient of the hidden states and those of every slot's matrices, in float64."""
+    """Return losses, the gradient of the hidden states and those of every slot's matrices, in float64."""
     head: Any = backbone.model.get_output_embeddings()
     cap = getattr(backbone.model.config, "final_logit_softcapping", None)
     hidden = hidden_SH.detach().double().requires_grad_()
@@ -147,7 +148,7 @@ def assert_equal_by_hand(architecture: str, chunk: int) -> None:
 
 
 def gradients_of(bank: AdapterBank, slot: int) -> dict[str, Tensor]:
-    """Those of the head, which a slot may not have."""
+    """Return the gradients of the head, which a slot may lack."""
     pair = bank.read(slot, bank.grads_ZP).get("lm_head")
     return {} if pair is None else dict(zip("AB", pair, strict=True))
 
@@ -172,7 +173,7 @@ def test_the_comparison_bites(mistake: str) -> None:
 
 
 def test_slots_without_an_adapter_on_the_head_keep_every_bit() -> None:
-    """They take the way of a base whose head nobody adapts, where logits are computed once."""
+    """Logits are computed once, as for a base whose head nobody adapts."""
     backbone, bank, context = with_heads(build_tiny("llama"))
     hidden_SH, targets_S, upstream_S = drawn_states(backbone)
     with context.use(TokenSchedule.build(SLOTS, LENGTHS, SCALES)):
@@ -217,7 +218,7 @@ def test_16_bit_bases_get_the_gradients_of_their_rounded_logits() -> None:
     hidden = hidden_SH.detach().bfloat16().requires_grad_()
     with context.use(TokenSchedule.build(SLOTS, LENGTHS, SCALES)):
         losses_S = backbone.token_losses(hidden, targets_S, tokens())
-        losses_S.backward(upstream_S * 1e-9)  # far below what float16 holds, and near the end of what bfloat16 does
+        losses_S.backward(upstream_S * 1e-9)  # far below float16's range, and near the end of bfloat16's
     expected, gradient_SH, matrices = by_hand(backbone, bank, hidden, targets_S, upstream_S * 1e-9)
     assert near(losses_S.detach(), expected, 1e-2)
     assert hidden.grad is not None
@@ -245,7 +246,7 @@ class TestTheModelsOwnLogits:
             found = backbone.model(input_ids=IDS, use_cache=False, logits_to_keep=kept).logits
         assert near(found, torch.stack(expected)[:, -kept:].double())
 
-    def test_positions_that_no_slot_can_be_told_of_are_refused(self) -> None:
+    def test_positions_of_unknown_slots_are_refused(self) -> None:
         backbone, _, context = with_heads(build_tiny("llama"))
         with (
             context.use(TokenSchedule.build([0, 1], [3, 5], [1.0, 1.0])),
@@ -278,7 +279,7 @@ class TestTargets:
 
     def test_a_job_that_targets_it_changes_no_number_of_another_modules_masks(self) -> None:
         names = [target.name for target in adaptable(build_tiny("llama"))]
-        assert names[-2:] == ["lm_head", "model.embed_tokens"]  # behind all that had a number before
+        assert names[-2:] == ["lm_head", "model.embed_tokens"]  # after all modules that are numbered already
 
     @pytest.mark.parametrize(
         ("settings", "name", "message"),

@@ -1,6 +1,6 @@
 """``SlotAdamW`` on a row equals ``clip_grad_norm_`` and ``torch.optim.AdamW`` on that adapter alone.
 
-That LoRA+ rates are PEFT's is shown by ``tests/executor/test_isolation.py``, whose oracle is PEFT's own optimizer.
+``tests/executor/test_isolation.py`` compares LoRA+ rates with PEFT's own optimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Adapters:
             self.alone.append(parameters)
             self.alone_optimizers.append(
                 torch.optim.AdamW(
-                    [{"params": parameters[0::2]}, {"params": parameters[1::2]}],  # every A, every B
+                    [{"params": parameters[0::2]}, {"params": parameters[1::2]}],  # all A, all B
                     betas=(config.adam_beta1, config.adam_beta2),
                     eps=config.adam_epsilon,
                     weight_decay=config.weight_decay,
@@ -49,7 +49,7 @@ class Adapters:
             )
 
     def train(self, slots: list[int], rate: float = 1.0) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """One step of ``slots`` on the same random gradients in both worlds; gradient norms of both."""
+        """Step ``slots`` on the same random gradients in the bank and alone; return the gradient norms of both."""
         expected = []
         for slot in slots:
             config = CONFIGS[slot]
@@ -85,7 +85,7 @@ def adapters() -> Adapters:
     return Adapters()
 
 
-def test_many_steps_in_changing_company(adapters: Adapters) -> None:
+def test_many_steps_beside_changing_jobs(adapters: Adapters) -> None:
     for step in range(20):
         slots = [[0, 1, 2], [2, 0], [1], [1, 2]][step % 4]
         norms, expected = adapters.train(slots, rate=1.0 - step / 40)
@@ -95,7 +95,7 @@ def test_many_steps_in_changing_company(adapters: Adapters) -> None:
 
 
 def test_clipping_bites(adapters: Adapters) -> None:
-    """With a large epsilon the size of the gradient shows; without clipping the adapters would differ."""
+    """With a large epsilon the gradient's size matters, so without clipping the adapters would differ."""
     norms, _ = adapters.train([0])
     assert float(norms[0]) > CONFIGS[0].max_grad_norm
     adapters.assert_equal()
@@ -152,8 +152,8 @@ def test_state_moves_to_another_slot_of_another_bank(adapters: Adapters) -> None
 
 
 class Rounded:
-    """Equal adapters with bfloat16 moments, the jobs of which have the given seeds by slot. They get the same gradients
-    in the same steps of their own."""
+    """Equal adapters with bfloat16 moments, whose jobs have the given seeds by slot. They get the same gradients in the
+    same steps of their own."""
 
     def __init__(
         self,
@@ -196,18 +196,18 @@ BEFORE = TargetModule(name="before", in_features=6, out_features=4)
 
 
 def test_bfloat16_moments_of_an_adapter_follow_from_its_own_seed_and_steps() -> None:
-    """In another slot, beside others that joined later, in a larger bank whose layout has more modules."""
-    alone, company = Rounded({0: 7}), Rounded({3: 7}, num_slots=5, max_rank=9, modules=(BEFORE, *MODULES))
+    """This holds in another slot, beside later jobs, in a larger bank whose layout has more modules."""
+    alone, beside = Rounded({0: 7}), Rounded({3: 7}, num_slots=5, max_rank=9, modules=(BEFORE, *MODULES))
     alone.train(6)
-    company.train(2)
+    beside.train(2)
     for slot in (1, 4):
-        company.admit(slot, seed=slot)
-    company.train(4)
-    assert company.bits(3) == alone.bits(0)
+        beside.admit(slot, seed=slot)
+    beside.train(4)
+    assert beside.bits(3) == alone.bits(0)
     states = alone.optimizer.read(0).tensors
     assert {part.dtype for part in states.values()} == {torch.bfloat16}
     assert all((part >= 0).all() for name, part in states.items() if name.endswith("exp_avg_sq"))
-    assert company.bits(4) != company.bits(1), "the seed has no part in it"
+    assert beside.bits(4) != beside.bits(1), "the seed has no effect"
 
 
 def test_every_step_of_a_job_rounds_by_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Adapters on disk: PEFT reads what is written here, puts an adapter on the modules it was trained on, and is read."""
+"""Adapters on disk: PEFT reads ours, applies an adapter to the modules it was trained on, and we read PEFT's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from alto.lora import (
 from alto.lora.peft_targets import PeftTargets, expert_names, peft_targets
 from alto.spec import JobConfig
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 IDS = torch.tensor([[3, 5, 8, 13, 21]])
@@ -195,7 +195,7 @@ def test_a_dense_layer_beside_experts_is_named_by_its_weight(tmp_path: Path) -> 
     assert described["target_modules"] == ["o_proj", "q_proj"]
     mlp = "model.layers.0.mlp"
     assert described["target_parameters"] == [f"{mlp}.{leaf}.weight" for leaf in ("down_proj", "gate_proj", "up_proj")]
-    assert described["lora_dropout"] == 0.0  # PEFT refuses any beside target_parameters
+    assert described["lora_dropout"] == 0.0  # PEFT refuses dropout with target_parameters
     config = config.replace(target_modules=["q_proj"])
     write_random(build_mixture("qwen3-moe-dense"), tmp_path, config)
     described = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -204,7 +204,7 @@ def test_a_dense_layer_beside_experts_is_named_by_its_weight(tmp_path: Path) -> 
 
 
 def test_a_short_name_is_used_only_where_no_other_module_has_it() -> None:
-    """A router that is no linear layer may end in the same name as a linear one elsewhere."""
+    """A router that is not a linear layer may end in the same name as a linear layer elsewhere."""
     model = ModuleNames(modules=frozenset({"layers.0.gate", "layers.1.gate", "layers.1.up"}), model_type="other")
     assert peft_targets({"layers.0.gate"}, model) == PeftTargets(modules=["layers.0.gate"], parameters=[])
     assert peft_targets({"layers.1.up"}, model) == PeftTargets(modules=["up"], parameters=[])

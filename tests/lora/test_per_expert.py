@@ -1,4 +1,4 @@
-"""Adapters of experts written for vLLM: every expert's matrices by themselves give the logits that PEFT gives."""
+"""Adapters of experts written for vLLM: each expert's own matrices give the logits that PEFT gives."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def logits(model: Any) -> Tensor:
 
 
 def merged(model: PreTrainedModel, folder: Path, leaves: tuple[str, str, str]) -> PreTrainedModel:
-    """``model`` with the matrices in ``folder`` added to the weights that their names stand for in its checkpoint, as
-    vLLM stacks them (``PackedLoRALayerWeights.pack_moe``)."""
+    """Return ``model`` with the matrices in ``folder`` added to the weights that they name in its checkpoint, as vLLM
+    stacks them (``PackedLoRALayerWeights.pack_moe``)."""
     tensors = load_file(folder / "adapter_model.safetensors")
     description = json.loads((folder / "adapter_config.json").read_text())
     scale = description["lora_alpha"] / description["r"]
@@ -87,7 +87,7 @@ def test_matrices_of_every_expert_give_the_logits_of_peft(name: str, which: str,
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_usual_export_is_what_vllm_reads_where_experts_are_stacked(name: str, tmp_path: Path) -> None:
-    """Its own reshapes of PEFT's file (``LoRAModelManager._stack_moe_lora_weights``) give every expert's product."""
+    """vLLM's reshapes of PEFT's file (``LoRAModelManager._stack_moe_lora_weights``) give every expert's product."""
     model = MODELS[name]()
     folder = random_adapter(model, tmp_path, config_of(model, RANK, ALPHA / RANK))
     tensors, weights = load_file(folder / "adapter_model.safetensors"), read_saved_adapter(folder).weights
@@ -103,10 +103,10 @@ def test_the_usual_export_is_what_vllm_reads_where_experts_are_stacked(name: str
 
 
 class TestRefusals:
-    def refused(self, name: str, tmp_path: Path, said: str, **changes: Any) -> None:
+    def refused(self, name: str, tmp_path: Path, message: str, **changes: Any) -> None:
         model = MODELS[name]()
         folder = random_adapter(model, tmp_path / "adapter", config_of(model, RANK, 2.0).replace(**changes))
-        with pytest.raises(UnsupportedError, match=said):
+        with pytest.raises(UnsupportedError, match=message):
             write_per_expert(read_saved_adapter(folder), model.config.model_type, tmp_path / "vllm")
         assert not (tmp_path / "vllm").exists()
 

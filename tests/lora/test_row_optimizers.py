@@ -32,7 +32,7 @@ from alto.spec.lr_schedules import OptimizerName
 
 
 class World:
-    """Adapters in a bank in which q and k share their input, adapter ``i`` in slot ``slots[i]``."""
+    """Adapters in a bank in which q and k share their input; adapter ``i`` is in slot ``slots[i]``."""
 
     modules: Sequence[TargetModule]
     num_slots: int
@@ -49,7 +49,6 @@ class World:
         self.admit(configs)
 
     def admit(self, configs: Sequence[JobConfig]) -> None:
-        """Begin anew with a job of each of ``configs``."""
         self.configs = configs
         for index, (slot, config) in enumerate(zip(self.slots, configs, strict=True)):
             self.bank.occupy(slot, AdapterShape(rank=config.r, targets=tuple(self.modules)))
@@ -57,7 +56,7 @@ class World:
             self.optimizer.reset(slot, config.optim)
 
     def matrices(self, index: int, rows_ZP: torch.Tensor) -> list[torch.Tensor]:
-        """Views of adapter ``index``, every ``A`` and ``B`` as PEFT has them."""
+        """Return views of adapter ``index``: every ``A`` and ``B`` as in PEFT."""
         return [matrix.T for _, *pair in self.bank.matrices(rows_ZP, self.slots[index]) for matrix in pair]
 
     def weights(self, index: int) -> list[torch.Tensor]:
@@ -67,15 +66,14 @@ class World:
         return self.optimizer.read(self.slots[index])
 
     def rate(self, index: int, number: int) -> float:
-        """The learning rate of step ``number``; it falls."""
         return self.configs[index].learning_rate / (1 + number)
 
     def give_gradients(self, number: int) -> None:
-        """The same to every world; large enough to be clipped where there is a limit."""
+        """Set gradients that depend on the number only, and are large enough to be clipped where there is a limit."""
         generator = torch.Generator().manual_seed(number)
         for index in range(len(self.configs)):
             for gradient in self.matrices(index, self.bank.grads_ZP):
-                # Matrices of far apart sizes, so that each block of an 8-bit state has a scale of its own.
+                # Sizes of matrices differ much, so that each block of an 8-bit state has its own scale.
                 scale = 10.0 ** torch.randint(-4, 1, (), generator=generator) if self.spreads else 1.0
                 gradient.copy_(torch.randn(gradient.shape, generator=generator) * scale)
 
@@ -94,7 +92,7 @@ class World:
 
 
 class Alone:
-    """One adapter as PEFT's parameters, under the optimizer that ``make`` makes for their two groups."""
+    """One adapter as PEFT's parameters, under the optimizer that ``make`` creates for their two groups."""
 
     def __init__(self, world: World, index: int, make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
         self._world, self._index, self._config = world, index, world.configs[index]
@@ -105,7 +103,7 @@ class Alone:
         self._optimizer = make([{"params": self.parameters[0::2]}, {"params": self.parameters[1::2]}])
 
     def step(self, number: int) -> torch.Tensor:
-        """Take step ``number`` on the gradients that the adapter has in its world; their norm."""
+        """Take step ``number`` on the adapter's gradients in its world; return their norm."""
         gradients = self._world.matrices(self._index, self._world.bank.grads_ZP)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = gradient.clone(memory_format=torch.contiguous_format)
@@ -161,7 +159,7 @@ class TorchWorld(World):
 
 
 def alone_as_trained(world: World, index: int, folder: Path) -> Alone:
-    """The job's parameters under the optimizer that the Trainer makes of its arguments."""
+    """Return the job's parameters under the optimizer that transformers' Trainer creates from its arguments."""
     given = SETTINGS[NAMES[index]]
     text = given.get("optim_args")
     if isinstance(text, dict):
@@ -170,14 +168,14 @@ def alone_as_trained(world: World, index: int, folder: Path) -> Alone:
         output_dir=str(folder), optim=given["optim"], optim_args=text, learning_rate=0.01, use_cpu=True
     )
     make, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
-    decay = {"weight_decay": world.configs[index].weight_decay}  # the Trainer gives it to the group
+    decay = {"weight_decay": world.configs[index].weight_decay}  # the Trainer passes it to the group
     return Alone(world, index, lambda groups: make([group | decay for group in groups], **settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("is_clipped", [True, False], ids=["clipped", "unclipped"])
 def test_every_slot_equals_the_trainers_optimizer_alone(is_clipped: bool, dtype: torch.dtype, tmp_path: Path) -> None:
-    """To the last bit where nothing is clipped: one norm is summed over the row and the other over matrices."""
+    """Without clipping all bits are equal; with it, one norm is summed over the row and the other over matrices."""
     configs = CONFIGS if is_clipped else [config.replace(max_grad_norm=None) for config in CONFIGS]
     world = TorchWorld(dtype=dtype, configs=configs)
     alone = {index: alone_as_trained(world, index, tmp_path) for index in OWN}
@@ -304,7 +302,7 @@ def test_a_slot_equals_bitsandbytes_alone() -> None:
             torch.testing.assert_close(norms[index], norm, rtol=1e-5, atol=0.0)
         assert same(world.weights(UNCLIPPED), alone[UNCLIPPED].parameters)
         for found, wanted in zip(world.weights(CLIPPED), alone[CLIPPED].parameters, strict=True):
-            # One norm is summed over the row and the other over matrices, which is the last bit of the gradients.
+            # One norm is summed over the row and the other over matrices, which changes the last bit of the gradients.
             torch.testing.assert_close(found, wanted.data, rtol=1e-6, atol=1e-7)
     parts = world.state(CLIPPED).tensors
     assert parts["q.B.state1"].dtype == torch.float32, "2048 numbers: below bitsandbytes' threshold"
@@ -369,8 +367,8 @@ def test_a_parked_job_goes_on_elsewhere_to_the_last_bit() -> None:
 
 
 @needs_bitsandbytes
-def test_the_next_job_of_a_slot_begins_anew_with_its_own_optimizer() -> None:
-    """Of the next jobs one follows another of its kind; the others change places."""
+def test_the_next_job_of_a_slot_starts_fresh_with_its_own_optimizer() -> None:
+    """One of the next jobs follows another of its kind; the others change places."""
     nexts = (EIGHT_BIT_CONFIGS[IN_32_BITS], EIGHT_BIT_CONFIGS[CLIPPED], EIGHT_BIT_CONFIGS[UNCLIPPED])
     used, fresh = EightBitWorld(), EightBitWorld(nexts)
     used.step(0)
@@ -383,7 +381,7 @@ def test_the_next_job_of_a_slot_begins_anew_with_its_own_optimizer() -> None:
 @needs_bitsandbytes
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
 def test_paged_memory_is_taken_over_by_the_next_job_of_that_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes never frees it. On a CPU it pages nothing, and takes the same steps."""
+    """bitsandbytes never frees it. On a CPU nothing is paged, and the steps are the same."""
     ranks_made = []
 
     class Counted(eight_bit_module.EightBitAdamW):
@@ -401,7 +399,7 @@ def test_paged_memory_is_taken_over_by_the_next_job_of_that_shape(monkeypatch: p
     world.optimizer.reset(1, "adamw_torch")
     world.optimizer.reset(0, "paged_adamw_8bit")
     world.optimizer.reset(1, "paged_adamw_8bit")
-    assert ranks_made == [16, 48, 16, 48], "no more than one of either shape and World"
+    assert ranks_made == [16, 48, 16, 48], "at most one per shape and World"
     for index in (0, 1):
         world.bank.initialise(index, index)
     for number in range(2):

@@ -1,4 +1,4 @@
-"""Which modules an adapter has, with which rank and scale each: PEFT's own choice."""
+"""The modules of an adapter, with their ranks and scales, as PEFT chooses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from alto.lora import (
 )
 from alto.spec import JobConfig
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 ModelFactory = Callable[..., PreTrainedModel]
@@ -78,7 +78,7 @@ def test_modules_ranks_and_scales_are_pefts(
 
 
 def test_layers_of_all_linear_are_all_modules_in_them(tiny_model: ModelFactory) -> None:
-    """PEFT refuses this, as it takes all-linear for a pattern; here it means what it says."""
+    """PEFT refuses this, because it takes all-linear for a pattern; here it is taken literally."""
     shape = adapter_shape(tiny_model("llama"), JobConfig(layers_to_transform=1))
     assert {module.name.split(".")[2] for module in shape.targets} == {"1"}
     assert len(shape.targets) == 7

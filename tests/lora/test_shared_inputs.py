@@ -1,4 +1,4 @@
-"""Modules that read the same input are found, share one computation, and stay right where they do not."""
+"""Modules that read the same input are found and share one computation; others stay correct."""
 
 from __future__ import annotations
 
@@ -55,8 +55,6 @@ def test_it_is_the_same_with_adapters_injected_and_leaves_no_hook(tiny_model: Mo
 
 
 class Calls:
-    """A backend that counts its shrinks."""
-
     def __init__(self) -> None:
         self._ops = choose_backend("torch")
         self.shrinks = 0
@@ -70,7 +68,7 @@ class Calls:
 
 
 class Pair:
-    """Two layers that read one input, with an adapter that does something, and the same layers apart."""
+    """Two layers that read one input, with a non-zero adapter, and the same layers apart."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -99,7 +97,7 @@ def test_one_computation_serves_all_readers_of_a_tensor() -> None:
         for _ in range(2):
             for member in (1, 0):
                 torch.testing.assert_close(pair.layers[member](x), pair.expected(member, x))
-    assert pair.calls.shrinks == 2, "one a round"
+    assert pair.calls.shrinks == 2, "one per round"
 
 
 def test_another_tensor_is_not_mistaken_for_the_one_at_hand() -> None:
@@ -111,7 +109,7 @@ def test_another_tensor_is_not_mistaken_for_the_one_at_hand() -> None:
         torch.testing.assert_close(pair.layers[1](x), pair.expected(1, x))
 
 
-def test_outputs_that_nobody_took_do_not_outlive_the_pass() -> None:
+def test_unused_outputs_do_not_outlive_the_pass() -> None:
     """A tensor that is changed in place between passes is the same object with other values."""
     pair, x = Pair(), torch.randn(7, 6)
     schedule = TokenSchedule.build([0], [7], [1.0])

@@ -1,4 +1,4 @@
-"""Norms of gradients from the sums of squares that kernels leave, against the gradients themselves, through passes of
+"""Norms of gradients from the sums of squares that kernels write, against the gradients themselves, in passes of
 several micro-batches."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class World:
         self.bank.ops = ops
         self.bank.keep_square_sums(ops.gradient_tiles(self.base, dtype))
         assert self.bank.square_sums is not None
-        # What nobody writes is not read.
+        # Unwritten sums must not be read.
         self.bank.square_sums.sums_ZC.fill_(float("nan"))
         self.groups = [self.bank.operands(index, index) for index in range(len(layout.groups))]
         for slot, shape in enumerate(shapes):
@@ -62,7 +62,7 @@ class World:
             self.bank.grads_ZP[slot, : self.bank.places(slot).end] = float("nan") if not shape.extras else 0.0
 
     def train(self, tokens: dict[int, int], groups: Sequence[int] = (0, 1, 2), seed: int = 0) -> None:
-        """A backward pass of random tokens, of each slot the same in any company."""
+        """Run a backward pass of random tokens, which for each slot do not depend on the other slots."""
         schedule = TokenSchedule.build([*tokens], [*tokens.values()], [1.0 + slot for slot in tokens])
         for index in groups:
             operands = self.groups[index]
@@ -100,7 +100,7 @@ def test_norms_after_micro_batches_are_those_of_the_last_gradients(ops: ModuleTy
         world.train({0: 70, 2: 5, 1: 1}, seed=step)
         world.train({3: 2, 2: 66}, seed=step + 2)
         world.bank.complete_gradients([0, 1, 2, 3])
-        assert summed(world) == [0, 1, 2], "of a bias no kernel leaves sums"
+        assert summed(world) == [0, 1, 2], "no kernel writes sums for a bias"
         slots = [2, 3, 0, 1]
         torch.testing.assert_close(world.norms(slots), world.expected(slots), rtol=1e-12, atol=0.0)
         torch.testing.assert_close(world.norms([1, 0]), world.expected([1, 0]), rtol=1e-12, atol=0.0)
@@ -112,7 +112,7 @@ def test_norms_after_micro_batches_are_those_of_the_last_gradients(ops: ModuleTy
 
 @TRITON
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_bits_do_not_depend_on_company(ops: ModuleType, dtype: torch.dtype) -> None:
+def test_bits_do_not_depend_on_other_jobs(ops: ModuleType, dtype: torch.dtype) -> None:
     together, alone = World(ops, SHAPES, dtype), World(ops, SHAPES[:3], dtype)
     for world, tokens in ((together, {3: 4, 0: 70, 1: 9, 2: 5}), (alone, {2: 5})):
         world.train(tokens)
@@ -158,7 +158,7 @@ def test_gradients_that_others_have_changed_are_read(ops: ModuleType) -> None:
 
 
 @TRITON
-def test_a_step_that_begins_anew_forgets_its_first_passes(ops: ModuleType) -> None:
+def test_a_restarted_step_forgets_its_first_passes(ops: ModuleType) -> None:
     world = World(ops, SHAPES)
     world.train({0: 3, 1: 5})
     world.bank.clear_gradients([0, 1])

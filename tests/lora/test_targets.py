@@ -1,4 +1,4 @@
-"""What ``target_modules`` means: PEFT's own choice, for every architecture and every way to say it."""
+"""``target_modules`` means the same as in PEFT, for every architecture and every form."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from alto.lora import AdapterBank, BankLayout, TargetModule, default_targets, fi
 from alto.lora.targets import DEFAULT_TARGETS
 from alto.spec import JobConfig
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 LEAVES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -125,7 +125,7 @@ def test_names_match_whole_or_from_a_dot_and_patterns_match_whole(
 
 
 @pytest.mark.parametrize("name", ["proj", "query", "layers.2.mlp.up_proj", "self_attn", "all_linear"])
-def test_a_name_that_matches_nothing_is_told_what_the_model_has(llama: PreTrainedModel, name: str) -> None:
+def test_a_name_that_matches_nothing_is_answered_with_the_models_names(llama: PreTrainedModel, name: str) -> None:
     with pytest.raises(TargetModuleError) as caught:
         find_targets(llama, ["q_proj", name])
     assert repr(name) in str(caught.value)
@@ -134,7 +134,7 @@ def test_a_name_that_matches_nothing_is_told_what_the_model_has(llama: PreTraine
     assert "'all-linear'" in str(caught.value)
 
 
-def test_a_misspelt_name_is_told_the_nearest(llama: PreTrainedModel) -> None:
+def test_a_misspelt_name_is_answered_with_the_nearest(llama: PreTrainedModel) -> None:
     with pytest.raises(TargetModuleError, match=r"found none under 'qproj'; did you mean 'q_proj'\?"):
         find_targets(llama, ["qproj"])
 

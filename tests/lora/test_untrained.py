@@ -1,4 +1,4 @@
-"""What an adapter does not reach on a mixture of experts is said with numbers, and PEFT's numbers are PEFT's."""
+"""Notes with numbers on the parts of a mixture of experts that an adapter does not reach; PEFT has the same numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alto.lora import find_targets, untrained_notes
 from alto.lora.peft_targets import peft_all_linear
 from alto.spec import JobConfig
 
-# PEFT asks transformers for a property under its old name, and does not look for patterns among parameters.
+# PEFT reads a transformers property by its deprecated name, and does not look for patterns among parameters.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys did not match:RuntimeWarning"),
@@ -22,7 +22,7 @@ EXPERTS = "weights (mlp.experts.down_proj, mlp.experts.gate_up_proj), stacked in
 
 @pytest.mark.parametrize("rank", [1, 4])
 @pytest.mark.parametrize("name", MIXTURES)
-def test_as_many_parameters_as_peft_trains(name: str, rank: int) -> None:
+def test_the_parameter_count_is_that_of_peft(name: str, rank: int) -> None:
     peft = get_peft_model(build_mixture(name), LoraConfig(r=rank, target_modules="all-linear"))
     trained = sum(parameter.numel() for parameter in peft.parameters() if parameter.requires_grad)
     assert peft_all_linear(build_mixture(name), rank) == trained
@@ -42,7 +42,7 @@ def test_experts_and_routers_are_counted_and_peft_is_compared() -> None:
     )
 
 
-def test_where_peft_leaves_experts_out_too_that_is_said() -> None:
+def test_a_note_says_where_peft_leaves_experts_out_too() -> None:
     (note,) = untrained_notes(build_mixture("qwen2-moe-shared"), [JobConfig(r=1)])
     assert note.endswith("PEFT's all-linear leaves them out, too.")
 

@@ -1,4 +1,4 @@
-"""Output heads and token embeddings as adapters train them, by low-rank matrices and whole: in PEFT, and refused."""
+"""Output heads and token embeddings, trained by low-rank matrices and whole: in PEFT, and refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def near(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("trained", TRAINED.values(), ids=TRAINED)
 class TestInPeft:
-    """Gemma 3's head is its embeddings, which it multiplies."""
+    """Gemma 3's head is its embeddings, which it scales."""
 
     @torch.no_grad()
     def test_an_export_has_altos_logits_there_merged_too(
@@ -68,11 +68,11 @@ class TestInPeft:
     ) -> None:
         write_random(build_tiny(name), tmp_path, JobConfig(r=4, lora_alpha=8, **trained))
         found = logits_of(Backbone(build_tiny(name), None, "tiny"), IDS, tmp_path)
-        assert not near(found, build_tiny(name)(input_ids=IDS).logits, 0.05), "the adapter matters"
+        assert not near(found, build_tiny(name)(input_ids=IDS).logits, 0.05), "the adapter changes the logits"
         assert near(found, PeftModel.from_pretrained(build_tiny(name), tmp_path).eval()(input_ids=IDS).logits)
         base: Any = build_tiny(name)
         if name == "gemma3" and "modules_to_save" not in trained:
-            # One weight cannot be merged into for one of its two uses.
+            # A weight that is used twice cannot be merged for one use only.
             base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.clone())
             base.config.tie_word_embeddings = False
         merged = PeftModel.from_pretrained(base, tmp_path).merge_and_unload().eval()
@@ -196,7 +196,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("settings", [{"modules_to_save": BOTH}, {"target_modules": BOTH}])
     def test_a_base_that_is_sharded_over_gpus(self, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (lora_shape, heads):  # as FSDP would have it
+        for module in (lora_shape, heads):  # as with FSDP
             monkeypatch.setattr(module, "DTensor", torch.nn.Parameter)
         with pytest.raises(UnsupportedError, match="num_gpus"):
             adapter_shape(build_tiny("llama"), JobConfig(**settings))

@@ -1,4 +1,4 @@
-"""Losses on pairs against plain float64 formulas, each pair by itself; and what a pair's company may not change."""
+"""Losses on pairs against plain float64 formulas, each pair alone; and the independence of a pair from others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ JOBS = [
 
 
 def config(loss_type: str | list[str] | None = None, **values: Any) -> JobConfig:
-    """Of DPO with a form of its loss, of ORPO without."""
+    """Return a configuration of DPO with a form of its loss, or of ORPO without one."""
     if loss_type is None:
         return JobConfig.of(find_method("orpo"), values)
     values = {"label_smoothing": 0.01, **values} if loss_type == "exo_pair" else values
@@ -78,7 +78,7 @@ def log_sigmoid(x: Tensor) -> Tensor:
 
 
 def expected_dpo(chosen: Tensor, rejected: Tensor, row: int, job: JobConfig, num_chosen: float) -> Tensor:
-    """The loss of one pair from the log-probabilities of its replies' tokens, as the papers have it.
+    """Return the loss of one pair from the log-probabilities of its replies' tokens, by the papers' formulas.
 
     Args:
         num_chosen: Tokens of the chosen replies of the job's batch, divided by its pairs.
@@ -226,7 +226,7 @@ def test_losses_and_gradients_are_those_of_the_papers(
 def reduced(
     objective: Objective, losses_S: Tensor, batch: TokenBatch, configs: Sequence[JobConfig]
 ) -> tuple[tuple[Tensor, Tensor], Terms]:
-    """Loss per job, the gradient of their sum towards the token losses, and the terms."""
+    """Return the loss per job, the gradient of their sum for the token losses, and the terms."""
     losses_S = losses_S.detach().clone().requires_grad_()
     backbone: Any = GivenLosses(losses_S)
     losses_J = job_losses(backbone, batch, [Learners(objective, tuple(configs))])
@@ -237,8 +237,8 @@ def reduced(
         )[0]
 
 
-COMPANY = [JobRows(DATA, slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
-"""Small jobs: whose pairs fill no vector alone, and all do together."""
+SMALL_JOBS = [JobRows(DATA, slot, tuple(range(slot % 30, slot % 30 + 1 + slot % 7))) for slot in range(40)]
+"""Small jobs: the pairs of one job do not fill a vector, those of all do."""
 
 MIXED = ["ipo", "sigmoid", "apo_zero", "robust"]
 OVERFLOWING = [
@@ -247,7 +247,7 @@ OVERFLOWING = [
     config(["sft", "bco_pair", "sigmoid"], loss_weights=[0.3, 0.7, 1.1], ld_alpha=0.5),
     config("exo_pair", beta=0.5),
 ]
-"""With powers that are infinite for pairs of other jobs."""
+"""Losses with powers that are infinite for other jobs' pairs."""
 
 
 @pytest.mark.parametrize(
@@ -263,23 +263,23 @@ OVERFLOWING = [
     ],
     ids=[*LOSS_TYPES, "mixed", "many", "overflowing", *DIVERGENCES, "cpo", "orpo"],
 )
-def test_nan_and_company_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
-    batch, configs = collate(COMPANY), configs * (len(COMPANY) // 4)
+def test_nan_and_other_jobs_change_no_bit_of_a_job(objective: Objective, configs: list[JobConfig]) -> None:
+    batch, configs = collate(SMALL_JOBS), configs * (len(SMALL_JOBS) // 4)
     clean_S = draw_losses(batch)
     poisoned_S = clean_S.clone()
-    poisoned_S[batch.job_targets[0]] = float("nan")  # of the second job
+    poisoned_S[batch.job_targets[0]] = float("nan")  # the second job's
     (_, clean), terms = reduced(objective, clean_S, batch, configs)
     (_, poisoned), poisoned_terms = reduced(objective, poisoned_S, batch, configs)
     assert poisoned_terms.sums_J.isnan().nonzero().flatten().tolist() == [1]
     parts = zip(*(x.split(batch.job_targets) for x in (clean_S, clean, poisoned)), strict=True)
     for index, (mine_S, gradient, beside_nan) in enumerate(parts):
-        (_, expected), alone = reduced(objective, mine_S, collate([COMPANY[index]]), [configs[index]])
-        company = [terms] if index == 1 else [terms, poisoned_terms]
+        (_, expected), alone = reduced(objective, mine_S, collate([SMALL_JOBS[index]]), [configs[index]])
+        compared = [terms] if index == 1 else [terms, poisoned_terms]
         assert torch.equal(gradient, expected)
         assert index == 1 or torch.equal(beside_nan, expected)
-        assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in company)
+        assert all(torch.equal(found.sums_J[index], alone.sums_J[0]) for found in compared)
         for name in objective.method.entry.metrics:
-            assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in company), name
+            assert all(torch.equal(found.metrics[name][index], alone.metrics[name][0]) for found in compared), name
 
 
 def test_metrics_are_means_over_pairs_once_divided_by_weight() -> None:
@@ -342,7 +342,7 @@ def test_a_prompt_that_both_replies_share_changes_no_loss_and_no_gradient(
 
 
 def adapted(backbone: Backbone) -> tuple[AdapterBank, Callable[..., Tensor]]:
-    """Three random adapters on ``backbone``, and a function that runs a forward and backward pass."""
+    """Return three random adapters on ``backbone``, and a function that runs a forward and backward pass."""
     modules = linear_modules(backbone.model)
     bank = AdapterBank(BankLayout(modules=modules, max_rank=4), 3)
     context = inject(backbone.model, bank)

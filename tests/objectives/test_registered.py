@@ -1,4 +1,4 @@
-"""An objective of the user's own: the one of docs/objectives.md, as an installed package brings it."""
+"""A user's own objective: the example of docs/objectives.md, as an installed package."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """``install(entry=(old, new), terms=(old, new))``: the page's package, changed in one place of a module."""
+    """``install(entry=(old, new), terms=(old, new))`` installs the page's package, changed in one place of a module."""
 
     def installed(entry: tuple[str, str] = ("", ""), terms: tuple[str, str] = ("", "")) -> None:
         files = dict(FILES)
@@ -75,7 +75,7 @@ def test_its_loss_is_that_of_the_paper(task: Task) -> None:
 
 
 def replies_of(backbone: Backbone, row: int) -> tuple[torch.Tensor, ...]:
-    """Log-probabilities of the tokens of both replies, float64."""
+    """Return the log-probabilities of the tokens of both replies, float64."""
     batch = collate([JobRows(PAIRS.train, 0, (row,))])
     hidden_TH = backbone.hidden_states(
         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
@@ -84,7 +84,7 @@ def replies_of(backbone: Backbone, row: int) -> tuple[torch.Tensor, ...]:
     return (-losses_S.double()).split(batch.sequence_targets)
 
 
-def test_its_jobs_train_in_company_as_they_do_alone(task: Task) -> None:
+def test_its_jobs_train_beside_others_as_they_do_alone(task: Task) -> None:
     together = Bank(make_model("llama"), task, data=PAIRS)
     alone = [Bank(make_model("llama"), make_task([config], method="simpo"), data=PAIRS) for config in CONFIGS]
     found = list(together.step().values())
@@ -114,9 +114,9 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
 @pytest.mark.parametrize("says_so", [True, False])
 def test_its_evaluations_get_a_share_of_the_time_if_its_entry_says_so(install: Install, says_so: bool) -> None:
     install(entry=("", "") if says_so else ("has_row_losses=True", "has_row_losses=False"))
-    asked = make_task(CONFIGS, method="simpo")
+    task_file = make_task(CONFIGS, method="simpo")
     data = TaskData(train=PAIRS.train, validation=make_pairs(200, seed=2))
-    task = resolve_early_exit(asked, data, begins=True)
+    task = resolve_early_exit(task_file, data, begins=True)
     assert (task.early_exit.evaluations is not None) == says_so
     assert not says_so or min(rows for _, rows in task.early_exit.evaluations or ()) < 200
 
@@ -129,7 +129,7 @@ def test_an_evaluation_on_some_pairs_keeps_the_loss_of_each(task: Task, tmp_path
     with Journal(run_dir.journal_file) as journal:
         run_alone(TaskSession(TaskContext.of(resolved, backbone, data), journal, RunStart(run_dir=run_dir)))
     evaluations = [event for event in read_events(run_dir.journal_file) if event["event"] == "eval"]
-    assert min(len(event["loss_rows"]) for event in evaluations) == 32, "the least number of pairs"
+    assert min(len(event["loss_rows"]) for event in evaluations) == 32, "the minimum number of pairs"
     for event in evaluations:
         mean = sum(event["loss_rows"]) / len(event["loss_rows"])
         assert event["validation_loss"] == pytest.approx(mean, rel=1e-5)
@@ -156,7 +156,7 @@ def test_it_refuses_conversations(task: Task) -> None:
         find_objective(task.method).check(DATA.train, [])
 
 
-def test_a_method_that_nobody_brings_is_unknown() -> None:
+def test_a_method_without_a_package_is_unknown() -> None:
     for ask in (lambda: make_task(CONFIGS, method="simpo"), lambda: find_objective("simpo")):
         with pytest.raises(SpecError, match=r"method should be one of sft, dpo, .*, found 'simpo'\. Set method: cpo"):
             ask()
@@ -360,7 +360,7 @@ def test_the_one_on_conversations_is_the_focal_loss(tmp_path: Path, monkeypatch:
     assert losses_S.grad.isfinite().all()
 
 
-def test_jobs_of_the_one_on_conversations_train_in_company_as_they_do_alone(
+def test_jobs_of_the_one_on_conversations_train_beside_others_as_they_do_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packages.install(tmp_path, FOCAL, monkeypatch)
@@ -458,8 +458,8 @@ def test_its_setting_is_searched_from_the_task_file_to_the_report(install: Insta
     assert not any("Jobs differ in" in note for note in notes), "the accuracy does not depend on the margin"
 
     def clone(change: str) -> str:
-        asked = CliRunner().invoke(app, ["job", "clone", result.run_dir, "job-000", "--set", change])
-        return f"{type(asked.exception).__name__}: {asked.exception}"
+        done = CliRunner().invoke(app, ["job", "clone", result.run_dir, "job-000", "--set", change])
+        return f"{type(done.exception).__name__}: {done.exception}"
 
     assert "UnknownKeyError: the job has the unknown key 'target_margn'. Did you mean 'target_margin'" in clone(
         "target_margn=1.0"

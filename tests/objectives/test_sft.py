@@ -20,7 +20,7 @@ SFT = find_objective("sft")
 
 
 def make_dataset() -> EncodedDataset:
-    """Five rows of 4 to 12 tokens; some hold untrained tokens between trained ones."""
+    """Return five rows of 4 to 12 tokens; some have untrained tokens between trained ones."""
     generator = torch.Generator().manual_seed(0)
     input_ids, targets = [], []
     for length in (7, 4, 12, 5, 9):
@@ -46,7 +46,8 @@ def sft_sums(backbone: Backbone, batch: TokenBatch) -> torch.Tensor:
 
 
 def own_loss(model: PreTrainedModel, rows: tuple[int, ...]) -> float:
-    """The model's own loss on a batch padded on the right; labels at the tokens themselves, as it shifts them."""
+    """Return the model's own loss on a batch padded on the right; labels are at the tokens, since the model shifts
+    them."""
     length = max(DATA.input_ids[row].numel() for row in rows)
     ids = torch.zeros(len(rows), length, dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -96,7 +97,7 @@ class GivenLosses:
 
 
 @pytest.mark.parametrize("reduce", [sft_losses, sft_sums])
-def test_nan_and_company_change_no_bit_of_a_job(reduce: Callable[..., torch.Tensor]) -> None:
+def test_nan_and_other_jobs_change_no_bit_of_a_job(reduce: Callable[..., torch.Tensor]) -> None:
     batch = collate(JOBS)
     clean_S = torch.rand(sum(batch.job_targets), generator=torch.Generator().manual_seed(0)) * 9
     poisoned_S = clean_S.clone()
@@ -124,14 +125,14 @@ def test_a_long_mean_is_exact() -> None:
 def reduced(
     reduce: Callable[..., torch.Tensor], losses_S: torch.Tensor, batch: TokenBatch
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One number per job, and the gradient of their sum towards the token losses."""
+    """Return one number per job, and the gradient of their sum for the token losses."""
     losses_S = losses_S.detach().clone().requires_grad_()
     result_J = reduce(GivenLosses(losses_S), batch)
     (gradient_S,) = torch.autograd.grad(result_J.sum(), losses_S)
     return result_J.detach(), gradient_S
 
 
-def test_a_jobs_loss_and_gradient_do_not_depend_on_its_company(tiny_model: ModelFactory) -> None:
+def test_a_jobs_loss_and_gradient_do_not_depend_on_other_jobs(tiny_model: ModelFactory) -> None:
     backbone, bank, run = adapted(tiny_model)
     together = run(collate(JOBS))
     gradients = bank.grads_ZP.clone()
@@ -162,7 +163,7 @@ def test_adapters_of_zero_weight_change_nothing(tiny_model: ModelFactory) -> Non
 
 
 def adapted(tiny_model: ModelFactory) -> tuple[Backbone, AdapterBank, Callable[[TokenBatch], torch.Tensor]]:
-    """A backbone with three random adapters, and a function that runs a forward and backward pass."""
+    """Return a backbone with three random adapters, and a function that runs a forward and backward pass."""
     backbone = Backbone(tiny_model("llama"), None, "tiny")
     modules = linear_modules(backbone.model)
     bank = AdapterBank(BankLayout(modules=modules, max_rank=4), 3)

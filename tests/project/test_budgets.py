@@ -1,4 +1,4 @@
-"""How a session of tests is spent: the order in which several workers run it, and the CPU time of its files."""
+"""The time of a test session: the order in which workers run the tests, and the CPU time of files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Item:
-    """What :func:`slowest_first` asks of a test."""
+    """The part of a test that :func:`slowest_first` reads."""
 
     def __init__(self, file: str, number: int, *, is_slow: bool = False) -> None:
         self.nodeid = f"{file}::test_{number}"
@@ -44,7 +44,7 @@ def test_every_worker_begins_with_slow_files_and_files_stay_together(num_workers
         assert [found[start].nodeid for start in starts] == [f"slow-{4 - n}::test_0" for n in range(num_workers)]
     files = [item.nodeid.partition("::")[0] for item in found]
     changes = sum(one != other for one, other in itertools.pairwise(files))
-    assert changes <= 25 + num_workers, "a file is parted at the border of two workers at most"
+    assert changes <= 25 + num_workers, "a file is split at most between two workers"
 
 
 def test_a_file_may_take_three_times_its_budget() -> None:
@@ -113,7 +113,7 @@ def test_cpu_time_of_all_processes_of_a_file_is_written_and_held_against_it(
     written = run("--writes")
     assert written.returncode == 0, written.stdout
     found = read_durations(table)
-    assert found.keys() == {"test_busy.py", "test_idle.py"}, "an entry of a file that is gone goes"
+    assert found.keys() == {"test_busy.py", "test_idle.py"}, "the entry of a deleted file is removed"
     assert found["test_busy.py"] >= 1.0, "half a second in a child, and half in a fork"
     assert found["test_idle.py"] < 0.4, "sleeping takes no CPU time"
     assert run().returncode == 0

@@ -1,7 +1,7 @@
-"""Runs of every kind leave what they left when they were recorded: journals, files, adapters, reports, answers.
+"""Runs of every kind give what they gave when they were recorded: journals, files, adapters, reports, answers.
 
-A change of the code that is to change nothing for users changes none of this. Where a change is meant, the recordings
-are written anew: see ``tests/support/frozen.py``.
+A change of the code that users must not notice changes none of this. After an intended change the recordings are
+written again: see ``tests/support/frozen.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKING = {
     "report_to": "none",
     "checkpoint_interval_s": 86400,  # no checkpoint because the machine is slow
 }
-"""Nothing is measured."""
+"""Fixed limits, so that nothing is measured."""
 
 SPACE = {"lr": [1e-4, 3e-3], "batch_size": [4, 8]}
 
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def task_of(method: str, model: Path, folder: Path, **changes: Any) -> Task:
-    """Four configurations of a method."""
+    """Return a task of four configurations of a method."""
     data: dict[str, Any] = {}
     if method in ("dpo", "orpo", "cpo"):
         data = {key: str(write_pairs(folder / f"{key}.jsonl")) for key in ("dataset", "validation_dataset")}
@@ -79,8 +79,8 @@ def test_a_search(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_that_was_stopped_and_resumed(model: Path, tmp_path: Path) -> None:
-    asked = iter(range(10**6))
-    engine = Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: next(asked) > 12)
+    calls = iter(range(10**6))
+    engine = Engine(output_dir=tmp_path / "runs", is_interrupted=lambda: next(calls) > 12)
     with pytest.raises(TaskInterruptedError):
         engine.tune(task_of("sft", model, tmp_path))
     (root,) = (tmp_path / "runs").iterdir()
@@ -121,7 +121,7 @@ def test_a_job_of_the_service(tmp_path: Path) -> None:
             "file": file,
             "created": job,
             "ended": client.get(url).json(),
-            # What the run tells and what its status tells are written by two threads.
+            # Two threads write the run's messages and its status.
             "events": sorted(event["message"] for event in client.get(f"{url}/events?limit=100").json()["data"]),
             "checkpoints": client.get(f"{url}/checkpoints?limit=100").json(),
         }
@@ -131,7 +131,7 @@ def test_a_job_of_the_service(tmp_path: Path) -> None:
 
 
 def without_descriptions(value: Any) -> Any:
-    """``value`` without texts for readers, whose wording is free, and without the version."""
+    """Return ``value`` without descriptions, whose wording is free, and without the version."""
     if isinstance(value, dict):
         kept = {key: inner for key, inner in value.items() if key not in ("description", "version")}
         return {key: without_descriptions(inner) for key, inner in kept.items()}

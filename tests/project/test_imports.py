@@ -1,4 +1,5 @@
-"""The import contracts: the package keeps them, every allowed import is allowed, and each contract refuses a breach."""
+"""The import contracts: the package keeps them, every allowed import is allowed, and each contract refuses a
+violation."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ ALLOWED = {
     "views": ("errors", "records", "spec", "runs"),
     "report": ("errors", "records", "spec", "runs", "views"),
 }
-"""Which packages each package may import, among others."""
+"""Some of the packages that each package may import."""
 
 BREACHES = [
     ("ground", "alto.base", "alto.spec"),
@@ -96,7 +97,7 @@ BREACHES = [
     ("front", "alto.data", "alto"),
     ("circles", "alto.records", "alto.spec"),
 ]
-"""A contract, and an import that it refuses: who imports, and what."""
+"""A contract, and an import that it refuses: importer and imported."""
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +160,7 @@ def test_a_contract_refuses(graph: grimp.ImportGraph, contract: str, importer: s
         ("def cook():\n    from torch.cuda import Event", "torch"),
     ],
 )
-def test_an_import_is_seen_wherever_it_stands(
-    text: str, imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_import_is_found_anywhere(text: str, imported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"__init__": "", "kitchen": "", "hall": text}
     (tmp_path / "house").mkdir()
     for name, source in files.items():

@@ -1,4 +1,4 @@
-"""The project as a whole: its version, what its import costs, what it ships, what it reads."""
+"""The project as a whole: its version, the cost of its import, what it ships, what it reads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_build_takes_the_version_from_the_source() -> None:
 
 
 def test_versions_are_known_where_alto_is_not_installed() -> None:
-    """As on a machine that has the source on its path and nothing of ALTO in its environment."""
+    """A machine may have the source on its path, and ALTO not installed."""
     code = "\n".join(
         [
             "from importlib import metadata",
@@ -129,15 +129,15 @@ CODE_IN_DATA = {
     *("dist.broadcast_object_list", "dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"),
     *("dist.send_object_list", "dist.recv_object_list", "eval", "exec"),
 }
-"""Modules and functions that can run code which the data they read names."""
+"""Modules and functions that can run code named in the data that they read."""
 
 ALLOWED_CODE_IN_DATA = {
     ("backbone/reading.py", "pickle"),
     ("data/dataset.py", "pickle"),
     ("spec/strict_yaml.py", "yaml.load"),
 }
-"""For the class of an error that transformers raises; for rows in a file without a name, which only the process that
-has written them can open; with a loader that is derived from PyYAML's safe one."""
+"""Exceptions: for the class of an error that transformers raises; for rows in an unnamed file, which only the process
+that wrote them can open; with a loader derived from PyYAML's safe one."""
 
 
 def test_nothing_reads_data_that_could_run_code() -> None:
@@ -175,7 +175,7 @@ def test_continuous_integration_runs_targets_of_the_makefile() -> None:
 
 
 def test_one_file_knows_the_version() -> None:
-    """Beside the notes of its changes, and results, which name the version that measured them."""
+    """The changelog, and results, which name the version that measured them, are exceptions."""
     known = re.compile(rf"(?<![\w.]){re.escape(alto.__version__)}(?![\w.])")
     files = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml", "Makefile")]
     for folder in ("src", "docs", "deploy", "examples"):
@@ -192,7 +192,7 @@ def test_one_file_knows_the_version() -> None:
 
 
 def test_changes_of_this_version_come_first_and_older_ones_are_past() -> None:
-    """What the source calls an earlier version is one that the changelog has below this one."""
+    """Every earlier version that the source names is in the changelog, below this one."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (\d+\.\d+)\.\d+", changelog, re.M)
     assert alto.__version__.startswith(f"{versions[0]}.")

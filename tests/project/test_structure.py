@@ -1,6 +1,6 @@
 """The shape of the source, read without importing it: no circles, few parameters, short files.
 
-That names of events are spelled in one place is the business of ``tests/runs/test_event_names.py``.
+``tests/runs/test_event_names.py`` checks that names of events are spelled in one place.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCE / "alto"
 
 MAX_PARAMETERS = 6
-"""Of a constructor, besides ``self``."""
+"""Maximum number of a constructor's parameters, besides ``self``."""
 
 MAX_LINES = 600
-"""Of a file."""
+"""Maximum number of lines of a file."""
 
 
 def sources() -> Iterator[tuple[str, str]]:
-    """Path below ``src/alto`` and text of every file."""
+    """Yield the path below ``src/alto`` and the text of every file."""
     for path in sorted(PACKAGE.rglob("*.py")):
         yield path.relative_to(PACKAGE).as_posix(), path.read_text(encoding="utf-8")
 
@@ -33,7 +33,8 @@ def test_there_are_files_to_be_read() -> None:
 
 
 def large_constructors(text: str) -> set[str]:
-    """Classes whose written ``__init__`` takes too much. Dataclasses and models have none: they are records."""
+    """Return the classes whose written ``__init__`` takes too many. Dataclasses and models have none: they are
+    records."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.ClassDef):
@@ -49,7 +50,7 @@ def large_constructors(text: str) -> set[str]:
 
 
 def imports_of(module: str, text: str, modules: frozenset[str]) -> set[str]:
-    """Which of ``modules`` a module imports, at its top or in a function."""
+    """Return those of ``modules`` that a module imports, at its top or in a function."""
     found = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -62,7 +63,7 @@ def imports_of(module: str, text: str, modules: frozenset[str]) -> set[str]:
 
 
 def circle_in(texts: Mapping[str, str]) -> list[str]:
-    """Modules that import each other in a circle, of the modules with these texts; empty if there is none."""
+    """Return modules of these texts that import each other in a circle; empty if there is none."""
     modules = frozenset(texts)
     graph = {module: imports_of(module, text, modules) for module, text in texts.items()}
     try:

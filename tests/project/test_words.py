@@ -1,4 +1,4 @@
-"""Words and docstrings: none that users once did not understand, and beginnings that CONTRIBUTING.md asks for."""
+"""Retired words are gone, and docstrings begin as CONTRIBUTING.md asks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ RETIRED = {
     "how dearly": "strength of the KL penalty",
     "once more stops at once": "Press Ctrl-C again to stop at once",
 }
-"""A phrase, and what is said now."""
+"""Retired phrases, each with its replacement."""
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """What users read, and the code that writes it."""
+    """Yield the texts that users read, and the code that writes them."""
     paths = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").glob("*.*")]
     for path in [*paths, *(ROOT / "src" / "alto").rglob("*.py"), *(ROOT / "src" / "alto").rglob("*.jinja")]:
         if path.is_file():
@@ -56,6 +56,11 @@ def test_the_source_has_no_complaints(capsys: pytest.CaptureFixture[str]) -> Non
     [
         ('"""What makes it so."""', '1: expected a docstring that does not begin with "What"'),
         ('class A:\n    """Of all its files."""', '2: expected a docstring that does not begin with "Of"'),
+        ('def test_a():\n    """Of three jobs, two."""', '2: expected a docstring that does not begin with "Of"'),
+        (
+            '@pytest.fixture\ndef a():\n    """What a run leaves."""',
+            '3: expected a docstring that does not begin with "What"',
+        ),
         ('x = 1\n"""That of a job."""\n\nclass B:\n    y = 2\n    """As of x."""', 'begin with "As"'),
         ('def f():\n    """The sum."""', '2: expected a docstring that begins with a verb, found "The"'),
         ('def f(a):\n    """Add.\n\n    Args:\n        a: Of the sum.\n    """', "5: expected an entry that does not"),
@@ -71,6 +76,8 @@ def test_a_riddle_is_found(text: str, found: str) -> None:
         'def f(a):\n    """Return the sum.\n\n    Args:\n        a: The other number.\n    """',
         'class A:\n    """A job."""\n\n    @property\n    def b(self):\n        """The slot of the job."""',
         'class A:\n    x = 1\n    """The number."""',
+        'def test_a():\n    """A job that has ended keeps its adapter."""',
+        '@pytest.fixture(scope="module")\ndef a():\n    """The folder of a run."""',
         "def f():\n    pass",
     ],
 )

@@ -135,7 +135,7 @@ def test_best_is_drawn_last_and_outcomes_share_a_legend_entry(small_run):
 
 
 def test_a_rung_is_drawn_where_a_job_could_be():
-    """12 steps have none at 1 %, and none at 20 %."""
+    """Jobs of 12 steps have no step at 1 %, and none at 20 %."""
     journal = Journal()
     early_exit = {"policy": "alto", "rungs": [[0.01, 0.5], [0.2, 0.5], [0.25, 1]], "equal_shares": True}
     configs = {job: {"learning_rate": 1e-4} for job in "ab"}
@@ -164,7 +164,7 @@ def test_an_open_stay_lasts_until_now(small_run):
     assert figure["traces"][0]["x"] == [2.0, 1.0]
 
 
-def test_time_in_which_nobody_worked_is_cut_out_and_marked(interrupted_run):
+def test_time_without_a_process_is_cut_out_and_marked(interrupted_run):
     history = RunHistory.of(entries(interrupted_run))
     figure = occupancy_figure(history, job_table(history).rows)
     assert figure["xTitle"] == "seconds since the start, interruptions cut out"

@@ -13,7 +13,7 @@ GRID = list(product((1e-4, 1e-3, 1e-2), (4, 8, 16, 32)))
 
 
 def history_of(loss_of, configs, *, stop_at_rung=(), rungs=((0.1, 0.5),)) -> RunHistory:
-    """Jobs evaluated at 10 % with the loss of their configuration, and at their end with one that says nothing."""
+    """Return a run whose jobs have the loss of their configuration at 10 %, and the same loss at their end."""
     journal = Journal()
     jobs = {f"job-{index:02d}": config(*pair) for index, pair in enumerate(configs)}
     journal.start(jobs, early_exit={"policy": "alto", "rungs": rungs})
@@ -27,7 +27,6 @@ def history_of(loss_of, configs, *, stop_at_rung=(), rungs=((0.1, 0.5),)) -> Run
 
 
 def first(history) -> Comparison:
-    """The comparison of all jobs."""
     return importance_of_settings(history).comparisons[0]
 
 
@@ -76,7 +75,7 @@ def test_a_job_that_diverged_before_it_was_evaluated_ranks_last_too():
     for job, reason in ((diverged, "diverging"), (stopped, "stopped")):
         job.evaluations, job.exit_reason = [], reason
     found = first(history)
-    # The user's stop says nothing of the loss.
+    # The user's stop says nothing about the loss.
     assert (found.num_jobs, found.num_left_out) == (11, 1)
 
 
@@ -124,7 +123,7 @@ def test_jobs_are_ranked_by_what_the_task_chooses_by():
 
 
 def fast_and_slow(num_kept: int = 12) -> RunHistory:
-    """A sweep whose high rate leads after 10 % of the steps, while a low one is best at 50 % and wins."""
+    """Return a sweep whose high rate leads after 10 % of the steps, while a low one is best at 50 % and wins."""
     grid = list(product((1e-4, 1e-3, 1e-2), (4, 8, 16, 32, 64, 128)))
     journal = Journal()
     jobs = {f"job-{index:02d}": config(*pair) for index, pair in enumerate(grid)}
@@ -133,7 +132,7 @@ def fast_and_slow(num_kept: int = 12) -> RunHistory:
     later = {1e-4: 1.8, 1e-3: 1.0, 1e-2: 1.5}
     for job, (rate, rank) in zip(jobs, grid, strict=True):
         journal.train_to(job, 10, since=0, validation=at_first[rate] + rank / 1000)
-    # Of each rate the same number of jobs continues.
+    # The same number of jobs continues for each rate.
     kept = [job for index, job in enumerate(jobs) if index % 6 < num_kept // 3]
     for job in kept:
         rate, rank = jobs[job]["learning_rate"], jobs[job]["r"]
@@ -143,8 +142,8 @@ def fast_and_slow(num_kept: int = 12) -> RunHistory:
     return RunHistory.of(entries(journal.events))
 
 
-def test_a_value_that_leads_at_first_does_not_stand_against_the_winner_without_a_word():
-    """The first rung alone says that the rate 0.01 is best, of a run whose winner has 1e-3."""
+def test_a_value_that_leads_early_but_differs_from_the_winners_is_explained():
+    """The first rung alone says that the rate 0.01 is best, though the winner has 1e-3."""
     history = fast_and_slow()
     found = importance_of_settings(history)
     early, late = found.comparisons

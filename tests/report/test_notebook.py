@@ -1,4 +1,4 @@
-"""A run as a cell of a notebook: what its colours and lines mean is said, and its axis has round numbers."""
+"""A run in a notebook cell: its colours and lines are explained, and its axis has round numbers."""
 
 from __future__ import annotations
 

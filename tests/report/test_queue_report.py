@@ -1,4 +1,4 @@
-"""The page of a queue: one clock without interruptions, and names that fit what happened."""
+"""The page of a queue: one clock without interruptions, and correct names."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def planned(time: float, reason: str, **starts: float) -> dict[str, Any]:
 
 @pytest.fixture
 def interrupted_queue() -> list[dict[str, Any]]:
-    """Two CPU slots: `a` on one and `b` on the other, stopped after 10 seconds of each, resumed 300 seconds later;
-    `c` comes 100 seconds after all were done."""
+    """Return a queue on two CPU slots: `a` on one and `b` on the other, stopped after 10 seconds each, resumed 300
+    seconds later; `c` is added 100 seconds after both are done."""
     lines = [
         {
             "event": "queue_started",
@@ -107,28 +107,30 @@ def test_time_in_which_no_process_ran_the_queue_is_in_no_number(interrupted_queu
         ("a", 0.0, 10.0), ("a", 10.0, 20.0), ("b", 0.0, 10.0), ("b", 10.0, 20.0), ("c", 20.0, 40.0),
     }  # fmt: skip
     assert bars(found["gantt"], "planned") == {("a", 0.0, 20.0), ("b", 20.0, 40.0), ("c", 20.0, 40.0)}
-    assert found["gantt"]["gaps"] == [(10.0, "interrupted for 5 min 00 s")], "it rested until `c` came"
+    assert found["gantt"]["gaps"] == [(10.0, "interrupted for 5 min 00 s")], "it was idle until `c` was added"
     # 60 seconds of executors, in 40 seconds on two slots.
     assert found["utilisation"] == 0.75
 
 
 def test_the_page_says_once_what_is_cut_out(interrupted_queue, page_of):
     page = page_of(interrupted_queue)
-    said = "No process ran the queue for 5 min 00 s (1 interruption): this time is cut out of all times on this page."
-    assert page.count(said) == 1
+    message = (
+        "No process ran the queue for 5 min 00 s (1 interruption): this time is cut out of all times on this page."
+    )
+    assert page.count(message) == 1
     assert '<td class="number">10 s</td>\n<td>a submitted; b submitted</td>' in page
 
 
 def test_without_an_interruption_the_page_says_nothing_of_it(interrupted_queue, page_of):
     begun = interrupted_queue[:6]
-    # A journal that was lost: the queue is resumed in the moment in which it began.
+    # The journal was lost: the queue is resumed at the moment it began.
     lost = {"event": "queue_resumed", "time": START, "done": []}
     page = page_of([begun[0], lost, *begun[1:]])
     assert "No process ran the queue" not in page
     assert "interrupted for" not in page
 
 
-def test_attempts_are_numbered_by_order_though_the_journal_counts_anew(interrupted_queue, tmp_path):
+def test_attempts_are_numbered_by_order_though_the_journal_restarts_its_count(interrupted_queue, tmp_path):
     attempts = _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"][1]["attempts"]
     assert [attempt.split(":")[0] for attempt in attempts] == ["1 on local", "2 on local"]
 
@@ -140,7 +142,7 @@ def test_the_method_is_the_one_that_made_the_schedule(interrupted_queue, page_of
     assert "scheduled by" not in page_of(interrupted_queue[:1])
 
 
-def test_how_to_continue_is_said_of_tasks_that_are_not_finished_alone(interrupted_queue, page_of):
+def test_only_unfinished_tasks_have_a_command_to_continue(interrupted_queue, page_of):
     assert "continue with" not in page_of(interrupted_queue)
     stopped = page_of(interrupted_queue[:7])
     assert stopped.count(f"1 on local:0: interrupted ({ADVICE})") == 1
@@ -159,7 +161,7 @@ def test_each_task_has_its_winner_and_what_it_saved(interrupted_queue, page_of, 
         (folder / "journal.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     page = page_of(interrupted_queue)
     assert '<td class="winner">d<span class="detail">lr 2e-4 · r 8</span></td>' in page
-    assert '<td class="number">57.5 %</td>' in page, "of the task a: 2,300 of 4,000"
+    assert '<td class="number">57.5 %</td>' in page, "task a: 2,300 of 4,000"
     rows = {row["task"].task: row for row in _context(QueueHistory.of(entries(interrupted_queue)), tmp_path)["rows"]}
     assert (rows["a"]["winner"], rows["b"]["winner"], rows["c"]["winner"]) == ("d", "b", "")
     assert (rows["c"]["saved_share"], rows["c"]["hours"]) == (None, None)

@@ -38,7 +38,7 @@ def test_report_needs_nothing_from_outside(small_run, page_of):
     assert page.policy.startswith("default-src 'none'")
     assert "http" not in page.policy
     assert sum(len(script) > 1_000_000 for script in page.scripts) == 1
-    # plotly.js offers an upload of the figure unless it is told not to.
+    # plotly.js offers to upload the figure unless told not to.
     assert "showSendToCloud: false" in page.scripts[2]
 
 
@@ -103,7 +103,7 @@ def test_user_text_cannot_leave_its_place(small_run, page_of):
     assert page.tags.count("script") == plain.tags.count("script")
     assert HOSTILE in page.text
     assert "49" not in page.scripts[2]
-    # plotly reads a little HTML in its texts; there the name arrives escaped.
+    # plotly interprets some HTML in its texts; there the name is escaped.
     traces = page.figures["validation"]["traces"][1:] + page.figures["parallel"]["traces"]
     texts = [trace["text"] for trace in traces]
     assert texts
@@ -148,7 +148,7 @@ def test_table_sorts_by_values_and_says_so(small_run, write_run):
     assert '<td class="number" data-sort="">–</td>' in html
 
 
-def test_notes_on_the_data_are_told(small_run, page_of):
+def test_notes_on_the_data_are_shown(small_run, page_of):
     assert "Worth knowing" not in page_of(small_run).text
     small_run[0]["notes"] = ["17 rows were cut", HOSTILE]
     page = page_of(small_run)
@@ -187,7 +187,7 @@ def test_labels_are_read_from_the_run_whatever_name_the_page_shows(small_run, wr
     assert str(best) not in page
 
 
-def test_of_evaluations_alike_of_the_base_the_newest_is_shown_and_nothing_that_was_not_measured(small_run, write_run):
+def test_the_newest_of_equal_evaluations_of_the_base_is_shown_and_nothing_unmeasured(small_run, write_run):
     run_dir = write_run(small_run)
     for job, date, loss in (("a", "2026-11-20", 3.5), ("b", "2026-11-21", 3.25)):
         folder = run_dir / "jobs" / job / "best"

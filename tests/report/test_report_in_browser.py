@@ -1,4 +1,4 @@
-"""The report as a browser shows it: nothing fails, the curves and lines are drawn, the table sorts."""
+"""The report in a browser: nothing fails, the curves and lines are drawn, the table sorts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def browser():
 
 @pytest.fixture
 def open_report(browser, write_run):
-    """Opens the report of some events; a message on the console or an exception of a script fails the test."""
+    """A function that opens the report of events; a console message or an exception of a script fails the test."""
     complaints = []
 
     def open_page(events, *, scheme="light", width=1400):
@@ -100,7 +100,8 @@ def apart(box, other) -> bool:
 
 
 def check_gap_and_title(page, figure):
-    """The words over a gap touch neither toolbar nor legend, and the title of the axis of time is in the figure."""
+    """Check that the text over a gap touches neither toolbar nor legend, and that the title of the time axis is
+    visible."""
     words = page.locator(f"#{figure} .annotation").bounding_box()
     parts = page.locator(f"#{figure} .modebar-btn, #{figure} .legend .traces").all()
     assert parts
@@ -244,7 +245,7 @@ def test_a_copy_button_covers_no_text(small_run, open_report):
 
 
 def contrast(page, foreground: str, background: str) -> float:
-    """Of two colours of the page, as WCAG defines it."""
+    """Return the contrast of two colours of the page, as WCAG defines it."""
     script = """names => names.map(name => {
         const paint = document.createElement('canvas').getContext('2d');
         paint.fillStyle = getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim();
@@ -302,8 +303,8 @@ def test_both_columns_of_a_comparison_are_in_a_narrow_window(small_run, judged_r
 
 
 def queue_page(folder, name, *, interrupted_s=0.0):
-    """The page of a queue of two tasks, the first called ``name``, that ran one after the other on one slot. It was
-    interrupted before its last event."""
+    """Write the page of a queue of two tasks, the first called ``name``, that ran one after the other on one slot. It
+    was interrupted before its last event."""
     tasks = (name, "b")
     lines = [
         {

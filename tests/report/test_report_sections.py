@@ -1,4 +1,4 @@
-"""Sections of the report: samples, learning rates, hours and money, what is copied; and the comparison of two runs."""
+"""Sections of the report: samples, learning rates, hours and cost, commands to copy; and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def with_samples(events: list[dict[str, Any]], *samples: dict[str, Any], failure
 # -- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_samples_stand_side_by_side(small_run, write_run):
+def test_samples_are_side_by_side(small_run, write_run):
     page = page_of(write_run(with_samples(small_run, SAMPLE, {**SAMPLE, "prompt": HOSTILE, "base": HOSTILE})))
     assert page.tags.count("article") == 2
     assert "img" not in page.tags
     for expected in ("<|user|>What is 3 plus 3?", "Let me\nsee.", "#### 6", HOSTILE, "first 2 validation rows"):
         assert expected in page.text
-    assert page.text.count("nothing") >= 2, "an empty text is said to be one"
+    assert page.text.count("nothing") >= 2, "empty texts are marked"
 
 
 def test_without_samples_there_is_no_section(small_run, write_run):
@@ -133,7 +133,7 @@ def test_the_report_holds_the_figure(small_run, write_run):
 
 
 def test_a_first_comparison_that_the_winner_contradicts_is_explained(sweep, write_run):
-    """At 10 % the first ten jobs lead; the winner is the last."""
+    """The first ten jobs lead at 10 %; the last job wins."""
     for event in sweep:
         if event["event"] == "eval" and event["step"] == 10:
             event["validation_loss"] = float(event["job"][-2:])
@@ -142,7 +142,7 @@ def test_a_first_comparison_that_the_winner_contradicts_is_explained(sweep, writ
     assert "The value that learns fastest at first may not be the best later." in text
 
 
-# -- hours and money -------------------------------------------------------------------------------------------------
+# -- hours and cost ----------------------------------------------------------------------------------------------------
 
 
 def test_hours_are_the_duration_on_all_devices(small_run):
@@ -167,7 +167,7 @@ def test_money_is_shown_with_a_price_alone(small_run, write_run, monkeypatch):
     assert "24.00" in page_of(run_dir, price=3600.0).text
     monkeypatch.setenv(PRICE_VARIABLE, "7200")
     assert "48.00" in page_of(run_dir).text
-    assert "24.00" in page_of(run_dir, price=3600.0).text, "what is given comes first"
+    assert "24.00" in page_of(run_dir, price=3600.0).text, "the given price takes precedence"
 
 
 def test_the_price_of_the_task_s_budget_is_used(small_run, write_run):
@@ -176,7 +176,7 @@ def test_the_price_of_the_task_s_budget_is_used(small_run, write_run):
 
 
 @pytest.mark.parametrize("text", ["cheap", "-1", "nan", "inf"])
-def test_a_price_that_is_none_is_refused(text, monkeypatch):
+def test_an_invalid_price_is_refused(text, monkeypatch):
     monkeypatch.setenv(PRICE_VARIABLE, text)
     with pytest.raises(SpecError, match=f"{PRICE_VARIABLE}: expected the price of an hour of one GPU"):
         price_of_hour(None)
@@ -192,7 +192,7 @@ def test_the_command_takes_a_price(small_run, write_run):
     assert CliRunner().invoke(app, ["report", str(run_dir), "--gpu-hour-price", "-1"]).exit_code == 2
 
 
-# -- what is copied --------------------------------------------------------------------------------------------------
+# -- commands to copy --------------------------------------------------------------------------------------------------
 
 
 def copied(page: str, name: str) -> str:
@@ -232,11 +232,11 @@ def test_commands_name_the_run_and_python_the_adapter(small_run, write_run):
     assert f'from_pretrained("{run_dir}/best")' in copied(page, "snippet")
 
 
-@pytest.mark.parametrize(("rank", "asked"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128)])
-def test_vllm_is_asked_for_a_rank_it_has(small_run, write_run, rank, asked):
+@pytest.mark.parametrize(("rank", "allowed"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 128)])
+def test_vllm_is_asked_for_a_rank_it_has(small_run, write_run, rank, allowed):
     small_run[0]["jobs"][3]["config"] = config(2e-4, rank)
     page = write_report(write_run(small_run)).read_text(encoding="utf-8")
-    assert f"--max-lora-rank {asked} " in page
+    assert f"--max-lora-rank {allowed} " in page
 
 
 # -- two runs --------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_where_there_is_no_room_for_both_the_metric_that_is_chosen_by_stays_long
         (46, "r, why, train, val"),
     ],
 )
-def test_what_does_not_fit_is_left_out_and_said(small_run, width, dropped):
+def test_what_does_not_fit_is_left_out_with_a_note(small_run, width, dropped):
     lines = lines_of(small_run, width=width)
     assert all(cell_len(line) <= width for line in lines)
     hidden = lines[-1].removeprefix("hidden columns: ").removesuffix(" (widen the terminal)")
@@ -103,7 +103,7 @@ def test_few_values_are_bands_in_their_order():
     axis = setting_axis("lr", {"a": 1e-2, "b": 1e-5, "c": 1e-4, "d": 1e-5})
     assert [text for _, text in axis.ticks] == ["1e-5", "1e-4", "0.01"]
     assert [at for at, _ in axis.ticks] == pytest.approx([1 / 6, 3 / 6, 5 / 6])
-    # Lines of one value are spread by loss, the better below.
+    # Lines with one value are spread by loss, better ones below.
     assert 0 < axis.positions["b"] < 1 / 6 < axis.positions["d"] < 1 / 3
     assert axis.positions["a"] == pytest.approx(5 / 6)
 
@@ -137,7 +137,7 @@ def test_names_of_many_categories_are_thinned():
     assert len(set(axis.positions.values())) == 30
 
 
-def test_losses_that_are_not_finite_lie_above_the_axis():
+def test_losses_that_are_not_finite_are_above_the_axis():
     axis = result_axis("loss", {"a": 2.0, "b": 2.5, "c": math.inf})
     assert axis.positions["a"] == 0
     assert axis.positions["b"] == 1
@@ -216,7 +216,7 @@ def test_where_a_lane_is_a_node_all_are_in_it() -> None:
     assert gantt_figure([], [placed("a", 0, 5, 0), placed("b", 1, 9, 0)], many)["lanes"] == ["n"]
 
 
-def test_why_a_gpu_has_several_lanes_is_said_where_it_has() -> None:
+def test_a_gpu_with_several_lanes_is_explained() -> None:
     shared = gantt_figure([], [placed("a", 0, 5, 0), placed("b", 1, 9, 0)], NODES)
     assert shared["note"] == "Tasks that run in the same place at the same time have separate rows: n:0, n:0 (2)."
     assert gantt_figure([], [placed("a", 0, 5, 0), placed("b", 5, 9, 0)], NODES)["note"] == ""

@@ -1,4 +1,4 @@
-"""Tables, comparisons and properties of results whose numbers all differ, compared with what was written down."""
+"""Tables, comparisons and properties of results whose numbers all differ, against values written by hand."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "a": {"learning_rate": 1e-3, "steps": "of the configuration", "seed": 1},
     "b": {"learning_rate": 2e-3, "seed": 2},
 }
-"""A setting may have the name of a fact: the fact is shown."""
+"""Settings by job; one has the name of a fact, and the fact is shown."""
 
 
 def start(**facts: Any) -> TaskStarted:
@@ -108,7 +108,7 @@ def history_of(*events: Any) -> RunHistory:
 
 
 def rows_of(frame: Any) -> list[dict[str, Any]]:
-    """Rows with their index, without values that are missing."""
+    """Return the rows with their index, without missing values."""
     rows = frame.reset_index().to_dict("records")
     return [{key: value for key, value in row.items() if not pandas.isna(value)} for row in rows]
 
@@ -177,7 +177,7 @@ LOSSES = {"a1": 1.0, "a2": 3.0, "b1": 1.6, "b2": 1.5, "b3": 1.7}
 
 
 def repeated(**facts: Any) -> RunHistory:
-    """The configuration ``a`` has the best job, ``b`` the best mean; job ``b2`` is chosen."""
+    """Return a run in which configuration ``a`` has the best job and ``b`` the best mean; job ``b2`` is chosen."""
     jobs = tuple(
         JobDescription(
             job=job,
@@ -253,7 +253,7 @@ def test_a_result_has_the_facts_of_its_outcome_under_their_names() -> None:
 
 
 def compared(mine: Mapping[str, Any], others: Mapping[str, Any], *starts: TaskStarted) -> RunComparison:
-    """The outcome above with these changes beside it with those."""
+    """Compare the outcome above, changed by ``mine``, with the same changed by ``others``."""
     first, second = starts or (start(), start())
     other = replace(OUTCOME, **({"run_dir": "runs/other"} | dict(others)))
     return compare(replace(OUTCOME, **mine), history_of(first), other, history_of(second))
@@ -295,15 +295,15 @@ def test_a_comparison_has_every_fact_of_both_runs() -> None:
 
 
 def test_losses_compare_by_method_and_settings_and_data_by_its_fingerprint() -> None:
-    def told(second: TaskStarted, **others: Any) -> tuple[bool | None, bool]:
+    def comparable(second: TaskStarted, **others: Any) -> tuple[bool | None, bool]:
         found = compared({}, others, start(), second)
         return found.same_data, found.same_loss
 
-    assert told(start()) == (True, True)
-    assert told(start(method="dpo")) == (True, False)
-    assert told(start(data={"fingerprint": "2"})) == (False, True)
-    assert told(start(data={})) == (None, True)
-    assert told(start(), best_job="a") == (True, False), "of another beta"
+    assert comparable(start()) == (True, True)
+    assert comparable(start(method="dpo")) == (True, False)
+    assert comparable(start(data={"fingerprint": "2"})) == (False, True)
+    assert comparable(start(data={})) == (None, True)
+    assert comparable(start(), best_job="a") == (True, False), "another beta"
 
 
 def test_a_job_without_an_evaluation_has_no_loss_in_the_outcome(tmp_path: Path) -> None:
@@ -349,7 +349,7 @@ def test_the_reply_loss_of_dpo_is_a_loss_of_its_own_in_trl() -> None:
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> TaskResult:
-    """The second of two jobs is the best one."""
+    """A run of two jobs, the second of which is the best."""
     rows = [{"prompt": f"{n} + 1 =", "completion": f" {n + 1}"} for n in range(12)]
     space = {"learning_rate": [1e-6, 1e-2]}
     settings: dict[str, Any] = {"max_steps": 3, "search_space": space, "early_exit": False, "report_to": "none"}

@@ -1,4 +1,4 @@
-"""Results for users: tables, curves, configurations, the best adapter with PEFT, comparisons, and their views."""
+"""Results for users: tables, curves, configurations, the best adapter in PEFT, comparisons, and their views."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_settings_without_a_place_in_trl_are_named(tmp_path: Path) -> None:
     assert training.warmup_steps == 0.25
 
 
-def test_the_best_adapter_is_loaded_on_its_base_with_the_loss_that_was_told(result: alto.TaskResult) -> None:
+def test_the_best_adapter_is_loaded_on_its_base_with_the_reported_loss(result: alto.TaskResult) -> None:
     from alto.backbone import load_tokenizer
     from alto.spec import BaseModelSpec, read_run_task
 
@@ -180,7 +180,7 @@ def test_two_runs_side_by_side(result: alto.TaskResult, tmp_path: Path) -> None:
     assert facts["facts"]["jobs"] == [4, 1]
 
 
-def test_runs_on_other_rows_are_said_not_to_compare(result: alto.TaskResult, tmp_path: Path) -> None:
+def test_runs_on_other_rows_are_reported_as_not_comparable(result: alto.TaskResult, tmp_path: Path) -> None:
     other = alto.Engine(output_dir=tmp_path / "runs").tune(
         make_task(tmp_path, search_space={}, learning_rate=2e-3, data_seed=1)
     )
@@ -270,8 +270,8 @@ def test_samples_are_empty_where_none_were_asked_for(result: alto.TaskResult) ->
     assert list(result.samples.columns) == ["prompt", "reference", "base"]
 
 
-def test_losses_of_other_methods_or_settings_are_said_not_to_compare(tmp_path: Path) -> None:
-    """Both runs have the same pairs; their losses are on two scales."""
+def test_losses_of_other_methods_or_settings_are_reported_as_not_comparable(tmp_path: Path) -> None:
+    """Both runs have the same pairs; their losses are on different scales."""
     pairs = [{"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": " 0"} for a in range(1, 21)]
     one, other, alike = (
         alto.Engine(output_dir=tmp_path / "runs").tune(
@@ -299,11 +299,11 @@ def tuned(folder: Path, rows: list[dict[str, object]], **changes: object) -> alt
     return alto.Engine(output_dir=folder / "runs").tune(task)
 
 
-def said(role: str, content: str) -> dict[str, str]:
+def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-CHATS = [{"messages": [said("user", f"{a} + 1 ="), said("assistant", f" {a + 1}")]} for a in range(1, 13)]
+CHATS = [{"messages": [turn("user", f"{a} + 1 ="), turn("assistant", f" {a + 1}")]} for a in range(1, 13)]
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ CHATS = [{"messages": [said("user", f"{a} + 1 ="), said("assistant", f" {a + 1}"
 def test_the_trainer_trains_the_tokens_of_messages_that_the_job_trained(
     changes: dict[str, object], expected: tuple[bool, bool | None], left: dict[str, object], tmp_path: Path
 ) -> None:
-    """TRL trains every token of ``messages`` unless it is told otherwise."""
+    """TRL trains every token of ``messages`` unless told otherwise."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     _, training, not_carried = tuned(tmp_path, CHATS, max_length=77, **changes).best_config
     assert (training.assistant_only_loss, training.completion_only_loss) == expected
@@ -349,7 +349,7 @@ TEMPLATE = "{% for m in messages %}{{ m.role + ':' + m.content + '<|end|>' }}{% 
 def test_a_form_of_rows_that_trl_reads_otherwise_is_named(
     rows: list[dict[str, object]], keys: dict[str, object], left: dict[str, object], tmp_path: Path
 ) -> None:
-    """TRL joins a prompt and a completion that are texts, and ALTO writes them with the chat template."""
+    """TRL joins a prompt and a completion that are texts; ALTO writes them with the chat template."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     assert tuned(tmp_path, rows, **keys).best_config.not_carried == left
 
@@ -370,10 +370,10 @@ def test_the_precision_of_the_base_is_named_where_it_is_not_the_one_that_trl_loa
 def test_preferences_are_trained_with_the_dropout_and_the_smoothing_of_the_job_or_these_are_named(
     tmp_path: Path,
 ) -> None:
-    """TRL switches dropout off unless it is told otherwise, and smooths no labels with ``loss_type: sigmoid``."""
+    """TRL switches dropout off unless told otherwise, and smooths no labels with ``loss_type: sigmoid``."""
     pytest.importorskip("trl", reason="needs the peers: pip install -r benchmarks/peers.txt")
     pairs = [
-        {"prompt": chat["messages"][:1], "chosen": chat["messages"][1:], "rejected": [said("assistant", " 0")]}
+        {"prompt": chat["messages"][:1], "chosen": chat["messages"][1:], "rejected": [turn("assistant", " 0")]}
         for chat in CHATS
     ]
     keys = {"method": "dpo", "lora_dropout": 0.1, "label_smoothing": 0.2}
@@ -385,7 +385,7 @@ def test_preferences_are_trained_with_the_dropout_and_the_smoothing_of_the_job_o
 
 
 def test_rows_are_cut_where_those_of_the_run_were_cut(result: alto.TaskResult) -> None:
-    """A preset has a length of its own, which the journal holds."""
+    """A preset has its own length, which is in the journal."""
     from alto.results.best_config import training_arguments
     from alto.spec import read_run_task
 
@@ -399,7 +399,7 @@ def test_rows_are_cut_where_those_of_the_run_were_cut(result: alto.TaskResult) -
 
 
 def test_a_run_whose_best_adapter_is_missing_is_refused(result: alto.TaskResult, tmp_path: Path) -> None:
-    """As after a kill between the last event and the export."""
+    """This is the state after a kill between the last event and the export."""
     copied = tmp_path / "run"
     shutil.copytree(result.run_dir, copied)
     assert alto.load_run(copied).best_job == result.best_job
@@ -420,7 +420,6 @@ def test_a_model_and_a_device_for_it_are_refused(result: alto.TaskResult) -> Non
 
 
 def test_tables_hold_what_the_journal_holds(result: alto.TaskResult) -> None:
-    """Read by hand, line by line."""
     lines = [json.loads(line) for line in (Path(result.run_dir) / "journal.jsonl").read_text("utf-8").splitlines()]
     evaluations = [line for line in lines if line["event"] == "eval"]
     frame = result.curves[result.curves["step"] > 0]

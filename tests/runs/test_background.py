@@ -1,4 +1,4 @@
-"""Observers on threads of their own: one that hangs costs the memory of so many entries at most."""
+"""Observers on their own threads: one that hangs costs the memory of a bounded number of entries."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def finished(
     metric: str = "loss",
     scores: Mapping[str, float] | None = None,
 ) -> RunHistory:
-    """A run whose jobs repeat the configuration that the first letter of their names says; clones repeat none."""
+    """Return a run; the first letter of a job's name is its configuration, and clones repeat none."""
     events: list[Any] = [
         TaskStarted(
             **{"task": "t", "model": "m", "base_model": "m", "dataset": "d", "method": "sft", "metric": metric},
@@ -104,7 +104,7 @@ def test_by_a_metric_a_higher_mean_is_better() -> None:
 
 
 def test_a_configuration_of_which_a_job_diverged_comes_after_all_others_as_it_was_ranked() -> None:
-    """Its mean, of the adapters before it diverged, is the second best."""
+    """Its mean, over the adapters before the divergence, is the second best."""
     history = finished(LOSSES, "b2", failed=["a2"])
     assert names(history) == [["b2", "b1"], ["c2", "c1"], ["a1", "a2"]]
     lead = lead_of_winner(history)
@@ -126,7 +126,7 @@ def test_a_configuration_without_a_known_mean_is_last() -> None:
 
 
 def test_a_clone_is_a_configuration_of_its_own() -> None:
-    """As the selection ranks it: it may win, and be the next best."""
+    """The selection ranks a clone as a configuration: it may win, and be the next best."""
     losses = {**LOSSES, "x": 0.9}
     history = finished(losses, "x", clones=["x"])
     assert names(history) == [["x"], ["b2", "b1"], ["a1", "a2"], ["c2", "c1"]]
@@ -144,7 +144,7 @@ def test_a_clone_is_a_configuration_of_its_own() -> None:
 
 
 def test_a_clone_that_diverged_is_ranked_by_its_best_adapter() -> None:
-    """Only repetitions that failed speak against a configuration."""
+    """Only failed repetitions count against a configuration."""
     history = finished({**LOSSES, "x": 1.9}, "b2", clones=["x"], failed=["x"])
     assert names(history)[:2] == [["b2", "b1"], ["x"]]
 

@@ -1,4 +1,4 @@
-"""Names of events and the fields of a line are spelled in the events package and nowhere else."""
+"""Names of events and fields of a line are spelled in the events package and nowhere else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "executor/recovery.py": {"train"},  # a split of the data
     "data/tokenize.py": {"train"},
     "executor/cache.py": {"measured"},  # a key of the cache
-    "cli/show.py": {"measuring"},  # what the time of a run went into
+    "cli/show.py": {"measuring"},  # activities that take a run's time
     "views/wording.py": {"measuring"},
     "runs/result.py": {"measuring"},
     "report/gantt.py": {"planned"},  # names of figures and columns
@@ -39,7 +39,7 @@ OTHER_MEANINGS: Mapping[str, set[str]] = {
     "service/openai/unsupported.py": {"checkpoint"},
     "spec/row_objects.py": {"eval", "train"},
 }
-"""Files that have such a word for something else."""
+"""Files that use such a word for something else."""
 
 
 def sources() -> Iterator[tuple[str, ast.Module]]:
@@ -66,7 +66,7 @@ def test_every_other_meaning_is_still_there() -> None:
 
 
 def looked_up_in(tree: ast.Module) -> set[str]:
-    """Expressions that ask a dictionary which event it is."""
+    """Return the expressions that ask a dictionary which event it is."""
     found = set()
     for node in ast.walk(tree):
         match node:
@@ -80,7 +80,7 @@ def looked_up_in(tree: ast.Module) -> set[str]:
 
 
 def test_no_line_is_looked_into_by_name() -> None:
-    """``line["event"]`` and ``line.get("event")``, which the codec alone has."""
+    """Only the codec has ``line["event"]`` and ``line.get("event")``."""
     assert {file for file, tree in sources() if looked_up_in(tree)} == set()
 
 

@@ -1,4 +1,4 @@
-"""Events of journals: what is written is what is read, and damaged lines are named."""
+"""Events of journals: writing and reading round-trips, and damaged lines are named."""
 
 from __future__ import annotations
 
@@ -59,7 +59,6 @@ PLAIN: Mapping[Any, st.SearchStrategy[Any]] = {
 
 
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field of that type."""
     if hint in PLAIN:
         return PLAIN[hint]
     origin, arguments = get_origin(hint), get_args(hint)
@@ -96,7 +95,7 @@ def lines(event: Event) -> JournalEntry:
 
 
 def reread(entry: JournalEntry) -> JournalEntry:
-    """What a strict JSON reader makes of the line."""
+    """Return the entry as a strict JSON reader reads its line."""
     return decode(json.loads(json.dumps(encode(entry), allow_nan=False)))
 
 
@@ -277,7 +276,7 @@ def test_a_wrong_type_is_an_error_that_names_file_event_and_field(
     assert message in str(caught.value)
 
 
-def test_a_base_that_is_damaged_is_none() -> None:
+def test_a_damaged_base_is_ignored() -> None:
     line = {"seq": 0, "time": 1.0, "event": "task_started", "jobs": [], "base": {"weights": None}}
     event = decode(line).event
     assert isinstance(event, TaskStarted)
@@ -337,7 +336,7 @@ def test_an_object_that_is_no_event_is_refused() -> None:
 
 
 @pytest.mark.parametrize("time", ["NaN", "1e18", "-1", "1e999", '"x"', "true", "null", "[]", "1" + "0" * 400])
-def test_a_time_that_is_none_damages_its_line(tmp_path: Path, time: str) -> None:
+def test_an_invalid_time_damages_its_line(tmp_path: Path, time: str) -> None:
     path = tmp_path / "journal.jsonl"
     lines = [json.dumps({"seq": seq, "time": 10.0 + seq, "event": "x"}) for seq in range(3)]
     lines[1] = f'{{"seq": 1, "time": {time}, "event": "x"}}'

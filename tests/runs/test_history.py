@@ -196,7 +196,7 @@ def test_an_event_that_no_alto_writes_is_named(write_run, small_run, event):
         read_history(folder)
 
 
-def test_slots_are_told_by_rank_and_a_spread_job_has_one_on_each(ranked_run):
+def test_slots_are_listed_by_rank_and_a_spread_job_has_one_on_each(ranked_run):
     history = RunHistory.of(entries(ranked_run))
     stays = [(stay.job, stay.slot, stay.rank, stay.local_slot) for stay in history.occupancy]
     assert stays == [
@@ -213,7 +213,7 @@ def test_a_job_that_is_spread_is_trained_by_all_ranks(ranked_run):
     assert RunHistory.of(entries(ranked_run[:4])).jobs["c"].ranks == (1,)
 
 
-def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
+def test_a_run_that_continues_with_other_ranks_counts_its_slots_again(ranked_run):
     cut = ranked_run[:4]
     time = cut[-1]["time"]
     resumed = {"seq": 4, "time": time + 1, "event": "task_resumed", "notes": [], "max_slots": 3, "num_ranks": 1}
@@ -224,8 +224,8 @@ def test_a_run_that_goes_on_with_other_ranks_counts_its_slots_anew(ranked_run):
 
 
 @pytest.mark.parametrize(("done", "state"), [(["t"], TaskStage.FINISHED), ([], TaskStage.WAITING)])
-def test_a_task_whose_submission_is_journaled_anew_has_its_result_all_the_same(done, state):
-    """The line that a loss of power took with it comes after the one that says what is done."""
+def test_a_task_whose_submission_is_journaled_twice_keeps_its_result(done, state):
+    """A loss of power took the line, and it comes again after the line that says what is done."""
     lines = [
         {"event": "queue_started", "nodes": [], "tasks": []},
         {"event": "queue_resumed", "done": done},
@@ -242,7 +242,7 @@ def test_a_run_whose_journal_is_damaged_is_not_known_to_have_a_result(tmp_path, 
 
 
 def sweep(num_jobs: int) -> list[dict]:
-    """A run whose jobs take one step each, all alike."""
+    """Return a run whose jobs take one step each, all alike."""
     journal = Journal()
     journal.start({f"job-{number:04d}": config(1e-4, 8) for number in range(num_jobs)})
     for number in range(num_jobs):

@@ -1,4 +1,4 @@
-"""Journals: one JSON object a line, in order; and how they are read and continued after an interruption."""
+"""Journals: one JSON object per line, in order; reading and continuing them after an interruption."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def strict(line: str) -> dict[str, Any]:
     return json.loads(line, parse_constant=refuse)
 
 
-def test_lines_are_numbered_and_hold_what_was_said(tmp_path: Path) -> None:
+def test_lines_are_numbered_and_hold_the_events(tmp_path: Path) -> None:
     with Journal(tmp_path / "journal.jsonl") as journal:
         journal.append(TrainSteps(job="job-000", first_step=1, losses=(0.1, 1 / 3)))
         journal.append(CommandRefused(command="c-0", job="job-000", why="ü\n"))
@@ -74,7 +74,7 @@ def test_an_existing_journal_is_appended_to(tmp_path: Path) -> None:
     assert [strict(line)["event"] for line in (tmp_path / "journal.jsonl").read_text().splitlines()] == ["a", "b"]
 
 
-# As a queue of two tasks wrote it until its disk was full.
+# The journal of a queue of two tasks until its disk was full.
 EVENTS: list[dict[str, Any]] = [
     {
         "event": "queue_started",
@@ -111,7 +111,7 @@ def kinds(path: Path) -> list[str]:
 
 
 def every_tear(path: Path) -> list[bytes]:
-    """The journal with its last line cut after each of its bytes, its line end alone among them."""
+    """Return the journal with its last line cut after each of its bytes, and with only its line end missing."""
     data = path.read_bytes()
     begins_at = data.rstrip(b"\n").rfind(b"\n") + 1
     return [data[:end] for end in range(begins_at, len(data) + 1)]
@@ -122,7 +122,7 @@ def test_a_journal_torn_at_any_byte_is_appended_to(path: Path) -> None:
     assert len(tears) > 100
     for torn in tears:
         path.write_bytes(torn)
-        is_whole = len(torn) >= len(tears[-1]) - 1  # the line end may be what is missing
+        is_whole = len(torn) >= len(tears[-1]) - 1  # only the line end may be missing
         with Journal(path) as journal:
             assert len(journal.past) == (4 if is_whole else 3)
             journal.append(QueueResumed(done=(), notes=()))
@@ -135,7 +135,7 @@ def test_a_journal_torn_at_any_byte_is_appended_to(path: Path) -> None:
 
 
 def test_a_journal_that_was_appended_to_where_it_was_torn_is_read_whole(path: Path) -> None:
-    """What version 0.1 made of the journals of queues: its next session begins in the middle of a line."""
+    """Version 0.1 did this to journals of queues: the next session begins in the middle of a line."""
     tears = every_tear(path)
     for torn in tears[1:-1]:
         path.write_bytes(torn)
@@ -152,12 +152,12 @@ def test_a_journal_that_was_appended_to_where_it_was_torn_is_read_whole(path: Pa
         assert [line["seq"] for line in lines] == list(range(first + 3))
 
 
-def test_a_damaged_line_in_the_middle_is_said_with_what_helps(path: Path) -> None:
+def test_a_damaged_line_in_the_middle_is_an_error_with_a_remedy(path: Path) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], b'{"seq": 2, \n', *lines[3:]]))
     with pytest.raises(RunError, match=r"line 3 of 4 is not one.*Delete this line.*alto resume"):
         read_events(path)
-    with Journal(path) as journal:  # what resuming does
+    with Journal(path) as journal:  # as resuming does
         assert journal.num_lines_cut == 2
         journal.append(QueueResumed(done=(), notes=()))
     assert kinds(path) == ["queue_started", "planned", "queue_resumed"]
@@ -215,7 +215,7 @@ def test_an_event_that_could_not_be_written_leaves_nothing_behind(
     assert kinds(path) == [*(event["event"] for event in EVENTS), "queue_interrupted"]
     assert [event["seq"] for event in read_events(path)] == list(range(5))
     (line,) = path.read_bytes()[len(before) :].splitlines()
-    assert json.loads(line)["event"] == "queue_interrupted", "nothing of the torn line is in it"
+    assert json.loads(line)["event"] == "queue_interrupted", "the torn line is gone"
 
 
 def test_a_cut_that_fails_leaves_nothing_behind(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""How far a winner leads: paired over validation rows, weighted as the loss is."""
+"""The winner's lead: paired over validation rows, with the weights of the loss."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_equal_weights_give_the_paired_interval_of_student() -> None:
 
 
 def test_rows_are_weighted_as_in_the_loss() -> None:
-    """The difference of the rows is that of the losses, and a row without weight says nothing."""
+    """The rows' difference equals the losses' difference, and a row without weight does not count."""
     other = (9.0, 1.1, 3.1, 1.7)
     history = history_of(
         started("ab", validation_weights=WEIGHTS), evaluated("a", FIRST, WEIGHTS), evaluated("b", other, WEIGHTS)
@@ -79,7 +79,7 @@ def test_rows_are_weighted_as_in_the_loss() -> None:
 
 
 def test_the_difference_is_that_of_the_losses_though_rows_are_rounded() -> None:
-    """A journal has four significant digits of the loss of a row."""
+    """A journal has four significant digits of a row's loss."""
     rows = {"a": (2.00049, 1.00049, 3.00049, 1.50049), "b": (2.10051, 1.30051, 3.00151, 1.90051)}
     events = [started("ab", validation_weights=WEIGHTS)]
     for job, exact in rows.items():
@@ -93,11 +93,11 @@ def test_the_difference_is_that_of_the_losses_though_rows_are_rounded() -> None:
     assert sum(lead.interval) / 2 == pytest.approx(lead.difference, rel=1e-12)
     shown = [history.jobs[job].best_loss_rows for job in "ab"]
     of_rows = sum(w * (b - a) for w, a, b in zip(WEIGHTS, *shown, strict=True)) / sum(WEIGHTS)
-    assert abs(of_rows - lead.difference) > 1e-4, "rounding is seen"
+    assert abs(of_rows - lead.difference) > 1e-4, "rounding has an effect"
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
-    """Rows with random weights and random differences of known weighted mean: 95 % of intervals hold it."""
+    """95 % of the intervals contain the known weighted mean, for rows with random weights and differences."""
     source = random.Random(3)
     held = 0
     for _ in range(400):
@@ -114,7 +114,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
     assert 0.90 <= held / 400 <= 0.985
 
 
-def test_a_lead_within_noise_is_said() -> None:
+def test_a_lead_within_noise_is_noted() -> None:
     close = (2.1, 0.9, 3.05, 1.5)
     note = choice_notes(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), evaluated("b", close, [1.0] * 4)))
     assert [text.partition(":")[0] for text in note] == ["loss"]
@@ -125,7 +125,7 @@ def test_a_lead_within_noise_is_said() -> None:
     )
 
 
-def test_jobs_stand_with_their_best_evaluation() -> None:
+def test_jobs_are_compared_by_their_best_evaluation() -> None:
     later = evaluated("b", (9.0,) * 4, [1.0] * 4, step=8, is_best=False)
     events: Sequence[Any] = [evaluated("a", FIRST, [1.0] * 4), evaluated("b", (2.2, 1.2, 3.2, 1.7), [1.0] * 4)]
     assert lead_of_winner(history_of(started("ab"), *events)) == lead_of_winner(
@@ -143,7 +143,7 @@ def test_without_comparable_rows_there_is_no_interval(change: Mapping[str, Any])
     assert lead_of_winner(history_of(started("ab"), evaluated("a", FIRST, [1.0] * 4), other)) is None
 
 
-def test_a_single_job_leads_nobody() -> None:
+def test_a_single_job_has_no_lead() -> None:
     assert lead_of_winner(history_of(started("a"), evaluated("a", FIRST, [1.0] * 4))) is None
 
 
@@ -162,7 +162,7 @@ def test_answers_are_compared_where_they_chose() -> None:
 
 
 def test_values_too_large_for_a_variance_give_no_interval() -> None:
-    """A scorer of the user's may give any number; the result of a finished run is read all the same."""
+    """A user's scorer may give any number; the result of a finished run must still be readable."""
     judged = FinalistsJudged(
         scores=(
             FinalistScore(job="a", num_questions=2, mean=1e200, rows=(2e200, 1.0)),
@@ -175,7 +175,7 @@ def test_values_too_large_for_a_variance_give_no_interval() -> None:
 
 
 def test_by_a_metric_jobs_of_any_scale_of_loss_are_compared_and_by_the_loss_those_of_one() -> None:
-    """Accuracies of jobs with other ``beta`` are on one scale, their losses are not."""
+    """Accuracies of jobs with other ``beta`` are comparable, their losses are not."""
     by_metric = started("abc", method="dpo", metric="reward_accuracy")
     betas = {"a": 0.1, "b": 0.5, "c": 0.1}
     by_metric = replace(by_metric, jobs=tuple(replace(job, config={"beta": betas[job.job]}) for job in by_metric.jobs))
@@ -249,7 +249,7 @@ def test_equal_jobs_are_within_noise_and_a_job_that_is_behind_for_certain_is_not
 
 
 def test_only_a_lead_by_the_loss_is_a_note_of_its_own() -> None:
-    """By a metric the selection itself says which jobs it could not tell apart."""
+    """For a metric the selection itself lists the jobs within noise."""
     right = {"a": (1.0, 1.0, 1.0, 0.0), "b": (1.0, 1.0, 0.0, 0.0)}
     events = [
         evaluated(job, FIRST, [1.0] * 4, metric_rows=rows, metrics={"accuracy": sum(rows) / 4})

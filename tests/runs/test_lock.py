@@ -1,4 +1,4 @@
-"""The lock of a run and its lease: one process writes a run, and notices when it may no longer."""
+"""The lock of a run and its lease: one process writes a run, and notices when it no longer may."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: 
         journal.append(CheckpointSaved(jobs={}))
         change(run.root / "run.lock")  # type: ignore[operator]
         other = RunDir(run.root)
-        with other.locked():  # another process can have it, and this one must not write any more
+        with other.locked():  # another process can have it, and this one must stop writing
             other.check_lock()
             with pytest.raises(RunBusyError, match="found it removed or replaced"):
                 journal.append(CheckpointSaved(jobs={}))
@@ -67,7 +67,7 @@ def test_a_lock_file_that_was_removed_ends_what_is_written(run: RunDir, change: 
     assert not run.control.exists()
 
 
-def test_a_journal_is_cut_by_nobody_who_has_lost_the_lock(run: RunDir) -> None:
+def test_a_process_that_has_lost_the_lock_cuts_no_journal(run: RunDir) -> None:
     with Journal(run.journal_file) as journal:
         journal.append(CheckpointSaved(jobs={}))
     with run.locked():
@@ -132,7 +132,7 @@ def test_the_lock_of_a_process_that_ended_is_free(run: RunDir) -> None:
     assert not run.is_locked()
 
 
-def test_who_may_only_read_sees_whether_somebody_works_on_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_sees_whether_a_process_works_on_the_run(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.open
 
     def only_read(path: Path, flags: int, *arguments: int) -> int:

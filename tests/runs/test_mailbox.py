@@ -1,4 +1,4 @@
-"""The mailbox of a run, and what others may leave in it: every command is answered, and the run is not disturbed."""
+"""The mailbox of a run, and foreign files in it: every command is answered, and the run is not disturbed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NO_FILES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
-def test_a_command_that_is_none_is_answered_so_and_removed(run: RunDir, make: Callable[[Path], object]) -> None:
+def test_an_invalid_command_is_answered_and_removed(run: RunDir, make: Callable[[Path], object]) -> None:
     run.control.mkdir()
     path = run.control / f"{NAME}.command.json"
     make(path)
@@ -65,7 +65,7 @@ def test_a_command_that_is_none_is_answered_so_and_removed(run: RunDir, make: Ca
 
 
 @pytest.mark.parametrize("make", [make for name, make in NO_FILES.items() if name != "link to nothing"])
-def test_an_answer_that_is_none_is_an_error_that_names_it(run: RunDir, make: Callable[[Path], object]) -> None:
+def test_an_invalid_answer_is_a_named_error(run: RunDir, make: Callable[[Path], object]) -> None:
     run.control.mkdir()
     make(run.control / f"{NAME}.answer.json")
     with pytest.raises(JobCommandError, match=rf"expected the answer of the task at .*{NAME}\.answer\.json"):
@@ -80,7 +80,7 @@ def test_an_answer_takes_the_place_of_whatever_is_there(run: RunDir, make: Calla
     assert Mailbox(run).wait_for_answer(NAME, 0) == CommandAnswer(done=True, message="done")
 
 
-def test_a_file_in_the_place_of_the_mailbox_disturbs_nobody_and_is_named_to_who_asks(run: RunDir) -> None:
+def test_a_file_in_the_place_of_the_mailbox_is_ignored_by_the_run_and_named_to_senders(run: RunDir) -> None:
     run.control.write_text("x")
     mailbox = Mailbox(run)
     assert mailbox.pending() == []

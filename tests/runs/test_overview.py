@@ -1,4 +1,4 @@
-"""What a folder of runs holds, damaged ones among them, without reading more than that needs."""
+"""The overview of a folder of runs, including damaged ones, reads no more than it needs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_a_finished_run_an_interrupted_one_and_one_that_is_worked_on(
     finished = summarise(write_run(tmp_path, "done", small_run, start=START))
     assert (finished.state, finished.tasks, finished.num_jobs) == (RunState.FINISHED, ("maths",), 4)
     assert (finished.best_validation_loss, finished.fraction_done, finished.problem) == (1.9, 1.0, "")
-    # a, b and c have done a tenth; b and c wait for the rung, d has all to do, and two of the three continue.
+    # a, b and c have done a tenth; b and c wait for the rung, d has done nothing, and two of the three continue.
     stopped = write_run(tmp_path, "stopped", small_run[:13], start=START)
     found = summarise(stopped)
     assert (found.state, found.best_validation_loss) == (RunState.INTERRUPTED, 2.2)
     assert found.fraction_done == pytest.approx(300 / (300 + 1900))
     with RunDir(stopped).locked():
         assert summarise(stopped).state is RunState.RUNNING
-    # Chosen by accuracy: the loss is that of the chosen job, not the lowest.
+    # Chosen by accuracy: the loss is the chosen job's, not the lowest.
     assert summarise(write_run(tmp_path, "pairs", preference_run, start=START)).best_validation_loss == 0.6
 
 
@@ -84,14 +84,14 @@ def test_a_damaged_run_says_what_is_wrong(damage: str, is_finished: bool, tmp_pa
     root = write_run(tmp_path, "run", small_run if is_finished else small_run[:13], start=START)
     DAMAGES[damage](root)
     if damage == "another event" and is_finished:
-        return  # what its jobs did is not decoded
+        return  # the events of its jobs are not decoded
     found = summarise(root)
     assert (found.state, found.num_jobs) == (RunState.DAMAGED, None)
     assert "expected" in found.problem.lower()
     assert find_runs(tmp_path) == [root]
 
 
-def test_of_a_finished_run_few_lines_are_decoded(
+def test_few_lines_of_a_finished_run_are_decoded(
     tmp_path: Path, sweep: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded = []
@@ -104,7 +104,7 @@ def test_of_a_finished_run_few_lines_are_decoded(
 
 
 def test_the_newest_is_the_one_that_began_last(tmp_path: Path, small_run: Events) -> None:
-    """Neither the name nor the time of a file decides: reports are written again, folders are copied."""
+    """Neither the name nor the time of a file decides, because reports are rewritten and folders copied."""
     for name, start in (("b", 200.0), ("z", 100.0), ("a", 300.0)):
         write_run(tmp_path, name, small_run, start=START + start)
     later = time.time() + 9999

@@ -1,4 +1,4 @@
-"""The progress of runs and queues, those that are resumed among them."""
+"""The progress of runs and queues, including resumed ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def pace_of(*points) -> Pace:
         ([(0.0, 5)], 10.0, None),
         ([(0.0, 0), (10.0, 0)], 10.0, None),
         ([(0.0, 0), (10.0, 20)], 10.0, 2.0),
-        # Silence since the last point counts: nobody knows that work went on.
+        # The silence since the last point counts, because nobody knows whether work went on.
         ([(0.0, 0), (10.0, 20)], 20.0, 1.0),
         # A slow beginning is forgotten once it lies before the window.
         ([(0.0, 0), (1000.0, 10), (1100.0, 210)], 1100.0, 2.0),
-        # A clock set back, or a count that begins anew, starts the measurement anew.
+        # A clock set back, or a count that restarts, restarts the measurement.
         ([(100.0, 0), (200.0, 50), (50.0, 60), (60.0, 90)], 60.0, 3.0),
         ([(0.0, 500), (10.0, 0), (20.0, 40)], 20.0, 4.0),
     ],
@@ -64,7 +64,7 @@ def test_nothing_is_left_when_all_have_ended(small_run):
 
 
 def planned(events) -> list:
-    """The same run, which was measured beforehand: 100 seconds with the rungs of its early exit."""
+    """Return the same run with a profile: 100 seconds with the rungs of its early exit."""
     return [events[0], {"event": "profile", "time": events[0]["time"], **PROFILE}, *events[1:]]
 
 
@@ -80,7 +80,7 @@ def test_before_anything_is_trained_the_estimate_is_the_plan(small_run):
 
 
 def test_the_more_is_trained_the_less_the_plan_counts(small_run):
-    now = small_run[12]["time"]  # 300 samples in 12 seconds, and 1,900 to go: 76 s by pace
+    now = small_run[12]["time"]  # 300 samples in 12 seconds, 1,900 left: 76 s at this pace
     unplanned = RunHistory.of(entries(small_run[:13]))
     assert outlook(unplanned, now).remaining_s == pytest.approx(76.0)
     found = outlook(RunHistory.of(entries(planned(small_run)[:14])), now)
@@ -89,17 +89,17 @@ def test_the_more_is_trained_the_less_the_plan_counts(small_run):
     assert found.remaining_s == pytest.approx((1 - share) * (1 - share) * 100.0 + share * 76.0)
 
 
-def test_a_resumed_run_is_estimated_without_the_time_in_which_nobody_worked(interrupted_run):
+def test_a_resumed_run_is_estimated_without_the_time_without_a_process(interrupted_run):
     events = planned(interrupted_run)
     resumed = next(index for index, event in enumerate(events) if event["event"] == "task_resumed")
-    # Nothing is trained since: 200 samples in the 8 seconds before it, and a has ended with 900 to go.
+    # Nothing has trained since: 200 samples in the 8 seconds before, and a has ended with 900 left.
     history = RunHistory.of(entries(events[: resumed + 1]))
     share = 200 / (200 + 900)
     by_pace_s = 8.0 * (1 - share) / share
     assert outlook(history, history.last_seen_at).remaining_s == pytest.approx(
         (1 - share) * (1 - share) * 100.0 + share * by_pace_s
     )
-    # Then b has trained 400 samples in 6 seconds: 36 s by that pace for the 2,400 that are left, with the clone's.
+    # Then b has trained 400 samples in 6 seconds: 36 s at this pace for the 2,400 left, including the clone's.
     later = RunHistory.of(entries(events))
     share = 600 / 3000
     assert outlook(later, later.last_seen_at).remaining_s == pytest.approx(
@@ -134,7 +134,7 @@ SETTINGS = {"method": "lpt", "strategy": "single", "cluster": "local", "total_gp
 
 @pytest.fixture
 def queue(tmp_path: Path, small_run: list[dict[str, Any]], interrupted_run: list[dict[str, Any]]) -> QueueDir:
-    """A queue with a finished task and one that was interrupted after three evaluations."""
+    """A queue with a finished task and a task interrupted after three evaluations."""
     added = [QueueEntry(task=name, num_gpus=1, duration_s=5.0) for name in NAMES]
     queue = QueueDir.create(tmp_path / "runs", added, [make_task(tmp_path, name=name) for name in NAMES], SETTINGS)
     for name, journal in zip(NAMES, (small_run, interrupted_run), strict=True):
@@ -145,7 +145,7 @@ def queue(tmp_path: Path, small_run: list[dict[str, Any]], interrupted_run: list
 
 
 def past() -> list[dict[str, Any]]:
-    """The queue's own journal."""
+    """Return the queue's own journal."""
     tasks = [{"task": name, "num_gpus": 1, "duration_s": 5.0} for name in NAMES]
     starts = [
         {"event": "executor_started", "task": name, "attempt": 1, "gpus": [["n", 0]]} for name in NAMES

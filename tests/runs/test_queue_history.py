@@ -1,4 +1,4 @@
-"""What a queue's journal comes to."""
+"""The history of a queue, read from its journal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from alto.runs import QueueHistory
 
 
 def attempts(*spans: tuple[str, int, float, float]) -> list[dict[str, Any]]:
-    """A queue on two CPU slots: executors by task, slot, start and end."""
+    """Return a queue on two CPU slots: executors by task, slot, start and end."""
     lines: list[dict[str, Any]] = []
     for task, slot, start, end in spans:
         common = {"task": task, "attempt": 1}
@@ -43,7 +43,7 @@ def test_gpu_time_that_tasks_share_counts_once(spans: list[tuple[str, int, float
 
 def test_a_task_that_runs_counts_until_now() -> None:
     queue = QueueHistory.of(entries(attempts(("a", 0, 0.0, 10.0), ("b", 1, 10.0, 20.0))[:-1]))
-    assert [place.duration_s for place in queue.actual_placements()] == [10.0, 0.0], "until the latest event"
+    assert [place.duration_s for place in queue.actual_placements()] == [10.0, 0.0], "up to the latest event"
     assert [place.duration_s for place in queue.actual_placements(40.0)] == [10.0, 30.0]
     assert queue.utilisation(40.0) == pytest.approx(40.0 / 80.0)
 

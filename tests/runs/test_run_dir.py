@@ -1,4 +1,4 @@
-"""Run directories: a name of their own each, the resolved task inside; and what a finished run keeps of its jobs."""
+"""Run directories: unique names, the resolved task inside; and what a finished run keeps of its jobs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_threads_of_one_process_do_not_share_a_folder(
     claim = run_dir.claim
 
     def claim_together(*arguments: Any) -> Path:
-        together.wait()  # both have made what they are about to name
+        together.wait()  # both have created the folder that they will rename
         return claim(*arguments)
 
     def create(_: int) -> Path:
@@ -131,7 +131,7 @@ def test_a_file_that_another_process_writes_is_left_to_it(tmp_path: Path, monkey
 
 @pytest.fixture
 def run(write_run, small_run) -> RunDir:
-    """``a`` diverged, ``b`` was dropped at the only rung, ``c`` overfitted after it, ``d`` won."""
+    """A run in which ``a`` diverged, the only rung dropped ``b``, ``c`` overfitted after it, and ``d`` won."""
     run = RunDir(write_run(small_run))
     for job in "abcd":
         for kind in ("best", "last", "start", "best.previous"):

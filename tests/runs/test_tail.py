@@ -57,7 +57,7 @@ def test_a_damaged_line_is_left_out(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", range(6))
-def test_of_a_journal_that_was_cut_back_only_the_new_lines_are_given(path: Path, kept: int) -> None:
+def test_only_the_new_lines_of_a_journal_that_was_cut_back_are_given(path: Path, kept: int) -> None:
     write(path, 0, 1, 2, 3, 4)
     tail = JournalTail(path)
     tail.read()

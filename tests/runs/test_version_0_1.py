@@ -1,4 +1,4 @@
-"""Folders of runs and queues that version 0.1 made are shown, reported and resumed."""
+"""Folders of runs and queues of version 0.1 are shown, reported and resumed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from alto.runs.events import QueueStarted, TaskResumed, TaskStarted, UnknownEven
 
 MADE_BY_0_1 = Path(__file__).parent / "journals_0_1"
 FOLDER = "/alto-0.1"
-"""What its files name in place of the folder in which they were made."""
+"""The name in its files of the folder in which they were made."""
 
 JOURNALS = sorted(path.relative_to(MADE_BY_0_1).as_posix() for path in MADE_BY_0_1.rglob("journal.jsonl"))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """All of them, as if they had been made there."""
+    """All of them, as if they had been made in this folder."""
     shutil.copytree(MADE_BY_0_1, tmp_path, dirs_exist_ok=True)
     for path in tmp_path.rglob("*"):
         if path.suffix in (".json", ".jsonl", ".yaml"):

@@ -1,4 +1,4 @@
-"""Durations: by events as step by step, and how well slots are used on recorded jobs."""
+"""Estimated durations: by events they equal step by step, and slots are well used on recorded jobs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ TWO_RUNGS = EarlyExit(rungs=((0.025, 0.5), (0.05, 0.2)))
 def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
     name: str, num_slots: int, settings: EarlyExit, least: float
 ) -> None:
-    """The recorded jobs as the executor would run them: rungs, waves, running ahead.
+    """The recorded jobs run as in the executor: rungs, waves, running ahead.
 
     The 40 jobs of dpo fill 16 slots two and a half times, and none may run ahead before a rung that drops half. The
     default's fields of two to ten jobs leave slots idle in their last wave, before a rung that keeps fewer.
@@ -155,7 +155,7 @@ def test_slots_are_used_until_fewer_jobs_than_slots_are_left(
             del slot_of[parking.job]
         slot_of |= {admission.job: admission.slot for admission in plan.admit}
         train = [job for job in slot_of if not selection.rungs.is_waiting(job) or job in plan.ahead]
-        # Until somebody is evaluated or ends, the residents stay.
+        # The residents stay until a job is evaluated or ends.
         count = min(
             next(
                 (s for s in evaluations[job] if s > steps[job]), len(tapes[job].train_losses)

@@ -1,4 +1,5 @@
-"""Shares of tasks in one executor: by weight, nothing idle that is wanted, no task starved by another's long rows."""
+"""Shares of tasks in one executor: by weight, no wanted slot stays idle, no task starves because of another's long
+rows."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ def test_slots_are_all_given_and_none_beyond_what_is_wanted(
         assert all(share or not wanted[task] for task, share in shares.items())
     for poor in wanted:
         for rich in wanted:
-            if shares[poor] < wanted[poor] and shares[rich] > 1:  # a slot less for the one is not fairer
+            if shares[poor] < wanted[poor] and shares[rich] > 1:  # a slot less for one of them is not fairer
                 assert (shares[poor] + 1) / weight_of[poor] >= (shares[rich] / weight_of[rich]) * (1 - 1e-9)
 
 
@@ -47,7 +48,7 @@ def test_slots_by_weight(
 
 
 def step(shares: TokenShares, costs: dict[str, int], weight_of: dict[str, float]) -> tuple[str, ...]:
-    """One step that costs what was expected; returns who trains in it."""
+    """Take one step at the expected cost; return the tasks that train in it."""
     chosen = shares.choose(costs, weight_of)
     shares.trained({task: cost if task in chosen else 0 for task, cost in costs.items()}, weight_of)
     return chosen
@@ -55,7 +56,7 @@ def step(shares: TokenShares, costs: dict[str, int], weight_of: dict[str, float]
 
 @given(st.dictionaries(names, st.tuples(st.integers(1, 5000), weights), min_size=1))
 def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, float]]) -> None:
-    """Whatever their steps cost: no task is ever ahead of another by more than two of the largest steps."""
+    """Whatever steps cost, no task is ever ahead of another by more than two of the largest steps."""
     costs = {task: cost for task, (cost, _) in tasks.items()}
     weight_of = {task: weight for task, (_, weight) in tasks.items()}
     shares, trained = TokenShares(), dict.fromkeys(costs, 0)
@@ -74,7 +75,7 @@ def test_tokens_come_to_be_in_proportion_to_weights(tasks: dict[str, tuple[int, 
         assert received.due_tokens == pytest.approx(received.all_tokens * weight_of[task] / sum(weight_of.values()))
 
 
-def test_rows_of_20_times_the_length_starve_nobody() -> None:
+def test_rows_of_20_times_the_length_starve_no_task() -> None:
     shares, costs = TokenShares(), {"short": 50, "long": 1000, "middle": 300}
     weight_of = dict.fromkeys(costs, 1.0)
     steps = [step(shares, costs, weight_of) for _ in range(1000)]
@@ -96,7 +97,7 @@ def test_a_task_that_the_other_only_catches_up_with_waits_for_it() -> None:
     shares, costs, weight_of = TokenShares(), {"a": 100, "b": 100}, {"a": 1.0, "b": 1.0}
     shares.choose(costs, weight_of)
     shares.trained({"a": 100, "b": 0}, weight_of)
-    assert step(shares, costs, weight_of) == ("b",), "its step brings b to where a is"
+    assert step(shares, costs, weight_of) == ("b",), "its step brings b level with a"
     assert step(shares, costs, weight_of) == ("a", "b")
 
 

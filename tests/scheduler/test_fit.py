@@ -1,4 +1,4 @@
-"""Laws of memory and time: known constants are found again."""
+"""Fits of memory and time find known constants again."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_the_ends_are_those_of_many_small_steps(members: list[Member]) -> None:
 
 
 @given(any_members)
-def test_nobody_is_faster_than_alone_and_all_are_between_their_sum_and_their_own_work(members: list[Member]) -> None:
+def test_no_task_is_faster_than_alone_and_all_are_between_their_sum_and_their_own_work(members: list[Member]) -> None:
     ends_s = finish_times_s(members)
     rounding = 1 + 1e-9
     for member, end_s in zip(members, ends_s, strict=True):

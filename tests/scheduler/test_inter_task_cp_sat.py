@@ -1,4 +1,4 @@
-"""CP-SAT against exhaustive search, against the validator, and against its own promises."""
+"""CP-SAT against exhaustive search, the validator, and its own bounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from alto.scheduler.inter_task.cp_sat import CpModel
 from alto.scheduler.inter_task.lists import Solved
 
 LIMIT_S = 600.0
-"""Longer than any of these takes."""
+"""A limit that none of these tests reaches."""
 
 
 def costs(schedule: Schedule) -> tuple[float, float]:
@@ -61,7 +61,7 @@ def test_any_schedule_is_valid(problem: SchedulingProblem) -> None:
 
 
 def test_the_paper_case_is_proven_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The solver's by its own measure, some tens of milliseconds; the rest by the calls of functions."""
+    """The solver's work in its own measure is some tens of milliseconds; the rest is measured by calls of functions."""
     problem = paper_case()
     schedule_tasks(SchedulingProblem(nodes=nodes_of(1), pending=tasks_of((1, 1.0))), method="cp-sat")  # loads OR-tools
     from ortools.sat.python import cp_model
@@ -85,7 +85,7 @@ def test_the_paper_case_is_proven_with_little_work(monkeypatch: pytest.MonkeyPat
     assert schedule.status == "optimal"
     assert schedule.gap == 0.0
     assert solved
-    assert all(found.is_optimal for found in solved), "nothing was left open when the work was done"
+    assert all(found.is_optimal for found in solved), "the search was complete"
     assert schedule_tasks(problem, method="sjf").makespan_s / schedule.makespan_s > 1.2
 
 
@@ -148,17 +148,17 @@ def test_with_a_gap_it_ends_as_soon_as_that_is_reached(monkeypatch: pytest.Monke
     problem = SchedulingProblem(
         nodes=nodes_of(2), pending=tasks_of(*((2 if n in wide else 1, s) for n, s in enumerate(seconds)))
     )
-    asked: list[float] = []
+    gaps: list[float] = []
     least_makespan = CpModel.least_makespan
 
     def noted(model: CpModel, *args: Any, gap: float, **options: Any) -> Solved:
-        asked.append(gap)
+        gaps.append(gap)
         return least_makespan(model, *args, gap=gap, **options)
 
     monkeypatch.setattr(CpModel, "least_makespan", noted)
     found = schedule_tasks(problem, method="cp-sat", time_limit_s=2.0, gap=0.05)
     assert found.gap <= 0.05
     check_schedule(problem, found)
-    assert asked == [], "what it starts from is near enough"
+    assert gaps == [], "the start is within the gap"
     schedule_tasks(problem, method="cp-sat", time_limit_s=2.0)
-    assert asked == [0.0], "without the gap it looks for the best"
+    assert gaps == [0.0], "without a gap it searches for the optimum"

@@ -55,13 +55,13 @@ def test_each_order_by_hand(method: str, expected: dict[str, float]) -> None:
     assert starts(problem, method) == expected
 
 
-def test_nobody_overtakes_in_fifo() -> None:
+def test_no_task_overtakes_in_fifo() -> None:
     problem = SchedulingProblem(nodes=nodes_of(2), pending=tasks_of((1, 5), (2, 1), (1, 1)))
     assert starts(problem, "fifo") == {"t0": 0, "t1": 5, "t2": 6}
     assert starts(problem, "lpt")["t2"] == 0
 
 
-def test_nobody_overtakes_one_who_waits_for_a_quota_in_fifo() -> None:
+def test_no_task_overtakes_one_that_waits_for_a_quota_in_fifo() -> None:
     running = RunningTask(task="r", gpus=(Gpu("n0", 0),), remaining_s=3.0, tenant="a")
     waits, free = tasks_of((1, 1), (1, 1))
     pending = (dataclasses.replace(waits, tenant="a"), free)
@@ -158,7 +158,7 @@ def test_a_node_where_a_task_runs_gets_less() -> None:
 
 
 def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock on which every look takes a tenth of a second: there are ten looks, and no more than 16 tries each."""
+    """Each reading of the clock takes a tenth of a second: there are ten readings, with at most 16 tries each."""
     tasks = tasks_of(*((1 + number % 3, 10.0 + number * 7919 % 1000) for number in range(400)))
     problem = SchedulingProblem(nodes=nodes_of(*(8,) * 20), pending=tasks)
     looks_s: list[float] = []

@@ -44,7 +44,7 @@ def test_a_program_that_was_not_solved_in_time_is_a_list_schedule(monkeypatch: p
 
 
 class _Clock:
-    """Goes on by ``step_s`` whenever somebody looks at it."""
+    """A clock that advances by ``step_s`` with each reading."""
 
     def __init__(self, step_s: float) -> None:
         self._now_s, self._step_s = 0.0, step_s
@@ -55,14 +55,14 @@ class _Clock:
 
 
 def _spread_out(num_tasks: int) -> SchedulingProblem:
-    """One whose list schedule is not at the bound, so that there is something to be found."""
+    """Return a problem whose list schedule is above the bound, so that it can be improved."""
     return SchedulingProblem(nodes=nodes_of(2), pending=tasks_of(*([(1, 3), (1, 2)] * num_tasks)[:num_tasks]))
 
 
 def test_a_program_that_takes_too_long_to_make_is_not_solved(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(milp, "time", _Clock(0.01))
     monkeypatch.setattr(milp._Model, "solve", lambda model, deadline: pytest.fail("SCIP was asked"))
-    num_tasks = 40  # 780 pairs, looked at every 10 ms, of which a quarter of 10 s are 250
+    num_tasks = 40  # 780 pairs with a reading every 10 ms, 250 of which take a quarter of the 10 s
     schedule = schedule_tasks(_spread_out(num_tasks), method="milp", time_limit_s=10.0)
     check_schedule(_spread_out(num_tasks), schedule)
     assert schedule.notice == "scheduled by lpt: 40 tasks were too many for milp in 10 s"
@@ -76,18 +76,18 @@ def test_the_solver_is_given_what_making_the_program_left(monkeypatch: pytest.Mo
     monkeypatch.setattr(milp, "time", _Clock(0.1))
     problem = _spread_out(5)
     check_schedule(problem, schedule_tasks(problem, method="milp", time_limit_s=10.0))
-    # 17 looks for 15 checks (5 tasks, 10 pairs): 1.6 s, and one and a half times as much to be read.
+    # 17 readings for 15 checks (5 tasks, 10 pairs): 1.6 s, and one and a half times as much for SCIP to read it.
     assert given == [pytest.approx(10_000 - 2.5 * 1_600, abs=500)]
 
 
 def test_making_a_large_program_never_goes_on_for_long_without_looking_at_the_clock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without the limit, making it and having SCIP read it takes half a minute and more."""
+    """Without the limit, making the program and having SCIP read it takes half a minute and more."""
     from ortools.linear_solver import pywraplp
 
     num_tasks, num_gpus = 200, 16
-    clock, added = _Clock(0.001), [0]  # constraints since each look
+    clock, added = _Clock(0.001), [0]  # constraints since the last reading
     add, monotonic = pywraplp.Solver.Add, clock.monotonic
 
     def counted(solver: object, *args: object) -> object:
@@ -105,6 +105,6 @@ def test_making_a_large_program_never_goes_on_for_long_without_looking_at_the_cl
     schedule = schedule_tasks(problem, method="milp", time_limit_s=1.0)
     check_schedule(problem, schedule)
     assert schedule.notice.startswith("scheduled by lpt: 200 tasks were too many for milp")
-    assert 0 < max(added) <= 2 * num_gpus, "those of a pair of tasks"
-    assert len(added) <= 260, "a quarter of a second, of which each look takes one thousandth"
+    assert 0 < max(added) <= 2 * num_gpus, "the constraints of one pair of tasks"
+    assert len(added) <= 260, "a quarter of a second at a millisecond per reading"
     assert added[-1] == 0, "nothing is added when that is over"

@@ -1,4 +1,4 @@
-"""Problems at the edge: solved by every method, or refused by name; and seconds as whole ticks."""
+"""Edge cases: solved by every method, or refused by name; and seconds as whole ticks."""
 
 from __future__ import annotations
 

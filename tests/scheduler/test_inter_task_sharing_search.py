@@ -1,4 +1,4 @@
-"""Which tasks share: never worse than apart, near the best of all divisions, and only those that may."""
+"""The choice of tasks that share: never worse than apart, near the best partition, and only tasks that may share."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def planned(problem: SchedulingProblem, method: str = "lpt") -> Schedule:
 
 
 def together(schedule: Schedule) -> set[frozenset[str]]:
-    """Tasks that share, of each executor."""
     by_executor: dict[str, set[str]] = {}
     for placement in schedule.placements:
         if placement.executor:
@@ -73,7 +72,7 @@ def test_tasks_that_find_a_gpu_each_are_apart_as_are_those_whose_steps_cost_noth
     assert not together(planned(problem_of(1, *equal(4, step_s=0.0))))
 
 
-def test_as_few_share_as_is_enough() -> None:
+def test_no_more_tasks_share_than_necessary() -> None:
     # One long task lasts as long as everything else on the other GPU.
     schedule = planned(problem_of(2, demand_of("long", 100.0, 10.0), *equal(5)))
     assert schedule.makespan_s == 100.0
@@ -115,7 +114,7 @@ def test_tenants_without_a_quota_share_and_one_that_has_a_quota_shares_with_itse
     assert together(schedule) == {frozenset({"x", "y"}), frozenset({"a0", "a1"})}
 
 
-def test_nobody_shares_for_the_good_of_a_lower_priority() -> None:
+def test_no_task_shares_for_the_benefit_of_a_lower_priority() -> None:
     low = TaskDemand(task="low", num_gpus=1, duration_s=10.0)
     long = TaskDemand(task="long", num_gpus=1, duration_s=100.0, priority=1)
     urgent = equal(2, priority=1)
@@ -123,8 +122,8 @@ def test_nobody_shares_for_the_good_of_a_lower_priority() -> None:
     assert together(planned(problem_of(1, *urgent, low)))
 
 
-def test_nobody_shares_where_the_last_task_of_a_lower_priority_ends_later() -> None:
-    """Shared, those of the high priority could end after 16 s and not 17, but the low one after 28 s and not 27."""
+def test_no_task_shares_if_the_last_task_of_a_lower_priority_ends_later() -> None:
+    """Shared, those of high priority could end after 16 s instead of 17, but the low one after 28 s instead of 27."""
     times = ((5.0, 5.0), (6.0, 1.0), (7.0, 6.0), (10.0, 5.0), (4.0, 0.0))
     high = [demand_of(f"t{number}", *found, priority=1) for number, found in enumerate(times)]
     low = TaskDemand(task="low", num_gpus=1, duration_s=12.0)
@@ -180,7 +179,7 @@ def test_an_executor_with_a_task_that_may_not_share_is_not_joined() -> None:
     assert planned(problem_of(1, *equal(1), running=(running, ending))).placements[0].start_s == 10.0
 
 
-def test_nobody_joins_where_a_task_of_a_higher_priority_waits_for_the_gpu() -> None:
+def test_no_task_joins_if_a_task_of_a_higher_priority_waits_for_the_gpu() -> None:
     running = running_of("r", GPU, 10.0, 6.0)
     urgent = TaskDemand(task="urgent", num_gpus=1, duration_s=10.0, priority=1)
     schedule = planned(problem_of(1, *equal(1), urgent, running=(running,)))
@@ -201,7 +200,7 @@ def test_nor_where_it_delays_no_last_end_but_one_of_a_higher_priority() -> None:
     }
 
 
-def test_a_join_that_delays_the_last_end_is_none() -> None:
+def test_a_join_that_delays_the_last_end_does_not_happen() -> None:
     running = running_of("r", GPU, 100.0, 10.0)
     assert not together(planned(problem_of(2, *equal(1), running=(running,))))
 
@@ -269,7 +268,7 @@ def partitions(tasks: list[TaskDemand]) -> Iterator[list[list[TaskDemand]]]:
 
 
 def least_makespan(problem: SchedulingProblem) -> float:
-    """The least end of ``lpt`` over all partitions of the tasks."""
+    """Return the least makespan of ``lpt`` over all partitions of the tasks."""
     found = []
     for partition in partitions(list(problem.pending)):
         if all(len(part) == 1 or fits([task.sharing for task in part]) for part in partition):  # type: ignore[misc]

@@ -70,8 +70,8 @@ def both(*changes: Change) -> Change:
     return lambda placements: [change(placements) for change in changes]
 
 
-def asked(task: str, **changes: object) -> Other:
-    """The problem with another demand of ``task``, or with another sharing of it."""
+def changed(task: str, **changes: object) -> Other:
+    """Return a change of the problem: another demand of ``task``, or another sharing of it."""
 
     def change(problem: SchedulingProblem) -> SchedulingProblem:
         of_sharing = {name: changes[name] for name in changes if name in ("base", "capacity_bytes", "slot_bytes")}
@@ -162,7 +162,7 @@ def test_a_broken_schedule_is_refused(
         check_schedule(problem, schedule_of(placements))
 
 
-def test_as_few_nodes_as_hold_a_task_are_enough() -> None:
+def test_a_task_uses_no_more_nodes_than_necessary() -> None:
     problem = SchedulingProblem(nodes=nodes_of(4, 4, 4), pending=(TaskDemand(task="x", num_gpus=6, duration_s=1.0),))
     two, three = (
         gpus("n0:0", "n0:1", "n0:2", "n2:0", "n2:1", "n2:2"),
@@ -195,13 +195,13 @@ def test_a_task_on_a_gpu_that_is_not_free_yet_is_refused(
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (asked("two", base="other"), r"executor 'new': expected tasks with the same base"),
-        (asked("two", priority=1), r"executor 'new': expected tasks with the same priority"),
-        (asked("two", tenant="a"), r"executor 'new': expected no other tenants beside .* with a quota, found , a"),
-        (asked("two", sharing=None), r"executor 'new': expected tasks on one GPU that may share, found one and two"),
-        (asked("two", capacity_bytes=13), r"executor 'new': expected tasks that need 13 bytes, found 14"),
-        (asked("two", slot_bytes=3), r"executor 'new': expected tasks that need 20 bytes, found 22"),
-        (asked("joins", tenant=""), r"executor 'e': expected no other tenants beside a tenant with a quota"),
+        (changed("two", base="other"), r"executor 'new': expected tasks with the same base"),
+        (changed("two", priority=1), r"executor 'new': expected tasks with the same priority"),
+        (changed("two", tenant="a"), r"executor 'new': expected no other tenants beside .* with a quota, found , a"),
+        (changed("two", sharing=None), r"executor 'new': expected tasks on one GPU that may share, found one and two"),
+        (changed("two", capacity_bytes=13), r"executor 'new': expected tasks that need 13 bytes, found 14"),
+        (changed("two", slot_bytes=3), r"executor 'new': expected tasks that need 20 bytes, found 22"),
+        (changed("joins", tenant=""), r"executor 'e': expected no other tenants beside a tenant with a quota"),
         (runs(sharing=None), r"executor 'e': expected tasks on one GPU that may share"),
         (runs(priority=3), r"executor 'e': expected tasks with the same priority"),
         (runs(executor=""), r"GPU 1 of node 'n0': expected it free at 0.0 s for task"),
@@ -218,13 +218,13 @@ def test_a_schedule_of_another_problem_is_refused(other: Other, message: str) ->
 
 @settings(max_examples=examples(100))
 @given(sharing_problems(), st.data())
-def test_whoever_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: st.DataObject) -> None:
+def test_a_task_that_shares_cannot_be_moved_alone(problem: SchedulingProblem, data: st.DataObject) -> None:
     schedule = schedule_tasks(problem, method="lpt")
     shared = [place for place in schedule.placements if place.executor]
     if not shared:
         return
     chosen = data.draw(st.sampled_from(shared))
-    # Sooner than alone, and later than the end of all that runs.
+    # sooner than alone, and later than the end of all that runs
     late_s = 1.0 + max((task.remaining_s for task in problem.running), default=0.0)
     for changes in ({"duration_s": chosen.duration_s * 1e-3}, {"start_s": chosen.start_s + late_s}):
         moved = dataclasses.replace(chosen, **changes)

@@ -1,4 +1,4 @@
-"""Who sits where: laws that hold for any jobs and limits, the order of preference as a table, and the end of a task."""
+"""Jobs in slots: invariants for any jobs and limits, the order of preference as a table, and the end of a task."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Situation = tuple[list[JobDemand], ResidentLimits]
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Jobs of a task midway: some resident, some of all waiting at a rung, some of those certain of their place."""
+    """Draw jobs of a running task: some resident, some of all waiting at a rung, some of those certain to be kept."""
     num_slots = draw(st.integers(1, 6))
     count = draw(st.integers(0, 14))
     slot_of: list[int | None] = list(draw(st.permutations([*range(num_slots), *[None] * count])))
@@ -51,7 +51,6 @@ def slots_after(demands: list[JobDemand], plan: ResidentPlan) -> dict[str, int]:
 
 
 def train_after(demands: list[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
-    """The jobs that take the next step."""
     slot_of = slots_after(demands, plan)
     return [d for d in demands if d.job in slot_of and (not d.is_waiting or d.job in plan.ahead)]
 
@@ -94,14 +93,14 @@ def test_nothing_is_idle_while_a_job_that_could_train_fits(situation: Situation)
     num_tokens = sum(demand.num_tokens for demand in train)
     for demand in demands:
         if demand not in train and (not demand.is_waiting or demand.may_run_ahead):
-            assert train, "somebody alone would always fit"
+            assert train, "one job alone would always fit"
             assert limits.max_tokens is not None
             assert num_tokens + demand.num_tokens > limits.max_tokens
 
 
 @given(situations())
 def test_only_a_job_that_others_leave_room_for_runs_ahead(situation: Situation) -> None:
-    """Who trains of those that do not wait is the same with and without jobs that may run ahead."""
+    """The other jobs that train are the same with and without jobs that may run ahead."""
     demands, limits = situation
     obedient = [replace(demand, may_run_ahead=False) for demand in demands]
     train, without = (train_after(jobs, plan_residents(jobs, limits)) for jobs in (demands, obedient))
@@ -130,7 +129,7 @@ def test_the_order_of_the_demands_does_not_matter(situation: Situation, shuffler
 
 @given(situations())
 def test_planning_again_changes_nothing(situation: Situation) -> None:
-    """What allows the executor to plan only when something has changed."""
+    """So the executor needs to plan only when something has changed."""
     demands, limits = situation
     plan = plan_residents(demands, limits)
     slot_of = slots_after(demands, plan)
@@ -141,7 +140,8 @@ def test_planning_again_changes_nothing(situation: Situation) -> None:
 
 @st.composite
 def shared_situations(draw: st.DrawFn) -> Situation:
-    """The same in a bank that other tasks share: some slots are theirs, and the task may have but so many."""
+    """Draw the same in a bank shared with other tasks: some slots are theirs, and the task's number of slots is
+    limited."""
     demands, limits = draw(situations())
     free = sorted(set(range(limits.num_slots)) - {demand.slot for demand in demands})
     taken = frozenset(draw(st.lists(st.sampled_from(free)))) if free else frozenset()
@@ -184,7 +184,7 @@ def test_nothing_of_a_share_is_idle_while_a_job_that_could_train_fits(situation:
 
 
 @given(situations())
-def test_the_usual_batch_size_is_chosen_while_somebody_has_it(situation: Situation) -> None:
+def test_the_usual_batch_size_is_chosen_while_a_job_has_it(situation: Situation) -> None:
     demands, limits = situation
     limits = replace(limits, max_tokens=None)
     by_id = {demand.job: demand for demand in demands}
@@ -212,7 +212,7 @@ def test_the_work_of_a_plan_grows_with_the_jobs_and_not_with_their_square() -> N
 
 
 def job(name: str, batch_size: int, **state: object) -> JobDemand:
-    """A job whose rows have ten tokens."""
+    """Return a job whose rows have ten tokens."""
     return JobDemand(job=name, batch_size=batch_size, num_tokens=10 * batch_size, **state)
 
 
@@ -247,7 +247,7 @@ LARGEST, SAME, FILLS, ALONE, AHEAD = "largest_first", "same_batch_size", "fills_
         ([job("a", 2, slot=0), job("b", 8)], 2, 99, [], []),
         ([job("a", 2, slot=0, is_waiting=True), job("b", 16)], 2, 120, [], [("b", 1, ALONE)]),
         ([job("a", 8, slot=0), job("b", 4, slot=1)], 2, 100, [("b", "over_limit")], []),
-        # A job that may run ahead: for a slot that nobody wants, and not instead of one that only waits for tokens.
+        # A job that may run ahead gets a slot that nobody wants, not one that a job waiting only for tokens needs.
         (
             [job("a", 2, slot=0), job("b", 2, is_waiting=True, may_run_ahead=True)], 2, None,
             [], [("b", 1, AHEAD)],
@@ -316,7 +316,7 @@ def test_no_tail_without_idle_ranks(count: int) -> None:
 
 
 class TestRungsAhead:
-    """A rung ends jobs on both ways, so what they would have trained behind it counts on neither."""
+    """A rung ends jobs both ways, so their training after it counts in neither."""
 
     def test_the_one_that_finishes_trains_alone_from_there(self) -> None:
         jobs = [LastJob(num_tokens=10, num_steps=80, step=20)] * 3
@@ -332,13 +332,13 @@ class TestRungsAhead:
         assert found is not None
         assert found.spread_duration_s == pytest.approx((1 * 10 + 50 * 40) * 0.01)
 
-    def test_a_rung_that_lies_behind_ends_nobody(self) -> None:
+    def test_a_past_rung_ends_no_job(self) -> None:
         jobs = [LastJob(num_tokens=10, num_steps=10, step=90)] * 2
         found = forecast_last_jobs(jobs, law(step_s=1.0, job_s=0.1), 4, places=[(0.4, 1), (0.9, 1)])
         assert found is not None
         assert found.spread_duration_s == pytest.approx(10 * (1 + 4 * 2 * 0.1))
 
-    def test_a_rung_between_two_steps_lies_at_the_later_one(self) -> None:
+    def test_a_rung_between_two_steps_is_at_the_later_one(self) -> None:
         jobs = [LastJob(num_tokens=10, num_steps=7)] * 2
         found = forecast_last_jobs(jobs, law(step_s=1.0, job_s=0.1), 4, places=[(0.5, 1)])
         assert found is not None

@@ -56,7 +56,7 @@ def test_micro_batches_are_no_larger_than_the_longest_rows_of_the_resident_jobs(
     packing = choose_packing(rows, MEMORY, THROUGHPUT)
     assert packing.max_slots == 2
     assert packing.max_tokens_per_pass == 1400
-    assert packing.peak_bytes == 260 * MIB  # 100 of the base, 2 slots of 10, 1,400 tokens of a tenth
+    assert packing.peak_bytes == 260 * MIB  # base 100, 2 slots of 10, 1,400 tokens of a tenth
     one = choose_packing(replace(rows, step_tokens=(400,), most_step_tokens=(500,)), MEMORY, THROUGHPUT)
     assert (one.max_tokens_per_pass, one.peak_bytes) == (500, 160 * MIB)
     given = choose_packing(replace(rows, max_tokens_per_pass=4096), MEMORY, THROUGHPUT)
@@ -76,7 +76,7 @@ def test_where_tokens_take_no_memory_slots_alone_limit():
 def test_slots_that_leave_no_room_for_a_saturated_step_are_given_up():
     packing = choose_packing(replace(REQUEST, slot_bytes=200 * MIB), MEMORY, THROUGHPUT)
     assert packing.max_slots == 3
-    assert packing.max_tokens_per_pass == 2000  # 900 - 100 - 600 MiB of tenths
+    assert packing.max_tokens_per_pass == 2000  # (900 - 100 - 600 MiB) of tenths
 
 
 def test_what_the_task_sets_is_kept():
@@ -134,7 +134,7 @@ def test_several_ranks_share_the_slots_and_each_has_passes_of_its_own():
     assert packing.max_tokens_per_pass == 4096
     assert packing.max_tokens_per_step == 2 * 4096
     one = choose_packing(replace(REQUEST, max_slots=3), MEMORY, THROUGHPUT)
-    assert packing.peak_bytes == one.peak_bytes  # the rank with most has three of the five
+    assert packing.peak_bytes == one.peak_bytes  # the fullest rank has three of the five
 
 
 def test_ranks_make_room_for_slots_that_one_has_not():

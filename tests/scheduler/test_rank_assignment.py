@@ -1,4 +1,4 @@
-"""Who sits on which rank: laws that hold for any jobs and limits, and what happens at the tail."""
+"""Jobs in slots of ranks: invariants for any jobs and limits, and the end of a task."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Situation = tuple[list[JobDemand], ResidentLimits]
 
 @st.composite
 def situations(draw: st.DrawFn) -> Situation:
-    """Jobs of a task midway, on several ranks: all that sit are spread, or none is."""
+    """Draw jobs of a running task on several ranks; all resident ones are spread, or none is."""
     num_ranks, per_rank = draw(st.integers(2, 4)), draw(st.integers(1, 4))
     row_tokens = draw(st.integers(1, 30))
     limits = ResidentLimits(
@@ -53,7 +53,7 @@ def slots_of(limits: ResidentLimits) -> RankSlots:
 
 
 def carry_out(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
-    """The jobs after ``plan``, as the executor would have them: one leaves its slot before another may enter it."""
+    """Apply ``plan`` as the executor does: a job leaves its slot before another enters it."""
     after = {demand.job: demand for demand in demands}
     for parking in plan.park:
         assert after[parking.job].slot is not None
@@ -67,7 +67,7 @@ def carry_out(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDeman
 
 
 def train(demands: Iterable[JobDemand], plan: ResidentPlan) -> list[JobDemand]:
-    """Those of the jobs after ``plan`` that take the next step."""
+    """Return the jobs after ``plan`` that take the next step."""
     return [d for d in demands if d.slot is not None and (not d.is_waiting or d.job in plan.ahead)]
 
 
@@ -100,7 +100,7 @@ def test_who_has_a_slot_and_who_trains_is_as_on_one_rank(situation: Situation) -
 
 
 @given(situations())
-def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> None:
+def test_a_job_that_moves_is_parked_and_seated_with_the_reason(situation: Situation) -> None:
     demands, limits = situation
     slots = slots_of(limits)
     before = {demand.job: demand for demand in demands}
@@ -118,7 +118,7 @@ def test_who_moves_is_parked_and_seated_and_told_so(situation: Situation) -> Non
 
 
 @given(situations())
-def test_those_that_train_are_on_the_ranks_they_are_assigned_to(situation: Situation) -> None:
+def test_training_jobs_are_on_their_assigned_ranks(situation: Situation) -> None:
     demands, limits = situation
     slots = slots_of(limits)
     plan = plan_residents(demands, replace(limits, may_data_parallel=False))
@@ -177,14 +177,14 @@ def test_jobs_are_spread_where_all_train_and_are_fewer_than_the_ranks(situation:
 
 
 def job(name: str, batch_size: int, **state: Any) -> JobDemand:
-    """A job whose rows have ten tokens."""
+    """Return a job whose rows have ten tokens."""
     return JobDemand(job=name, batch_size=batch_size, num_tokens=10 * batch_size, **state)
 
 
 FOUR = ResidentLimits(num_slots=8, num_ranks=4)
 
 
-def told(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
+def moves_of(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int, str, bool]]]:
     return (
         [(parking.job, parking.reason) for parking in plan.park],
         [(admission.job, admission.slot, admission.reason, admission.is_data_parallel) for admission in plan.admit],
@@ -193,7 +193,7 @@ def told(plan: ResidentPlan) -> tuple[list[tuple[str, str]], list[tuple[str, int
 
 def test_fresh_jobs_are_dealt_out() -> None:
     plan = plan_residents([job("a", 4), job("b", 4), job("c", 2), job("d", 2), job("e", 4), job("f", 4)], FOUR)
-    assert told(plan) == (
+    assert moves_of(plan) == (
         [],
         [("a", 0, "largest_first", False), ("b", 2, "largest_first", False), ("e", 4, "largest_first", False),
          ("f", 6, "largest_first", False), ("c", 1, "largest_first", False), ("d", 3, "largest_first", False)],
@@ -202,28 +202,28 @@ def test_fresh_jobs_are_dealt_out() -> None:
 
 def test_a_job_migrates_from_the_rank_with_most() -> None:
     sitting = [job("a", 4, slot=0), job("b", 4, slot=1), job("c", 4, slot=2), job("d", 4, slot=4)]
-    assert told(plan_residents(sitting, FOUR)) == ([("a", "rebalanced")], [("a", 6, "balances", False)])
+    assert moves_of(plan_residents(sitting, FOUR)) == ([("a", "rebalanced")], [("a", 6, "balances", False)])
 
 
 def test_the_tail_is_spread_and_comes_back_when_a_job_is_added() -> None:
     two = [job("a", 4, slot=1), job("b", 1, slot=6)]
     plan = plan_residents(two, FOUR)
-    assert told(plan) == (
+    assert moves_of(plan) == (
         [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "data_parallel", True), ("b", 1, "data_parallel", True)],
     )  # fmt: skip
     spread = carry_out(two, plan)
-    assert told(plan_residents(spread[:1], FOUR)) == ([], [])
+    assert moves_of(plan_residents(spread[:1], FOUR)) == ([], [])
     four = [*spread, job("c", 2), job("d", 2)]
     added = carry_out(four, plan_residents(four, FOUR))
     assert [(d.slot, d.is_data_parallel) for d in added] == [(0, False), (6, False), (2, False), (4, False)]
     off = replace(FOUR, may_data_parallel=False)
-    assert told(plan_residents(spread, off)) == (
+    assert moves_of(plan_residents(spread, off)) == (
         [("a", "rebalanced"), ("b", "rebalanced")], [("a", 0, "balances", False), ("b", 2, "balances", False)],
     )  # fmt: skip
 
 
 def test_a_spread_job_that_waits_leaves_the_other_ranks() -> None:
-    """Its place on them may be wanted; it keeps a slot of one."""
+    """Others may want its place there; it keeps a slot on one rank."""
     spread = [job("a", 4, slot=0, is_data_parallel=True), job("b", 1, slot=1, is_data_parallel=True, is_waiting=True)]
     after = carry_out(spread, plan_residents(spread, FOUR))
     assert [(demand.slot, demand.is_data_parallel) for demand in after] == [(0, False), (2, False)]
@@ -233,10 +233,10 @@ def test_one_that_waits_makes_way_and_keeps_a_slot() -> None:
     two_ranks = ResidentLimits(num_slots=4, num_ranks=2)
     demands = [job("a", 8, slot=0), job("w", 4, slot=2, is_waiting=True), job("x", 4, slot=3, is_waiting=True)]
     plan = plan_residents([*demands, job("b", 8)], two_ranks)
-    assert told(plan) == (
+    assert moves_of(plan) == (
         [("x", "rebalanced")], [("b", 3, "same_batch_size", False), ("x", 1, "balances", False)],
     )  # fmt: skip
 
 
 def test_jobs_of_one_row_each_are_not_spread() -> None:
-    assert told(plan_residents([job("a", 1, slot=0), job("b", 1, slot=2)], FOUR)) == ([], [])
+    assert moves_of(plan_residents([job("a", 1, slot=0), job("b", 1, slot=2)], FOUR)) == ([], [])

@@ -1,4 +1,4 @@
-"""Who trains on which rank: laws that hold for any jobs, and brute force as a witness where jobs are few."""
+"""Jobs on ranks: invariants for any jobs, and brute force as an oracle for few jobs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Situation = tuple[list[RankDemand], RankSlots]
 
 @st.composite
 def situations(draw: st.DrawFn, *, max_jobs: int = 24, max_ranks: int = 6) -> Situation:
-    """Jobs midway: some sit somewhere, some have just come."""
+    """Draw jobs, some with a rank and some new."""
     slots = RankSlots(num_ranks=draw(st.integers(2, max_ranks)), per_rank=draw(st.integers(1, 6)))
     count = draw(st.integers(0, min(max_jobs, slots.num_slots)))
     tokens = st.sampled_from([40, 80, 160, 320]) if draw(st.booleans()) else st.integers(1, 500)
@@ -34,7 +34,6 @@ def situations(draw: st.DrawFn, *, max_jobs: int = 24, max_ranks: int = 6) -> Si
 
 
 def loads_of(demands: Sequence[RankDemand], rank_of: dict[str, int], slots: RankSlots) -> list[int]:
-    """Tokens of a step of every rank."""
     loads = [0] * slots.num_ranks
     for demand in demands:
         loads[rank_of[demand.job]] += demand.num_tokens
@@ -50,7 +49,6 @@ def num_moved(demands: Sequence[RankDemand], rank_of: dict[str, int]) -> int:
 
 
 def all_ways(demands: Sequence[RankDemand], slots: RankSlots) -> Iterator[dict[str, int]]:
-    """Every assignment that the slots allow."""
     for ranks in itertools.product(range(slots.num_ranks), repeat=len(demands)):
         if max(Counter(ranks).values(), default=0) <= slots.per_rank:
             yield {demand.job: rank for demand, rank in zip(demands, ranks, strict=True)}
@@ -86,14 +84,14 @@ def test_the_order_of_the_demands_does_not_matter(situation: Situation, shuffler
 
 
 @given(situations())
-def test_asked_again_it_moves_nobody(situation: Situation) -> None:
+def test_a_second_call_moves_no_job(situation: Situation) -> None:
     demands, slots = situation
     rank_of = assign_ranks(demands, slots)
     assert assign_ranks([replace(demand, rank=rank_of[demand.job]) for demand in demands], slots) == rank_of
 
 
 @given(situations())
-def test_nobody_moves_while_the_ranks_are_even_and_else_only_to_make_them_more_so(situation: Situation) -> None:
+def test_no_job_moves_while_the_ranks_are_even_and_otherwise_only_to_balance_them(situation: Situation) -> None:
     demands, slots = situation
     settled = [demand for demand in demands if demand.rank is not None]
     stay = {demand.job: demand.rank for demand in settled if demand.rank is not None}
@@ -118,7 +116,7 @@ def test_few_jobs_are_as_even_as_can_be_with_the_fewest_moves(situation: Situati
 def test_ranks_are_even_wherever_brute_force_can_make_them_so(num_ranks: int, num_jobs: int, seed: int) -> None:
     dice = random.Random(seed)
     slots = RankSlots(num_ranks=num_ranks, per_rank=4)
-    # Rows of ten tokens; half of the instances are cut from equal ranks, so that they can be made even.
+    # Rows of ten tokens; half of the instances are cut from equal ranks, so that they can be balanced.
     demands = [RankDemand(job=f"job-{index}", num_tokens=10 * dice.randint(1, 16)) for index in range(num_jobs)]
     if seed % 2:
         shares = [num_jobs // num_ranks + (rank < num_jobs % num_ranks) for rank in range(num_ranks)]
@@ -135,14 +133,14 @@ def cut(total: int, num_parts: int, dice: random.Random) -> list[int]:
 
 
 def test_what_single_moves_and_exchanges_miss_is_found() -> None:
-    """Largest first gives 3, 2, 2 and 3, 2: only two jobs for one evens that out."""
+    """Largest first gives 3, 2, 2 and 3, 2; only exchanging two jobs for one balances that."""
     slots = RankSlots(num_ranks=2, per_rank=4)
     demands = [RankDemand(job=f"job-{index}", num_tokens=tokens) for index, tokens in enumerate([3, 3, 2, 2, 2])]
     assert unevenness(demands, assign_ranks(demands, slots), slots) == 0.0
 
 
 def test_an_exit_moves_as_many_as_it_must() -> None:
-    """Once 8 has left 8 1 | 7 2 | 6 3 | 5 4, seven is the least that all can have: 1 6 | 7 | 3 4 | 5 2."""
+    """After 8 leaves 8 1 | 7 2 | 6 3 | 5 4, the best possible maximum is seven: 1 6 | 7 | 3 4 | 5 2."""
     slots = RankSlots(num_ranks=4, per_rank=3)
     left = {1: 0, 7: 1, 2: 1, 6: 2, 3: 2, 5: 3, 4: 3}
     demands = [RankDemand(job=f"job-{size}", num_tokens=100 * size, rank=rank) for size, rank in left.items()]
@@ -151,14 +149,14 @@ def test_an_exit_moves_as_many_as_it_must() -> None:
     assert {d.job for d in demands if rank_of[d.job] != d.rank} == {"job-6", "job-4", "job-2"}
 
 
-def test_an_exit_of_equal_jobs_moves_nobody() -> None:
-    """With seven equal jobs on four ranks some rank has two, whoever moves."""
+def test_an_exit_of_equal_jobs_moves_no_job() -> None:
+    """With seven equal jobs on four ranks some rank has two, whatever moves."""
     demands = [RankDemand(job=f"job-{index}", num_tokens=100, rank=index % 4) for index in range(7)]
     assert num_moved(demands, assign_ranks(demands, RankSlots(num_ranks=4, per_rank=2))) == 0
 
 
 def test_one_that_has_just_come_moves_rather_than_one_that_sits() -> None:
-    """The only free slot is with the rank that has most. Two exchanges help, and the first one costs one move."""
+    """The only free slot is on the fullest rank. Two exchanges help, and the first one costs one move."""
     slots = RankSlots(num_ranks=2, per_rank=5)
     demands = [RankDemand(job=f"a-{index}", num_tokens=200, rank=0) for index in range(4)]
     demands += [RankDemand(job=f"b-{index}", num_tokens=100, rank=1) for index in range(5)]
@@ -178,7 +176,7 @@ def test_many_jobs_of_the_usual_batch_sizes_are_even(num_ranks: int) -> None:
     count, rank_of = num_calls(assign_ranks, demands, slots)
     assert count < 1e6, "it is decided at every exit"
     assert unevenness(demands, rank_of, slots) <= TOLERANCE
-    # A fifth of them ends.
+    # a fifth of them ends
     left = [replace(d, rank=rank_of[d.job]) for d in demands if dice.random() < 0.8]
     again = assign_ranks(left, slots)
     assert unevenness(left, again, slots) <= TOLERANCE

@@ -1,4 +1,4 @@
-"""Who continues for whom in a population, and which jobs end within a budget."""
+"""Copies within a population, and the jobs that end within a budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_settings_are_those_of_the_origin_changed() -> None:
         assert factor == pytest.approx(0.8) or factor == pytest.approx(1.25)
 
 
-def test_those_that_ended_at_one_rung_are_replaced_by_different_copies() -> None:
+def test_jobs_that_ended_at_one_rung_are_replaced_by_different_copies() -> None:
     drawn = [forks(["a"], ["b", "c"], rung=rung) for rung in range(10)]
     assert any(one.changes != other.changes for one, other in drawn)
 
@@ -80,7 +80,7 @@ def test_points_of_exchange(interval: float, expected: tuple[float, ...]) -> Non
         ({}, ()),
         ({"a": 0.5, "b": 0.5}, ()),
         ({"a": 0.96, "b": 0.2}, ("b",)),  # the leader needs all that is left
-        ({"a": 1.2, "b": 0.5, "c": 1.1}, ("a", "c")),  # cannot be finished any more
+        ({"a": 1.2, "b": 0.5, "c": 1.1}, ("a", "c")),  # can no longer be finished
         ({"a": 1.2, "b": 0.96, "c": 0.5}, ("a", "c")),
         ({"a": 1.2, "b": 1.1}, ("b",)),  # none can be finished: the best of them trains on
     ],

@@ -1,4 +1,4 @@
-"""Suggestions of Optuna's estimator: pure, inside the space, never twice, and better than chance."""
+"""Suggestions of Optuna's estimator: pure, inside the space, never repeated, and better than chance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SPACE = SearchSpace.parse(
 
 
 def loss_of(values: dict[str, Any]) -> float:
-    """Lowest at a learning rate of 1e-3 and a rank of 16."""
+    """Return a loss that is lowest at a learning rate of 1e-3 and a rank of 16."""
     return (math.log10(values["learning_rate"]) + 3) ** 2 + (math.log2(values["r"]) - 4) ** 2 / 4
 
 
@@ -56,7 +56,7 @@ def test_the_same_trials_give_the_same_suggestion() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(2, 30), st.randoms(use_true_random=False))
-def test_suggestions_lie_in_the_space(seed: int, count: int, source: random.Random) -> None:
+def test_suggestions_are_in_the_space(seed: int, count: int, source: random.Random) -> None:
     trials = []
     for values in SPACE.sample(count, seed):
         losses = tuple(source.random() for _ in range(source.randrange(4)))
@@ -96,7 +96,7 @@ def test_configurations_that_do_not_fit_are_avoided() -> None:
     assert sum(values["r"] > 16 for values in found if values) >= 10
 
 
-def test_those_that_do_not_fit_are_avoided_however_good_they_were() -> None:
+def test_configurations_that_do_not_fit_are_avoided_however_good_they_were() -> None:
     space = SearchSpace.parse({"r": [4, 8, 16, 32, 64, 128], "lr": {"min": 1e-5, "max": 1e-1, "log": True}})
     trials = [
         Trial(values=values, losses=(1 / values["r"],), has_ended=True, is_infeasible=values["r"] > 16)
@@ -106,7 +106,7 @@ def test_those_that_do_not_fit_are_avoided_however_good_they_were() -> None:
     assert sum(values["r"] > 16 for values in found if values) <= 5
 
 
-def test_of_those_that_did_all_their_steps_the_lower_value_is_better() -> None:
+def test_a_lower_value_after_all_steps_is_better() -> None:
     space = SearchSpace.parse({"lr": {"min": 1e-5, "max": 1e-1, "log": True}, "r": [4, 8]})
     trials = [
         Trial(values=values, losses=(1.0,), final=-math.log10(values["learning_rate"]), has_ended=True)
@@ -156,8 +156,8 @@ def test_the_last_configuration_of_a_space_is_found() -> None:
         assert next_configuration(space, trials, seed) == left
 
 
-def test_those_that_came_further_count_as_better() -> None:
-    """All losses are alike: only how far they came differs."""
+def test_trials_that_came_further_count_as_better() -> None:
+    """All losses are equal; only the numbers of evaluations differ."""
     space = SearchSpace.parse({"lr": {"min": 1e-5, "max": 1e-1, "log": True}, "r": [4, 8]})
     trials = [
         Trial(values=values, losses=(1.0,) * (4 if values["learning_rate"] > 1e-2 else 1), has_ended=True)

@@ -19,7 +19,7 @@ collect_ignore_glob = [] if all(map(importlib.util.find_spec, ("fastapi", "sqlal
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Path]:
-    """A running PostgreSQL server; tests that need one are skipped where there is none."""
+    """A running PostgreSQL server; tests that need one are skipped without it."""
     with running_server() as sockets:
         yield sockets
 
@@ -34,7 +34,6 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A service with two tenants."""
     from sites import open_site
 
     with open_site(tmp_path_factory.mktemp("service")) as found:

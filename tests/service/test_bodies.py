@@ -1,4 +1,4 @@
-"""Requests that are too much for memory and patience, or nothing that has a meaning."""
+"""Requests that are too large, too slow, or meaningless."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_a_body_that_is_none_is_refused(site: Site, body: bytes) -> None:
+def test_an_invalid_body_is_refused(site: Site, body: bytes) -> None:
     if body.startswith((b'{"hyper', b'{"metadata')) and body.endswith(b"}"):
         body = body[:-1] + f', "model": "alto-tiny", "training_file": "{site.ids["a"]["file_id"]}"}}'.encode()
     for path in ("/v1/fine_tuning/jobs", "/api/drafts"):

@@ -39,8 +39,6 @@ OTHER = "rival"
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a server has sent."""
-
     status: int
     headers: http.client.HTTPMessage
     body: bytes
@@ -52,8 +50,6 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Browser:
-    """A browser that follows nothing by itself."""
-
     service: Served
     key: str = ""
 
@@ -150,8 +146,8 @@ def test_a_page_does_not_say_what_is_lacking_before_its_data_are_there(setup: Se
     for path in (f"/tasks/{setup.task}", "/cluster"):
         text = Page(setup.browser.get(path).text).text
         assert "Loading…" in text
-        for said in ("No job has a finite", "Drawn once", "Nothing was planned yet"):
-            assert said not in text
+        for phrase in ("No job has a finite", "Drawn once", "Nothing was planned yet"):
+            assert phrase not in text
 
 
 def test_a_task_has_its_numbers_jobs_and_outputs(setup: Setup) -> None:
@@ -239,14 +235,14 @@ def test_hostile_text_is_shown_as_text(setup: Setup) -> None:
         ):
             assert shown in text
         found = json.loads(setup.browser.get(f"/dashboard/tasks/{setup.task}").body)
-        for said in (json.dumps(found["figures"]), *found["fragments"].values()):
-            assert "<script>alert" not in said
-            assert "<img src=x" not in said
+        for phrase in (json.dumps(found["figures"]), *found["fragments"].values()):
+            assert "<script>alert" not in phrase
+            assert "<img src=x" not in phrase
     finally:
         setup.journal.write_text(kept)
 
 
-def test_a_damaged_journal_is_told_and_hides_no_other_task(setup: Setup) -> None:
+def test_a_damaged_journal_is_reported_and_hides_no_other_task(setup: Setup) -> None:
     kept = setup.journal.read_text()
     try:
         setup.journal.write_text("no JSON\n" + kept)
@@ -275,11 +271,11 @@ def test_other_tenants_see_nothing(setup: Setup) -> None:
 
 def test_a_key_opens_the_pages_until_it_is_logged_out(setup: Setup) -> None:
     stranger = Browser(service=setup.service)
-    asked = stranger.get(f"/tasks/{setup.task}?a=b")
-    assert asked.status == 303
-    assert asked.headers["Location"] == f"/login?next=%2Ftasks%2F{setup.task}%3Fa%3Db"
+    answer = stranger.get(f"/tasks/{setup.task}?a=b")
+    assert answer.status == 303
+    assert answer.headers["Location"] == f"/login?next=%2Ftasks%2F{setup.task}%3Fa%3Db"
     assert stranger.get("/dashboard/tasks").status == 401
-    assert f'value="/tasks/{setup.task}?a=b"' in stranger.get(asked.headers["Location"]).text
+    assert f'value="/tasks/{setup.task}?a=b"' in stranger.get(answer.headers["Location"]).text
 
     wrong = stranger.post("/login", {"key": "alto-wrong-key", "next": "/"})
     assert wrong.status == 401
@@ -331,7 +327,7 @@ def test_files_of_the_pages_are_kept_by_their_contents(setup: Setup) -> None:
     addresses = {address for path in pages(setup.task) for address in Page(setup.browser.get(path).text).fetched}
     assets = sorted(address for address in addresses if address.startswith("/dashboard/assets/"))
     assert len(assets) == 7
-    stranger = Browser(service=setup.service)  # the page of the login needs them
+    stranger = Browser(service=setup.service)  # the login page needs them
     for address in assets:
         plain, packed = stranger.get(address), stranger.get(address, Accept_Encoding="gzip")
         assert "immutable" in plain.headers["Cache-Control"]
@@ -397,7 +393,7 @@ BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """Runs wait in their middle for this file."""
+    """The file that runs wait for in their middle."""
     return tmp_path / "go"
 
 
@@ -410,7 +406,7 @@ def service(tmp_path: Path, gate: Path) -> Iterator[Served]:
 
 
 def running(service: Served, client: openai.OpenAI) -> str:
-    """A task in the middle of its run."""
+    """Start a task; return its id in the middle of its run."""
     job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client)).id
     wait_for(lambda: client.fine_tuning.jobs.retrieve(job).status == "running")
     wait_for(lambda: sum(event.type == "metrics" for event in client.fine_tuning.jobs.list_events(job, limit=100)) >= 4)
@@ -476,7 +472,7 @@ def test_a_failed_task_trains_nothing_any_more(service: Served) -> None:
     now = json.loads(shown(service, f"/dashboard/tasks/{job}"))
     assert "training (" not in json.dumps(now["figures"])
     assert "failed (" in json.dumps(now["figures"]["validation"])
-    assert 'data-role="diverging"></i>failed' in now["fragments"]["heading"], "the colour that alarms"
+    assert 'data-role="diverging"></i>failed' in now["fragments"]["heading"], "the warning colour"
     assert "saved by early exit;" not in now["fragments"]["numbers"]
 
 

@@ -1,4 +1,4 @@
-"""The dashboard as a browser shows it: tasks are sent, followed and changed without loading a page again."""
+"""The dashboard in a browser: tasks are sent, followed and changed without reloading a page."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 HOSTILE = "<img src=x onerror=console.log('ran')>"
 POINTS = "document.querySelectorAll('#validation .scatterlayer .point').length"
 WAIT_MS = 120_000
-"""Far beyond what a busy machine needs."""
+"""A limit far beyond what a busy machine needs."""
 
 Opened = Callable[..., "playwright.Page"]
 
@@ -41,7 +41,7 @@ def browser() -> Iterator[object]:
 
 @pytest.fixture
 def open_page(browser) -> Iterator[Opened]:
-    """Opens a page; what it says on the console, or an exception of a script, fails the test."""
+    """A function that opens a page; a console message or an exception of a script fails the test."""
     complaints: list[str] = []
     contexts = []
 
@@ -60,8 +60,8 @@ def open_page(browser) -> Iterator[Opened]:
     yield opened
     for context in contexts:
         context.close()
-    # A request that a test lets fail is named by the browser itself.
-    assert [said for said in complaints if not said.startswith("Failed to load resource")] == []
+    # The browser itself reports a request that a test lets fail.
+    assert [text for text in complaints if not text.startswith("Failed to load resource")] == []
 
 
 def until(page, condition: str) -> None:
@@ -207,7 +207,7 @@ def test_a_page_goes_on_when_the_server_answers_again(patient: Served, open_page
 
 @pytest.fixture(scope="module")
 def finished(quick: Served) -> str:
-    """A finished task with a long name, of a file with a long name."""
+    """A finished task with a long name, on a file with a long name."""
     client = quick.client()
     file = client.files.create(file=(f"{'r' * 249}.jsonl", ROWS), purpose="fine-tune").id
     task = client.fine_tuning.jobs.create(model="alto-tiny", training_file=file, suffix="s" * 60).id
@@ -234,7 +234,7 @@ def test_pages_fit_phones_and_both_schemes(
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
-def test_what_a_page_lacks_is_said_once_its_data_are_there(patient: Served, open_page: Opened) -> None:
+def test_missing_parts_of_a_page_are_explained_once_its_data_arrive(patient: Served, open_page: Opened) -> None:
     page = open_page(f"{patient.url}/tasks/{running_task(patient)}")
     note = page.locator('[data-lacks="parallel"]')
     page.route("**/dashboard/tasks/*", lambda route: route.abort())

@@ -1,4 +1,4 @@
-"""What a request would do, before it is sent: its expected time, and its rows."""
+"""Drafts of requests: the expected time, and the rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FIXED = {"learning_rate": 1e-4, "r": 8}
 
 @pytest.fixture
 def site(keeping_site: Served, monkeypatch: pytest.MonkeyPatch) -> Served:
-    """A service whose tests say themselves what is kept of the time that tasks take."""
+    """A service whose tests decide themselves which durations of tasks are kept."""
     monkeypatch.setattr("alto.service.coordinator.coordinator.remember_duration", lambda *_: None)
     return keeping_site
 
@@ -64,7 +64,7 @@ def trained(site: Served, request: dict[str, Any]) -> str:
 
 
 def note_end(site: Served, job: str, duration_s: float | None = None) -> list[float]:
-    """Keep what a finished task has taken, or ``duration_s``; returns what was kept."""
+    """Remember a finished task's duration, or ``duration_s``; return what was remembered."""
     assert site.coordinator is not None
     assert site.coordinator.plane is not None
     plane: Any = site.coordinator.plane
@@ -172,7 +172,6 @@ def test_only_what_was_measured_is_shown_as_planned(site: Served) -> None:
 
 @pytest.fixture
 def tokenised(monkeypatch: pytest.MonkeyPatch) -> list[Task]:
-    """The tasks whose rows were tokenised."""
     found = []
     made = context.preview_data
 

@@ -1,4 +1,4 @@
-"""Where a database, disk, journal, clock or follower fails, others go on, and nothing is lost or done twice."""
+"""If a database, disk, journal, clock or follower fails, others continue, and nothing is lost or done twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from benchmarks.service.simulated_cluster import SimulatedCluster
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Path:
-    """Runs wait in their middle for this file."""
+    """The file that runs wait for in their middle."""
     return tmp_path / "go"
 
 
@@ -74,7 +74,7 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
         client.fine_tuning.jobs.create(model="alto-tiny", training_file=file)
     assert found.value.status_code == 503
     assert found.value.response.headers["retry-after"] == "2"
-    assert status(client, running) == "running", "what only reads is answered"
+    assert status(client, running) == "running", "requests that only read are answered"
     wait_for(lambda: service.coordinator is not None and service.coordinator.failure is not None)
     assert httpx2.get(f"{service.url}/readyz").status_code == 503
     time.sleep(2.0)  # some turns of the coordinator
@@ -87,7 +87,7 @@ def test_a_locked_database_is_503_and_nothing_is_lost(service: Served, gate: Pat
     assert {job.id for job in client.fine_tuning.jobs.list()} == {running, later}
     journal = service.service.run_of(row_of(service, running)) / "journal.jsonl"
     events = [json.loads(line)["event"] for line in journal.read_text().splitlines()]
-    assert not {"task_resumed", "task_interrupted"} & set(events), "its executor went on meanwhile"
+    assert not {"task_resumed", "task_interrupted"} & set(events), "its executor continued meanwhile"
 
 
 def test_the_repetition_of_a_request_that_the_database_refused_creates_an_object_of_its_own(service: Served) -> None:
@@ -178,17 +178,17 @@ def test_a_result_that_cannot_be_kept_is_kept_later_and_others_go_on(
         patch.setattr(artefacts, "write_folder", refuse_the_first)
         gate.touch()
         check_trained_once(service, client, create(service, client))
-        assert status(client, first) == "running", "it is put off"
+        assert status(client, first) == "running", "it is postponed"
         messages = [event.message for event in client.fine_tuning.jobs.list_events(first, limit=100)]
         assert messages.count("The service cannot read or write the job's files; it tries again") == 1
-        assert httpx2.get(f"{service.url}/readyz").status_code == 200, "the server is well"
+        assert httpx2.get(f"{service.url}/readyz").status_code == 200, "the server is healthy"
         assert "\nalto_tasks_put_off 1\n" in httpx2.get(f"{service.url}/metrics").text
     check_trained_once(service, client, first)
     assert "\nalto_tasks_put_off 0\n" in httpx2.get(f"{service.url}/metrics").text
 
 
 @pytest.mark.parametrize("param", ["training_file", "validation_file"])
-def test_jobs_whose_stored_file_is_gone_fail_with_the_reason_and_delay_nobody(
+def test_jobs_whose_stored_file_is_gone_fail_with_the_reason_and_delay_no_other(
     service: Served, gate: Path, param: str
 ) -> None:
     client = service.client()
@@ -252,7 +252,7 @@ def test_a_job_that_is_put_off_again_waits_longer_each_time(service: Served) -> 
 def test_results_that_cannot_be_kept_take_no_place_of_jobs_that_wait(
     service: Served, gate: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the control plane is given at a time: twice its four GPUs."""
+    """There are twice as many jobs as its four GPUs, which is what the control plane gets at a time."""
     client, artefacts = service.client(), service.service.artefacts
     gate.touch()
     write = artefacts.write_folder
@@ -351,8 +351,8 @@ def test_a_clock_that_jumps_changes_nothing_but_times(
     check_trained_once(service, client, create(service, client))
 
 
-def test_a_slow_follower_delays_nobody_and_misses_nothing(service: Served) -> None:
-    """More events than the buffers of a connection hold, and a follower who does not read them for a while."""
+def test_a_slow_follower_delays_no_other_and_misses_nothing(service: Served) -> None:
+    """More events than the buffers of a connection hold, and a follower that does not read them for a while."""
     client, num = service.client(), 4000
     job = create(service, client)
     wait_for(lambda: status(client, job) == "running")
@@ -367,7 +367,7 @@ def test_a_slow_follower_delays_nobody_and_misses_nothing(service: Served) -> No
         request = f"GET /api/tasks/{job}/events?since={begin + 1} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n"
         slow.sendall(request.encode())
         wait_for(lambda: b"200 OK" in slow.recv(4096))
-        # The server has met the full buffers; others are answered as before.
+        # The server has met the full buffers, and answers others as before.
         assert create(service, client) != job
         assert len(client.fine_tuning.jobs.list_events(job, limit=100).data) == 100
         client.fine_tuning.jobs.cancel(job)
@@ -380,6 +380,6 @@ def test_a_slow_follower_delays_nobody_and_misses_nothing(service: Served) -> No
                     break
     with service.service.store.reading() as session:
         num_events = find_job(session, "default", job).num_events
-    # The first events went by with the head of the answer.
+    # The first events arrived with the head of the answer.
     assert numbers == list(range(numbers[0], num_events + 1))
     assert numbers[0] <= begin + 3

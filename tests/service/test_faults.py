@@ -1,4 +1,4 @@
-"""What is accepted is trained once, whatever dies on the way."""
+"""Accepted jobs are trained once, whatever process dies."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def free_port() -> int:
 
 
 def check_once(root: Path, jobs: list[str], database: str | None = None) -> None:
-    """Every job has ended well, once; nothing else is there."""
+    """Check that every job has succeeded, once, and that nothing else exists."""
     store = Store(ServiceSettings(data_dir=str(root), database=database).database_url)
     with store.reading() as session:
         rows = {row.id: row for row in session.query(JobRow)}
@@ -43,7 +43,7 @@ def check_once(root: Path, jobs: list[str], database: str | None = None) -> None
         results = Counter(row.filename for row in session.query(FileRow) if row.purpose == "fine-tune-results")
         events = list(session.query(JobEvent).order_by(JobEvent.job, JobEvent.number))
     store.close()
-    assert set(rows) == set(jobs), "none is lost, none is there twice"
+    assert set(rows) == set(jobs), "a job was lost or duplicated"
     assert {row.status for row in rows.values()} == {"succeeded"}
     assert models == Counter(jobs)
     assert results == Counter(f"{job}-results.csv" for job in jobs)
@@ -52,11 +52,11 @@ def check_once(root: Path, jobs: list[str], database: str | None = None) -> None
         entries = [json.loads(line) for line in journal]
         assert sum(entry["event"] == "task_completed" for entry in entries) == 1, "trained once"
         trained = [(entry["job"], entry["step"]) for entry in entries if entry["event"] == "eval"]
-        assert len(trained) == len(set(trained)) == 8, "no two executors have trained it"
+        assert len(trained) == len(set(trained)) == 8, "two executors have trained it"
         own = [event for event in events if event.job == job]
         assert [event.number for event in own] == list(range(1, len(own) + 1))
-        told = [(event.data["job"], event.data["step"]) for event in own if event.data and "step" in event.data]
-        assert len(told) == len(set(told)) == 8
+        reported = [(event.data["job"], event.data["step"]) for event in own if event.data and "step" in event.data]
+        assert len(reported) == len(set(reported)) == 8
         ends = [event.message for event in own if "successfully completed" in event.message]
         assert len(ends) == 1
 
@@ -71,7 +71,7 @@ def test_a_server_that_is_killed_again_and_again_loses_no_task(tmp_path: Path) -
     source, jobs = random.Random(1), list[str]()
     server = ServiceProcess(tmp_path, free_port(), lease_s=0.5)
     server.start()
-    # It repeats requests by itself, as users have it; on a busy machine a server is often killed before it answers.
+    # It repeats requests by itself, as for users; on a busy machine a server is often killed before it answers.
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=1000, timeout=20)
     file = client.files.create(file=("rows.jsonl", ROWS), purpose="fine-tune").id
     submitting = threading.Thread(target=submit, args=(client, file, jobs))
@@ -87,8 +87,8 @@ def test_a_server_that_is_killed_again_and_again_loses_no_task(tmp_path: Path) -
 
 
 def test_a_leader_that_stands_still_is_followed_and_fenced(tmp_path: Path) -> None:
-    """Two servers on one database: the second takes over while the first is paused. What the first had started cannot
-    write any more once it goes on."""
+    """Two servers share a database: the second takes over while the first is paused. The tasks that the first had
+    started cannot write any more when it continues."""
     gate = tmp_path / "go"
     first = ServiceProcess(tmp_path, free_port(), waits_for=gate)
     second = ServiceProcess(tmp_path, free_port(), waits_for=gate)
@@ -112,8 +112,8 @@ def test_a_leader_that_stands_still_is_followed_and_fenced(tmp_path: Path) -> No
 def test_two_servers_in_two_pid_namespaces_lose_nothing_when_their_leaders_are_killed(
     tmp_path: Path, postgres: Path
 ) -> None:
-    """As in two containers: both servers have the process id 1 and the same hostname, and see nothing of each other but
-    the database and the data folder."""
+    """This is as in two containers: both servers have the process id 1 and the same hostname, and see nothing of each
+    other but the database and the data folder."""
     skip_without_namespaces()
     source, jobs = random.Random(2), list[str]()
     database = new_database(postgres)
@@ -145,8 +145,8 @@ def test_two_servers_in_two_pid_namespaces_lose_nothing_when_their_leaders_are_k
         with store.reading() as session:
             epoch = session.scalars(select(LeaderRow.epoch)).one()
         store.close()
-        # A machine so busy that a leader is late is no fault; servers that take turns would be at hundreds.
-        assert epoch <= 2 * (1 + num_kills), "none takes leadership from a leader that lives"
+        # A leader may be late on a busy machine; servers that took turns would be at hundreds.
+        assert epoch <= 2 * (1 + num_kills), "leadership was taken from a live leader"
     finally:
         for server in servers:
             server.kill()

@@ -1,4 +1,4 @@
-"""Graders of answers: what requests may name, and what chooses the winner then."""
+"""Graders of answers: the graders that requests may name, and how they choose the winner."""
 
 from __future__ import annotations
 
@@ -31,7 +31,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def created(service: Served, select_by: Any, **more: Any) -> Any:
-    """The task of a job that was accepted with ``select_by``."""
     client = service.client()
     method: Any = {"type": "supervised", "supervised": {"hyperparameters": TRAINED | {"select_by": select_by, **more}}}
     job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=service.upload(client), method=method)
@@ -107,8 +106,12 @@ def test_a_grader_is_checked_by_itself(service: Served) -> None:
 def test_answers_choose_the_model_of_a_job(tmp_path: Path) -> None:
     with served(tmp_path, open_plane=local_plane(tmp_path)) as service:
         client = service.client()
-        asked = TRAINED | {"select_by": {**CHECK, "operation": "like"}, "num_finalists": 2, "early_exit": False}
-        method: Any = {"type": "supervised", "supervised": {"hyperparameters": asked}}
+        hyperparameters = TRAINED | {
+            "select_by": {**CHECK, "operation": "like"},
+            "num_finalists": 2,
+            "early_exit": False,
+        }
+        method: Any = {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
         file = service.upload(client, ROWS)
         job = client.fine_tuning.jobs.create(model="alto-tiny", training_file=file, method=method)
         found = service.finished(client, job.id)

@@ -1,4 +1,4 @@
-"""What a tenant may use."""
+"""Limits of tenants."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_followers_are_limited_before_their_streams_begin(site: Site, monkeypatc
 
     monkeypatch.setattr(Followers, "follow", lambda *_: pytest.fail("it began"))
     monkeypatch.setattr(Followers, "check_room", Followers.check_room)
-    # A process without room for any.
+    # a process without room for any
     with served(site.served.service.settings.root / "other") as other:
         file = httpx2.post(f"{other.url}/v1/files", files={"file": ("a", ROWS)}, data={"purpose": "fine-tune"}).json()
         body = {"model": "alto-tiny", "training_file": file["id"]}

@@ -31,7 +31,7 @@ from alto.service.settings import ServiceSettings, VllmSettings
 from alto.service.store.jobs import events_of
 from alto.service.vllm import Registrar
 
-# What PEFT reads of a model that transformers has renamed.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
@@ -52,7 +52,7 @@ def messages_of(service: Service, job: str) -> list[str]:
 
 
 def put_adapter(service: Service, job: str, folder: Path) -> None:
-    """Put a real adapter, and its base model, in the place of the files of a model."""
+    """Replace the files of a model by a real adapter, with its base model."""
     base = save_base(folder / "base")
     adapter = save_with_peft(AutoModelForCausalLM.from_pretrained(base), folder / "adapter", **PLAIN)
     edit_config(adapter, base_model_name_or_path=str(base))

@@ -1,5 +1,5 @@
-"""The unmodified client of OpenAI against a service with simulated executors: each of its methods for fine-tuning,
-files, uploads and models, its types as the oracle of every answer, pages, and repeated requests."""
+"""OpenAI's unmodified client against a service with simulated executors: each of its methods for fine-tuning, files,
+uploads and models, its types as the oracle of every answer, pages, and repeated requests."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def client(service: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def done(service: Served, client: openai.OpenAI) -> Any:
-    """A job that has succeeded."""
     job = client.fine_tuning.jobs.create(
         model="alto-tiny", training_file=service.upload(client), hyperparameters={"n_epochs": 1}, metadata={"a": "b"}
     )
@@ -54,7 +53,7 @@ def done(service: Served, client: openai.OpenAI) -> Any:
 
 
 def strict(kind: Any, response: Any) -> Any:
-    """The answer as an object of the client, which coerces nothing; ``paused`` is a status that its type lacks."""
+    """Return the answer as an object of the client, without coercion; its type lacks the status ``paused``."""
     values = json.loads(response.http_response.content)
     if values.get("status") == "paused" and kind is FineTuningJob:
         values["status"] = "queued"
@@ -123,7 +122,7 @@ UNKNOWN: dict[str, tuple[dict[str, Any], type[openai.APIStatusError] | None]] = 
     "models.list": ({}, None),
     "models.retrieve": ({"model": "ft:none"}, NONE),
 }  # fmt: skip
-"""By method: a request for what is not there or not supported, and the error of the client."""
+"""Requests by method for absent or unsupported objects, and the client's errors."""
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -182,7 +181,7 @@ def test_jobs_are_what_the_client_types_say(service: Served, client: openai.Open
 
 
 @pytest.mark.parametrize("n_epochs", [0.4, 1.5, 2])
-def test_epochs_are_told_as_they_were_sent(service: Served, client: openai.OpenAI, n_epochs: Any) -> None:
+def test_epochs_are_returned_as_they_were_sent(service: Served, client: openai.OpenAI, n_epochs: Any) -> None:
     job = client.fine_tuning.jobs.create(
         model="alto-tiny", training_file=service.upload(client), hyperparameters={**FIXED, "n_epochs": n_epochs}
     )
@@ -431,7 +430,7 @@ RETRY = {"x-stainless-retry-count": "1"}
 
 
 def repeated(service: Served, client: openai.OpenAI) -> dict[str, tuple[Any, Callable[..., Any]]]:
-    """By what is created: its table, and the request."""
+    """Return by kind the table of an object, and a request that creates it."""
     file = service.upload(client)
     upload = client.uploads.create(bytes=1000, filename="a", **PART).id  # type: ignore[arg-type]
     return {
@@ -458,7 +457,7 @@ def test_a_repeated_request_creates_nothing(service: Served, client: openai.Open
         again = list(pool.map(lambda _: create(extra_headers=RETRY).id, range(8)))
     assert set(again) == {first}
     assert count() == before
-    assert create().id != first, "without the mark of a repetition it is another request"
+    assert create().id != first, "without the retry header it is another request"
     with ThreadPoolExecutor(8) as pool:
         key = {"Idempotency-Key": f"key of {kind}"}
         keyed = set(pool.map(lambda _: create(extra_headers=key).id, range(8)))
@@ -477,7 +476,7 @@ def test_a_key_is_for_one_body(service: Served, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="Idempotency-Key"):
         client.files.create(file=("a", ROWS), purpose="fine-tune", expires_after=expiry, extra_headers=key)
     upload = client.uploads.create(bytes=7, filename="c", **PART, extra_headers=key)  # type: ignore[arg-type]
-    assert upload.id != first.id, "keys of other addresses are others"
+    assert upload.id != first.id, "keys of other addresses are separate"
 
 
 def test_an_upload_completes_once(service: Served, client: openai.OpenAI) -> None:
@@ -490,7 +489,6 @@ def test_an_upload_completes_once(service: Served, client: openai.OpenAI) -> Non
 
 
 def test_the_client_repeats_a_lost_answer_by_itself(service: Served) -> None:
-    """The first answer never arrives."""
     lost = list[str]()
 
     class Lossy(httpx2.HTTPTransport):
@@ -530,7 +528,7 @@ def test_a_paused_job_is_a_job(service: Served, client: openai.OpenAI) -> None:
 def test_the_repetition_of_a_request_that_was_one_too_many_creates_an_object_of_its_own(
     service: Served, monkeypatch: pytest.MonkeyPatch, kind: str, *, is_cancelled: bool
 ) -> None:
-    """The unmodified client sends a request once more after 429, and must not be given an older object."""
+    """The unmodified client repeats a request after 429, and must not get an older object."""
     client = service.client(max_retries=2)
     create = repeated(service, client)[kind][1]
     older = create().id
@@ -538,7 +536,7 @@ def test_the_repetition_of_a_request_that_was_one_too_many_creates_an_object_of_
         (client.fine_tuning.jobs if kind == "job" else client.uploads).cancel(older)
     created = refused_once(service, monkeypatch, create)
     assert created != older
-    assert create(extra_headers=RETRY).id == created, "it was carried out: now it is remembered"
+    assert create(extra_headers=RETRY).id == created, "it has succeeded, so it is remembered"
 
 
 def test_a_repetition_that_is_one_too_many_still_finds_what_the_lost_answer_was_about(
@@ -556,14 +554,14 @@ def test_a_key_of_a_request_that_was_refused_is_free(service: Served, monkeypatc
     created = refused_once(service, monkeypatch, lambda: create(extra_headers=key))
     assert created != older
     assert create(extra_headers=key).id == created
-    assert create(extra_headers=RETRY).id == older, "a request with a key says nothing about those without"
+    assert create(extra_headers=RETRY).id == older, "a request with a key does not affect those without"
 
 
 @pytest.mark.parametrize("kind", ["job", "file", "upload"])
 def test_a_repetition_finds_no_object_that_was_cancelled_or_deleted(
     service: Served, client: openai.OpenAI, kind: str
 ) -> None:
-    """Where a proxy has refused the request, this service never saw it."""
+    """If a proxy has refused the request, this service never saw it."""
     create = repeated(service, client)[kind][1]
     older = create().id
     end = {"job": client.fine_tuning.jobs.cancel, "file": client.files.delete, "upload": client.uploads.cancel}
@@ -572,7 +570,7 @@ def test_a_repetition_finds_no_object_that_was_cancelled_or_deleted(
 
 
 def refused_once(service: Served, monkeypatch: pytest.MonkeyPatch, create: Callable[[], Any]) -> str:
-    """The id of what a request has created whose first attempt was refused as one too many."""
+    """Return the id of the object created by a request whose first attempt was refused by the rate limit."""
     take, refused = service.service.rates.take, list[str]()
 
     def refuse_once(name: str, requests_per_s: float | None) -> None:

@@ -11,7 +11,7 @@ from services import ROWS, Served, served
 from alto.service.serve import create_app
 
 NUM_EXAMPLES = 15
-"""Requests of each operation."""
+"""Requests per operation."""
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_checkpoints_are_those_of_every_configuration(service: Served) -> None:
 
 @pytest.mark.slow("campaigns")
 def test_no_request_makes_the_service_fail(service: Served) -> None:
-    """Requests that the document allows, and such that it forbids, of every operation."""
+    """For every operation there are requests that the document allows, and requests that it forbids."""
     import schemathesis
     from hypothesis import HealthCheck, given, seed, settings
     from schemathesis import GenerationMode
@@ -69,7 +69,7 @@ def test_no_request_makes_the_service_fail(service: Served) -> None:
     known = {"file_id": file, "job_id": job, "task": job, "upload_id": upload}
     client.close()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of packages that it loads
+        warnings.simplefilter("ignore", DeprecationWarning)  # raised by packages that it loads
         schema = schemathesis.openapi.from_url(f"{service.url}/openapi.json")
     num_answers = 0
     for found in schema.get_all_operations():
@@ -84,14 +84,14 @@ def test_no_request_makes_the_service_fail(service: Served) -> None:
             @given(case=operation.as_strategy(generation_mode=mode))
             def check(case: schemathesis.Case) -> None:
                 nonlocal num_answers
-                if num_answers % 2:  # of what is there
+                if num_answers % 2:  # existing objects
                     case.path_parameters.update({key: known[key] for key in case.path_parameters if key in known})
                 if case.path.endswith("/events") and case.path.startswith("/api") and num_answers % 2:
                     return  # it ends with the job
                 answer = case.call(base_url=service.url, timeout=30)
                 num_answers += 1
                 if case.path == "/readyz":
-                    assert answer.status_code in (405, 503), "nobody leads here"
+                    assert answer.status_code in (405, 503), "this server does not lead"
                     return
                 assert answer.status_code < 500, (case, answer.text)
                 assert answer.status_code != 409

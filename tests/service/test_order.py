@@ -1,4 +1,4 @@
-"""The order in which tasks of tenants begin, and which of them train in one process."""
+"""The order in which tasks of tenants begin, and the tasks that train in one process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIXED = {"learning_rate": 1e-4, "n_epochs": 1, "num_gpus": 2}
 
 
 class Bench:
-    """A service of two tenants where one task runs at a time, and a first one until :meth:`order` is asked for.
+    """A service of two tenants that runs one task at a time; the first one runs until :meth:`order` is called.
 
     All tasks have both GPUs. The control plane has four tasks at most: the one that runs, and three that wait.
     """
@@ -40,7 +40,7 @@ class Bench:
         wait_for(lambda: self.clients["a"].fine_tuning.jobs.retrieve(first).status == "running")
 
     def job(self, name: str, tenant: str = "a", *, own: dict[str, Any] | None = None, **more: Any) -> str:
-        """The id of a new job that has been checked."""
+        """Create a job; return its id once the job has been checked."""
         jobs = self.clients[tenant].fine_tuning.jobs
         hyperparameters: Any = {**FIXED, **(own or {})}
         job: str = jobs.create(
@@ -51,16 +51,16 @@ class Bench:
         return job
 
     def scheduled(self) -> set[str]:
-        """Names of the jobs that the control plane has and has not begun with."""
+        """Return the names of the jobs that the control plane has and has not begun."""
         plane = None if self.service.coordinator is None else self.service.coordinator.plane
         assert plane is not None
         return {self._names[order.partition(".")[0]] for order, state in plane.states().items() if state.is_new}
 
     def order(self) -> list[str]:
-        """Names of all jobs but the first, in the order in which they began."""
+        """Return the names of all jobs but the first, in the order in which they began."""
         self._gate.touch()
         wait_for(lambda: len(set(self._launches)) == len(self._names))
-        assert len(self._launches) == len(self._names), "none is begun twice"
+        assert len(self._launches) == len(self._names), "a job began twice"
         return [self._names[job] for job in self._launches][1:]
 
 

@@ -1,4 +1,4 @@
-"""Requests to models, passed on to a vLLM server: by the real client, through a real server."""
+"""Requests to models, forwarded to a vLLM server: by the real client, through a real server."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def ready_model(service: Served, job: str, **own: Any) -> str:
 
 
 def last_completion(vllm: FakeVllm) -> tuple[Any, dict[str, str]]:
-    """Body and headers of the newest request for a completion."""
-    return next((body, headers) for _, path, body, headers in reversed(vllm.asked) if path.endswith("completions"))
+    """Return body and headers of the newest request for a completion."""
+    return next((body, headers) for _, path, body, headers in reversed(vllm.requests) if path.endswith("completions"))
 
 
 def post(service: Served, path: str, content: bytes, **headers: str) -> tuple[int, bytes, dict[str, str]]:
@@ -111,12 +111,12 @@ def test_a_model_of_another_tenant_is_not_there(service: Served, vllm: FakeVllm)
     name = ready_model(service, "a", tenant="alpha", suffix="sums")
     alpha, beta = (service.client(key_of(service.service, tenant)) for tenant in ("alpha", "beta"))
     assert alpha.chat.completions.create(model=name, messages=_MESSAGES).model == name
-    num_asked = len(vllm.asked)
-    for asked in (name, "ft:base:alpha:sums", "ft:base:alpha:none"):
+    num_requests = len(vllm.requests)
+    for requests in (name, "ft:base:alpha:sums", "ft:base:alpha:none"):
         with pytest.raises(openai.NotFoundError) as caught:
-            beta.chat.completions.create(model=asked, messages=_MESSAGES)
+            beta.chat.completions.create(model=requests, messages=_MESSAGES)
         assert caught.value.code == "model_not_found"
-    assert len(vllm.asked) == num_asked
+    assert len(vllm.requests) == num_requests
     reader = service.client(key_of(service.service, "alpha", "read", "write"))
     with pytest.raises(openai.PermissionDeniedError):
         reader.chat.completions.create(model=name, messages=_MESSAGES)
@@ -189,7 +189,7 @@ def test_other_errors_of_the_server_are_bad_gateways_without_its_words(
     assert "10.0.0.7" not in caught.value.message
 
 
-def test_what_is_wrong_with_a_request_is_said_in_the_words_of_the_server(service: Served, vllm: FakeVllm) -> None:
+def test_errors_of_the_server_are_passed_on_unchanged(service: Served, vllm: FakeVllm) -> None:
     vllm.answer = (400, {"error": {"message": "max_tokens is too large"}})
     with pytest.raises(openai.BadRequestError, match="max_tokens is too large"):
         service.client().chat.completions.create(model="base", messages=_MESSAGES)
@@ -203,7 +203,7 @@ def test_a_redirect_is_refused(service: Served, vllm: FakeVllm) -> None:
         assert caught.value.status_code == 502
         name = add_model(service.service, "a")
         Registrar(service.service).turn()
-        assert (elsewhere.asked, row_of(service.service, name).serving) == ([], "none")
+        assert (elsewhere.requests, row_of(service.service, name).serving) == ([], "none")
 
 
 def test_a_stream_that_breaks_ends_with_an_error(service: Served, vllm: FakeVllm) -> None:
@@ -218,7 +218,7 @@ def test_a_stream_that_breaks_ends_with_an_error(service: Served, vllm: FakeVllm
 def test_a_body_that_names_no_model_is_refused(service: Served, vllm: FakeVllm, content: bytes) -> None:
     status, answer, _ = post(service, "/v1/chat/completions", content)
     assert (status, json.loads(answer)["error"]["type"]) == (400, "invalid_request_error")
-    assert vllm.asked == []
+    assert vllm.requests == []
 
 
 def test_the_connection_to_the_server_ends_with_that_of_the_caller(service: Served, vllm: FakeVllm) -> None:

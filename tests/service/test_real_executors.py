@@ -40,8 +40,6 @@ PAIRS = "".join(
 
 
 class Server:
-    """The command, while it runs."""
-
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
@@ -62,7 +60,7 @@ class Server:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[Server]:
-    """``alto serve`` on a free port; ended as systemd ends it."""
+    """Run ``alto serve`` on a free port, and end it as systemd does."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [*CLI, "serve", "--port", "0", "--data-dir", str(folder)]
     with (
@@ -76,11 +74,11 @@ def serving(folder: Path) -> Iterator[Server]:
             yield Server(process, found[0])
         finally:
             process.send_signal(signal.SIGTERM)
-            assert process.wait(timeout=200) == 0, "it drains, and ends well"
+            assert process.wait(timeout=200) == 0, "it drains, and exits with 0"
 
 
 def check_results(server: Server, job: Any) -> None:
-    """Checkpoints, curves, measurements of the winner and its adapter are there, and go when they are deleted."""
+    """Check that checkpoints, curves, measurements and adapter of the winner exist, and are gone once deleted."""
     client = server.client
     checkpoints = client.fine_tuning.jobs.checkpoints.list(job.id, limit=100).data
     losses = [point.metrics.full_valid_loss for point in checkpoints]
@@ -103,7 +101,7 @@ def check_results(server: Server, job: Any) -> None:
 
 
 def test_auto_searches(tmp_path: Path) -> None:
-    """``"auto"`` means: find the best."""
+    """``"auto"`` means: search for the best."""
     with serving(tmp_path / "service") as server:
         job = server.create(ROWS, "supervised", n_epochs=1, batch_size="auto", learning_rate_multiplier="auto")
         found = server.ended(job)
@@ -113,7 +111,7 @@ def test_auto_searches(tmp_path: Path) -> None:
         assert len({config["learning_rate"] for config in configs}) > 2
         assert len({config["per_device_train_batch_size"] for config in configs}) > 1
         assert {config["num_train_epochs"] for config in configs} == {1}
-        # "auto" is asked for, what was found is told.
+        # "auto" is the request, the best value is the answer.
         assert isinstance(found.hyperparameters.batch_size, int)
 
 
@@ -130,7 +128,7 @@ def test_both_methods_are_trained_and_a_restart_goes_on(tmp_path: Path) -> None:
         assert any("Best of 4 configurations" in message for message in server.messages(tuned))
         check_results(server, found)
         wait_for(lambda: any("step" in message for message in server.messages(long)))
-    # What was backed up, or moved to a larger disk, goes on elsewhere.
+    # A restored backup, or a folder moved to a larger disk, continues elsewhere.
     folder = folder.rename(tmp_path / "moved")
     with serving(folder) as server:
         wait_for(lambda: "Training continues from its checkpoints" in server.messages(long))

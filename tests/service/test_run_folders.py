@@ -65,7 +65,7 @@ def test_rows_and_checkpoints_of_ended_jobs_are_removed(tmp_path: Path, monkeypa
         assert httpx2.get(f"{it.url}/api/tasks/{job}/report").status_code == 200
 
 
-def test_files_that_cannot_be_removed_stop_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_removed_stop_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinating, "_HOUSEKEEPING_S", 0.0)
     tries = []
 
@@ -82,7 +82,7 @@ def test_files_that_cannot_be_removed_stop_nobody(tmp_path: Path, monkeypatch: p
         gate.touch()
         assert service.finished(client, job).status == "succeeded"
         journal = (tmp_path / "runs" / "default" / job / "journal.jsonl").read_text()
-        assert "task_resumed" not in journal, "its executor went on"
+        assert "task_resumed" not in journal, "its executor continued"
 
 
 def test_what_an_executor_may_still_write_is_not_removed(tmp_path: Path) -> None:

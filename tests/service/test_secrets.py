@@ -1,4 +1,4 @@
-"""Requests for what the machine of the service has: its files, its network, its logs."""
+"""Requests for what the service's machine has: its files, its network, its logs."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ def test_models_of_the_hub_are_no_folders(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_rows_that_name_files_and_servers_are_text(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = list[Any]()
+    addresses = list[Any]()
     connect = socket.socket.connect
     own = int(site.served.url.rpartition(":")[2])
 
     def watched(self: socket.socket, address: Any) -> None:
         if not (isinstance(address, tuple) and address[1] == own):
-            asked.append(address)
+            addresses.append(address)
         connect(self, address)
 
     monkeypatch.setattr(socket.socket, "connect", watched)
@@ -87,7 +87,7 @@ def test_rows_that_name_files_and_servers_are_text(site: Site, monkeypatch: pyte
     refused(site.send("POST", "/api/drafts", json=body), (400, 200))
     for content in (b"\x80\x04\x95", b"PK\x03\x04", b"\x1f\x8b\x08", b"--- !!python/object/apply:os.system ['true']\n"):
         assert site.send("GET", f"/v1/files/{site.upload('a', content)}").json()["status"] == "error"
-    assert not asked
+    assert not addresses
 
 
 def test_a_task_of_a_request_trusts_nothing(site: Site) -> None:

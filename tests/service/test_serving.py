@@ -27,8 +27,6 @@ _INTERVAL_S = 10.0
 
 
 class Clock:
-    """A clock that tests move."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 
@@ -81,7 +79,7 @@ def turns(service: Service) -> Turns:
 
 @pytest.fixture
 def names(service: Service) -> Callable[[], list[str]]:
-    """Ids of the models that clients are listed."""
+    """A function that returns the ids of the models listed to clients."""
     app = TestClient(create_app(service), base_url="http://localhost")
     return lambda: [model["id"] for model in app.get("/v1/models").json()["data"]]
 
@@ -98,7 +96,7 @@ def test_a_new_model_is_loaded_from_its_folder_and_ready_after_a_token(
     turns.after()
     assert row_of(service, name).serving == "ready"
     assert vllm.adapters == {name: str(service.settings.root / "artefacts/models/default/ftjob-a")}
-    probes = [body for _, path, body, _ in vllm.asked if path == "/v1/chat/completions"]
+    probes = [body for _, path, body, _ in vllm.requests if path == "/v1/chat/completions"]
     assert [(probe["model"], probe["max_tokens"]) for probe in probes] == [(name, 1)]
     assert vllm.paths().index("/v1/load_lora_adapter") < vllm.paths().index("/v1/chat/completions")
 
@@ -119,14 +117,14 @@ def test_adapters_in_another_store_are_fetched_to_this_machine(
     assert not folder.exists()
 
 
-def test_a_turn_without_news_asks_nothing_before_it_is_time_to_look(
+def test_a_turn_without_changes_sends_no_request_before_the_next_probe_is_due(
     service: Service, vllm: FakeVllm, turns: Turns
 ) -> None:
     add_model(service, "a")
     turns.after()
-    before = len(vllm.asked)
+    before = len(vllm.requests)
     turns.after(_INTERVAL_S - 1)
-    assert len(vllm.asked) == before
+    assert len(vllm.requests) == before
     turns.after(1)
     assert vllm.paths()[before:] == ["/v1/models"]
 
@@ -309,7 +307,7 @@ def test_a_server_that_is_away_changes_nothing_and_is_left_alone_for_a_while(
     vllm.is_away = True
     turns.after()
     turns.after(_INTERVAL_S - 1)
-    assert (len(vllm.asked), row_of(service, name).serving) == (1, "none")
+    assert (len(vllm.requests), row_of(service, name).serving) == (1, "none")
     vllm.is_away = False
     turns.after(1)
     assert row_of(service, name).serving == "ready"
@@ -325,7 +323,7 @@ def test_one_adapter_that_the_server_stumbles_over_does_not_keep_others_waiting(
     row = row_of(service, bad)
     assert (row.serving, row_of(service, good).serving) == ("pending", "none")
     assert "failed before the answer was complete" in str(row.serving_details)
-    turns.after(_INTERVAL_S)  # tries the same one again, and waits for longer then
+    turns.after(_INTERVAL_S)  # tries the same one again, and then waits longer
     vllm.drops.clear()
     turns.after(_INTERVAL_S)
     assert (row_of(service, bad).serving, row_of(service, good).serving) == ("pending", "ready")
@@ -339,12 +337,12 @@ def test_models_of_another_base_are_left_out(service: Service, vllm: FakeVllm, t
     row = row_of(service, name)
     assert (row.serving, vllm.loads()) == ("none", [])
     assert "a different base model than other" in str(row.serving_details)
-    before = len(vllm.asked)
+    before = len(vllm.requests)
     turns.after(1)
-    assert len(vllm.asked) == before
+    assert len(vllm.requests) == before
 
 
-def test_which_base_model_the_server_has(tmp_path: Path, vllm: FakeVllm) -> None:
+def test_the_base_model_of_the_server(tmp_path: Path, vllm: FakeVllm) -> None:
     settings = settings_of(tmp_path, vllm)
     assert settings.is_served("base")
     assert not settings.is_served("other")
@@ -371,7 +369,7 @@ def test_without_a_server_nothing_is_done(tmp_path: Path, vllm: FakeVllm) -> Non
         Registrar(service).turn()
         with registering(service):
             pass
-        assert (row_of(service, name).serving, vllm.asked) == ("none", [])
+        assert (row_of(service, name).serving, vllm.requests) == ("none", [])
 
 
 def test_the_thread_registers_and_ends_while_the_server_hangs(service: Service, vllm: FakeVllm) -> None:
@@ -380,9 +378,9 @@ def test_the_thread_registers_and_ends_while_the_server_hangs(service: Service, 
         wait_for(lambda: row_of(service, name).serving == "ready")
     registrar = Registrar(service)
     vllm.hangs.add("/v1/models")
-    before = len(vllm.asked)
+    before = len(vllm.requests)
     registrar.start()
-    wait_for(lambda: len(vllm.asked) > before)
+    wait_for(lambda: len(vllm.requests) > before)
     registrar.stop()
     assert not registrar._thread.is_alive()
 

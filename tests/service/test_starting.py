@@ -1,4 +1,4 @@
-"""How a service starts, what it logs and counts, its settings, and its keys on the command line."""
+"""The start of a service, its logs and counts, its settings, and its keys on the command line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def taken() -> Iterator[int]:
 
 @pytest.fixture
 def loggers() -> Iterator[None]:
-    """Loggers, and what makes their records, are afterwards what they were before."""
+    """Restore loggers and the factory of log records afterwards."""
     factory = logging.getLogRecordFactory()
     found = [logging.getLogger(name) for name in ("", "alto.service", "uvicorn.error")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in found]
@@ -46,13 +46,13 @@ def loggers() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def test_a_port_in_use_is_said_before_anything_leads(tmp_path: Path, taken: int, loggers: None) -> None:
+def test_a_port_in_use_is_reported_before_anything_leads(tmp_path: Path, taken: int, loggers: None) -> None:
     settings = ServiceSettings(data_dir=str(tmp_path), port=taken)
     with pytest.raises(ServiceError, match=f"listens on {taken} of 127.0.0.1; choose another port"):
         serve(settings)
     with served(tmp_path) as service, service.service.store.reading() as session:
         leader = session.get(LeaderRow, 1)
-        assert leader is None or leader.epoch == 0, "no coordinator has begun"
+        assert leader is None or leader.epoch == 0, "no coordinator was started"
 
 
 @pytest.mark.parametrize("mode", [0o755, 0o2770, 0o700])
@@ -86,7 +86,7 @@ def record_with_a_time_of_ray(*arguments: Any, **keywords: Any) -> logging.LogRe
 def test_warnings_of_other_packages_are_lines_of_the_log(
     capsys: pytest.CaptureFixture[str], loggers: None, *, as_json: bool
 ) -> None:
-    # Ray, once imported, makes the records of its process, and gives each a time of its own.
+    # Ray, once imported, makes its process's log records, each with a time of its own.
     logging.setLogRecordFactory(record_with_a_time_of_ray)
     configure_logs(as_json=as_json)
     logging.getLogger("python_multipart.multipart").warning("Expected boundary character %d", 45)

@@ -1,4 +1,4 @@
-"""What the service asks of a database, on SQLite and on PostgreSQL alike."""
+"""The service's use of a database, equal on SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -189,12 +189,12 @@ def test_pages_hold_each_row_once(store: Store, *, is_ascending: bool) -> None:
     assert read == (jobs if is_ascending else jobs[::-1])
 
 
-def test_every_entry_of_a_journal_is_told_once_whoever_leads(
+def test_every_entry_of_a_journal_is_reported_once_whoever_leads(
     store: Store, small_run: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Each entry by another coordinator, as all at once."""
+    """Entries read one by one, by different coordinators, equal entries read at once."""
     lines = [f"{json.dumps(event)}\n" for event in small_run]
-    told = []
+    messages = []
     for parts in (["".join(lines)], lines):
         job, journal = add_job(store), tmp_path / f"journal-{len(parts)}.jsonl"
         for part in parts:
@@ -207,9 +207,9 @@ def test_every_entry_of_a_journal_is_told_once_whoever_leads(
                 assert row is not None
                 projection.write(session, row)
         with store.reading() as session:
-            told.append([event.message for event in events_of(session, job, since=1, limit=1000)])
-    assert told[0][0] == "Training 4 configurations"
-    assert told[1] == told[0]
+            messages.append([event.message for event in events_of(session, job, since=1, limit=1000)])
+    assert messages[0][0] == "Training 4 configurations"
+    assert messages[1] == messages[0]
 
 
 def test_events_tell_users_from_rules(store: Store, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_a_request_that_is_refused_forgets_older_ones_and_not_what_it_has_create
         assert again.find(session) == "ftjob-1", "a repetition forgets nothing"
     mark(key="k").forget_older(store, has_database=has_database)
     with store.writing() as session:
-        assert again.find(session) == "ftjob-1", "nor does one with a key"
+        assert again.find(session) == "ftjob-1", "nor does a repetition with a key"
     mark().forget_older(store, has_database=has_database)
     with store.writing() as session:
         assert again.find(session) is None
@@ -358,13 +358,13 @@ def test_one_server_leads_and_another_takes_over_after_its_silence(store: Store,
     own_s = 0.0
     first, second = (Leadership(store, clock=lambda: own_s) for _ in range(2))
     assert first.acquire()
-    assert first.acquire(), "it leads still"
+    assert first.acquire(), "it still leads"
     assert not second.acquire()
     own_s = LEASE_S  # of its own clock, which only tells it to renew
     clock.now_s += LEASE_S - 1
     first.renew()
     clock.now_s += LEASE_S - 1
-    assert not second.acquire(), "it was renewed since"
+    assert not second.acquire(), "the lease was renewed since"
     clock.now_s += 1
     assert second.acquire()
     assert second.epoch > first.epoch
@@ -401,7 +401,7 @@ def test_a_clock_of_the_database_that_jumps_changes_the_leader_at_most(
     first, second = Leadership(store), Leadership(store)
     assert first.acquire()
     clock.now_s += jump_s
-    assert second.acquire(), "nobody waits for the old time to come back"
+    assert second.acquire(), "leadership must not wait for the old time"
     assert not first.acquire()
 
 
@@ -414,7 +414,7 @@ def test_the_database_tells_the_time(store: Store) -> None:
 def test_servers_with_one_host_and_one_process_id_do_not_take_leadership_from_each_other(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two containers: the process that leads cannot be seen from the second."""
+    """There are two containers: the leading process cannot be seen from the second."""
     monkeypatch.setattr(socket, "gethostname", lambda: "alto")
     monkeypatch.setattr(os, "getpid", lambda: 7)
     first = Leadership(store)
@@ -487,7 +487,7 @@ def test_a_database_of_an_older_version_gets_a_new_leader_at_once(database: str)
 
 
 def test_tenants_take_turns(store: Store) -> None:
-    """Those first who have fewest jobs in the control plane; of each its own order."""
+    """Tenants with the fewest jobs in the control plane come first; each keeps its own order."""
     waiting = [("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"), ("c1", "c")]
     assert in_turns(waiting, {}) == ["a1", "b1", "c1", "a2", "a3"]
     assert in_turns(waiting, {"a": 1, "c": 2}) == ["b1", "a1", "a2", "c1", "a3"]

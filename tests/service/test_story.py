@@ -1,4 +1,5 @@
-"""What a user of OpenAI's client does, from the upload of a file to the fine-tuned model, with simulated executors."""
+"""The story of a user of OpenAI's client, from the upload of a file to the fine-tuned model, with simulated
+executors."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_a_paused_job_continues_where_it_was(tmp_path: Path) -> None:
         assert client.fine_tuning.jobs.resume(job.id).status in ("queued", "running")
         assert service.finished(client, job.id).status == "succeeded"
         steps = steps_of(client, job.id)
-        assert len(steps) == len(set(steps)) == 8, "nothing is told twice"
+        assert len(steps) == len(set(steps)) == 8, "a step was reported twice"
 
 
 def steps_of(client: openai.OpenAI, job: str) -> list[tuple[str, int]]:

@@ -36,7 +36,7 @@ def test_every_route_needs_its_scope(site: Site) -> None:
 
 
 def test_nothing_of_another_tenant_is_found(site: Site) -> None:
-    """What another tenant has looks as what nobody has."""
+    """Another tenant's objects look as if they did not exist."""
     own, unknown = site.ids["a"], dict.fromkeys(site.ids["a"], "none-0") | {"action": "cancel", "job": "job-000"}
     checked = 0
     for method, path, body in site.routes():
@@ -44,7 +44,7 @@ def test_nothing_of_another_tenant_is_found(site: Site) -> None:
             continue
         theirs = site.send(method, filled(path, own), "b", **body)
         nobodys = site.send(method, filled(path, unknown), "b", **body)
-        # Uploads to the hub are switched off, whoever's the model is.
+        # Uploads to the hub are switched off for everybody's models.
         status = 400 if path.endswith("/push") else 404
         assert (theirs.status_code, nobodys.status_code) == (status, status), (method, path)
         name = next(value for key, value in own.items() if f"{{{key}" in path)
@@ -59,7 +59,7 @@ def test_nothing_of_another_tenant_is_found(site: Site) -> None:
         refused(site.job("b", **{key: own["file_id"]}), 404)
 
 
-def test_a_page_after_what_another_tenant_has_looks_as_one_after_what_nobody_has(site: Site) -> None:
+def test_a_page_after_an_object_of_another_tenant_looks_like_one_after_an_unknown_object(site: Site) -> None:
     paths = [path for path, of in site.parameters().items() if any(found.get("name") == "after" for found in of)]
     assert len(paths) > 5
     for path in paths:

@@ -1,4 +1,4 @@
-"""What requests for jobs become, and what they can never set."""
+"""The translation of requests into jobs, and the settings that requests can never set."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from alto.spec.keys import JOB_ALIASES, TASK_ALIASES
 from alto.spec.task import TASK_FIELDS
 
 ROWS = {"model": "alto-tiny", "name": "task", "dataset": "training.jsonl", "report_to": "none"}
-"""What a service sets itself."""
+"""Keys that a service sets itself."""
 
 REFUSED_TASK_KEYS = {
-    # Models, rows and code of the service's machine.
+    # models, rows and code of the service's machine
     *("model", "init_adapter", "refit", "trust_remote_code", "use_safetensors", "torch_compile", "chat_template"),
     *("dataset", "dataset_config", "dataset_train_split", "dataset_test_split", "validation_dataset", "test_dataset"),
     # Trackers reach other servers.
     "report_to",
-    # Set by the service itself.
+    # set by the service itself
     *("name", "method", "tenant", "share_executor", "checkpoint_interval_s", "keep", "token_cache", "test_jobs"),
-    # Methods that requests cannot name.
+    # Requests cannot name these methods.
     *("problem_type", "num_labels", "id2label"),
 }
 
 
-def asked(values: dict[str, Any], method: str = "supervised", seed: int | None = None) -> Any:
+def task_of(values: dict[str, Any], method: str = "supervised", seed: int | None = None) -> Any:
     return build({**task_values(method, values, seed=seed), **ROWS}, values)
 
 
 def space(values: dict[str, Any], **more: Any) -> dict[str, list[Any]]:
-    """Values that the jobs of a request have, by the fields in which they differ."""
-    configs = [job.config.to_dict() for job in asked(values, **more).jobs]
+    """Return the values that the jobs of a request have, for the fields in which they differ."""
+    configs = [job.config.to_dict() for job in task_of(values, **more).jobs]
     varied = {key: {str(config[key]): config[key] for config in configs} for key in configs[0]}
     return {key: sorted(found.values()) for key, found in varied.items() if len(found) > 1}
 
@@ -59,7 +59,7 @@ def space(values: dict[str, Any], **more: Any) -> dict[str, list[Any]]:
     ],
 )  # fmt: skip
 def test_one_value_is_fixed(values: dict[str, Any], fields: dict[str, Any]) -> None:
-    for job in asked(values if "lr" in values else {"lr": 1e-4, **values}).jobs:
+    for job in task_of(values if "lr" in values else {"lr": 1e-4, **values}).jobs:
         assert {key: getattr(job.config, key) for key in fields} == fields
 
 
@@ -83,7 +83,7 @@ def test_lists_and_auto_are_searched(values: dict[str, Any], found: dict[str, li
 
 
 def test_rates_are_searched_around_the_usual_one() -> None:
-    usual = asked({"learning_rate_multiplier": 1}).jobs[0].config.learning_rate
+    usual = task_of({"learning_rate_multiplier": 1}).jobs[0].config.learning_rate
     for key in ("learning_rate_multiplier", "learning_rate", "lr"):
         rates = space({key: "auto"})["learning_rate"]
         assert len(rates) == 5
@@ -101,25 +101,25 @@ def test_without_a_rate_the_usual_space_is_searched() -> None:
 
 @pytest.mark.parametrize("beta", [[0.1, 0.3], "auto", {"min": 0.05, "max": 0.5, "num": 3}])
 def test_beta_of_dpo_is_fixed_or_searched(beta: Any) -> None:
-    assert asked({"beta": 0.2, "lr": 1e-4}, "dpo").jobs[0].config.to_dict()["beta"] == 0.2
+    assert task_of({"beta": 0.2, "lr": 1e-4}, "dpo").jobs[0].config.to_dict()["beta"] == 0.2
     assert len(space({"beta": beta, "lr": 1e-4}, method="dpo")["beta"]) >= 2
 
 
 def test_beta_belongs_to_dpo() -> None:
     with pytest.raises(ApiError, match="beta"):
-        asked({"beta": 0.2, "lr": 1e-4})
+        task_of({"beta": 0.2, "lr": 1e-4})
 
 
 def test_the_seed_of_a_request_decides_all_seeds() -> None:
-    task = asked({"lr": 1e-4}, seed=7)
+    task = task_of({"lr": 1e-4}, seed=7)
     assert (task.data_seed, task.jobs[0].config.seed) == (7, 7)
-    assert asked({"lr": 1e-4, "data_seed": 3}, seed=7).data_seed == 3
+    assert task_of({"lr": 1e-4, "data_seed": 3}, seed=7).data_seed == 3
     assert space({"lr": 1e-4, "seed": [1, 2]}, seed=7)["seed"] == [1, 2]
     assert space({"search_space": {"seed": [1, 2]}}, seed=7)["seed"] == [1, 2]
 
 
 def test_settings_of_search_and_early_exit_are_nested() -> None:
-    task = asked(
+    task = task_of(
         {
             "search": {"algorithm": "random", "budget": {"jobs": 3}},
             "early_exit": {"preset": "greedy"},
@@ -128,7 +128,7 @@ def test_settings_of_search_and_early_exit_are_nested() -> None:
     )
     assert len(task.jobs) == 3
     assert task.early_exit.preset == "greedy"
-    assert not asked({"early_exit": False, "lr": 1e-4}).early_exit.enabled
+    assert not task_of({"early_exit": False, "lr": 1e-4}).early_exit.enabled
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_settings_of_search_and_early_exit_are_nested() -> None:
 )
 def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ApiError, match=message) as caught:
-        asked(values)
+        task_of(values)
     assert caught.value.status == 400
     assert len(caught.value.message) < 5000
 
@@ -187,7 +187,7 @@ def test_mistakes_are_named(values: dict[str, Any], message: str) -> None:
 )  # fmt: skip
 def test_mistakes_have_the_names_that_were_sent(values: dict[str, Any], param: str, message: str) -> None:
     with pytest.raises(ApiError) as caught:
-        asked(values)
+        task_of(values)
     assert (caught.value.param, caught.value.message[: len(message)]) == (param, message)
     assert not any(name in caught.value.message for name in ("num_train_epochs", "per_device"))
 
@@ -195,7 +195,7 @@ def test_mistakes_have_the_names_that_were_sent(values: dict[str, Any], param: s
 @pytest.mark.parametrize("values", [{"foo": 1}, {"datase": 1}, {"tenantt": 1}, {"early_exit": {"rulez": 1}}])
 def test_no_key_is_suggested_that_would_be_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ApiError) as caught:
-        asked(values)
+        task_of(values)
     words = set(re.findall(r"\w+", caught.value.message))
     assert not words & (REFUSED_TASK_KEYS - {"method", "name", "model"} | {"rules", "mixture_weights"})
     assert len(caught.value.message) < 500
@@ -204,13 +204,13 @@ def test_no_key_is_suggested_that_would_be_refused(values: dict[str, Any]) -> No
 @pytest.mark.parametrize("place", [lambda values: values, lambda values: {"search_space": values}])
 def test_the_usual_keys_of_errors_may_be_sent(place: Any) -> None:
     with pytest.raises(ApiError) as caught:
-        asked(place({"foo": [1]}))
+        task_of(place({"foo": [1]}))
     listed = re.search(r"Usual keys are ([\w, ]+)\.", caught.value.message)
     assert listed is not None
     for name in re.split(", | and ", listed[1]):
         if name not in ("search_space", "search", "early_exit"):
             value = 0.25 if name in ("learning_rate", "lora_dropout", "weight_decay") else 1
-            asked(place({name: [value]}))
+            task_of(place({name: [value]}))
 
 
 SPELLINGS = {
@@ -225,7 +225,7 @@ SPELLINGS = {
 def test_two_spellings_of_one_setting_are_refused(keys: set[str]) -> None:
     refused = {TASK_ALIASES.get(key, key) for key in keys} & REFUSED_TASK_KEYS
     with pytest.raises(ApiError, match="not allow" if refused else "found both"):
-        asked(dict.fromkeys(sorted(keys), 1))
+        task_of(dict.fromkeys(sorted(keys), 1))
 
 
 def test_every_key_of_a_task_is_allowed_or_refused_on_purpose() -> None:
@@ -252,24 +252,24 @@ def test_what_reaches_outside_is_refused_in_every_place(key: str) -> None:
     )
     for place, value in itertools.product(places, VALUES):
         with pytest.raises(ApiError) as caught:
-            asked(place(value))
+            task_of(place(value))
         assert caught.value.status == 400
 
 
 def test_rules_of_packages_are_refused() -> None:
     for rules in ({"divergence": True}, {}, None):
         with pytest.raises(ApiError, match="not allow"):
-            asked({"early_exit": {"rules": rules}, "lr": 1e-4})
+            task_of({"early_exit": {"rules": rules}, "lr": 1e-4})
 
 
 def test_no_field_of_a_job_is_a_path_or_an_address() -> None:
-    """Fields that hold text, each with what it takes; a new one is to be looked at."""
+    """A field that holds text is listed with what it accepts; a new one must be reviewed."""
     words = ("/etc/passwd", "http://localhost:1/x", "os.system")
     taken = set()
     for field in JOB_FIELDS:
         for word in words:
             try:
-                asked({"lr": 1e-4, field: word} if field != "learning_rate" else {field: word})
+                task_of({"lr": 1e-4, field: word} if field != "learning_rate" else {field: word})
             except ApiError:
                 continue
             taken.add(field)
@@ -291,7 +291,7 @@ def test_no_field_of_a_job_is_a_path_or_an_address() -> None:
 def test_grids_are_counted_before_they_are_made(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alto.spec.search.JobConfig.of", lambda *_: pytest.fail("it makes jobs"))
     with pytest.raises(ApiError, match=r"at most|<=|1 to|should"):
-        asked(values)
+        task_of(values)
 
 
 @pytest.mark.parametrize(
@@ -306,11 +306,11 @@ def test_grids_are_counted_before_they_are_made(values: dict[str, Any], monkeypa
 )
 def test_regular_expressions_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ApiError, match="names of modules"):
-        asked({"lr": 1e-4, **values})
+        task_of({"lr": 1e-4, **values})
 
 
 def test_names_of_modules_are_taken() -> None:
-    found = asked({"lr": 1e-4, "target_modules": ["q_proj", "mlp.down_proj"]}).jobs[0].config.target_modules
+    found = task_of({"lr": 1e-4, "target_modules": ["q_proj", "mlp.down_proj"]}).jobs[0].config.target_modules
     assert set(found) == {"q_proj", "mlp.down_proj"}
 
 

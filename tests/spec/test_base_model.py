@@ -1,4 +1,4 @@
-"""The base model of a task by its name or as an object; two of them are never taken for one."""
+"""The base model of a task by name or as an object; two models are never confused."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_keys_of_a_task_say_how_it_is_quantised(keys: dict[str, bool], quant
 
 
 class Network:
-    """What a specification asks of a model."""
+    """A model with all attributes that a specification reads."""
 
     config = SimpleNamespace()
     dtype = "torch.float32"
@@ -113,7 +113,7 @@ def test_a_changed_task_has_the_same_objects_unless_another_model_is_named() -> 
 
 
 def test_the_name_may_be_one_that_loads_the_same() -> None:
-    """As the engine finds it out."""
+    """The engine finds this name."""
     task = make_task()
     assert task.objects is not None
     objects = BaseObjects(model=task.objects.model, tokenizer=TOKENIZER, name="alto-tiny")

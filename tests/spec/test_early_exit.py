@@ -21,7 +21,7 @@ from alto.spec.early_exit import PRESETS, EarlyExit, places_at
         ({"rungs": [[0.1, 0.5], [0.2, 0.5]]}, [(0.1, 0.5), (0.2, 0.5)]),
     ],
 )
-def test_which_rungs_settings_stand_for(settings, rungs) -> None:
+def test_the_rungs_of_settings(settings, rungs) -> None:
     expected = tuple(Rung(progress=progress, keep=keep) for progress, keep in rungs)
     early_exit = EarlyExit(**settings)
     assert early_exit.selection_rungs == expected
@@ -78,7 +78,7 @@ def test_places_of_presets(settings, progress, places) -> None:
         (1.0, [(0.25, 1 / 96, 2), (0.6, 1.0, 1)]),
     ],
 )
-def test_no_rung_of_a_preset_lies_in_the_first_quarter_of_the_rise_of_the_learning_rate(lr_warmup, rungs) -> None:
+def test_no_rung_of_a_preset_is_in_the_first_quarter_of_the_warmup(lr_warmup, rungs) -> None:
     found = EarlyExit().resolved(lr_warmup=lr_warmup).selection_rungs
     assert [(rung.progress, rung.min_kept) for rung in found] == [(progress, least) for progress, _, least in rungs]
     assert [rung.keep for rung in found] == pytest.approx([keep for _, keep, _ in rungs])
@@ -106,7 +106,7 @@ def test_a_rung_after_the_rise_of_the_learning_rate_takes_those_before_it() -> N
     assert [(rung.progress, rung.min_kept) for rung in found] == [
         (0.025, 8), (0.05, 5), (0.1, 3), (0.25, 2), (0.6, 1)
     ]  # fmt: skip
-    assert [places_at(found, index, 240) for index in range(5)] == [20, 10, 5, 3, 1], "as without a rise"
+    assert [places_at(found, index, 240) for index in range(5)] == [20, 10, 5, 3, 1], "as without a warmup"
     found = EarlyExit().resolved(lr_warmup=0.16).selection_rungs
     assert [(rung.progress, rung.min_kept) for rung in found] == [
         (0.04, 8), (0.05, 5), (0.1, 3), (0.25, 2), (0.6, 1)

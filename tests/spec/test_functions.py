@@ -1,4 +1,4 @@
-"""Functions as objects are written to a task by their names, where any process finds them under these."""
+"""Function objects are written to a task by their names, where any process finds them by these names."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_lora_alpha_is_resolved(given, alpha):
 
 
 @pytest.mark.parametrize("alpha", ["2r", "r*2", "-1*r", "0*r", "", "2*s", "32", "rr", "nan*r", 0, -1, None, True, [32]])
-def test_lora_alpha_that_is_none(alpha):
+def test_an_invalid_lora_alpha(alpha):
     with pytest.raises(SpecError, match=r"^lora_alpha "):
         JobConfig(lora_alpha=alpha)
 
@@ -278,7 +278,7 @@ def test_what_is_no_way_to_start(given):
 )
 @pytest.mark.parametrize("key", ["optim", "optimizer"])
 def test_an_optimizer_has_one_spelling(key, given, stored):
-    """Every one of them but the shortest is a name that Hugging Face knows."""
+    """Every spelling but the shortest is a name that Hugging Face knows."""
     assert given == "adamw" or given in set(transformers.training_args.OptimizerNames)
     assert JobConfig(**{key: given}).optim == stored
 
@@ -298,7 +298,7 @@ def test_rslora_is_a_truth_value(given):
 
 
 def test_a_pasted_peft_configuration_is_understood():
-    """All of what PEFT writes, at its defaults, but what is ours to set."""
+    """It has everything that PEFT writes, at its defaults, except what we set."""
     pasted = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj", "q_proj"], use_rslora=True).to_dict()
     pasted["target_modules"] = sorted(pasted["target_modules"])
     expected = JobConfig(r=8, lora_alpha=8, target_modules=["q_proj", "v_proj"], use_rslora=True)
@@ -352,7 +352,7 @@ def test_frozen_equal_hashable_and_copied_with_checks():
 
 
 def trained_rows(config, num_rows):
-    """The batch sizes of the whole job, as torch's DataLoader makes them, epoch after epoch."""
+    """Return the batch sizes of the whole job, as torch's DataLoader makes them, epoch after epoch."""
     loader = torch.utils.data.DataLoader(range(num_rows), batch_size=config.per_device_train_batch_size)
     epochs = config.num_train_epochs if config.max_steps is None else config.max_steps
     sizes = [len(batch) for _ in range(epochs) for batch in loader]
@@ -361,7 +361,7 @@ def trained_rows(config, num_rows):
 
 @pytest.mark.parametrize(("epochs", "steps"), [(0.01, 1), (0.5, 4), (1.5, 11), (2, 14), (2.0, 14)])
 def test_a_part_of_an_epoch_has_the_steps_of_hf_trainer(epochs, steps):
-    """27 rows, 4 a step: 7 steps an epoch; rounded up as transformers.Trainer.set_initial_training_values does."""
+    """27 rows, 4 per step: 7 steps per epoch, rounded up as in transformers.Trainer.set_initial_training_values."""
     config = JobConfig(per_device_train_batch_size=4, num_train_epochs=epochs)
     assert config.total_steps(27) == steps
     assert config.samples_after(11, 27) == 27 + 4 * 4
@@ -530,8 +530,8 @@ def test_mappings_are_kept_in_order_and_can_be_hashed_and_written():
     assert config.replace(r=4).rank_pattern == config.rank_pattern
 
 
-def test_the_loss_of_routers_is_none_of_a_classification_head() -> None:
-    """0 is off, and null is up to the base model."""
+def test_a_classification_head_has_no_router_loss() -> None:
+    """0 switches it off, and null leaves it to the base model."""
     for name in ("sft", "dpo", "kto", "cpo", "orpo"):
         values = [JobConfig.of(find_method(name), {"moe_aux_loss_coef": value}) for value in (0, 0.01, None)]
         assert [config.router_aux_loss_coef for config in values] == [0.0, 0.01, None]

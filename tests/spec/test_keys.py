@@ -68,7 +68,7 @@ def test_key_near_to_nothing_lists_the_canonical_names():
 
 
 @pytest.mark.parametrize("key", [True, 1, None])
-def test_key_that_is_no_text(key):
+def test_a_key_that_is_not_text(key):
     with pytest.raises(UnknownKeyError, match="expected text"):
         canonical({key: 1})
 
@@ -99,7 +99,7 @@ def test_an_unsupported_key_that_is_off_asks_for_nothing(key, off):
 
 
 def test_a_setting_with_the_name_of_an_unsupported_key_is_kept_even_if_it_is_off():
-    """As an objective of a package may have one."""
+    """An objective of a package may have such a setting."""
     given = {"reference_free": False, "rpo_alpha": 0.5}
     assert canonical_keys(given, fields=tuple(given), aliases={}, where="here") == given
 
@@ -195,15 +195,15 @@ def test_attention_of_other_programs_is_answered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "said"),
+    ("key", "value", "message"),
     [
         ("val_size", 20, "val_size (validation_split, share of the rows set aside for validation) should be a finite"),
         ("lr", -1, "lr (learning_rate, the peak learning rate) should be a finite number > 0, found -1"),
         ("validation_split", 20, "validation_split (share of the rows set aside for validation) should be a finite"),
     ],
 )
-def test_a_value_is_refused_under_the_name_that_the_user_wrote(key: str, value: object, said: str) -> None:
+def test_a_value_is_refused_under_the_name_that_the_user_wrote(key: str, value: object, message: str) -> None:
     for make in (lambda: Task(model="m", dataset="d", **{key: value}), lambda: build_task(BASE, [f"{key}={value}"])):
         with pytest.raises(SpecError) as caught:
             make()
-        assert str(caught.value).startswith(said)
+        assert str(caught.value).startswith(message)

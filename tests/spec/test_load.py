@@ -1,4 +1,4 @@
-"""Task files: what is read, and what is refused; a file from outside is regular and of sane size."""
+"""Task files: what is read and what is refused; a file must be regular and of reasonable size."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_a_fault_of_an_override_is_not_one_of_the_file(write):
     assert str(refused.value).startswith(f"In {broken}: the task has ")
 
 
-def test_of_overrides_with_one_spelling_the_last_counts(write):
+def test_the_last_of_overrides_with_one_spelling_counts(write):
     assert load_task(write(BASE), ["lr=1e-4", "lr=1e-3"]).fixed == {"learning_rate": 1e-3}
 
 
@@ -232,8 +232,8 @@ def test_an_override_fixes_what_the_file_searches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["prompt,completion\na,b\n", "prompt,completion\n'a: b, \"c\nd\": e'f\n", "a,b\n\xe9\xe9,c\n"]
 )
-def test_a_dataset_given_for_a_task_is_told_apart(text: str, tmp_path: Path) -> None:
-    """Also where it is no YAML, or no UTF-8."""
+def test_a_dataset_given_for_a_task_is_recognised(text: str, tmp_path: Path) -> None:
+    """This holds for a file that is not YAML, or not UTF-8, too."""
     file = tmp_path / "tickets.csv"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(SpecError, match=r"looks like a dataset\. Write a task file .*'dataset: tickets\.csv'"):

@@ -1,4 +1,4 @@
-"""Methods by name: what each knows of its settings and rows without torch."""
+"""Methods by name: their settings and forms of rows, without torch."""
 
 from __future__ import annotations
 

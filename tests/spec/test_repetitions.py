@@ -1,4 +1,4 @@
-"""Which jobs of a task repeat a configuration with another seed."""
+"""Jobs of a task that repeat a configuration with another seed."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ def test_a_job_that_repeats_none_and_is_not_repeated_is_left_out() -> None:
     ],
     ids=["no-seed", "one-seed", "paired", "none", "random"],
 )
-def test_there_are_none_otherwise(space: dict[str, Any], keys: dict[str, Any]) -> None:
+def test_other_jobs_are_no_repetitions(space: dict[str, Any], keys: dict[str, Any]) -> None:
     assert repetitions(space, **keys) == {}

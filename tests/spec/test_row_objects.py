@@ -1,4 +1,4 @@
-"""Rows that are given as Python objects become files with the same rows; what is none is refused by name."""
+"""Rows given as Python objects become files with the same rows; other objects are refused by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def generated() -> Iterator[dict[str, Any]]:
 
 
 class MapStyle:
-    """Rows as a torch dataset has them."""
+    """Rows in the form of a torch dataset."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return ROWS[index]

@@ -1,4 +1,4 @@
-"""``select_by``: the metrics and scorers it may name, what they are worth, and what it is refused for."""
+"""``select_by``: valid metrics and scorers, their values, and refusals."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_an_address_is_shown_without_what_may_be_a_key(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("select_by", "said"),
+    ("select_by", "message"),
     [
         (
             "accuracy",
@@ -125,8 +125,8 @@ def test_an_address_is_shown_without_what_may_be_a_key(end: str) -> None:
         ),
     ],
 )
-def test_what_is_refused(select_by: Any, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_what_is_refused(select_by: Any, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         task(select_by)
 
 
@@ -214,7 +214,7 @@ def test_a_method_of_a_package_has_scores_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("metric", "space", "said"),
+    ("metric", "space", "message"),
     [
         (LOSS, {"beta": [0.1, 0.2]}, "Jobs differ in beta, "),
         (LOSS, {"beta": [0.1, 0.2], "loss_type": ["ipo", "sigmoid"]}, "Jobs differ in beta and loss_type, "),
@@ -229,11 +229,13 @@ def test_a_method_of_a_package_has_scores_of_its_own() -> None:
         ("reward_accuracy", {"beta": [0.1, 0.2]}, ""),
     ],
 )
-def test_who_compares_losses_of_other_scales_is_told(metric: str, space: dict[str, list[object]], said: str) -> None:
+def test_comparing_losses_of_other_scales_gives_a_note(
+    metric: str, space: dict[str, list[object]], message: str
+) -> None:
     task = Task(**ROWS, method="dpo", metric=metric, search_space=space)
     notes = metric_notes(task.metric, task.method, [job.config for job in task.jobs])
-    assert "".join(notes).startswith(said)
-    assert bool(notes) is bool(said)
+    assert "".join(notes).startswith(message)
+    assert bool(notes) is bool(message)
 
 
 def test_what_an_evaluation_is_worth() -> None:
@@ -254,7 +256,7 @@ def test_settings_of_the_method_decide_the_scale_of_a_loss_and_no_others() -> No
     task = Task(**ROWS, method="dpo", search_space={"beta": [0.1, 0.2], "lr": [1e-4, 2e-4]})
     scales = [loss_scale(job.config.to_dict()) for job in task.jobs]
     assert scales[0] == scales[1] != scales[2] == scales[3]
-    # Of a method that a package registers.
+    # a method that a package registers
     assert loss_scale({"r": 8, "target_margin": 0.5}) != loss_scale({"r": 8, "target_margin": 1.0})
-    # As version 0.1 wrote the configuration of a job of orpo.
+    # the configuration of an ORPO job in version 0.1
     assert loss_scale({"r": 8, "beta": 0.1, "loss_type": None}) == loss_scale({"r": 16, "beta": 0.1})

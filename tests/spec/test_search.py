@@ -1,4 +1,4 @@
-"""``search`` of a task: how many configurations are tried, what may be spent on them, and what is refused."""
+"""``search`` of a task: the number of configurations, the budget, and refusals."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
 
 
 @pytest.mark.parametrize(
-    ("search", "changes", "said"),
+    ("search", "changes", "message"),
     [
         ({"budget": {"cost": 1}}, {}, "search.budget.* expected both cost and gpu_hour_price, found only cost"),
         ({"budget": {"gpu_hour_price": 1}}, {}, "search.budget.* found only gpu_hour_price"),
@@ -80,8 +80,8 @@ def test_random_configurations_depend_on_the_seed_of_the_data() -> None:
         (3, {}, r"search should be a mapping of settings, found 3. For example: \{algorithm: tpe\}"),
     ],
 )
-def test_what_is_refused(search: Any, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_what_is_refused(search: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         task(search, **changes)
 
 
@@ -124,7 +124,7 @@ class TestNearTheUsualRate:
         "rates",
         [
             {"min": 1e-6, "max": 1e-4, "log": True},  # without the usual rate
-            {"min": 2e-4, "max": 5e-4, "log": True},  # near everywhere
+            {"min": 2e-4, "max": 5e-4, "log": True},  # near it everywhere
             {"min": 1e-5, "max": 1e-2},
         ],
     )

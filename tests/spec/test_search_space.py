@@ -346,7 +346,7 @@ def test_extremes_are_all_listed_values_and_both_ends_of_ranges():
 
 
 def test_what_a_search_may_suggest_is_checked_before_it_begins():
-    """None of the jobs that begin with the task is near the end of the range."""
+    """None of the jobs at the task's start is near the end of the range."""
     schedule = {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 1.001e-5}}
     space = {"learning_rate": {"min": 1e-5, "max": 1e-3}, "r": [8, 16]}
     with pytest.raises(SpecError, match="may choose any of them, found learning_rate=1e-05, r=8: lr_scheduler_type"):
@@ -383,7 +383,7 @@ def space(**fields: Any) -> dict[str, Any]:
     return SearchSpace.parse(fields).to_dict()
 
 
-def test_those_of_optuna() -> None:
+def test_distributions_of_optuna() -> None:
     distributions = pytest.importorskip("optuna", reason="the distributions are Optuna's").distributions
     found = space(
         learning_rate=distributions.FloatDistribution(1e-5, 1e-2, log=True),
@@ -401,7 +401,7 @@ def test_those_of_optuna() -> None:
     }
 
 
-def test_those_of_ray() -> None:
+def test_distributions_of_ray() -> None:
     tune = pytest.importorskip("ray.tune", reason="the distributions are Ray's")
     found = space(
         learning_rate=tune.loguniform(1e-5, 1e-2),
@@ -496,8 +496,8 @@ def test_parameters_of_a_sweep_of_wandb() -> None:
     ],
 )
 def test_a_parameter_of_a_sweep_that_is_no_range_and_no_list_is_refused(parameter: dict[str, Any]) -> None:
-    """``log_uniform`` of W&B has exponents of e for its ends: taken for a range it would be another one."""
-    with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Use \{min: "):
+    """The ends of W&B's ``log_uniform`` are exponents of e: as a range it would mean another one."""
+    with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Use \\{min: "):
         space(learning_rate=parameter)
 
 

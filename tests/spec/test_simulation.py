@@ -1,4 +1,4 @@
-"""Simulation files: the shares that were measured, and mistakes."""
+"""Simulation files: the measured shares, and mistakes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_trace_may_name_base_models(tmp_path: Path):
         ('{"arrival_s": 0, "duration_s": 1}\n' * 3, "at most 2 tasks, found more"),
     ],
 )
-def test_a_trace_that_is_none_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str):
+def test_an_invalid_trace_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, message: str):
     monkeypatch.setattr(simulation, "MAX_TASKS", 2)
     with pytest.raises(SpecError, match=message):
         load_simulation(written(tmp_path, text))

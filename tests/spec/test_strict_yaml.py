@@ -1,4 +1,4 @@
-"""Numbers with an exponent are numbers, and texts that look like one are written so that they stay texts."""
+"""Numbers with an exponent are numbers, and texts that look like numbers are written so that they stay texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every key of the trainers and adapters that people come from is one of a task, or is answered in a line."""
+"""Every key of common trainers and adapters is a key of a task, or has an answer of one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ NOT_AS_THEIR_DEFAULT = {
     ("ModelConfig", "lora_target_modules"),
     # TRL trains all weights.
     ("ModelConfig", "use_peft"),
-    # A key without a value of its own here.
+    # a key without a value of its own here
     ("ModelConfig", "model_name_or_path"),
 }
 """Fields whose default asks for something that ALTO does not do."""
@@ -61,9 +61,9 @@ def test_a_field_is_known(kind: type[Any], field: dataclasses.Field[Any]) -> Non
         try:
             task_with(kind, field.name, value)
         except AltoError as error:
-            said = str(error)
-            assert "unknown key" not in said
-            assert "Did you mean" not in said
+            message = str(error)
+            assert "unknown key" not in message
+            assert "Did you mean" not in message
 
 
 @pytest.mark.parametrize(("kind", "field"), FIELDS, ids=NAMES)
@@ -86,7 +86,7 @@ ARGUMENTS = sorted({name for trainer in TRAINERS for name in signature(trainer).
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_an_argument_of_a_trainer_is_a_key_or_is_answered(name: str) -> None:
-    """As in a script whose ``SFTTrainer(`` has become ``alto.Task(``."""
+    """A user may have replaced ``SFTTrainer(`` by ``alto.Task(`` in a script."""
     with pytest.raises(UnsupportedError, match=f"the task has the key '{name}', which is not supported\\. [A-Z]"):
         Task(**{"model": "alto-tiny", "dataset": "train.jsonl", name: lambda: "something"})
 
@@ -105,7 +105,7 @@ def test_no_exception_is_left_over() -> None:
 
 @pytest.mark.parametrize("kind", [TrainingArguments, SFTConfig, DPOConfig, KTOConfig])
 def test_all_defaults_together_make_a_task(kind: type[Any]) -> None:
-    """As somebody pastes them: the task is the one without them."""
+    """A user may paste them: the task is the one without them."""
     given = {}
     for field in dataclasses.fields(kind):
         default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore[misc]
@@ -119,7 +119,7 @@ def test_all_defaults_together_make_a_task(kind: type[Any]) -> None:
 
 
 def test_a_key_that_is_answered_is_no_field() -> None:
-    """Or its answer would never be read."""
+    """Otherwise its answer would never be read."""
     answered = {*NOT_NEEDED_KEYS, *UNSUPPORTED_KEYS}
     assert not answered & set(Task.model_fields)
     assert TRAINER_OFF_VALUES.keys() <= answered

@@ -46,7 +46,7 @@ class Group:
         self.ranks_ZM = ranks_ZM
         self._number, self._in_features, self._out_features = number, in_features, out_features
         self._max_rank = max(1, *(rank for ranks in ranks_ZM for rank in ranks))
-        # Where in its row every number of the dense matrices is, and which of them each narrow column is; -1: nowhere.
+        # Place in its row of every number of the dense matrices, and number in them of each narrow column; -1: none.
         self._a_addresses_ZMKR = torch.full((num_slots, num_members, in_features, self._max_rank), -1)
         self._b_addresses = [torch.full((num_slots, self._max_rank, n), -1) for n in out_features]
         self._columns_ZQ = torch.full((num_slots, num_members * self._max_rank), -1)

@@ -58,19 +58,19 @@ def load_budget(num_examples: int) -> None:
 
 
 def examples(full: int) -> int:
-    """How many examples to try now, where ``--nightly`` tries ``full``; at least five."""
+    """Return how many examples to try if ``--nightly`` tries ``full``; at least five."""
     return min(full, max(5, full * settings.default.max_examples // _WHOLE_EXAMPLES))
 
 
 def kills(nightly: int) -> int:
-    """How often a campaign kills now, where ``--nightly`` kills ``nightly`` times; three in ten of them otherwise."""
+    """Return how often a campaign kills if ``--nightly`` kills ``nightly`` times; three in ten of them otherwise."""
     return nightly if settings.default.max_examples >= NIGHTLY_EXAMPLES else max(3, 3 * nightly // 10)
 
 
 def slowest_first(
     items: Sequence[pytest.Item], num_workers: int, durations: Mapping[str, float] | None = None
 ) -> list[pytest.Item]:
-    """``items`` in an order in which every worker begins with files that take long, so that none is left for the end.
+    """Return ``items`` in an order in which every worker begins with slow files, so that none is left for the end.
 
     A worker of ``--dist worksteal`` begins with its part of the list, and takes tests from the end of another's part
     when its own is done. The tests of a file stay together.
@@ -96,7 +96,7 @@ def slowest_first(
 
 
 def reason_to_skip(item: pytest.Item) -> str:
-    """Why a test does not run without ``--all``; empty if it does, as do those of the GPU, where there is one.
+    """Return why a test does not run without ``--all``; empty if it does, like GPU tests where there is a GPU.
 
     Raises:
         pytest.UsageError: The test is marked ``slow`` without one of `SLOW_KINDS`.

@@ -61,7 +61,6 @@ class Alone:
 
 
 def alone(work: Callable[[str, IsInterrupted], str | None]) -> type[Alone]:
-    """Return the host that does this work."""
     return type(work.__name__, (Alone,), {"work": staticmethod(work)})
 
 
@@ -83,7 +82,7 @@ def works(run_dir: str, is_interrupted: IsInterrupted) -> None:
 @alone
 def waits(run_dir: str, is_interrupted: IsInterrupted) -> None:
     """Work until asked to stop, and then save."""
-    is_interrupted()  # from now on it is asked, and not stopped where it is
+    is_interrupted()  # from now on it is asked to stop, instead of being stopped
     tell(run_dir, "began", pid=os.getpid())
     while not is_interrupted():
         time.sleep(0.01)
@@ -136,7 +135,6 @@ def leaves_children(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 @alone
 def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Write the environment variables."""
     names = (
         "RANK",
         "WORLD_SIZE",
@@ -164,7 +162,6 @@ class TellsTicket:
 
 @alone
 def tells_devices(run_dir: str, is_interrupted: IsInterrupted) -> None:
-    """Write the devices that PyTorch sees."""
     import torch
 
     tell(run_dir, "devices", threads=torch.get_num_threads(), gpus=torch.cuda.device_count())
@@ -177,19 +174,19 @@ def ranks_take_turns(run_dir: str, is_interrupted: IsInterrupted) -> None:
     folder = Path(run_dir) / "turns"
     folder.mkdir(exist_ok=True)
 
-    def said(name: object) -> list[int]:
+    def numbers_in(name: object) -> list[int]:
         path = folder / str(name)
         return [int(word) for word in path.read_text("utf-8").split()] if path.exists() else []
 
     for turn in itertools.count():
-        if rank == 0 and is_interrupted() and not said("stop"):
+        if rank == 0 and is_interrupted() and not numbers_in("stop"):
             replace_file(folder / "stop", str(turn))
         replace_file(folder / str(rank), f"{turn} {os.getpid()}")
-        while any(not said(other) or said(other)[0] < turn for other in range(size)):
+        while any(not numbers_in(other) or numbers_in(other)[0] < turn for other in range(size)):
             time.sleep(0.01)
         if turn == 0 and rank == 0:
-            tell(run_dir, "began", pids=[said(other)[1] for other in range(size)])
-        if said("stop") and said("stop")[0] <= turn:
+            tell(run_dir, "began", pids=[numbers_in(other)[1] for other in range(size)])
+        if numbers_in("stop") and numbers_in("stop")[0] <= turn:
             raise TaskInterruptedError("stopped on request, with everything on disk")
 
 

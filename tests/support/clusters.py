@@ -82,7 +82,7 @@ class Started:
         )
         return run_dir
 
-    def told(self, task: str = "a", attempt: int = 1) -> list[dict[str, Any]]:
+    def lines_of(self, task: str = "a", attempt: int = 1) -> list[dict[str, Any]]:
         """Return the journal lines of a task so far."""
         return [
             event.entry.to_dict()
@@ -90,10 +90,11 @@ class Started:
             if isinstance(event, EntryWritten) and (event.task, event.attempt) == (task, attempt)
         ]
 
-    def until_told(self, name: str, task: str = "a", attempt: int = 1) -> dict[str, Any]:
+    def until_event(self, name: str, task: str = "a", attempt: int = 1) -> dict[str, Any]:
         """Poll until a task has written the event ``name``; return its line."""
         return self._until(
-            lambda: next((line for line in self.told(task, attempt) if line["event"] == name), None), f"{task}: {name}"
+            lambda: next((line for line in self.lines_of(task, attempt) if line["event"] == name), None),
+            f"{task}: {name}",
         )
 
     def until_ended(self, task: str = "a", attempt: int = 1) -> ExecutorEnded:

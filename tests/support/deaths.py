@@ -39,7 +39,7 @@ _INSTANTS: Mapping[str, tuple[type, str, bool]] = {
     "forward": (Backbone, "hidden_states", False),
     "backward": (Tensor, "backward", False),
     "update": (Trainer, "update", False),
-    "saved": (StateStore, "save", True),  # and another rank perhaps not
+    "saved": (StateStore, "save", True),  # another rank may not have saved
 }
 """A method, and whether the instant is after it instead of before it."""
 
@@ -54,7 +54,7 @@ class Training(work.Training):
 
     def __init__(self) -> None:
         super().__init__()
-        self.is_usable = False  # what an instant does is changed for the whole process
+        self.is_usable = False  # instants change the whole process
 
     def attach(self, run: HostedRun) -> None:
         session.MAX_SAVING_FRACTION = 1e9

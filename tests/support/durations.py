@@ -28,18 +28,19 @@ _PROPERTY = "cpu_s"
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process, of the children that it has waited for, and of the fork server and its children."""
+    """Return the CPU seconds of this process, of the children that it has waited for, and of the fork server with its
+    children."""
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in usages) + forks.cpu_s()
 
 
 def read_durations(file: Path = DURATIONS) -> dict[str, float]:
-    """The table; empty where there is none."""
+    """Return the table; empty if there is none."""
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def over_budget(found: Mapping[str, float], expected: Mapping[str, float], floor_s: float = FLOOR_S) -> list[str]:
-    """A line for each file that took more than three times its budget."""
+    """Return a line for each file that took more than three times its budget."""
     budgets = {file: max(expected.get(file, 0.0), floor_s) for file in found}
     return [
         f"{file}: expected at most {_FACTOR * budgets[file]:g} s of CPU time, three times its budget, found "
@@ -85,7 +86,7 @@ class Durations:
         return (yield from self._measured(item))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.when == "teardown":  # it has what was measured in all three
+        if report.when == "teardown":  # the teardown's report has all three durations
             parts = [value for name, value in report.user_properties if name == _PROPERTY]
             self._seconds[report.nodeid.partition("::")[0]] += sum(map(float, parts))  # type: ignore[arg-type]
 

@@ -93,5 +93,4 @@ def adapter_logits(base: Path, adapter: Path) -> Tensor:
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Return the relative difference in norm."""
     return float((found - expected).norm() / expected.norm())

@@ -64,7 +64,6 @@ class FakeCluster:
         return events
 
     def end(self, launch: Launch, outcome: Outcome) -> ExecutorEnded:
-        """End an executor now."""
         del self.running[launch.task]
         if launch.task in self.stopped:
             self.stopped.remove(launch.task)
@@ -78,7 +77,6 @@ class FakeCluster:
 
 
 def leave_result(run_dir: Path, **facts: Any) -> None:
-    """Give a run its result."""
     run = RunDir(run_dir)
     with Journal(run.journal_file) as journal:
         journal.append(event("task_completed", best_job="job-000", samples_trained=1, samples_budgeted=1, **facts))

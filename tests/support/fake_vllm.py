@@ -33,7 +33,7 @@ class FakeVllm:
     Attributes:
         url: Address of the server.
         adapters: Folder of each adapter to whose name it answers.
-        asked: Method, path, body and headers of every request so far, with bodies as JSON values.
+        requests: Method, path, body and headers of every request so far, with bodies as JSON values.
         refuses_load, fails_probe: Names of adapters that it does not load, or does not answer with.
         is_away: Whether it is being started: every request is answered with 503.
         hangs: Paths on which it does not answer until the test ends.
@@ -48,7 +48,7 @@ class FakeVllm:
     def __init__(self) -> None:
         self.url = ""
         self.adapters: dict[str, str] = {}
-        self.asked: list[tuple[str, str, Any, dict[str, str]]] = []
+        self.requests: list[tuple[str, str, Any, dict[str, str]]] = []
         self.refuses_load: set[str] = set()
         self.fails_probe: set[str] = set()
         self.is_away = False
@@ -66,12 +66,11 @@ class FakeVllm:
         self.adapters.clear()
 
     def paths(self) -> list[str]:
-        """Paths of the requests so far."""
-        return [path for _, path, _, _ in self.asked]
+        return [path for _, path, _, _ in self.requests]
 
     def loads(self) -> list[str]:
         """Names of adapters in the order of the requests to load them."""
-        return [body["lora_name"] for _, path, body, _ in self.asked if path == "/v1/load_lora_adapter"]
+        return [body["lora_name"] for _, path, body, _ in self.requests if path == "/v1/load_lora_adapter"]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,7 +88,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self, body: Any) -> None:
         fake = self.fake
-        fake.asked.append((self.command, self.path, body, {key.lower(): value for key, value in self.headers.items()}))
+        fake.requests.append(
+            (self.command, self.path, body, {key.lower(): value for key, value in self.headers.items()})
+        )
         if self.path in fake.hangs:
             self._hang()
         elif self.path in fake.drops:

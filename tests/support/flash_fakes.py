@@ -162,7 +162,7 @@ def _attend(
         scores = (q.shape[-1] ** -0.5 if scale is None else scale) * q @ k.repeat_interleave(share, 0).mT
         if softcap:
             scores = softcap * torch.tanh(scores / softcap)
-        # The last query stands at the last key, as in version 2.1 and later.
+        # The last query is at the last key, as in version 2.1 and later.
         position, (left, right) = torch.arange(k.shape[1]), window_size
         back = position[k.shape[1] - q.shape[1] :, None] - position[None, :]
         hidden = ((back > left) & (left >= 0)) | ((-back > right) & (right >= 0))

@@ -56,13 +56,15 @@ def assert_nan_stays_alone(make: Callable[[], Bank], victim: int = 1, poison: st
                 for kind in ("gradients", "updates"):
                     for name, tensor in getattr(clean[job.id], kind).items():
                         assert torch.equal(tensor, getattr(poisoned[job.id], kind)[name])
-    assert poisoned[broken.id].loss != poisoned[broken.id].loss, "the victim itself must be NaN, or nothing was shown"
+    assert poisoned[broken.id].loss != poisoned[broken.id].loss, (
+        "the victim itself must be NaN, or the test proves nothing"
+    )
     for job, *worths in zip(banks[0].jobs, *(bank.trainer.evaluate(bank.jobs) for bank in banks), strict=True):
         assert (worths[0] == worths[1]) == (job.id != broken.id)
 
 
 def assert_step_is_that_of(solos: Sequence[Any], bank: Bank) -> None:
-    """The next step of every job of ``bank`` is that of its solo, from equal state."""
+    """Check that the next step of every job of ``bank`` equals that of its solo, from equal state."""
     states, found = [state_of(bank, job) for job in bank.jobs], bank.step()
     for job, solo, state in zip(bank.jobs, solos, states, strict=True):
         solo.load(*state)
@@ -72,7 +74,8 @@ def assert_step_is_that_of(solos: Sequence[Any], bank: Bank) -> None:
 def evaluations_beside(
     solos: Sequence[Any], bank: Bank, rows: EncodedDataset
 ) -> Iterator[tuple[JobState, dict[str, float], dict[str, float]]]:
-    """Evaluate all jobs of ``bank`` and, from equal state, their solos on ``rows``; their losses are the same.
+    """Evaluate all jobs of ``bank`` and, from equal state, their solos on ``rows``; check that their losses are the
+    same.
 
     Returns:
         For every job its metrics in the bank, and what its solo finds.
@@ -95,7 +98,7 @@ def assert_micro_batches_change_nothing(whole: Bank, split: Bank) -> None:
         expected, found = whole.step(), split.step()
         for job in whole.jobs:
             assert_same_step(found[job.id], expected[job.id])
-        for mine, others in zip(split.jobs, whole.jobs, strict=True):  # go on from equal state
+        for mine, others in zip(split.jobs, whole.jobs, strict=True):  # continue from equal state
             weights, optimizer = state_of(whole, others)
             split.trainer.bank.write(mine.slot, weights)
             split.trainer.optimizer.write(mine.slot, mine.config.optim, optimizer)

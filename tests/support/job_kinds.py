@@ -58,7 +58,7 @@ def kinds_on(query: str, value: str) -> dict[str, Config]:
 KINDS = kinds_on("q_proj", "v_proj")
 
 ON_BLOOM = kinds_on("query_key_value", "dense")
-# The gradient of its biases of keys is zero but for rounding, by which Adafactor would scale the whole step.
+# The gradient of its key biases is zero up to rounding, by which Adafactor would scale the whole step.
 ON_BLOOM["dora-bias-adafactor"]["bias"] = "none"
 
 same_but_rounding = partial(assert_same_step, rounding=1e-4)

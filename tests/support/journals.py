@@ -47,7 +47,6 @@ def event(name: str, **facts: Any) -> TypedEvent:
 
 
 def entries(events: Iterable[Event]) -> list[JournalEntry]:
-    """Return the entries of lines."""
     return [entry(event) for event in events]
 
 

@@ -22,7 +22,7 @@ SPACE = {"lr": [1e-4, 3e-3, 1e-2, 3e-2]}
 def sums_task(
     folder: Path, model: Path, num_rows: int, *, answer: Callable[[int], int] = lambda n: n % 3, **settings: Any
 ) -> alto.Task:
-    """A task of four jobs that trains and validates on ``num_rows`` questions, whose answers end as GSM8K's do."""
+    """Return a task of four jobs that trains and validates on ``num_rows`` questions with answers like GSM8K's."""
     sums = folder / "sums.jsonl"
     rows = [{"question": f"{n} plus 1?", "answer": f"#### {answer(n)}"} for n in range(num_rows)]
     sums.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -41,7 +41,7 @@ def by_loss(result: alto.TaskResult) -> list[str]:
 
 
 def stopped_once_all_are_trained(task: alto.Task, num_jobs: int) -> Path:
-    """Stop a run of ``task`` between its last step and its result; the run's folder."""
+    """Stop a run of ``task`` between its last step and its result; return its folder."""
     ended: list[str] = []
 
     def observe(entry: JournalEntry) -> None:

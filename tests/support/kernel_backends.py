@@ -22,7 +22,7 @@ __all__ = ["BACKENDS", "TRITON", "lowbias32"]
 
 
 def lowbias32(x: int) -> int:
-    """The published hash, on plain integers."""
+    """Compute the published hash on plain integers."""
     x ^= x >> 16
     x = x * 0x7FEB352D % 2**32
     x ^= x >> 15

@@ -175,13 +175,13 @@ def ended(pid: int) -> int:
 def facts(root: Path) -> dict[str, Any]:
     """Return the facts that must not depend on how often the run was killed."""
     events = read_events(root / "journal.jsonl")
-    told = ("task_started", "job_added", "train", "eval", "warmup_ended", "job_exited", "job_completed")
+    kept = ("task_started", "job_added", "train", "eval", "warmup_ended", "job_exited", "job_completed")
     curves: dict[str, list[float]] = {}
     lives: dict[str, list[Any]] = {}
     for event in events:
         if event["event"] == "train":
             curves.setdefault(event["job"], []).extend(event["losses"])
-        elif event["event"] in told:
+        elif event["event"] in kept:
             subject = event.get("job", "task")
             changing = ("seq", "time", "versions", "dataset", "base_model", "model")
             lives.setdefault(subject, []).append({k: v for k, v in event.items() if k not in changing})

@@ -17,7 +17,7 @@ BLANK = (
     "{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
 )
 MARKED = (
-    # The mood in brackets is the assistant's; the note behind is not.
+    # The mood in brackets is the assistant's; the note after it is not.
     "{% for m in messages %}{% if m.role == 'assistant' %}<|assistant|>note:"
     "{% generation %}({{ m.mood }}){{ m.content }}<|end|>{% endgeneration %}noted{% else %}"
     "<|{{ m.role }}|>{{ m.content }}<|end|>{% endif %}{% endfor %}"

@@ -41,7 +41,7 @@ def same_noise(solo: SoloJob) -> Iterator[None]:
 
     def uniform(zeros: Tensor, low: float, high: float) -> Tensor:
         assert high == -low
-        assert len(zeros) == 1, "the place of a token in a padded batch is not that in the job's"
+        assert len(zeros) == 1, "a token's place in a padded batch differs from its place in the job's"
         return (high * unit_noise(key, [zeros.shape[1]], zeros.shape[2])[None]).to(zeros.dtype)
 
     with mock.patch.object(Tensor, "uniform_", uniform):

@@ -123,7 +123,7 @@ class SoloJob:
                 self._optimizer.state[parameter] = self._state_of(name, optimizer)
         if optimizer is not None:
             while self.step < optimizer.step:
-                self._optimizer._opt_called = True  # the scheduler only wants to be sure that somebody stepped
+                self._optimizer._opt_called = True  # the scheduler only checks that somebody stepped
                 self._scheduler.step()
                 self.step += 1
 
@@ -200,7 +200,7 @@ class SoloPairs(SoloJob):
 
     @torch.no_grad()
     def evaluate(self, dataset: EncodedDataset) -> dict[str, float]:
-        """TRL's metrics, and ``loss``, of all pairs of ``dataset``."""
+        """Return TRL's metrics, and ``loss``, of all pairs of ``dataset``."""
         self._trl._metrics["eval"].clear()
         loss = self._loss(padded_batch(dataset, range(len(dataset))))
         return {"loss": float(loss)} | {name: values[-1] for name, values in self._trl._metrics["eval"].items()}
@@ -231,7 +231,7 @@ class SoloCpo(SoloJob):
 
     @torch.no_grad()
     def evaluate(self, dataset: EncodedDataset) -> dict[str, float]:
-        """TRL's metrics, and ``loss``, of all pairs of ``dataset``."""
+        """Return TRL's metrics, and ``loss``, of all pairs of ``dataset``."""
         loss, metrics = self._loss_and_metrics(padded_batch(dataset, range(len(dataset))))
         return {"loss": float(loss), **metrics}
 
@@ -254,7 +254,7 @@ class SoloCpo(SoloJob):
 
 
 def make_cpo_trainer(folder: Path) -> Any:
-    """TRL's trainer, of which the loss is used; its own model and data are never looked at."""
+    """Return TRL's trainer, of which only the loss is used, not its model and data."""
     from datasets import Dataset
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
@@ -307,7 +307,7 @@ def make_dpo_trainer(folder: Path) -> Any:
     settings = DPOConfig(**_quietly(folder))
     rows = Dataset.from_list([{"prompt": "1", "chosen": "2", "rejected": "3"}])
     trainer = DPOTrainer(model, copy.deepcopy(model), args=settings, train_dataset=rows, processing_class=tokenizer)
-    trainer.model.eval()  # its metrics are those of an evaluation
+    trainer.model.eval()  # its metrics are computed in evaluation mode
     return trainer
 
 

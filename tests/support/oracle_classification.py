@@ -85,6 +85,5 @@ class SoloClassifier(SoloJob):
 
     @torch.no_grad()
     def logits(self, dataset: EncodedDataset) -> Tensor:
-        """Return the logits of all rows, ``[rows, K]``."""
         found: Tensor = self.model(**padded_texts(dataset, range(len(dataset)))).logits
         return found

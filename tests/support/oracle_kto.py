@@ -118,5 +118,5 @@ def make_kto_trainer(folder: Path) -> Any:
     )
     rows = Dataset.from_list([{"prompt": "1", "completion": str(n), "label": n > 2} for n in (2, 3)])
     trainer = KTOTrainer(model, copy.deepcopy(model), args=settings, train_dataset=rows, processing_class=tokenizer)
-    trainer.model.eval()  # its metrics are those of an evaluation
+    trainer.model.eval()  # its metrics are computed in evaluation mode
     return trainer

@@ -47,7 +47,7 @@ def trained_bank(name: str, task: Task, slots: list[int] | None = None, data: Ta
 
 def in_peft(flat: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of an adapter as :class:`StepFacts` has them, by PEFT's names."""
-    modules = dict.fromkeys(name.rpartition(".")[0] for name in flat)  # of one owner in the model's order
+    modules = dict.fromkeys(name.rpartition(".")[0] for name in flat)  # grouped by owner, in the model's order
     weights = AdapterWeights({module: (flat[f"{module}.A"], flat[f"{module}.B"]) for module in modules})
     return {
         f"{name}.lora_{which}": matrix

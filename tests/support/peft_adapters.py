@@ -29,7 +29,7 @@ def save_with_peft(model: PreTrainedModel, folder: Path, *, seed: int = 1, **cha
             if parameter.requires_grad and parameter.ndim == 1:  # biases and magnitudes
                 parameter.mul_(1 + torch.rand_like(parameter))
     adapted.save_pretrained(folder)
-    # With init_lora_weights False PEFT would draw the weights again before it reads them; what it then reads is equal.
+    # With init_lora_weights False PEFT would redraw the weights before it reads them; the read weights are equal.
     edit_config(folder, init_lora_weights=True)
     return folder
 

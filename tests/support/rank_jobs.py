@@ -206,7 +206,7 @@ def an_adapter_on_embeddings_is_refused(saved: str) -> None:
 
 
 def _assert_two_steps_are_those_of(alone: Bank, slots: Slots) -> None:
-    """Each from equal state."""
+    """Check two steps, each from equal state."""
     for _ in range(2):
         for job, local_slot in slots.here(slots.jobs):
             mine = next(other for other in alone.jobs if other.id == job.id)
@@ -228,7 +228,7 @@ def _steps_are_those_of_one_process(
     for is_data_parallel, configs in ((False, jobs), (True, jobs[:2])):
         configs = configs if saved is None else [config | saved_settings(Path(saved)) for config in configs]
         task = make_task(configs, method=method, max_tokens_per_pass=150, **start)
-        os.environ["ALTO_CACHE"] = f"{folder}-{ranks.rank}"  # not that of all ranks, which is compared with it
+        os.environ["ALTO_CACHE"] = f"{folder}-{ranks.rank}"  # not the shared cache, which it is compared with
         alone = Bank(make_model("llama"), task, data=data, saved=None if saved is None else Path(saved))
         os.environ["ALTO_CACHE"] = folder
         slots = Slots(sharded(make_model("llama"), ranks), task, ranks, is_data_parallel=is_data_parallel, data=data)

@@ -49,16 +49,16 @@ def failures_on_ranks(
     for process in processes:
         process.start()
     try:
-        told = [queue.get(timeout=_TIMEOUT_S) for _ in processes]
+        reports = [queue.get(timeout=_TIMEOUT_S) for _ in processes]
     finally:
         for process in processes:
             process.terminate()
             process.join()
     failures: dict[str, str] = {}
-    for _, failed, reason in told:
+    for _, failed, reason in reports:
         if failed is not None:
             failures[failed] = failures.get(failed, "") + reason
-    least = min(len(passed) for passed, _, _ in told)
+    least = min(len(passed) for passed, _, _ in reports)
     for name, _, _ in checks[least:]:
         failures.setdefault(name, NOT_REACHED)
     return failures

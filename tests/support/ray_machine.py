@@ -32,11 +32,9 @@ class RayMachine:
 
     @property
     def address(self) -> str:
-        """Address of the head."""
         return str(self._cluster.address)
 
     def connect(self) -> None:
-        """Connect this process to the cluster."""
         import ray
 
         ray.init(address=self.address, log_to_driver=False)

@@ -220,7 +220,6 @@ class Bank:
 
 
 def state_of(bank: Bank, job: JobState) -> tuple[AdapterWeights, OptimizerState]:
-    """Return the adapter of a job in ``bank``, and the state of its optimizer."""
     return bank.trainer.bank.read(job.slot), bank.trainer.optimizer.read(job.slot)
 
 

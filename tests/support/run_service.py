@@ -40,13 +40,12 @@ class ServiceProcess:
     def start(self) -> None:
         """Start the server, and wait until it answers."""
         self._process = _CONTEXT.Process(target=main, args=self._arguments)
-        # The server of forks finds what it is to have imported, so that a service begins in no time.
+        # The fork server finds the modules to import, so that a service starts at once.
         with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
             self._process.start()
         wait_for(self._answers)
 
     def kill(self) -> None:
-        """Kill the server, as the kernel does."""
         assert self._process.pid is not None
         os.kill(self._process.pid, signal.SIGKILL)
         self._process.join()
@@ -63,7 +62,6 @@ class ServiceProcess:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ServiceProcess]:
-        """Run the process inside the context."""
         self.start()
         try:
             yield self
@@ -106,19 +104,16 @@ class ContainedService:
             )
 
     def kill(self) -> None:
-        """Kill the server and all processes of its namespace."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def answers(self) -> bool:
-        """Return whether it answers requests."""
         assert self._process is not None
         assert self._process.poll() is None, self._log.read_text()
         return _answers(self.url)
 
     def leads(self) -> bool:
-        """Return whether it answers requests and leads."""
         return self.answers() and "\nalto_leads 1\n" in httpx2.get(f"{self.url}/metrics").text
 
 

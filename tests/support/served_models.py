@@ -68,6 +68,5 @@ def row_of(service: Service, model: str) -> ModelRow:
 
 
 def key_of(service: Service, tenant: str, *scopes: str) -> str:
-    """Return the secret of a new key of a tenant."""
     with service.store.writing() as session:
         return create_key(session, tenant, scopes=scopes or ("read", "write", "chat"))[1]

@@ -49,11 +49,9 @@ class Served:
     coordinator: Coordinator | None
 
     def client(self, key: str = "none", **settings: Any) -> openai.OpenAI:
-        """Return the unmodified client."""
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, **{"max_retries": 0, **settings})
 
     def upload(self, client: openai.OpenAI, content: bytes = ROWS) -> str:
-        """Upload a file, and return its id."""
         return client.files.create(file=("rows.jsonl", content), purpose="fine-tune").id
 
     def finished(self, client: openai.OpenAI, job: str) -> Any:
@@ -123,5 +121,5 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Wait until a condition holds; the time limit is far beyond what a busy machine needs."""
     until = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < until, "it never came to hold"
+        assert time.monotonic() < until, "the condition never held"
         time.sleep(0.05)

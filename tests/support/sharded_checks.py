@@ -69,8 +69,8 @@ def packed_weights_equal_those_of_the_whole_model(folder: str, num_ranks: int, s
         assert held <= packed / num_ranks + len(layers) * 64
 
 
-def refused(folder: str, settings: Settings, kind: type[Exception], said: str) -> None:
-    with pytest.raises(kind, match=said):
+def refused(folder: str, settings: Settings, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
         load_backbone(BaseModelSpec(id=folder, **settings), mesh=world())
 
 
@@ -129,7 +129,7 @@ def no_more_than_two_layers_lie_there_whole(folder: str) -> None:
     two = 2 * max(map(own_bytes, parts_of(load_network(BaseModelSpec(id=folder)))))
     held = bytes_of_base_and_bank(trainer, 1)
     found = peak_after_a_step(trainer, jobs)
-    # A third layer would be a fifth more.
+    # A third layer would add a fifth.
     assert held + 0.8 * two <= found <= 1.15 * (held + two + activations), (found, held, two, activations)
 
 
@@ -141,7 +141,7 @@ def loading_holds_a_share_and_a_weight(folder: str, settings: Settings) -> None:
     def load() -> None:
         loaded[:] = [load_network(BaseModelSpec(id=folder, **settings), mesh=mesh)]
 
-    # Threads read weights ahead of those that are placed: on a busy machine by more than there is need for.
+    # Threads read weights ahead of those that are placed; on a busy machine more than necessary.
     peak = min(peak_bytes(load) for _ in range(3))
     largest = max(parameter.nbytes for parameter in whole.parameters())
     share = held_bytes(loaded[0])

@@ -92,7 +92,7 @@ def built(
     run_dir = RunDir(next(iter(folder.iterdir()))) if folder.exists() else RunDir.create(folder, task)
     context = TaskContext.of(task, backbone, data, start=start_of(task, backbone))
     if context.objective.needs_reference:
-        assert context.start is None, "the references are those of the base"
+        assert context.start is None, "the references must be the base's"
         context = replace(context, data=referenced(backbone, data))
     resume_state = recover(run_dir)
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
@@ -116,12 +116,12 @@ def curves(folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def curves_alone(folder: Path, asked: Mapping[str, tuple[Task, TaskData]]) -> Curves:
+def curves_alone(folder: Path, given: Mapping[str, tuple[Task, TaskData]]) -> Curves:
     """Return the curves of every task when it trains alone."""
-    for name, (task, data) in asked.items():
+    for name, (task, data) in given.items():
         with built(folder / name, task, data, Backbone(make_model("llama"), None, "unused")) as session:
             run_alone(session)
-    return {name: curves(folder / name) for name in asked}
+    return {name: curves(folder / name) for name in given}
 
 
 def assert_as_alone(folder: Path, names: Sequence[str], alone: Curves) -> None:

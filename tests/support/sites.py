@@ -110,7 +110,7 @@ def open_site(root: Path) -> Iterator[Site]:
 
 
 def filled(path: str, ids: dict[str, str]) -> str:
-    # Where the action is one of a job of a task, it is another word.
+    # The action of a job of a task has another name.
     ids = ids | ({"action": "stop"} if path.startswith("/api") else {})
     return re.sub(r"\{(\w+)(?::path)?\}", lambda match: ids[match[1]], path)
 

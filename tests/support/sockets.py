@@ -56,7 +56,6 @@ def descendants(root: int) -> set[int]:
 
 
 def listening_sockets(pids: set[int]) -> set[Listening]:
-    """Return the listening sockets of ``pids``."""
     inodes = set()
     for pid in pids:
         with contextlib.suppress(OSError):

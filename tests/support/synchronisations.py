@@ -81,7 +81,7 @@ class CountsWaiting(TorchFunctionMode):
         if not named:
             return result  # another dtype, on the same device
         if is_there:
-            # By that word; a device that is handed on is the tensor's own.
+            # The word decides; a device that is passed on is the tensor's own.
             if "cpu" in named:
                 self.note("to(cpu)")
             return result
@@ -121,7 +121,7 @@ class _Ops(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
-    # Weak, so that nothing lives longer for being counted; the address of one that has gone is not given away again.
+    # Weak, so that counting keeps nothing alive; the address of a dead storage is not reused.
     return StorageWeakRef(tensor.untyped_storage())
 
 

@@ -1,5 +1,5 @@
-"""The sweep of model classes at its smallest scale; that it tells wrong from exact; that a class which dies or hangs
-does not end it."""
+"""The sweep of model classes at its smallest scale: it tells wrong from exact, and a class that dies or hangs does not
+end it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tools.architectures.renamed import renamed_by_peft
 from tools.architectures.tiny import build_tiny
 from tools.architectures.verdict import Verdict
 
-# PEFT asks transformers for a property under its old name.
+# PEFT reads a transformers property by its deprecated name.
 pytestmark = [
     pytest.mark.slow("benchmarks"),
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),

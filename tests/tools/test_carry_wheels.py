@@ -1,4 +1,5 @@
-"""What a machine without a network lacks: found by following requirements, under its Python and not under this one."""
+"""Missing packages of a machine without a network: found by following requirements, for its Python instead of this
+one."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ MACHINE = Machine(
 
 
 class Index:
-    """Packages by name, version and requirements; gives the newest that satisfies, as pip does."""
+    """Packages by name, version and requirements; gives the newest one that satisfies, as pip does."""
 
     def __init__(self, packages: Mapping[str, Mapping[str, list[str]]]) -> None:
         self.packages = packages
@@ -110,10 +111,10 @@ def test_wanted_is_what_pyproject_says_but_for_reports() -> None:
 
 
 def test_a_machine_describes_itself(tmp_path: Path) -> None:
-    said = carry_wheels.describe()
-    assert said["python_version"] == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert said["packages"]["torch"]
-    assert len(said["platforms"]) > 3
-    machine = Machine(**{**said, "platforms": tuple(said["platforms"])})
+    description = carry_wheels.describe()
+    assert description["python_version"] == f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert description["packages"]["torch"]
+    assert len(description["platforms"]) > 3
+    machine = Machine(**{**description, "platforms": tuple(description["platforms"])})
     wanted = carry_wheels.wanted_packages((ROOT / "pyproject.toml").read_text(encoding="utf-8"), tests=True)
     assert collect(wanted, machine, tmp_path, Index({})) == []

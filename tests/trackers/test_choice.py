@@ -1,4 +1,4 @@
-"""``report_to``: what may be written, which trackers it comes to, and what is kept of a tool's ids."""
+"""``report_to``: valid values, the resulting trackers, and the ids of tools that are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def task(**changes: Any) -> Task:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``install(*names)``: these tools are installed and no other."""
+    """``install(*names)`` pretends that these tools are installed and no others."""
 
     def install(*names: str) -> None:
         monkeypatch.setattr(choice, "_is_installed", lambda name: name in names)

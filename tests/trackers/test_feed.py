@@ -1,4 +1,4 @@
-"""What a tracker is told of a run, and that a tracker which is slow, hangs or fails holds up no training."""
+"""The data that trackers get of a run; a tracker that is slow, hangs or fails does not delay training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ Event = dict[str, Any]
 
 
 class Recorder:
-    """A tracker that keeps what it is told."""
-
     def __init__(self) -> None:
         self.runs: list[TrackedRun] = []
         self.points: dict[str, list[Point]] = {}
@@ -47,7 +45,7 @@ class Recorder:
         return {point.step: point.metrics[name] for point in self.points[job] if name in point.metrics}
 
 
-def told(events: Sequence[Mapping[str, Any]]) -> Recorder:
+def recorded(events: Sequence[Mapping[str, Any]]) -> Recorder:
     recorder = Recorder()
     feed = Feed(recorder, Path("runs/maths-1"))
     for event in events:
@@ -56,9 +54,9 @@ def told(events: Sequence[Mapping[str, Any]]) -> Recorder:
     return recorder
 
 
-def test_run_is_told_once_with_flat_settings(small_run: list[Event]) -> None:
+def test_a_run_is_reported_once_with_flat_settings(small_run: list[Event]) -> None:
     replayed = [{**event, "replayed": True} for event in small_run]
-    (run,) = told(replayed).runs
+    (run,) = recorded(replayed).runs
     assert (run.name, run.run_dir) == ("maths-1", Path("runs/maths-1"))
     assert run.settings["model"] == "alto-tiny"
     assert run.settings["early_exit.policy"] == "alto"
@@ -66,13 +64,13 @@ def test_run_is_told_once_with_flat_settings(small_run: list[Event]) -> None:
 
 
 def test_configuration_is_split_into_what_varies_and_what_does_not(small_run: list[Event]) -> None:
-    (run,) = told(small_run).runs
+    (run,) = recorded(small_run).runs
     assert run.fixed == {"seed": 1, "target_modules": ["q", "v"]}
     assert run.varying("d") == {"learning_rate": 2e-4, "r": 8, "lora_alpha": 16}
 
 
-def test_every_loss_is_told_at_its_step(small_run: list[Event]) -> None:
-    recorder = told(small_run)
+def test_every_loss_is_reported_at_its_step(small_run: list[Event]) -> None:
+    recorder = recorded(small_run)
     assert recorder.metric("d", "train/loss") == dict.fromkeys(range(1, 101), 2.0)
     assert recorder.metric("d", "eval/loss") == {10: 2.1, 100: 1.9}
     assert recorder.metric("d", "eval/train_ema") == {10: 2.0, 100: 2.0}
@@ -81,7 +79,7 @@ def test_every_loss_is_told_at_its_step(small_run: list[Event]) -> None:
 
 
 def test_metrics_have_the_names_that_trl_gives_them(preference_run: list[Event]) -> None:
-    recorder = told(preference_run)
+    recorder = recorded(preference_run)
     assert recorder.metric("b", "eval/rewards/accuracies") == {10: 0.75, 100: 0.7}
     assert recorder.metric("b", "eval/rewards/margins") == pytest.approx({10: 0.38, 100: 0.45})
     assert recorder.metric("b", "eval/rewards/chosen") == {10: 0.1, 100: 0.1}
@@ -91,7 +89,7 @@ def test_metrics_have_the_names_that_trl_gives_them(preference_run: list[Event])
 
 
 def test_outcomes(small_run: list[Event]) -> None:
-    recorder = told(small_run)
+    recorder = recorded(small_run)
     reasons = {job: outcome.reason for job, outcome in recorder.outcomes.items()}
     assert reasons == {"a": "diverging", "b": "underperforming", "c": "overfitting", "d": "completed"}
     best = {job: (outcome.best_step, outcome.best_loss) for job, outcome in recorder.outcomes.items()}
@@ -104,7 +102,7 @@ def test_numbers_that_are_not_finite_survive_the_journal(small_run: list[Event])
     read_back = json.loads(
         json.dumps(small_run).replace("NaN", f'"{text[math.nan]}"').replace("Infinity", f'"{text[math.inf]}"')
     )
-    recorder = told(read_back)
+    recorder = recorded(read_back)
     assert recorder.metric("a", "train/loss")[1] == math.inf
     assert math.isnan(recorder.metric("a", "eval/loss")[10])
     assert recorder.outcomes["a"].best_loss is None
@@ -112,41 +110,41 @@ def test_numbers_that_are_not_finite_survive_the_journal(small_run: list[Event])
 
 def test_job_added_while_the_task_runs_is_known_before_its_losses(small_run: list[Event]) -> None:
     added = {"event": "job_added", "time": 1.0, "job": "e", "origin": "d", "config": {"learning_rate": 5e-4}}
-    recorder = told([small_run[0], added])
+    recorder = recorded([small_run[0], added])
     assert recorder.runs[0].jobs["e"] == {"learning_rate": 5e-4}
 
 
 def test_interrupted_run_has_no_best_job(small_run: list[Event]) -> None:
-    assert told(small_run[:-1]).finished == [None]
+    assert recorded(small_run[:-1]).finished == [None]
 
 
 def test_run_that_never_started_is_not_finished() -> None:
-    assert told([]).finished == []
+    assert recorded([]).finished == []
 
 
 @pytest.mark.parametrize("event", ["task_resumed", "task_interrupted", "of_a_later_version"])
 def test_other_events_are_passed_over(small_run: list[Event], event: str) -> None:
-    recorder = told([small_run[0], {"event": event, "time": 1.0}])
+    recorder = recorded([small_run[0], {"event": event, "time": 1.0}])
     assert recorder.points == {}
 
 
 CALLS = ("start", "log", "end_job", "finish")
 
 LIMIT_S = 120.0
-"""For what takes milliseconds where the machine is not busy."""
+"""A limit for what takes milliseconds on an idle machine."""
 
 
 class Tracker:
-    """Keeps which calls it got, and does ``mischief`` when it gets ``when``."""
+    """Records its calls, and does ``action`` at the call ``when``."""
 
-    def __init__(self, when: str = "", mischief: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, when: str = "", action: Callable[[], object] = lambda: None) -> None:
         self.calls: list[str] = []
-        self._when, self._mischief = when, mischief
+        self._when, self._action = when, action
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
         if call == self._when:
-            self._mischief()
+            self._action()
 
     def start(self, run: TrackedRun) -> None:
         self._note("start")
@@ -171,7 +169,7 @@ ERRORS = [RuntimeError("server\nis down"), SystemExit(3), KeyboardInterrupt(), M
 
 @pytest.fixture
 def gate() -> Iterator[threading.Event]:
-    """What a hanging tracker waits for; opened at the end, so that its thread ends."""
+    """The event that a hanging tracker waits for; set at the end, so that its thread ends."""
     gate = threading.Event()
     yield gate
     gate.set()
@@ -197,13 +195,13 @@ def test_slow_tracker_hears_everything_before_the_end(
 
 @pytest.mark.parametrize("when", CALLS)
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_tracker_that_raises_is_told_nothing_more(
+def test_a_tracker_that_raises_gets_nothing_more(
     small_run: list[Event], tmp_path: Path, caplog: pytest.LogCaptureFixture, when: str, error: BaseException
 ) -> None:
-    def mischief() -> None:
+    def action() -> None:
         raise error
 
-    bad, good = Tracker(when, mischief), Tracker()
+    bad, good = Tracker(when, action), Tracker()
     show(small_run, {"bad": bad, "good": good}, tmp_path)
     assert bad.calls[-1] == when
     assert bad.calls.count(when) == 1
@@ -223,7 +221,7 @@ def test_tracker_that_hangs_delays_the_end_by_the_timeout_and_no_other_tracker(
     when: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By a clock that stands still but while somebody waits for the tracker that hangs."""
+    """The clock advances only while something waits for the hanging tracker."""
     waits_s = pass_time_for("hanging", monkeypatch)
     hanging, good = Tracker(when, gate.wait), Tracker()
     show(small_run, {"hanging": hanging, "good": good}, tmp_path, flush_timeout_s=30.0)

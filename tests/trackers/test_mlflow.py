@@ -1,4 +1,4 @@
-"""MLflow for real, on a SQLite store: what its own client finds there, also after a resume."""
+"""Real MLflow on a SQLite store: what its own client finds there, also after a resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from alto.trackers.mlflow import MlflowTracker
 mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
 pytest.importorskip("sqlalchemy", reason="mlflow's SQLite store needs sqlalchemy")
 
-# MLflow's and its libraries' own.
+# raised by MLflow and its libraries
 pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 
 Event = dict[str, Any]
@@ -24,7 +24,7 @@ Event = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store, made once: MLflow takes seconds to make one."""
+    """An empty store, made once, because MLflow takes seconds to make one."""
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
     mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
     return path
@@ -32,7 +32,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(store: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A client of the store, in which this test has an experiment of its own."""
+    """A client of the store, with an experiment of this test's own."""
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", request.node.name)
     return mlflow.MlflowClient(f"sqlite:///{store}")
@@ -45,7 +45,7 @@ def show(events: list[Event], run_dir: Path) -> None:
 
 
 def runs(client: Any, request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The runs of the test's experiment by name."""
+    """Return the runs of the test's experiment by name."""
     experiment = client.get_experiment_by_name(request.node.name)
     found = client.search_runs([experiment.experiment_id])
     by_name = {run.info.run_name: run for run in found}

@@ -1,4 +1,4 @@
-"""TensorBoard for real: what its own reader finds in the event files."""
+"""Real TensorBoard: what its own reader finds in the event files."""
 
 from __future__ import annotations
 

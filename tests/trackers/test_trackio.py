@@ -1,4 +1,4 @@
-"""Trackio for real, on this machine: what its database holds, also after a resume, and that it prints nothing."""
+"""Real Trackio on this machine: the content of its database, also after a resume; it prints nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 pytestmark = pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed")
 
-# Trackio reads where its data lies when it is imported, so every test has a process of its own.
+# Trackio reads the place of its data when imported, so every test has a process of its own.
 SHOW_AND_READ = """
 import json, sys
 from pathlib import Path
@@ -48,7 +48,7 @@ print(json.dumps({
 
 
 def shown(starts: list[list[Event]], run_dir: Path) -> dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]:
-    """Configuration and rows of every Trackio run after our run was started and resumed.
+    """Return configuration and rows of every Trackio run after our run was started and resumed.
 
     Nothing else is printed, and no run is finished twice: starting one must not finish those beside it.
     """

@@ -1,4 +1,4 @@
-"""W&B: offline for real, read back from what ``wandb sync`` would send; online against a stand-in for its server."""
+"""W&B: really offline, read back from what ``wandb sync`` would send; online against a fake server."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def show(events: list[Event], run_dir: Path) -> None:
 
 
 class TestOffline:
-    """The real W&B."""
-
-    pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # its own and its libraries'
+    pytestmark = pytest.mark.filterwarnings("ignore::Warning")  # raised by it and its libraries
 
     @pytest.fixture(autouse=True)
     def _offline(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +61,7 @@ class TestOffline:
         assert found["d"]["history"]["train/loss"] == [(step, 2.0) for step in range(1, 101)]
         assert not {run["id"] for run in found.values()} & {read(path)["id"] for path in before}
 
-    def test_whoever_is_not_logged_in_is_told_once(
+    def test_a_user_who_is_not_logged_in_gets_one_warning(
         self,
         small_run: list[Event],
         tmp_path: Path,
@@ -78,7 +76,7 @@ class TestOffline:
 
 
 class Server:
-    """Stands in for W&B online: keeps runs by id, and like it takes no step before a resumed run's next one."""
+    """A fake of W&B online: keeps runs by id, and like W&B accepts no step before a resumed run's next one."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[int, dict[str, float]]] = {}
@@ -146,7 +144,6 @@ def offline_files(run_dir: Path) -> list[Path]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What an offline run holds."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     run: dict[str, Any] = {"history": {}, "summary": {}}
@@ -170,7 +167,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def chunks(data: bytes, *, block: int = 2**15) -> Iterator[bytes]:
-    """The records of a file in LevelDB's log format, after a head of seven bytes."""
+    """Yield the records of a file in LevelDB's log format, after a head of seven bytes."""
     position, parts = 7, b""
     while position + 7 <= len(data):
         if (left := block - position % block) < 7:

@@ -39,15 +39,15 @@ def test_one_line_per_noteworthy_event(small_run):
     ]
 
 
-def test_what_the_task_chooses_by_is_what_is_told(preference_run):
-    told = [line[14:] for line in lines_of(preference_run)]
-    assert [line for line in told if line.startswith("best so far")] == [
+def test_the_metric_that_the_task_chooses_by_is_printed(preference_run):
+    shown = [line[14:] for line in lines_of(preference_run)]
+    assert [line for line in shown if line.startswith("best so far")] == [
         "best so far reward accuracy 60 %: a (lr 1e-4) at step 10 of 100",
         "best so far reward accuracy 75 %: b (lr 2e-4) at step 10 of 100",
     ]
-    assert "b (lr 2e-4) completed, best reward accuracy 75 %" in told
-    assert told[-1].startswith("done in ")
-    assert ": best reward accuracy 75 %: c (lr 3e-4); 3,000 of 3,000 samples" in told[-1]
+    assert "b (lr 2e-4) completed, best reward accuracy 75 %" in shown
+    assert shown[-1].startswith("done in ")
+    assert ": best reward accuracy 75 %: c (lr 3e-4); 3,000 of 3,000 samples" in shown[-1]
 
 
 def test_sixty_jobs_with_twenty_evaluations_do_not_flood(sweep):
@@ -68,13 +68,13 @@ def test_time_is_counted_from_the_start(small_run):
     assert lines[-1].startswith(f"[{len(small_run) - 1:>9} s] ")
 
 
-def test_answers_of_finalists_are_told(judged_run):
-    told, done = lines_of(judged_run)[-2:]
-    assert told[14:] == "answers of the finalists: d 1 of 8 right, c 5 of 8 right"
+def test_answers_of_finalists_are_printed(judged_run):
+    shown, done = lines_of(judged_run)[-2:]
+    assert shown[14:] == "answers of the finalists: d 1 of 8 right, c 5 of 8 right"
     assert "best 2.2000: c (lr 2e-4 · r 4)" in done
 
 
-def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):
+def test_an_interruption_and_changes_of_the_user_are_printed(interrupted_run):
     assert [line[14:] for line in lines_of(interrupted_run)] == [
         "task maths: 2 jobs (sft) on alto-tiny, dataset train.jsonl, 500 rows to train and 50 to validate",
         "note: 3 of 500 rows were cut",
@@ -93,7 +93,7 @@ def test_an_interruption_and_what_the_user_changed_are_told(interrupted_run):
     ]
 
 
-def test_a_setting_that_only_a_clone_varies_is_told(interrupted_run):
+def test_a_setting_that_only_a_clone_varies_is_printed(interrupted_run):
     for job in interrupted_run[0]["jobs"]:
         job["config"]["learning_rate"] = 1e-4
     lines = lines_of(interrupted_run)
@@ -117,12 +117,12 @@ def test_a_narrow_encoding_does_not_stop_the_run(small_run):
     assert b"d (lr 2e-4 ? r 8) completed" in stream.buffer.getvalue()
 
 
-def test_an_interrupted_run_tells_the_jobs_still_waiting_to_be_told(small_run):
+def test_an_interrupted_run_prints_the_jobs_that_are_still_due(small_run):
     small_run[0]["max_slots"] = 8
     assert lines_of(small_run[:3])[-1].endswith("admitted a, b")
 
 
-def test_ranks_and_moves_between_them_are_told(ranked_run):
+def test_ranks_and_moves_between_them_are_printed(ranked_run):
     assert [line[14:] for line in lines_of(ranked_run)][1:-1] == [
         "on 2 ranks, 4 slots in total",
         "early exit alto: at 10 % keep 50 %",
@@ -138,5 +138,5 @@ def test_ranks_and_moves_between_them_are_told(ranked_run):
 
 def test_a_run_that_goes_on_says_on_how_many_ranks(ranked_run):
     resumed = {"seq": 1, "time": ranked_run[0]["time"] + 1, "event": "task_resumed", "notes": [], "num_ranks": 4}
-    said = "resumed on 4 ranks: 0 of 3 jobs have ended, 0 % of the sweep decided"
-    assert lines_of([ranked_run[0], resumed])[-1].endswith(said)
+    message = "resumed on 4 ranks: 0 of 3 jobs have ended, 0 % of the sweep decided"
+    assert lines_of([ranked_run[0], resumed])[-1].endswith(message)

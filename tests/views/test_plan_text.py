@@ -1,4 +1,4 @@
-"""A plan in the terminal: what is chosen is marked, and every line keeps its label."""
+"""A plan in the terminal: the choice is marked, and every line keeps its label."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_names_of_tasks_in_one_process_are_whole() -> None:
     schedule = Schedule(placements=placements, bound_s=78.0, status="optimal", method="cp-sat")
     lines = lines_of(schedule_text(schedule))
     assert "…" not in "".join(lines)
-    said = " ".join(" ".join(lines).split())
-    assert "by these estimates no schedule that groups the tasks in the same way is shorter" in said
+    message = " ".join(" ".join(lines).split())
+    assert "by these estimates no schedule that groups the tasks in the same way is shorter" in message
 
 
 def test_the_disk_space_is_compared_with_what_is_free():

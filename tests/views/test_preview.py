@@ -1,4 +1,4 @@
-"""The preview says every fact, shows what is trained, and lets nothing in the data act on the terminal."""
+"""The preview shows every fact and the trained tokens, and no text in the data controls the terminal."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_one_row_and_one_token_are_singular() -> None:
     assert "--- example 1, 1 token\n" in drawn
 
 
-def test_trained_parts_stand_between_marks_or_in_colour() -> None:
+def test_trained_parts_are_between_marks_or_in_colour() -> None:
     preview = make(("<|user|>q<|assistant|>", False), ("a<|end|>", True))
     assert "<|user|>q<|assistant|>⟦a<|end|>⟧" in draw(preview, marked=True)
     coloured = draw(preview, marked=False)

@@ -1,4 +1,4 @@
-"""A queue in the terminal, in narrow ones too."""
+"""A queue in the terminal, including narrow ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_time_so_far_is_without_interruptions():
     assert "\n15 s so far" in screen.get()
 
 
-def test_attempts_are_numbered_by_order_though_the_journal_counts_anew():
+def test_attempts_are_numbered_by_order_though_the_journal_restarts_its_count():
     view = PlainQueueView(io.StringIO())
     for each in entries([*RESUMED, started(311.0)]):
         view.observe(each)
@@ -103,7 +103,7 @@ def test_one_slot_and_one_task_are_singular():
     assert console.file.getvalue().startswith("0 of 1 task done on 1 CPU slot: ")
 
 
-def test_a_task_of_a_queue_that_nobody_works_on_is_interrupted():
+def test_a_task_of_a_queue_without_a_process_is_interrupted():
     progress = QueueProgress()
     for each in entries(RESUMED[:2]):
         progress.apply(each)
@@ -144,20 +144,20 @@ def test_the_time_of_a_queue_counts_the_measuring_before_it():
     assert "after 1 min 30 s, including 1 min 00 s for measuring" in " ".join(console.file.getvalue().split())
 
 
-def test_a_task_that_measures_is_said_live_and_in_plain_lines_until_it_trains():
+def test_a_task_that_measures_is_shown_live_and_in_plain_lines_until_it_trains():
     begun = entry(measuring(11.0, remaining_s=40.0))
     view, plain = LiveQueueView(Console(width=120), clock=lambda: 12.0), PlainQueueView(io.StringIO())
     relayed = JournalEntry(seq=0, time=11.0, event=events.TaskRelayed(task="a", entry=begun))
     for each in [*entries(RESUMED[:2]), relayed]:
         view.observe(each)
         plain.observe(each)
-    said = "measuring memory and time of a on tiny: about 40 s left"
-    assert said in plain._stream.getvalue()
-    assert said in "\n".join(screen_of(view, width=160))
+    message = "measuring memory and time of a on tiny: about 40 s left"
+    assert message in plain._stream.getvalue()
+    assert message in "\n".join(screen_of(view, width=160))
     assert view.progress.queue.tasks["a"].attempts
     trains = JournalEntry(seq=0, time=12.0, event=events.TaskRelayed(task="a", entry=entry(STARTED_RUN)))
     view.observe(trains)
-    assert said not in "\n".join(screen_of(view, width=160))
+    assert message not in "\n".join(screen_of(view, width=160))
 
 
 NAMES = ("qwen-maths-sweep", "llama-short")
@@ -169,7 +169,7 @@ def task_started(name: str, attempt: int, time: float) -> dict[str, object]:
 
 def resumed() -> QueueProgress:
     progress = QueueProgress()
-    told = [
+    journal = [
         {
             "event": "queue_started",
             "time": 0.0,
@@ -193,7 +193,7 @@ def resumed() -> QueueProgress:
         },
         {"event": "task_given_up", "time": 301.0, "task": NAMES[1], "reason": "killed " * 20},
     ]
-    for event in told:
+    for event in journal:
         progress.apply(entry(event))
     return progress
 

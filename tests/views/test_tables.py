@@ -82,8 +82,8 @@ def test_totals_add_up(small_run):
     assert sum(total.share for total in totals) == pytest.approx(history.saved_share)
 
 
-def test_every_rule_of_early_exit_is_told_in_words():
-    """Evidence made by the real rules, so that a renamed number cannot silently fall back to ``key value``."""
+def test_every_rule_of_early_exit_is_explained_in_words():
+    """The real rules make the evidence, so that a renamed number cannot silently fall back to ``key value``."""
     falling = [3.0, 2.5, 2.2, 2.0, 1.9]
     decisions = [
         Divergence().judge(points([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])),
@@ -120,7 +120,7 @@ def test_unknown_evidence_is_listed(reason, evidence, expected):
     assert explain_exit(exited(reason, evidence)) == expected
 
 
-def test_a_rank_without_its_rung_is_told_at_the_job_s_own_progress():
+def test_a_rank_without_its_rung_is_shown_at_the_job_s_own_progress():
     evidence = {"rank": 2.0, "num_competing": 4.0, "num_kept": 1.0}
     assert explain_exit(exited("underperforming", evidence, step=5, total_steps=100)) == "rank 2 of 4 at 5 %: 1 kept"
     late = {**evidence, "progress": 0.025}

@@ -23,7 +23,7 @@ def console(*, width=140, height=30) -> Console:
 
 
 def screen(events, *, width=140, height=30) -> list[str]:
-    """The lines of the live view after ``events``, as a terminal of that size would show them."""
+    """Return the lines of the live view after ``events``, on a terminal of this size."""
     view = LiveView(console(width=width, height=height), clock=lambda: NOW)
     for event in events:
         view.observe(entry(event))
@@ -42,11 +42,11 @@ def test_live_view_draws_and_leaves_nothing_behind(small_run):
     assert "maths" in drawn
     assert "★ d" in drawn
     assert "a line of another writer" in drawn
-    # The cursor is hidden while drawing and must be shown again.
+    # The cursor is hidden while drawing, and must be shown again.
     assert drawn.rindex("\x1b[?25h") > drawn.rindex("\x1b[?25l")
 
 
-def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run):
+def test_the_metric_and_the_value_of_the_best_are_shown(preference_run):
     found = "\n".join(screen(preference_run))
     assert (
         "best by reward accuracy: c with validation loss 0.6000, reward accuracy 75 %, reward margin 0.4000 (lr 3e-4)"
@@ -58,20 +58,22 @@ def test_what_the_best_was_chosen_by_and_what_it_measured_is_said(preference_run
     assert "best so far: a with validation loss 0.4000, reward accuracy 61 %" in target.file.getvalue()
 
 
-def test_the_metrics_on_test_rows_stand_beside_their_loss(preference_run, tmp_path):
+def test_the_metrics_on_test_rows_are_beside_their_loss(preference_run, tmp_path):
     best = next(one for one in preference_run if (one["event"], one.get("job"), one.get("step")) == ("eval", "c", 10))
     best |= {"test_loss": 0.7, "test_metrics": {"reward_accuracy": 0.5, "kl": 0.1}}
-    said = "0.7000, reward accuracy 50 %"
-    assert f"best by reward accuracy: c with validation loss 0.6000 (test {said})" in "\n".join(screen(preference_run))
+    message = "0.7000, reward accuracy 50 %"
+    assert f"best by reward accuracy: c with validation loss 0.6000 (test {message})" in "\n".join(
+        screen(preference_run)
+    )
     history, lines = RunHistory.of(entries(preference_run)), io.StringIO()
     with PlainView(lines) as view:
         for entry in entries(preference_run):
             view.observe(entry)
-    assert f", test loss {said};" in lines.getvalue().splitlines()[-1]
-    assert f"(test {said})" in result_html(history, str(tmp_path))
-    assert f"; {said} on test rows" in report_page(tmp_path, history)
+    assert f", test loss {message};" in lines.getvalue().splitlines()[-1]
+    assert f"(test {message})" in result_html(history, str(tmp_path))
+    assert f"; {message} on test rows" in report_page(tmp_path, history)
     del best["test_metrics"]
-    assert "(test 0.7000)" in "\n".join(screen(preference_run)), "a journal without them"
+    assert "(test 0.7000)" in "\n".join(screen(preference_run)), "a journal without metrics"
 
 
 def test_live_screen_tells_the_state(small_run):
@@ -79,13 +81,13 @@ def test_live_screen_tells_the_state(small_run):
     assert "500 rows to train, 50 to validate" in text
     assert "200 of 4,000 samples trained, 22.5 % saved" in text
     assert "1 min 00 s" in text
-    # 200 samples in 60 seconds; b waits for the rung with 900 to go, c and d have 1,000 each; two of the three go on.
+    # 200 samples in 60 seconds; b waits for the rung with 900 left, c and d have 1,000 each; two of the three continue.
     assert "about 10 min 00 s left" in text
     assert "best so far: b with validation loss 3.0000 (lr 1e-5 · r 4)" in text
     assert "smoothed training loss became infinite" in text
 
 
-def test_a_winner_by_answers_is_told_with_the_answers(judged_run):
+def test_a_winner_by_answers_is_shown_with_the_answers(judged_run):
     text = "\n".join(screen(judged_run, width=200))
     assert (
         "best: c with validation loss 2.2000 (lr 2e-4 · r 4); chosen by answers: d 1 of 8 right, c 5 of 8 right" in text
@@ -99,19 +101,19 @@ def test_before_any_progress_no_time_is_promised(small_run):
 
 def test_jobs_tell_when_they_reach_what_comes_next(small_run):
     lines = screen(small_run[:16])
-    # d has arrived at the rung, which nobody has held yet.
+    # d has reached the rung, whose selection has not happened yet.
     assert next(line for line in lines if "★ d" in line).rstrip().endswith("waits for the rung")
-    # After the rung, at second 16, c did 40 steps and has 50 to go; now is second 60.
+    # After the rung, at second 16, c did 40 steps and has 50 left; it is second 60.
     after = screen(small_run[:19])
     assert next(line for line in after if line.startswith("  c ")).rstrip().endswith("end in 55 s")
 
 
-def test_time_in_which_nobody_worked_does_not_slow_the_pace(interrupted_run):
+def test_time_without_a_process_does_not_slow_the_pace(interrupted_run):
     resumed = interrupted_run[-1]["time"]
     view = LiveView(console(), clock=lambda: resumed)
     for event in interrupted_run:
         view.observe(entry(event))
-    # 400 samples in 6 seconds; b has 500 to go, the clone 1,000, and a, reopened, 900.
+    # 400 samples in 6 seconds; b has 500 left, the clone 1,000, and a, reopened, 900.
     target = console()
     target.print(view._live.get_renderable())
     assert "about 36 s left" in target.file.getvalue()
@@ -123,7 +125,7 @@ def test_a_run_that_is_read_has_the_same_estimate_as_one_that_is_observed(small_
     view.show(RunHistory.of(entries(small_run[:13])))
     target = console()
     target.print(view._live.get_renderable())
-    # 300 samples in twelve seconds; b and c wait for the rung, d is to do it all, two of them continue: 1,900 are left.
+    # 300 samples in 12 seconds; b and c wait for the rung, d has done nothing, two of them continue: 1,900 are left.
     assert "about 1 min 16 s left" in target.file.getvalue()
     observed = LiveView(console(), clock=lambda: small_run[12]["time"])
     for event in small_run[:13]:
@@ -221,7 +223,7 @@ def test_the_best_line_is_wrapped_not_cut(preference_run, width):
     assert all(cell_len(line) <= width for line in summary)
     lines = screen(preference_run, width=width, height=20)
     assert best in " ".join(line.strip() for line in lines)
-    assert len(lines) < 20  # and the line of the cursor
+    assert len(lines) < 20  # plus the line of the cursor
 
 
 def test_a_wrapped_best_line_leaves_the_table_fewer_rows(sweep):
@@ -229,7 +231,7 @@ def test_a_wrapped_best_line_leaves_the_table_fewer_rows(sweep):
         job["config"]["warmup_ratio"] = float(f"0.{job['job'][-2:]}123456789")
     lines = screen(sweep, width=60, height=20)
     assert any(line.startswith("best") for line in lines)
-    assert len(lines) < 20  # and the line of the cursor
+    assert len(lines) < 20  # plus the line of the cursor
 
 
 def test_before_the_first_event():
@@ -246,7 +248,7 @@ def test_summary_of_a_run_without_an_evaluation_names_no_checkpoints(small_run):
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_summary_says_where_the_adapter_lies(small_run, finished):
+def test_summary_says_where_the_adapter_is(small_run, finished):
     target = console()
     target.print(final_summary(RunHistory.of(entries(small_run if finished else small_run[:-1])), "runs/maths-1"))
     text = target.file.getvalue()
@@ -266,7 +268,7 @@ def test_the_time_of_a_run_counts_what_was_measured_for_it_and_not_what_was_know
     assert measured.endswith(f"finished after {total}, including 1 min 40 s for measuring")
 
 
-def test_what_is_measured_is_said_before_it_is():
+def test_a_measurement_is_announced_before_it_begins():
     first = {"event": "measuring", "time": 5.0, "task": "maths", "model": "alto-tiny", "kept_in": "/home/a/.cache/alto"}
     update = {**first, "time": 20.0, "remaining_s": 16.0, "is_update": True}
     stream, target = io.StringIO(), console()
@@ -274,12 +276,12 @@ def test_what_is_measured_is_said_before_it_is():
     for each in entries([{**first, "remaining_s": 125.0}, update]):
         plain.observe(each)
         live.observe(each)
-    said = "measuring memory and time of maths on alto-tiny: about 2 min 05 s left, longer on a busy machine"
+    message = "measuring memory and time of maths on alto-tiny: about 2 min 05 s left, longer on a busy machine"
     for text in (stream.getvalue(), " ".join(target.file.getvalue().split())):
-        assert said in text
+        assert message in text
         assert "kept in /home/a/.cache/alto for later runs" in text
     assert "[       15 s] measuring maths: about 16 s left" in stream.getvalue()
-    assert "about 16 s left" not in target.file.getvalue()  # in place of the line that tells what is prepared
+    assert "about 16 s left" not in target.file.getvalue()  # the line about the preparation replaces it
     target.print(live._render())
     assert "measuring maths: about 16 s left" in target.file.getvalue()
 
@@ -318,7 +320,7 @@ def test_an_announcement_is_on_top_of_a_table_that_still_fits(sweep, width):
     target = console(width=width, height=24)
     target.print(view._live.get_renderable())
     lines = target.file.getvalue().splitlines()
-    assert len(lines) < 24  # and the line of the cursor
+    assert len(lines) < 24  # plus the line of the cursor
     assert " ".join(line.strip() for line in lines).startswith(text)
     assert any("job-" in line and "best" not in line for line in lines)
 
@@ -336,7 +338,7 @@ def test_a_run_that_lasts_shows_how_long_it_takes_and_how_fast_it_is(small_run):
         assert "left" not in target.file.getvalue()
 
 
-def test_a_job_of_a_run_that_nobody_works_on_is_interrupted(small_run):
+def test_a_job_of_a_run_without_a_process_is_interrupted(small_run):
     def stages(**options):
         target = console()
         target.print(final_summary(RunHistory.of(entries(small_run[:11])), **options))
@@ -346,7 +348,7 @@ def test_a_job_of_a_run_that_nobody_works_on_is_interrupted(small_run):
     assert stages(is_live=False) == ["parked", "diverging", "interrupted", "interrupted"]
 
 
-def test_the_name_of_a_lone_configuration_is_said_once(small_run, tmp_path):
+def test_the_name_of_a_single_configuration_is_shown_once(small_run, tmp_path):
     start, *events = small_run
     alone = [{**start, "jobs": start["jobs"][-1:]}, *(event for event in events if event.get("job", "d") == "d")]
     alone = [event for event in alone if event["event"] != "rung"]

@@ -1,4 +1,4 @@
-"""Sentences and numbers as users see them, and what is said of how a winner was chosen."""
+"""Sentences and numbers as users see them, and the explanation of a winner's choice."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_format_duration(seconds, expected):
     assert format_duration(seconds) == expected
 
 
-def test_format_share_keeps_half_percents():
+def test_format_percent_keeps_half_percents():
     assert (format_percent(0.025), format_percent(0.5), format_percent(1.0)) == ("2.5 %", "50 %", "100 %")
 
 
@@ -134,7 +134,7 @@ def started(num_ranks: int) -> TaskStarted:
     return event
 
 
-def test_ranks_are_told_where_there_are_several():
+def test_several_ranks_are_shown():
     assert describe_task(started(num_ranks=4)) == ["sft", "4 ranks"]
     assert describe_task(started(num_ranks=1)) == ["sft"]
 
@@ -148,7 +148,7 @@ def test_compiling_says_how_far_it_is_and_then_how_long_it_took():
     ]
 
 
-def test_the_time_of_a_run_is_told_by_what_it_was_spent_on():
+def test_the_time_of_a_run_is_split_by_what_it_was_spent_on():
     history = SimpleNamespace(
         duration_s=90.0,
         measuring_s=10.0,
@@ -164,10 +164,10 @@ def test_the_time_of_a_run_is_told_by_what_it_was_spent_on():
     history.samples_trained = 300
     assert len(describe_time(history)) == 1
     history.time_s = {}
-    assert describe_time(history) == [], "journals of earlier versions do not tell"
+    assert describe_time(history) == [], "journals of earlier versions do not say"
 
 
-def test_nothing_is_said_of_a_plain_winner(small_run) -> None:
+def test_a_plain_winner_needs_no_explanation(small_run) -> None:
     assert choice_notes(RunHistory.of(entries(small_run))) == ()
     assert choice_notes(RunHistory.of(entries(small_run[:-1]))) == ()
 
@@ -180,7 +180,7 @@ def test_jobs_that_the_rows_cannot_tell_from_the_winner_are_named(preference_run
     )
 
 
-def test_losses_of_other_scales_are_not_said_to_decide(preference_run) -> None:
+def test_losses_of_other_scales_do_not_decide(preference_run) -> None:
     preference_run[-1]["within_noise"] = [{"job": "a", "gain": 0.7, "validation_loss": 0.7}]
     preference_run[0]["jobs"][0]["config"]["beta"] = 0.5
     (note,) = choice_notes(RunHistory.of(entries(preference_run)))

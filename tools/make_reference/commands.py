@@ -52,7 +52,7 @@ def _option(param: Any) -> str:
 
 
 def _values_of(param: Any, kind: Any) -> str:
-    said = f" One of {codes(get_args(kind))}." if get_origin(kind) is Literal else ""
+    values = f" One of {codes(get_args(kind))}." if get_origin(kind) is Literal else ""
     if param.multiple:
-        return said + " May be given several times."
-    return said if param.is_flag or param.default is None else f"{said} Default: `{param.default}`."
+        return values + " May be given several times."
+    return values if param.is_flag or param.default is None else f"{values} Default: `{param.default}`."

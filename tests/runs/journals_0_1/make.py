@@ -1,11 +1,11 @@
-"""Make the run folders of version 0.1 that lie here, with that version's code.
+"""Make the run folders of version 0.1 in this folder, with that version's code.
 
     git worktree add /tmp/alto-0.1 d09c0f5
     PYTHONPATH=/tmp/alto-0.1/src python tests/runs/journals_0_1/make.py
 
-``finished`` is a run of DPO that chooses by reward accuracy, ``interrupted`` a run that was stopped at a checkpoint,
-``queue`` a queue of two tasks of which one was stopped. Their rows lie in ``rows``; files name the folder ``/alto-0.1``
-in place of the one in which they were made.
+``finished`` is a run of DPO that chooses by reward accuracy, ``interrupted`` a run stopped at a checkpoint, ``queue`` a
+queue of two tasks, one of them stopped. Their rows are in ``rows``. The files name the folder ``/alto-0.1`` instead of
+the folder in which they were made.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
         keep(interrupted(made), "interrupted", made)
         keep(queue(made), "queue", made)
     for done in (HERE / "finished", HERE / "queue" / "tasks" / "first"):
-        shutil.rmtree(done / "jobs")  # of a run that has its result nothing but that is read
+        shutil.rmtree(done / "jobs")  # a finished run needs only its result
 
 
 def write_rows(folder: Path) -> None:
@@ -81,7 +81,7 @@ def finished(made: Path) -> Path:
 
 
 def stop_at(name: str, count: int, where: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> Any:
-    """An observer, and whether it has seen the event as often."""
+    """Return an observer, and a function that says whether it has seen the event ``count`` times."""
     seen: list[Any] = []
 
     def observe(event: Mapping[str, Any]) -> None:

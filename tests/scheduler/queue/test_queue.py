@@ -1,4 +1,4 @@
-"""The queue: what it starts, plans, retries, refuses, ignores, and offers to tasks with more GPUs than they need."""
+"""The queue: what it starts, plans, retries, refuses and ignores, and the GPUs it offers to tasks that can use more."""
 
 from __future__ import annotations
 
@@ -84,16 +84,16 @@ def test_a_failure_that_would_come_again_is_given_up_at_once():
     assert isinstance(actions[0], GaveUp)
 
 
-@pytest.mark.parametrize("is_told_first", [True, False])
-def test_a_lost_gpu_does_not_count_against_the_task_until_there_is_no_end_to_it(is_told_first: bool):
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_a_lost_gpu_does_not_count_against_the_task_until_there_is_no_end_to_it(is_lost_first: bool):
     queue = queue_of(1, max_attempts=1)
     submit(queue, 0, "a")
     for attempt in range(1, 11):
-        news = [
+        events = [
             GpuLost(time_s=attempt, gpu=Gpu("n", 0)),
             Failed(time_s=attempt, task="a", attempt=attempt, reason="gone", is_retryable=True),
         ]
-        actions = queue.apply(*(news if is_told_first else news[::-1]))
+        actions = queue.apply(*(events if is_lost_first else events[::-1]))
         if attempt < 10:
             assert queue.tasks["a"].state is TaskState.WAITING
             assert started(queue.apply(GpuAdded(time_s=attempt, gpu=Gpu("n", 0)))) == ["a"]
@@ -113,7 +113,7 @@ def test_a_failure_is_not_counted_where_its_gpu_is_heard_to_be_lost_in_the_pause
     assert given_up == GaveUp(task="a", reason="boom (attempt 1 of 1)")
 
 
-def test_a_gpu_lost_after_the_pause_excuses_nobody():
+def test_a_gpu_lost_after_the_pause_excuses_no_failure():
     queue = queue_of(2, max_attempts=2, backoff_s=10)
     submit(queue, 0, "a")
     queue.apply(Failed(time_s=1, task="a", attempt=1, reason="boom", is_retryable=True))
@@ -168,7 +168,7 @@ def test_what_no_cluster_or_quota_allows_is_refused_and_nothing_is_taken_in():
 def test_an_overrun_does_not_break_the_quota():
     queue = queue_of(2, quotas={"t": 1})
     assert started(submit(queue, 0, "a", "b", tenant="t", duration_s=10)) == ["a"]
-    assert queue.apply(Woken(time_s=10)) == []  # b's start has come and its GPU is free, but a runs still
+    assert queue.apply(Woken(time_s=10)) == []  # b's start has come and its GPU is free, but a still runs
     assert started(queue.apply(Finished(time_s=12, task="a", attempt=1))) == ["b"]
 
 
@@ -207,13 +207,13 @@ def test_priorities_that_change_lead_to_one_plan_of_the_tasks_that_wait():
     submit(queue, 0, "a", "b", "c")
     changes = [Prioritised(time_s=1, task=task, priority=level) for task, level in (("a", -5), ("b", -1))]
     planned = [action for action in queue.apply(*changes) if isinstance(action, Planned)]
-    assert [action.reason for action in planned] == ["b now has priority -1"], "a runs already"
+    assert [action.reason for action in planned] == ["b now has priority -1"], "a is already running"
     assert queue.tasks["a"].demand.priority == 0
     assert started(queue.apply(Finished(time_s=2, task="a", attempt=1))) == ["c"]
     assert started(queue.apply(Finished(time_s=3, task="c", attempt=1))) == ["b"]
 
 
-def test_late_news_changes_nothing():
+def test_late_events_change_nothing():
     queue = queue_of(1)
     submit(queue, 0, "a")
     queue.apply(Failed(time_s=1, task="a", attempt=1, reason="hung", is_retryable=True))
@@ -251,7 +251,7 @@ def submit_wide(queue: Queue, time_s: float, name: str, num_gpus: int) -> list[A
 
 
 def wide_and_waiting(*, waiting: bool = True) -> Queue:
-    """A task on all four GPUs, and another behind it."""
+    """Return a queue of a task on all four GPUs, and another that waits."""
     queue = Queue(
         [Node(name="n", gpus=(0, 1, 2, 3))],
         QueueSettings(),
@@ -294,7 +294,7 @@ def test_it_ends_and_goes_on_beside_the_one_that_waited():
     assert wide.demand.duration_s == 50.0
 
 
-def test_nothing_is_given_back_where_nobody_waits_until_somebody_does():
+def test_nothing_is_given_back_until_a_task_waits():
     queue = wide_and_waiting(waiting=False)
     assert offer(queue) == []
     assert StopTask(task="wide") in submit_wide(queue, 11, "next", 3)
@@ -302,7 +302,7 @@ def test_nothing_is_given_back_where_nobody_waits_until_somebody_does():
 
 @pytest.mark.parametrize(("duration_s", "takes"), [(159.0, True), (161.0, False)])
 def test_what_counts_is_the_time_of_gpus(duration_s: float, takes: bool):
-    # 40 s on four GPUs against so many on one.
+    # 40 s on four GPUs against this duration on one.
     assert bool(offer(wide_and_waiting(), duration_s=duration_s)) == takes
 
 
@@ -327,7 +327,7 @@ def test_a_failure_for_good_stays_one():
     assert any(isinstance(action, GaveUp) for action in ended(queue, is_retryable=False))
 
 
-def test_a_lost_gpu_is_told_as_such():
+def test_a_lost_gpu_is_reported_as_such():
     queue = wide_and_waiting()
     offer(queue)
     queue.apply(GpuLost(time_s=11, gpu=Gpu("n", 3)))

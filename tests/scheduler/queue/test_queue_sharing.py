@@ -32,7 +32,7 @@ G0 = Gpu("n", 0)
 
 
 class Seen:
-    """A solver that keeps the problems it is given."""
+    """A solver that records the problems it gets."""
 
     def __init__(self, method: str = "lpt") -> None:
         self.method = method
@@ -60,7 +60,6 @@ def submit(queue: Queue, time_s: float, *names: str, **more: object) -> list[Act
 
 
 def started(actions: list[Action]) -> dict[str, str]:
-    """Executor of each task that is started."""
     return {action.task: action.executor for action in actions if isinstance(action, StartTask)}
 
 
@@ -78,7 +77,7 @@ def test_a_task_joins_later_and_all_are_expected_as_the_model_says():
     queue, seen = queue_of()
     assert started(submit(queue, 0, "a")) == {"a": "executor-1"}
     assert started(submit(queue, 5, "b")) == {"b": "executor-1"}
-    # a has 2 s of own work and 3 s of steps left.
+    # a has 2 s of own work and 3 s of steps left
     assert queue.tasks["a"].expected_end_s == pytest.approx(5 + 2 * 2 + 3)
     assert queue.tasks["b"].expected_end_s == pytest.approx(5 + 2 * 2 + 3 + 2 + 3)
     queue.apply(Finished(time_s=12, task="a", attempt=1))
@@ -141,7 +140,7 @@ def test_who_is_lost_beside_others_has_an_executor_of_its_own_from_then_on():
     assert all(task.sharing is None for task in seen.problems[-1].pending if task.task in crashed)
 
 
-def test_nobody_joins_an_executor_that_is_probably_lost():
+def test_no_task_joins_an_executor_that_is_probably_lost():
     queue, _ = queue_of(backoff_s=1.0)
     submit(queue, 0, "a", "b")
     queue.apply(Failed(time_s=3, task="a", attempt=1, reason="killed", is_retryable=True))
@@ -159,7 +158,7 @@ def test_an_executor_is_joined_after_one_of_its_tasks_was_stopped():
     assert started(submit(queue, 3, "c")) == {"c": "executor-1"}
 
 
-def test_nobody_joins_an_executor_whose_gpu_was_lost_and_is_back():
+def test_no_task_joins_an_executor_whose_gpu_was_lost_and_is_back():
     queue, _ = queue_of()
     submit(queue, 0, "a")
     queue.apply(GpuLost(time_s=1, gpu=G0))
@@ -190,7 +189,7 @@ def test_a_task_that_fails_by_its_own_fault_ends_alone():
 
 
 @pytest.mark.parametrize("is_told_first", [True, False])
-def test_a_lost_gpu_isolates_nobody(is_told_first: bool):
+def test_a_lost_gpu_isolates_no_task(is_told_first: bool):
     queue, seen = queue_of(2, backoff_s=10.0)
     submit(queue, 0, *"abcd")
     there = [task.name for task in queue.tasks.values() if task.gpus == (G0,)]
@@ -214,7 +213,7 @@ def test_a_task_that_is_stopped_leaves_its_executor_to_the_others():
     assert started(submit(queue, 2, "c")) == {"c": "executor-1"}
     for name in "bc":
         queue.apply(Cancelled(time_s=3, task=name))
-    assert started(submit(queue, 4, "d")) == {}, "none of its tasks goes on, so none joins"
+    assert started(submit(queue, 4, "d")) == {}, "none of its tasks continues, so none joins"
     assert all(task.sharing is None for task in seen.running.values())
     for name in "abc":
         actions = queue.apply(Failed(time_s=5, task=name, attempt=1, reason="stopped", is_retryable=True))
@@ -223,7 +222,7 @@ def test_a_task_that_is_stopped_leaves_its_executor_to_the_others():
 
 
 def test_a_join_waits_for_the_next_plan_where_the_executor_has_ended():
-    """Joins are planned for now; one that is planned for later may find no executor any more."""
+    """Joins are planned for now; a later join may find no executor any more."""
     delay_s = {"b": 0.0}
 
     def solve(problem: SchedulingProblem, hint: object) -> Schedule:

@@ -1,6 +1,5 @@
-"""Whatever happens in whatever order, to tasks alone and to tasks that share: no GPU has two executors, quotas hold,
-nothing is lost.
-"""
+"""Events in any order, for tasks alone and for tasks that share: no GPU has two executors, quotas hold, nothing is
+lost."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ seconds = st.floats(1, 100)
 
 
 class World(RuleBasedStateMachine):
-    """A queue, and what has become of the tasks that it has started: the same for both machines."""
+    """A queue, and the state of the tasks that it has started; both state machines share it."""
 
     nodes: Sequence[Node]
     quota: int
@@ -72,7 +71,7 @@ class World(RuleBasedStateMachine):
         return actions
 
     def check(self, action: Action) -> None:
-        """Check what holds for the machine's own tasks, before a task that begins is taken for running."""
+        """Check the invariants of the machine's own tasks, before a starting task counts as running."""
 
     def end(self, *runs: StartTask) -> None:
         for run in runs:
@@ -116,7 +115,7 @@ class World(RuleBasedStateMachine):
         self.tell(GpuAdded(time_s=self.now_s, gpu=gpu))
 
     def teardown(self) -> None:
-        """Once everything works, every task ends."""
+        """Check that every task ends once everything works."""
         for gpu in self.gpus():
             self.bring(gpu)
         for _ in range(3 * len(self.queue.tasks) + 3):
@@ -134,7 +133,7 @@ class World(RuleBasedStateMachine):
 class QueueMachine(World):
     nodes = (Node(name="x", gpus=(0, 1, 2)), Node(name="y", gpus=(0, 1)))
     quota = 2
-    max_planned = 3  # With a few tasks plans are whole, with more they are of what starts now.
+    max_planned = 3  # With few tasks plans are complete, with more they cover only what starts now.
 
     def __init__(self) -> None:
         super().__init__(lambda problem, _: schedule_tasks(problem, method="lpt"))
@@ -180,7 +179,7 @@ class QueueMachine(World):
 
     @precondition(lambda self: self.attempts)
     @rule(data=st.data())
-    def late_news(self, data: st.DataObject) -> None:
+    def late_event(self, data: st.DataObject) -> None:
         task = data.draw(st.sampled_from(sorted(self.attempts)))
         before = self.queue.tasks[task].state
         self.tell(Finished(time_s=self.now_s, task=task, attempt=self.attempts[task] - 1))
@@ -275,7 +274,6 @@ class SharingMachine(World):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), at_once=st.booleans())
     def crash(self, data: st.DataObject, at_once: bool) -> None:
-        """An executor is lost with all of its tasks."""
         run = self.one(data)
         runs = self.beside(run) or [run]
         failed = [
@@ -303,7 +301,6 @@ class SharingMachine(World):
 
     @rule(data=st.data())
     def lose(self, data: st.DataObject) -> None:
-        """Its executor is lost with it."""
         gpu = data.draw(st.sampled_from(self.gpus()))
         if gpu not in self.there:
             return
@@ -313,7 +310,7 @@ class SharingMachine(World):
             task = self.queue.tasks[name]
             pauses = task.state is TaskState.WAITING and task.ready_s >= self.now_s and not task.has_lost_gpu
             if pauses and gpu in task.gpus and task.isolated_by == task.attempt:
-                self.lost.discard(name)  # it was the GPU, and no neighbour
+                self.lost.discard(name)  # the GPU was the cause, not a neighbour
         self.end(*runs)
         self.tell(
             GpuLost(time_s=self.now_s, gpu=gpu),
@@ -365,7 +362,7 @@ class SharingMachine(World):
             assert task.started_s <= task.expected_end_s < 1e9
 
     def teardown(self) -> None:
-        """All GPUs are free then, too."""
+        """Check that all GPUs are free at the end, too."""
         super().teardown()
         assert self.queue._pool.free == set(self.gpus())
         assert not +self.queue._executors.in_use

@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a simulated cluster, the simulation ends and every task is accounted for."""
+"""Whatever fails in a simulated cluster, the simulation ends and every task is accounted for."""
 
 from __future__ import annotations
 

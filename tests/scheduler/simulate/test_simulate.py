@@ -1,4 +1,4 @@
-"""The simulator: deterministic, nothing lost, and large plans start whom whole plans would."""
+"""The simulator: deterministic, nothing lost, and limited plans start the same tasks as whole plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from alto.spec import ArrivingTask, Simulation
 
 
 def hard(**more: object) -> Simulation:
-    """Tasks on a cluster on which much goes wrong."""
+    """Return tasks on a cluster with many failures."""
     values: dict[str, object] = {
         "nodes": 2,
         "gpus_per_node": 4,
@@ -52,10 +52,10 @@ def test_nothing_is_lost_and_no_gpu_has_two_tasks(method: str):
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize(
     ("method", "more"),
-    # Where nobody overtakes, who starts hangs on when the task before it was thought to start.
+    # Without overtaking, a start depends on when the task before was expected to start.
     [("fifo", {"estimate_error": 1.0, "early_exit_shares": [0.2]}), ("sjf", {}), ("lpt", {})],
 )
-def test_plans_of_what_starts_now_start_whom_whole_plans_start(
+def test_limited_plans_start_the_same_tasks_as_whole_plans(
     monkeypatch: pytest.MonkeyPatch, method: str, more: dict[str, object], nodes: int
 ):
     simulation = hard(arrivals="at_once", arrivals_per_hour=None, nodes=nodes, gpus={1: 0.5, 4: 0.3, 6: 0.2}, **more)

@@ -1,4 +1,4 @@
-"""Simulated tasks that share executors: they end as the model says, and no GPU time is counted twice."""
+"""Simulated tasks that share executors: they end as the model predicts, and no GPU time is counted twice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ARRIVING = st.builds(
 
 
 def spans(outcome: SimulationOutcome) -> list[Placement]:
-    """One placement for every executor, from its first task to its last."""
+    """Return one placement per executor, from its first task to its last."""
     found: dict[object, Placement] = {}
     for number, attempt in enumerate(outcome.actual):
         key = attempt.executor or number
