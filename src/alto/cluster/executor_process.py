@@ -314,7 +314,9 @@ class WatchedRun:
     def watch(self) -> list[ClusterEvent]:
         """Return the new events; the last event of an executor is :class:`ExecutorEnded`."""
         # First: everything written before the end is read below.
-        ending = None if self.was_ignored else self.process.ending(self._number, self._attempt)
+        ending = self.process.ending(self._number, self._attempt)
+        if self.was_ignored:  # only now, because the process may end at any time
+            ending = None
         entries = self._read_journal()
         heartbeat = self._read_heartbeat()
         if heartbeat is None:
