@@ -197,7 +197,7 @@ class Selection:
         _require(track.trains, f"{decision.job} to train, found that it has ended")
         self._num_changes += 1
         track.decision = decision
-        track.competes = decision.reason not in ENDS_COMPETING
+        track.competes &= decision.reason not in ENDS_COMPETING
 
     def add(self, job: str, total_steps: int, loss_scale: str = "", *, catches_up: bool = False) -> None:
         """Add a job before its first step; it takes part in every rung that is still to be decided.

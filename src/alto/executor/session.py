@@ -82,8 +82,8 @@ class TaskSession:
         self.state = state = state_before_training(context, recorder, start, self._hooks, bank)
         self.received: ReceivedShare | None = None
         self.is_finished = False
-        throughput = start.throughput(self._ranks.size)
         try:
+            throughput = start.throughput(self._ranks.size)
             self._lifecycle = lifecycle = JobLifecycle(state, recorder, start.run_dir)
             self._control = Control(state, lifecycle, recorder, Mailbox(start.run_dir), start.resume_state)
             self._exploration = Exploration(
@@ -93,12 +93,12 @@ class TaskSession:
                 throughput=throughput,
                 clock=self._hooks.clock,
             )
+            self._admitter = JobAdmitter(state, lifecycle)
+            self._gpu_offers = GpuOffers(state, recorder, throughput)
+            self._step_times = StepTimes(start.forecast)
         except BaseException:
             state.slot_manager.detach()  # other tasks may use the bank
             raise
-        self._admitter = JobAdmitter(state, lifecycle)
-        self._gpu_offers = GpuOffers(state, recorder, throughput)
-        self._step_times = StepTimes(start.forecast)
         self._save_interval_s = state.context.task.checkpoint_interval_s
         self._next_save_at = time.monotonic() + self._save_interval_s
         self._inputs = ControlInputs()

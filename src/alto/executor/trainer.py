@@ -238,8 +238,9 @@ class Trainer(Evaluator):
 
     def added_losses(self, jobs: Sequence[JobState]) -> Sequence[float | None]:
         """Return the loss that an auxiliary term has added in the last step to each of its ``jobs``, without its
-        factor; None for jobs without one."""
-        return next((values for term in self._terms if (values := term.values())), [None] * len(jobs))
+        factor; None for jobs without one. Called once, because the terms and the data of their jobs are freed."""
+        terms, self._terms = self._terms, ()
+        return next((values for term in terms if (values := term.values())), [None] * len(jobs))
 
     def forget(self) -> None:
         """Clear all gradients, after an error in :meth:`backward`."""

@@ -60,6 +60,7 @@ class TokenSchedule:
     dropout: tuple[DropoutKey | None, ...]
     slots: tuple[int, ...] = field(init=False, repr=False, compare=False)
     lengths: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _tables: dict[torch.device, ForwardTable] = field(default_factory=dict, init=False, repr=False, compare=False)
     _copies: dict[tuple[str, torch.device], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _undropped: dict[frozenset[int], TokenSchedule] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -70,7 +71,9 @@ class TokenSchedule:
 
     def table(self, device: torch.device) -> ForwardTable:
         """Return the segments in the memory of ``device``, copied there at the first use."""
-        return self._copy("table", device, lambda: ForwardTable(self.segments, self.scales, self.dropout, device))
+        if device not in self._tables:  # apart from other copies, because every kernel launch reads it
+            self._tables[device] = ForwardTable(self.segments, self.scales, self.dropout, device)
+        return self._tables[device]
 
     def slots_of_tokens(self, device: torch.device) -> Tensor:
         """Return the slot of every token, ``[T]`` int64, in the memory of ``device``, copied there at the first use."""
@@ -92,6 +95,8 @@ class TokenSchedule:
 
     def copy_as(self, other: TokenSchedule) -> None:
         """Copy to every device now everything that ``other`` has copied there."""
+        for device in other._tables:
+            self.table(device)
         for method, device in other._copies:
             getattr(self, method)(device)
 
