@@ -7,8 +7,9 @@ import re
 import pytest
 
 from alto.errors import SpecError, UnknownKeyError
-from alto.spec.method import OWN_METHODS, find_method
+from alto.spec.method import OWN_METHODS, Method, find_method
 from alto.spec.objective_settings import DpoSettings, ObjectiveEntry, ObjectiveSettings, OrpoSettings
+from alto.spec.task_checks import check_selection
 
 
 def test_methods_of_alto() -> None:
@@ -63,6 +64,14 @@ def test_one_setting_is_judged_whatever_the_others_are() -> None:
 def test_an_entry_checks_what_it_says(changes: dict[str, object], found: str) -> None:
     with pytest.raises(SpecError, match=found):
         ObjectiveEntry(**{"implementation": "mine:Mine", "settings": ObjectiveSettings, **changes})
+
+
+def test_labels_without_a_score_are_chosen_by_the_metric() -> None:
+    entry = ObjectiveEntry(implementation="mine:Mine", is_paired=False, problem_types=("regression",), metrics=("mse",))
+    method = Method(name="mine", entry=entry)
+    check_selection("metric", method)
+    with pytest.raises(SpecError, match=r"rows have labels and no answers, found 'eval_accuracy'. Remove the key\.$"):
+        check_selection("eval_accuracy", method)
 
 
 @pytest.mark.parametrize(

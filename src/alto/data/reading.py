@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import warnings
 from collections import Counter
@@ -405,9 +406,10 @@ class CachedRows:
         name = digest_of_json(self._key)
         file = cache.folder / f"{name}.rows.json"
         with cache.locked(name):
-            try:
+            known: _Known | None = None
+            with contextlib.suppress(OSError, ValueError):
                 known = _CODEC.validate_json(file.read_bytes())
-            except (OSError, ValueError):
+            if known is None:
                 rows = self.read()
                 known = _Known(layout=rows.layout, max_length=rows.max_length)
                 with writing_cache(cache.folder):

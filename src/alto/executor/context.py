@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Self
 
 from alto.backbone import Backbone, check_classifier, check_router_loss
-from alto.data import DataOrder, MixtureOrder, TaskData
+from alto.data import DataOrder, TaskData
 from alto.early_exit import Policy, evaluation_order, policy_from
 from alto.executor.planned_job import (
     PlannedJob,
@@ -250,7 +250,7 @@ class JobState:
         return self.planned.shape
 
     @property
-    def order(self) -> DataOrder | MixtureOrder:
+    def order(self) -> DataOrder:
         return self.planned.order
 
     @property

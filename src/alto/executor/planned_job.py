@@ -38,7 +38,7 @@ class PlannedJob:
 
     job: Job
     shape: AdapterShape
-    order: DataOrder | MixtureOrder
+    order: DataOrder
     total_steps: int
     schedule_steps: int
     evaluation_steps: frozenset[int]
@@ -106,7 +106,7 @@ def plan_job(
     )
 
 
-def _order(config: JobConfig, num_rows: int, sources: Sequence[tuple[str, int]]) -> DataOrder | MixtureOrder:
+def _order(config: JobConfig, num_rows: int, sources: Sequence[tuple[str, int]]) -> DataOrder:
     if not sources:
         return DataOrder(num_rows, config.rows_per_step, config.seed)
     shares = dict(config.mixture_weights or ())

@@ -62,7 +62,7 @@ class ExportedJob:
     @property
     def warmup(self) -> dict[str, Any]:
         """Warmup with the names from before transformers 5, in which steps and their share are different keys."""
-        given = self.trained.get("warmup_steps") or 0
+        given = self.trained.get("warmup_steps", 0)
         is_fraction = 0 < given < 1
         return {"warmup_steps": None if is_fraction else given, "warmup_ratio": given if is_fraction else None}
 

@@ -200,4 +200,4 @@ def _read_trackers(draft: Draft) -> None:
     draft.put("report_to", known or None)
     foreign = [str(name) for name in names if name not in TRACKERS]
     if foreign:
-        draft.not_supported("report_to", f"{quoted(', '.join(foreign))}: trackers are {', '.join(TRACKERS)}")
+        draft.not_supported("report_to", f"{quoted(', '.join(foreign))}: {TRACKERS_ARE}")

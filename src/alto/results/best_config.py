@@ -93,7 +93,7 @@ def best_config(history: RunHistory, adapter_dir: Path) -> BestConfig:
         for key, value in wanted.items()
         if key not in known and not (key in _HARMLESS and value == _HARMLESS[key])
     }
-    left |= _of_the_base(task) | _unread_settings(task, wanted)
+    left |= _of_the_base(task) | _unread_settings(wanted)
     if "max_length" in known and reads_otherwise_in_trl(str(data.get("form", "")), data.get("of_messages")):
         left["dataset_format"] = data["form"]
     lora = PeftConfig.from_pretrained(str(adapter_dir))
@@ -151,7 +151,7 @@ def _of_the_base(task: Task) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _unread_settings(task: Task, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _unread_settings(wanted: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings that TRL's class has but its trainer ignores: label smoothing with DPO's sigmoid loss."""
     smoothing = wanted.get("label_smoothing")
     return {"label_smoothing": smoothing} if smoothing and "sigmoid" in wanted.get("loss_type", ()) else {}

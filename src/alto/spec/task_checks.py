@@ -69,8 +69,10 @@ def check_splits(validation_split: float | None, test_split: float | None) -> No
 
 
 def check_selection(select_by: str | Scoring, method: Method) -> None:
+    if select_by == "metric":
+        return
     found, entry = select_by if isinstance(select_by, str) else select_by.scorer, method.entry
-    remedy = f"; metric: {entry.scores[0]} chooses by that" if entry.problem_types else ""
+    remedy = f"; metric: {entry.scores[0]} chooses by that" if entry.problem_types and entry.scores else ""
     if entry.is_labelled:
         why = "validation rows have replies that the model should not give"
     elif entry.problem_types:
@@ -80,11 +82,10 @@ def check_selection(select_by: str | Scoring, method: Method) -> None:
         why = f"validation rows are pairs without {missing}"
     else:
         return
-    if select_by != "metric":
-        raise SpecError(
-            f"select_by should be 'metric' with method {method.name!r}, whose {why}, found {found!r}. Remove the "
-            f"key{remedy}."
-        )
+    raise SpecError(
+        f"select_by should be 'metric' with method {method.name!r}, whose {why}, found {found!r}. Remove the "
+        f"key{remedy}."
+    )
 
 
 def check_samples(num_samples: int | None, method: Method) -> None:

@@ -6,6 +6,7 @@ settings.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +38,7 @@ class JobTableRow:
 
     Attributes:
         job: Job id, safe to print.
-        history: The job itself.
+        history: The job; a copy, because a live display draws the row while the job goes on.
         origin: Origin of the job, such as ``clone of job-001``, safe to print; empty if it came with the task.
         settings: Value of every configuration column of the table, as text, in the order of the columns.
         raw_settings: The same values unformatted, for sorting.
@@ -99,7 +100,7 @@ def job_table(history: RunHistory) -> JobTable:
         config, score = configs[job.job], scores.get(job.job)
         row = JobTableRow(
             job=clean(job.job),
-            history=job,
+            history=copy.copy(job),
             origin=describe_origin(job),
             settings=tuple(format_setting(config.get(key)) for key in keys),
             raw_settings=tuple(config.get(key) for key in keys),
