@@ -78,7 +78,7 @@ def test_labels_without_a_score_are_chosen_by_the_metric() -> None:
     ("name", "match"),
     [
         ("bayes", "a sweep of W&B searches. Put its parameters under 'search_space', and set 'search: tpe'"),
-        ("random", "and 'search: random'"),
+        ("random", "and set 'search: random'"),
         ("grpo", "found 'grpo', which generates text during training; ALTO does not"),
     ],
 )
