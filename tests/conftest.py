@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        reason = reason_to_skip(item)
-        if reason and not config.getoption("--all"):
+        reason = reason_to_skip(item, runs_all=config.option.all, is_nightly=config.option.nightly)
+        if reason:
             item.add_marker(pytest.mark.skip(reason=reason))
     num_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if num_workers > 1:

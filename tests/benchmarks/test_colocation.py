@@ -64,7 +64,7 @@ def test_the_gate_refuses(colocated: colocation.Run, message: str) -> None:
     assert failure.startswith(message)
 
 
-@pytest.mark.slow("benchmarks")
+@pytest.mark.slow("minutes")
 @pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
 def test_the_smallest_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="there are no kernels to launch without Tri
 
 ROOT = Path(__file__).resolve().parents[2]
 
-pytestmark = pytest.mark.slow("benchmarks")
+pytestmark = pytest.mark.slow("minutes")
 
 
 def run(folder: Path, before: str = "") -> subprocess.CompletedProcess[str]:

@@ -219,7 +219,7 @@ class TestTiles:
         assert len(tried) == 3 * len(configs)
 
 
-@pytest.mark.slow("kernels")
+@pytest.mark.slow("minutes")
 def test_kernels_compile_for_an_h100_without_spills() -> None:
     program = ROOT / "tests" / "support" / "compiled_lorafusion.py"
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=False)

@@ -82,7 +82,7 @@ def test_the_cpu_scale_is_eleven_tasks_that_differ() -> None:
     assert {slots for slots, *_ in tasks} == {1, 2}
 
 
-@pytest.mark.slow("benchmarks")
+@pytest.mark.slow("minutes")
 @pytest.mark.filterwarnings("ignore")
 def test_the_smallest_scale_passes_its_gate(tmp_path: Path) -> None:
     if not GSM8K.exists():

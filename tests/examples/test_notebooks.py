@@ -35,7 +35,11 @@ def test_a_notebook_is_stored_without_outputs(path: Path) -> None:
     assert path.read_text(encoding="utf-8") == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
 
 
-@pytest.fixture(scope="module", params=NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.fixture(
+    scope="module",
+    params=[NOTEBOOKS[0], *(pytest.param(path, marks=pytest.mark.slow("minutes")) for path in NOTEBOOKS[1:])],
+    ids=lambda path: path.stem,
+)
 def executed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A notebook with its outputs, run in an empty folder."""
     nbclient = pytest.importorskip("nbclient", reason="notebooks are run with the extra 'dev'")

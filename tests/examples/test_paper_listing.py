@@ -12,7 +12,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.slow("queues")  # the engine's tests make the same calls
+@pytest.mark.slow("minutes")  # the engine's tests make the same calls
 def test_paper_listing_prints_the_best_adapter_of_every_task(tmp_path: Path) -> None:
     data = tmp_path / "data"
     rows = ["--train", "24", "--validation", "6", "--test", "1"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from budgets import slowest_first
+from budgets import reason_to_skip, slowest_first
 from durations import over_budget, read_durations
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +45,34 @@ def test_every_worker_begins_with_slow_files_and_files_stay_together(num_workers
     files = [item.nodeid.partition("::")[0] for item in found]
     changes = sum(one != other for one, other in itertools.pairwise(files))
     assert changes <= 25 + num_workers, "a file is split at most between two workers"
+
+
+class Marked:
+    """A test that is marked ``slow``."""
+
+    nodeid = "file::test"
+
+    def __init__(self, *kinds: str) -> None:
+        self.marks = [pytest.mark.slow(kind).mark for kind in kinds]
+
+    def iter_markers(self, name: str) -> Any:
+        return self.marks if name == "slow" else []
+
+    def get_closest_marker(self, name: str) -> None:
+        assert name == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "runs_in"),
+    [((), "test test-all nightly"), (("models",), "test-all nightly"), (("models", "minutes"), "nightly")],
+)
+def test_every_kind_runs_in_its_sessions(kinds: tuple[str, ...], runs_in: str) -> None:
+    sessions = {"test": (False, False), "test-all": (True, False), "nightly": (True, True)}
+    for session, (runs_all, is_nightly) in sessions.items():
+        reason = reason_to_skip(Marked(*kinds), runs_all=runs_all, is_nightly=is_nightly)  # type: ignore[arg-type]
+        assert (reason == "") == (session in runs_in.split())
+    with pytest.raises(pytest.UsageError, match=r"found slow\('unknown',\); name the kind"):
+        reason_to_skip(Marked("unknown"), runs_all=True, is_nightly=True)  # type: ignore[arg-type]
 
 
 def test_a_file_may_take_three_times_its_budget() -> None:

@@ -28,11 +28,12 @@ SLOW_KINDS = {
     "browser": "reports and the dashboard of a service in a real browser",
     "campaigns": "runs that are killed and resumed at many instants, damaged in many ways, or on full disks",
     "kernels": "every kernel in Triton's interpreter over all shapes, and compiled for every GPU",
+    "minutes": "benchmarks and examples that run for a minute and whose parts other tests cover; only with `--nightly`",
     "models": "further architectures, mixtures and quantisations (`make test` has one of each kind), and torch.compile",
     "queues": "queues that are measured and run by separate executors, and long listings of the documentation",
     "ray": "Ray clusters whose nodes die",
 }
-"""Kinds of tests that only ``--all`` runs, the argument of the marker ``slow``; CONTRIBUTING.md lists them."""
+"""Kinds of tests that need ``--all`` or ``--nightly``: the argument of the marker ``slow``. CONTRIBUTING.md lists them."""
 
 QUICK_EXAMPLES = 10
 FULL_EXAMPLES = 15
@@ -95,8 +96,8 @@ def slowest_first(
     return [*order, *rest]
 
 
-def reason_to_skip(item: pytest.Item) -> str:
-    """Return why a test does not run without ``--all``; empty if it does, like GPU tests where there is a GPU.
+def reason_to_skip(item: pytest.Item, *, runs_all: bool, is_nightly: bool) -> str:
+    """Return why a test does not run with these options; empty if it does, like GPU tests where there is a GPU.
 
     Raises:
         pytest.UsageError: The test is marked ``slow`` without one of `SLOW_KINDS`.
@@ -107,6 +108,7 @@ def reason_to_skip(item: pytest.Item) -> str:
                 f"{item.nodeid}: expected the marker slow with one of {', '.join(SLOW_KINDS)}, found "
                 f"slow{mark.args}; name the kind, or add one to tests/support/budgets.py"
             )
-        if item.get_closest_marker("gpu") is None:
-            return f"only with --all: {SLOW_KINDS[mark.args[0]]}"
+        (kind,) = mark.args
+        if item.get_closest_marker("gpu") is None and not (is_nightly if kind == "minutes" else runs_all):
+            return f"only with {'--nightly' if kind == 'minutes' else '--all'}: {SLOW_KINDS[kind]}"
     return ""
