@@ -33,7 +33,7 @@ SLOW_KINDS = {
     "queues": "queues that are measured and run by separate executors, and long listings of the documentation",
     "ray": "Ray clusters whose nodes die",
 }
-"""Kinds of tests that need ``--all`` or ``--nightly``: the argument of the marker ``slow``. CONTRIBUTING.md lists them."""
+"""Kinds of tests that need ``--all`` or ``--nightly``: the argument of the marker ``slow``, as in CONTRIBUTING.md."""
 
 QUICK_EXAMPLES = 10
 FULL_EXAMPLES = 15
