@@ -23,7 +23,7 @@ def generator() -> Any:
 
 def test_the_page_is_what_both_libraries_do(generator: Any) -> None:
     written = generator.PAGE.read_text(encoding="utf-8")
-    version = re.search(r"against TRL (\S+),", written)
+    version = re.search(r"with TRL (\S+);", written)
     assert version is not None
     if version[1] != trl.__version__:
         pytest.skip(f"the page was written with trl {version[1]}, installed is {trl.__version__}")

@@ -152,8 +152,11 @@ def test_tables_of_a_schedule_are_copied_when_it_is_prepared() -> None:
     first.table(CPU), first.slots_of_tokens(CPU)
     prepared.add([], make_batch(), schedule(1))
     second = prepared.schedule(schedule(1))
-    assert second._copies.keys() == {("table", CPU), ("slots_of_tokens", CPU)}
-    assert not prepared.schedule(schedule(2))._copies
+    assert second._tables.keys() == {CPU}
+    assert second._copies.keys() == {("slots_of_tokens", CPU)}
+    third = prepared.schedule(schedule(2))
+    assert not third._tables
+    assert not third._copies
     assert torch.equal(second.table(CPU).blocks_B6, schedule(1).table(CPU).blocks_B6)
 
 

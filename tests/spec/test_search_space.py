@@ -497,7 +497,7 @@ def test_parameters_of_a_sweep_of_wandb() -> None:
 )
 def test_a_parameter_of_a_sweep_that_is_no_range_and_no_list_is_refused(parameter: dict[str, Any]) -> None:
     """The ends of W&B's ``log_uniform`` are exponents of e: as a range it would mean another one."""
-    with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Use \\{min: "):
+    with pytest.raises(SpecError, match=r"learning_rate should be a value, a list, a range.* Use \{min: "):
         space(learning_rate=parameter)
 
 

@@ -147,17 +147,21 @@ def tells_variables(run_dir: str, is_interrupted: IsInterrupted) -> None:
 
 
 class TellsTicket:
-    """A host in whose run's folder each rank leaves a file with some of what its ticket says."""
+    """A host whose ranks write files with parts of their tickets into the run's folder, and end once all are there."""
 
     is_usable = False
 
     def attach(self, run: HostedRun) -> None:
         self._ended = {run.number: ""}
+        self._files = [Path(run.ticket.run_dir) / f"ticket-{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
         facts = (run.ticket.trust_remote_code, run.ticket.tenant, run.ticket.priority)
-        replace_file(Path(run.ticket.run_dir) / f"ticket-{os.environ['RANK']}", json.dumps(facts))
+        replace_file(self._files[int(os.environ["RANK"])], json.dumps(facts))
 
     def turn(self) -> dict[int, str]:
-        return self._ended
+        if all(file.exists() for file in self._files):  # the other ranks are killed when the first has ended
+            return self._ended
+        time.sleep(0.01)
+        return {}
 
 
 @alone
