@@ -92,13 +92,11 @@ def _real(results: Path) -> str:
     own = [f"{figures[f'{sweep}_s'] / 60:.0f} min" for sweep in _REAL_SWEEPS]
     lines.append(f"| **ALTO** | {' | '.join(own)} |")
     ray, optuna = (f"{figures[f'test_loss_{figure}']:.3f}" for figure in list(_REAL_SYSTEMS.values())[1:])
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"In the first sweep, the test loss of ALTO's adapter is {ray} times that of ASHA's, and {optuna} times that of Hyperband's.",
-        ]
+    losses = (
+        f"In the first sweep, the test loss of ALTO's adapter is {ray} times that of ASHA's, and {optuna} times that of "
+        "Hyperband's."
     )
+    return "\n".join([*lines, "", losses])
 
 
 def _others(results: Path) -> str:
