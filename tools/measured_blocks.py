@@ -93,8 +93,8 @@ def _real(results: Path) -> str:
     lines.append(f"| **ALTO** | {' | '.join(own)} |")
     ray, optuna = (f"{figures[f'test_loss_{figure}']:.3f}" for figure in list(_REAL_SYSTEMS.values())[1:])
     losses = (
-        f"In the first sweep, the test loss of ALTO's adapter is {ray} times that of ASHA's, and {optuna} times that of "
-        "Hyperband's."
+        f"In the first sweep, the test loss of ALTO's adapter is {ray} times that of ASHA's, and {optuna} times that "
+        "of Hyperband's."
     )
     return "\n".join([*lines, "", losses])
 
