@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-import optuna
 from peft import PeftModel
 
 from alto import EarlyExit, Engine, Task, TaskResult
@@ -19,11 +18,8 @@ from alto.early_exit import Recording, evaluation_steps
 from alto.records import JobResult, Rung
 from alto.runs import read_entries
 from alto.spec import Job
-from benchmarks.baselines import optuna_peft, ray_peft
 from benchmarks.baselines.best import BestAdapter
 from benchmarks.baselines.job import BaselineJob, Evaluation, JobSettings, Prepared
-from benchmarks.baselines.optuna_peft import optuna_search
-from benchmarks.baselines.ray_peft import ray_asha
 from benchmarks.baselines.resident import train_in_batches
 from benchmarks.baselines.trl_sequential import train_one
 from benchmarks.end_to_end.plans import DATA_SEED, Size
@@ -148,7 +144,9 @@ class Sweep:
         )
 
     def _ray_asha(self) -> Outcome:
-        found = ray_asha(
+        from benchmarks.baselines import ray_peft  # a machine with a GPU may have no Ray
+
+        found = ray_peft.ray_asha(
             self.prepared,
             [job.config.model_dump() for job in self.task.jobs],
             eval_at_steps=[self.steps_of(job, ray_peft.EARLY_SHARES) for job in self.task.jobs],
@@ -164,6 +162,10 @@ class Sweep:
         )
 
     def _optuna(self, pruner: str) -> Outcome:
+        import optuna
+
+        from benchmarks.baselines import optuna_peft
+
         began = time.perf_counter()
         best = BestAdapter(self.folder / f"optuna-{pruner}")
         configs = [job.config.model_dump() for job in self.task.jobs]
@@ -173,7 +175,7 @@ class Sweep:
             best.keep(model, evaluation)
             return False
 
-        samples = optuna_search(
+        samples = optuna_peft.optuna_search(
             self.prepared,
             lambda trial: configs[trial.suggest_categorical("number", grid)],
             sampler=optuna.samplers.GridSampler({"number": grid}, seed=DATA_SEED),

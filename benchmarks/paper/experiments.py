@@ -187,6 +187,7 @@ OTHERS: Mapping[str, Experiment] = {
         title="Sweeps on a pretrained model, compared with the tools that people use",
         topic="real",
         program="benchmarks.real.program:main",
+        scales=("smoke", "cpu", "gpu"),
     ),
     "policies": Experiment(
         title="Early-exit policies, by replay on recorded sweeps",

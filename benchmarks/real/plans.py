@@ -121,6 +121,28 @@ SCALES: Mapping[str, Scale] = {
         trl_shares={"sweep24": 0.25, "dpo": 0.25},
         is_timed=True,
     ),
+    "gpu": Scale(
+        model=str(REAL_MODEL),
+        sweeps={
+            "sweep24": Size(
+                train=1024,
+                validation=128,
+                test=256,
+                epochs=2,
+                max_length=512,
+                learning_rates=(1e-4, 3e-4, 1e-3, 3e-3),
+                learning_rate_factor=1,
+                ranks=(8, 16, 32),
+                batch_sizes=(2, 8),
+                dtype="bfloat16",
+            ),
+        },
+        quickstart_rows=(400, 5000),
+        repeats={"sweep24": 3, QUICKSTART: 3},
+        trl_jobs=1,
+        trl_shares={},
+        is_timed=True,
+    ),
 }
 
 
@@ -142,7 +164,7 @@ def parse(description: str | None, arguments: Sequence[str] | None) -> argparse.
     options = parser.parse_args(arguments)
     scale = SCALES[options.scale]
     if options.model is None:
-        if options.scale == "cpu" and not REAL_MODEL.exists():
+        if scale.model == str(REAL_MODEL) and not REAL_MODEL.exists():
             parser.error(f"expected a model at {REAL_MODEL}, found none; make it with: python -m tools.make_real_model")
         options.model = scale.model
     options.trl_jobs = scale.trl_jobs if options.trl_jobs is None else options.trl_jobs

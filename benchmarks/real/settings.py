@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from alto.backbone import load_backbone, resolve_model
 from alto.data.source import carve_rows
 from alto.spec import Job, load_task
 from benchmarks.baselines.best import BestAdapter
-from benchmarks.baselines.job import BaselineJob, JobSettings, prepare
+from benchmarks.baselines.job import BaselineJob, JobSettings, Prepared, prepare
 from benchmarks.baselines.pairs import prepare_pairs, tokenize_pairs
 from benchmarks.baselines.start import first_adapter
 from benchmarks.baselines.trl_pairs import train_on_pairs
@@ -28,10 +29,10 @@ from benchmarks.end_to_end.plans import Size, make_task, splits_of
 from benchmarks.end_to_end.systems import Sweep
 from benchmarks.rows import write_rows
 
-__all__ = ["TOLERANCE", "Answers", "Pairs", "Setting", "judged", "quickstart", "winner_failures"]
+__all__ = ["TOLERANCES", "Answers", "Pairs", "Setting", "judged", "quickstart", "winner_failures"]
 
-TOLERANCE = 1e-3
-"""Relative tolerance between a loss that a system reports and the loss that PEFT finds with the same adapter."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 1e-2}
+"""Tolerance of a :class:`Setting` by the precision of its base model."""
 
 
 class Setting(Protocol):
@@ -40,11 +41,14 @@ class Setting(Protocol):
     Attributes:
         task: The sweep, with evaluations at every tenth of a job's steps.
         num_train: Number of training rows.
+        tolerance: Relative tolerance between a loss that a system reports and the loss that PEFT finds with the same
+            adapter.
         prepare_s: Seconds in which the peers have loaded the model and tokenised the rows.
     """
 
     task: Task
     num_train: int
+    tolerance: float
 
     @property
     def prepare_s(self) -> float: ...
@@ -73,11 +77,11 @@ class Answers:
         self._size, self._base, self._folder = size, resolve_model(model), folder
         self._splits = splits_of(size, data)
         self.task = make_task(size, model, self._splits, folder / "sweep")
-        self.num_train = size.train
+        self.num_train, self.tolerance = size.train, TOLERANCES[size.dtype]
 
     @cached_property
     def sweep(self) -> Sweep:
-        prepared = prepare(self._base, *self._splits[:2], max_length=self._size.max_length)
+        prepared = self._prepare(*self._splits[:2])
         return Sweep(task=self.task, prepared=prepared, size=self._size, folder=self._folder)
 
     @property
@@ -90,12 +94,16 @@ class Answers:
 
     def peft_losses(self, adapter: Path) -> tuple[float, float]:
         train, _, test = self._splits
-        tested = prepare(self._base, train[:1], test, max_length=self._size.max_length)
+        tested = self._prepare(train[:1], test)
         prepared = self.sweep.prepared
         return (
             adapter_loss(prepared, adapter, prepared.validation),
             adapter_loss(tested, adapter, tested.validation),
         )
+
+    def _prepare(self, train: Sequence[dict[str, str]], validation: Sequence[dict[str, str]]) -> Prepared:
+        size = self._size
+        return prepare(self._base, train, validation, max_length=size.max_length, dtype=size.dtype)
 
     def test_loss(self, run_dir: str) -> float | None:
         rows = str(self._folder / "sweep" / "test.jsonl")
@@ -117,7 +125,7 @@ class Pairs:
         for name, pairs in zip(("train", "validation"), self._splits, strict=False):
             write_rows(folder / f"{name}.jsonl", pairs)
         self.task = dpo.make_task(size, model, folder, size.seeds[0])
-        self.num_train = size.train
+        self.num_train, self.tolerance = size.train, TOLERANCES["float32"]
 
     @cached_property
     def _prepared(self) -> Any:
@@ -193,11 +201,11 @@ def judged(
         validation_loss: Validation loss that the system reports.
         test_loss: Test loss that the system finds; None if it has none.
     """
-    found = setting.peft_losses(adapter)
+    found, tolerance = setting.peft_losses(adapter), setting.tolerance
     failures = [
-        f"{adapter}: expected a {split} loss of {by_peft} within {TOLERANCE:g}, as PEFT finds it, found {reported}"
+        f"{adapter}: expected a {split} loss of {by_peft} within {tolerance:g}, as PEFT finds it, found {reported}"
         for split, by_peft, reported in zip(("validation", "test"), found, (validation_loss, test_loss), strict=True)
-        if reported is not None and not math.isclose(by_peft, reported, rel_tol=TOLERANCE)
+        if reported is not None and not math.isclose(by_peft, reported, rel_tol=tolerance)
     ]
     if not all(map(math.isfinite, found)):
         failures.append(f"{adapter}: expected finite losses, found {found}")
