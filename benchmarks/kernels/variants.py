@@ -160,7 +160,7 @@ class _PeftJob:
             a, b = self._matrices(name)
             assert a.grad is not None
             assert b.grad is not None
-            gradients[name] = (a.grad.T, b.grad.T)
+            gradients[name] = (a.grad.T.cpu(), b.grad.T.cpu())
         self._optimizer.zero_grad()
         return AdapterWeights(gradients)
 
@@ -211,7 +211,10 @@ class Stacked:
     def _gradients(self, job: int) -> AdapterWeights:
         return AdapterWeights(
             {
-                name: (stack.da_QK[stack.rows[job]].T.clone(), stack.db_QN[stack.rows[job]].clone())
+                name: (
+                    stack.da_QK[stack.rows[job]].T.to("cpu", copy=True),
+                    stack.db_QN[stack.rows[job]].to("cpu", copy=True),
+                )
                 for name, stack in self._adapters.stacks.items()
             }
         )

@@ -101,6 +101,14 @@ def test_its_kernels_are_compiled_with_those_of_the_bank(monkeypatch: pytest.Mon
     assert sampled == [bank.backbone]
 
 
+def test_they_are_compiled_where_linear_layers_have_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    bank = fused(monkeypatch, make_model("llama"), make_task(CONFIGS))
+    monkeypatch.setattr(layer_triton, "launch", lambda kernel, *_, **__: launched.append(kernel.fn.__name__))
+    bank.backbone.sample_kernels()
+    assert any("swiglu" in name for name in launched)
+
+
 def test_the_journal_says_what_is_fused(tmp_path: Path) -> None:
     run_dir = RunDir.create(tmp_path / "run", task := make_tiny_task(tmp_path, num_train_epochs=1))
     run_task(task, run_dir)

@@ -141,13 +141,14 @@ def test_numbers_of_the_host_are_read_without_waiting() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_a_step_on_a_gpu_waits_for_it_once(settings: dict[str, object]) -> None:
     bank = make_bank(settings, device="cuda")
     take_step(bank)  # compiles the kernels
     trainer = bank.trainer
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         losses = trainer.backward(bank.jobs)
         trainer.update(bank.jobs)
         with pytest.raises(RuntimeError, match="synchroniz"):

@@ -66,9 +66,15 @@ class OnGpu:
             result = op(*map(send, args), **{key: send(value) for key, value in kwargs.items()})
             for home, away in storages.values():
                 home.copy_(away)
-            return None if result is None else result.cpu()
+            return _on_cpu(result)
 
         return run
+
+
+def _on_cpu(result: Any) -> Any:
+    if type(result) in (list, tuple):
+        return type(result)(map(_on_cpu, result))
+    return result.cpu() if isinstance(result, Tensor) else result
 
 
 def _triton() -> Any:

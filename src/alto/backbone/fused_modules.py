@@ -150,6 +150,8 @@ class FusedMlp(FusedForward):
     def __init__(self, module: nn.Module, functions: ModuleType, names: tuple[str, ...]) -> None:
         super().__init__(module)
         self._functions, self._names = functions, names
+        # Read now, because a layer with adapters, which may replace this one, has no sizes.
+        self._width = getattr(module, names[0]).out_features // (2 if len(names) == 2 else 1)
 
     def __call__(self, x: Tensor) -> Tensor:
         first, *others, last = (getattr(self.module, name) for name in self._names)
@@ -162,8 +164,7 @@ class FusedMlp(FusedForward):
         return output
 
     def sample(self, dtype: torch.dtype, device: torch.device) -> None:
-        is_joint = len(self._names) == 2
-        width = getattr(self.module, self._names[0]).out_features // (2 if is_joint else 1)
+        is_joint, width = len(self._names) == 2, self._width
         both = torch.empty(2, 2 * width, dtype=dtype, device=device)
         halves = both.chunk(2, dim=-1)
         gate, up = (half.requires_grad_() if is_joint else torch.empty_like(half).requires_grad_() for half in halves)
