@@ -42,6 +42,18 @@ class Scale:
     is_timed: bool
 
 
+_SWEEP24 = Size(
+    train=256,
+    validation=64,
+    test=96,
+    epochs=2,
+    max_length=512,
+    learning_rates=(1e-4, 3e-4, 1e-3, 3e-3),
+    learning_rate_factor=1,
+    ranks=(8, 16, 32),
+    batch_sizes=(2, 8),
+)
+
 SCALES: Mapping[str, Scale] = {
     "smoke": Scale(
         model="alto-tiny",
@@ -92,17 +104,7 @@ SCALES: Mapping[str, Scale] = {
                 batch_sizes=(2, 8),
                 concurrent_trials=1,  # two trials need 16 GB, and a machine of 24 GB has less beside Ray
             ),
-            "sweep24": Size(
-                train=256,
-                validation=64,
-                test=96,
-                epochs=2,
-                max_length=512,
-                learning_rates=(1e-4, 3e-4, 1e-3, 3e-3),
-                learning_rate_factor=1,
-                ranks=(8, 16, 32),
-                batch_sizes=(2, 8),
-            ),
+            "sweep24": _SWEEP24,
             "dpo": dpo.Size(
                 train=128,
                 validation=64,
@@ -123,24 +125,11 @@ SCALES: Mapping[str, Scale] = {
     ),
     "gpu": Scale(
         model=str(REAL_MODEL),
-        sweeps={
-            "sweep24": Size(
-                train=1024,
-                validation=128,
-                test=256,
-                epochs=2,
-                max_length=512,
-                learning_rates=(1e-4, 3e-4, 1e-3, 3e-3),
-                learning_rate_factor=1,
-                ranks=(8, 16, 32),
-                batch_sizes=(2, 8),
-                dtype="bfloat16",
-            ),
-        },
+        sweeps={"sweep24": replace(_SWEEP24, dtype="bfloat16")},
         quickstart_rows=(400, 5000),
         repeats={"sweep24": 3, QUICKSTART: 3},
         trl_jobs=1,
-        trl_shares={},
+        trl_shares={"sweep24": 0.25},
         is_timed=True,
     ),
 }
