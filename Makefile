@@ -40,14 +40,14 @@ test test-all test-nightly durations: export TOKENIZERS_PARALLELISM = false
 test: $(VENV)/.dev ## Set up, then run the tests
 	$(PYTEST)
 
-test-all: $(VENV)/.dev ## Set up, then run the slow tests too, with more examples
+test-all: $(VENV)/.dev ## Set up, then run the slow tests too, with more examples, and check their CPU time
 	$(PYTEST) --all
 
-test-nightly: $(VENV)/.dev ## Set up, then run all tests with still more examples and kills, and check their CPU time
+test-nightly: $(VENV)/.dev ## Set up, then run all tests with still more examples and kills
 	$(PYTEST) --nightly
 
-durations: $(VENV)/.dev ## Set up, then run all tests as at night, and write their CPU time to tests/durations.json
-	$(PYTEST) --nightly --write-durations
+durations: $(VENV)/.dev ## Set up, then run the tests of test-all, and write their CPU time to tests/durations.json
+	$(PYTEST) --all --write-durations
 
 .PHONY: lint
 lint: $(VENV)/.dev ## Set up, then check style, docstrings, types and allowed imports

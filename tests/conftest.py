@@ -27,12 +27,12 @@ pytest_plugins = ["journals"]  # journals written by hand
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="run the slow tests too, and try more examples")
     parser.addoption(
-        "--nightly",
+        "--all",
         action="store_true",
-        help="like --all, with more examples and kills; fails if a file takes three times its CPU time",
+        help="run the slow tests too, and try more examples; fails if a file takes three times its CPU time",
     )
+    parser.addoption("--nightly", action="store_true", help="like --all, with more examples and kills, and no limits")
     parser.addoption(
         "--write-durations", action="store_true", help="write the CPU time of every file to tests/durations.json"
     )
@@ -43,7 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.all = config.option.all or is_nightly
     load_budget(NIGHTLY_EXAMPLES if is_nightly else FULL_EXAMPLES if config.option.all else QUICK_EXAMPLES)
     writes = config.option.write_durations
-    config.pluginmanager.register(Durations(checks=is_nightly and not writes, writes=writes))
+    checks = config.option.all and not is_nightly and not writes
+    config.pluginmanager.register(Durations(checks=checks, writes=writes))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

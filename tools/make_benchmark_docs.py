@@ -106,7 +106,9 @@ def _measured(name: str, experiment: Experiment, scale: str) -> str:
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for figure in experiment.figures or [*goals, *(key for key in result["figures"] if key not in goals)]:
         value, goal = result["figures"].get(figure), goals.get(figure)
-        reached = "" if goal is None else "reached" if value is not None and goal_reached(value, goal) else "missed"
+        reached = ""
+        if goal is not None:
+            reached = "not measured" if value is None else "reached" if goal_reached(value, goal) else "missed"
         cells = [
             figure,
             *([experiment.paper.get(figure, "")] if is_paper else []),

@@ -18,7 +18,7 @@ import pytest
 __all__ = ["DURATIONS", "FLOOR_S", "Durations", "cpu_s", "over_budget", "read_durations"]
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
-"""The table: CPU seconds by file, of a run with ``--nightly``."""
+"""The table: CPU seconds by file, of a run with ``--all``."""
 
 FLOOR_S = 20.0
 """Budget of the files that take less, and of new ones."""
