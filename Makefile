@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_VERSION ?= 2.13.0
 PYTEST_WORKERS ?= 4
+SCALE ?= cpu
 BENCH_OUT ?= benchmarks/results
 
 .DELETE_ON_ERROR:
@@ -82,9 +83,9 @@ bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figur
 	$(BIN)/python -m tools.make_benchmark_docs
 
 .PHONY: bench-real
-bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for hours (after a kill it continues)
+bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for hours (SCALE=gpu: minutes; after a kill it continues)
 	$(BIN)/python -m tools.make_real_model
-	$(BIN)/python -m benchmarks.paper real --scale cpu
+	$(BIN)/python -m benchmarks.paper real --scale $(SCALE)
 	$(BIN)/python -m tools.make_benchmark_docs
 
 .PHONY: bench-gpu

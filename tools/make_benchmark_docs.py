@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NOTES = ROOT / "benchmarks" / "notes"
 DOCS = ROOT / "docs"
 PICTURES = DOCS / "paper"
+BENCH_GPU = ("kernels", "memory", "utilization", "adapter-parallel")
+"""Experiments that ``make bench-gpu`` measures."""
 
 PAPER_INTRODUCTION = """# The paper's evaluation, here
 
@@ -99,7 +101,9 @@ def section(name: str, experiment: Experiment) -> str:
 def _measured(name: str, experiment: Experiment, scale: str) -> str:
     result = result_of(experiment, scale)
     if result is None:
-        command = "make bench-gpu" if scale == "gpu" else f"python -m benchmarks.paper {name} --scale {scale}"
+        command = f"python -m benchmarks.paper {name} --scale {scale}"
+        if scale == "gpu" and name in BENCH_GPU:
+            command = "make bench-gpu"
         return f"{scale.upper()}: not measured yet. `{command}` measures it.\n"
     goals, is_paper = result["goals"], name in PAPER
     columns = [scale.upper(), *(["the paper"] if is_paper else []), "goal", "measured", ""]

@@ -84,7 +84,7 @@ def take_turns(actions: Mapping[str, Callable[[], object]], repeats: int, device
 
 def count_launches(action: Callable[[], object]) -> int:
     """Return the number of GPU kernels that ``action`` launches; copies and fills of memory are not counted."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         action()
         torch.cuda.synchronize()
     return sum(

@@ -190,7 +190,7 @@ def test_the_metadata_is_that_of_llama_cpp(tmp_path: Path) -> None:
     (adapter / "chat_template.jinja").write_text(template, encoding="utf-8")
     result = alto.Engine().export(adapter, tmp_path / "gguf", gguf="q8_0")
     (file,) = (tmp_path / "gguf").glob("*.gguf")
-    assert result.files == ("README.md", "adapter-Q8_0.gguf")
+    assert result.files == ("Modelfile", "README.md", "adapter-Q8_0.gguf")
     assert result.command == f"llama-server --jinja -m {file}"
     found = {key: field.contents() for key, field in gguf.GGUFReader(file).fields.items()}
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
@@ -369,3 +369,69 @@ def test_alto_tiny_itself_is_written(tmp_path: Path) -> None:
     reader = gguf.GGUFReader(tmp_path / "gguf" / "adapter-Q8_0.gguf")
     assert len(reader.tensors) == 2 + 4 * 9
     assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4
+
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "rslora": {"use_rslora": True, "lora_alpha": 16},
+    "patterns": {
+        "rank_pattern": {"q_proj": 2, "up_proj": 6},
+        "alpha_pattern": {"down_proj": 3, "layers.1.self_attn.k_proj": 5},
+    },
+    "ends": {"target_modules": ["lm_head", "embed_tokens", "k_proj"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("llama", "plain"), ("llama3", "rslora"), ("mistral", "patterns"), ("qwen2", "patterns"), ("llama3", "ends")],
+)
+def test_an_adapter_is_the_difference_between_the_merged_model_and_its_base(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    base = save_config(tmp_path / "base", name)
+    adapter = save_adapter(base, tmp_path / "adapter", **{"target_modules": "all-linear"} | ADAPTERS[kind])
+    alto.Engine().export(adapter, tmp_path / "merged", merged=True)
+    merged, frozen = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / each, dtype=torch.float32) for each in ("merged", "base")
+    )
+    result = alto.Engine().export(adapter, tmp_path / "gguf", gguf="adapter")
+    assert result.files == ("Modelfile", "README.md", "adapter-lora.gguf")
+    assert result.command == f"llama-server --jinja -m base.gguf --lora {tmp_path / 'gguf' / 'adapter-lora.gguf'}"
+    reader = gguf.GGUFReader(tmp_path / "gguf" / "adapter-lora.gguf")
+    assert [reader.fields[key].contents() for key in ("general.type", "adapter.type", "adapter.lora.alpha")] == [
+        "adapter",
+        "lora",
+        0.0,  # llama.cpp multiplies by alpha / r unless alpha is 0
+    ]
+    found = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
+    before, changed = frozen.state_dict(), 0
+    for key, weight in merged.state_dict().items():
+        difference = (weight - before[key]).numpy()
+        if not difference.any() or (key.startswith("lm_head") and merged.config.tie_word_embeddings):
+            continue
+        changed += 1
+        for layer, number in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if layer in key and not name.startswith("qwen"):
+                difference = permuted(difference, getattr(merged.config, number))
+        a, b = (found.pop(f"{their_name(key)}.lora_{side}") for side in "ab")
+        product = a @ b.T if "embed_tokens" in key else b @ a
+        np.testing.assert_allclose(product, difference, atol=1e-5)
+    assert changed and not found
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, r"low-rank matrices alone, found magnitudes \(use_dora\); --gguf f16 writes"),
+        ({"modules_to_save": ["lm_head"]}, r"low-rank matrices alone, found whole modules"),
+        ({"target_modules": ["lm_head"]}, r"tied to the output head, found lm_head"),
+    ],
+)
+def test_an_adapter_that_llama_cpp_cannot_apply_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    adapter = save_adapter(save_config(tmp_path / "base", "llama"), tmp_path / "adapter", **changes)
+    with pytest.raises(UnsupportedError, match=message):
+        alto.Engine().export(adapter, tmp_path / "gguf", gguf="adapter")
+    assert not (tmp_path / "gguf").exists()

@@ -109,7 +109,7 @@ def test_errors_are_raised_before_the_base_is_loaded(tmp_path: Path, monkeypatch
         alto.Engine().export(adapter, tmp_path / "full", merged=True)
     with pytest.raises(SpecError, match="found merged and gguf"):
         alto.Engine().export(adapter, tmp_path / "new", merged=True, gguf="f16")
-    with pytest.raises(SpecError, match="gguf: expected one of f16, q8_0, found 'q4'"):
+    with pytest.raises(SpecError, match="gguf: expected one of f16, q8_0, adapter, found 'q4'"):
         alto.Engine().export(adapter, tmp_path / "new", gguf="q4")  # type: ignore[arg-type]
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(UnsupportedError, match="expected peft, which merges the adapter"):

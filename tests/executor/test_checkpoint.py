@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,10 @@ def content_of(store: StateStore, job: str = "a") -> str:
     return (store.folder(job, "last") / "weights.txt").read_text()
 
 
+def store_run(store: StateStore) -> RunDir:
+    return RunDir(store.folder("a", "last").parents[2])
+
+
 def test_state_comes_back_bit_for_bit(store: StateStore) -> None:
     weights = adapter(1)
     tensors = {
@@ -82,6 +87,7 @@ def test_state_comes_back_bit_for_bit(store: StateStore) -> None:
 
 def test_what_was_not_committed_is_undone(store: StateStore) -> None:
     store.save("a", "last", 1, text("one"))
+    store.seal()
     store.commit()
     for step in (2, 3):
         store.save("a", "last", step, text(f"step {step}"))
@@ -97,6 +103,7 @@ def test_a_predecessor_is_kept_until_its_successor_is_durable(store: StateStore)
     for step, beside in ((1, {"last"}), (2, {"last", "last.previous"})):
         store.save("a", "last", step, text(f"step {step}"))
         assert {path.name for path in folder.parent.iterdir()} == beside
+        store.seal()
         store.remove_predecessors()
         store.commit()
         assert [path.name for path in folder.parent.iterdir()] == ["last"]
@@ -109,18 +116,48 @@ def test_a_predecessor_of_a_state_that_was_not_saved_again_stays(store: StateSto
     for step in (1, 2):
         store.save("a", "last", step, text(f"step {step}"))
         if step == 1:
+            store.seal()
             store.commit()
-    other = StateStore(RunDir(store.folder("a", "last").parents[2]))
+    other = StateStore(store_run(store))
     other.save("b", "last", 1, text("b"))
     other.remove_predecessors()
     assert store.restore({("a", "last"): 1})
     assert content_of(store) == "step 1"
 
 
+def test_a_state_is_durable_only_from_the_checkpoint_on(store: StateStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    for step in (1, 2):
+        store.save("a", "last", step, text(f"step {step}"))
+    store.save("b", "last", 2, text("ended"))
+    assert not synced
+    assert not StateStore(store_run(store)).restore({("a", "last"): 2}), "nothing is known about its files"
+    store.save("a", "last", 3, text("step 3"))
+    store.save("b", "last", 3, text("ended"))
+    store.seal(unneeded=[("b", "last")])
+    assert len(synced) == 4, "two files and two folders of the last state of the job that goes on"
+    store.seal()
+    assert len(synced) == 4
+    assert StateStore(store_run(store)).restore({("a", "last"): 3})
+
+
+def test_a_state_that_another_rank_saved_later_is_sealed_there(store: StateStore) -> None:
+    other = StateStore(store_run(store))
+    store.save("a", "last", 1, text("here"))
+    store.saved_elsewhere("a", "last")
+    other.save("a", "last", 2, text("there"))
+    store.seal()
+    other.seal()
+    assert store.restore({("a", "last"): 2})
+    assert content_of(store) == "there"
+
+
 def test_a_restored_checkpoint_leaves_nothing_beside_it(store: StateStore) -> None:
     """A process may have died before it removed the previous state."""
     for step in (1, 2):
         store.save("a", "last", step, text(f"step {step}"))
+        store.seal()
         store.commit()
     assert store.restore({("a", "last"): 2})
     assert [path.name for path in store.folder("a", "last").parent.iterdir()] == ["last"]
@@ -130,6 +167,7 @@ def test_a_job_that_did_not_change_belongs_to_both_checkpoints(store: StateStore
     store.save("a", "last", 5, text("parked"))
     for step in (1, 2):
         store.save("b", "last", step, text(f"step {step}"))
+        store.seal()
         store.remove_predecessors()
         store.commit()
     assert store.restore({("a", "last"): 5, ("b", "last"): 2})
@@ -141,6 +179,7 @@ def test_a_job_that_did_not_change_belongs_to_both_checkpoints(store: StateStore
 )
 def test_a_damaged_state_is_recognised(store: StateStore, damage: str) -> None:
     store.save("a", "last", 1, text("weights"))
+    store.seal()
     store.commit()
     folder = store.folder("a", "last")
     match damage:
@@ -162,6 +201,7 @@ def test_a_damaged_state_is_recognised(store: StateStore, damage: str) -> None:
 
 def test_a_process_that_died_between_two_renames_lost_nothing(store: StateStore) -> None:
     store.save("a", "last", 1, text("one"))
+    store.seal()
     store.commit()
     folder = store.folder("a", "last")
     folder.rename(folder.with_name("last.previous"))
@@ -173,6 +213,7 @@ def test_a_process_that_died_between_two_renames_lost_nothing(store: StateStore)
 
 def test_going_back_twice_is_going_back_once(store: StateStore) -> None:
     store.save("a", "last", 1, text("one"))
+    store.seal()
     store.commit()
     store.save("a", "last", 2, text("two"))
     assert store.restore({("a", "last"): 1})

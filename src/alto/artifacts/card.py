@@ -112,7 +112,7 @@ class ModelUse:
         return self.model_class if self.labels is None else "AutoModelForSequenceClassification"
 
     @property
-    def _is_chat(self) -> bool:
+    def is_chat(self) -> bool:
         """Whether texts are formatted with the chat template."""
         if self.labels is not None:
             return bool(self.rows.get("of_messages"))
@@ -141,13 +141,13 @@ class ModelUse:
         inputs = 'tokenizer("Hello", return_tensors="pt")'
         if not self._is_raw:
             inputs = 'tokenizer("Hello\\n", return_tensors="pt")'
-        if self._is_chat:
+        if self.is_chat:
             inputs = (
                 "tokenizer.apply_chat_template(\n    messages, add_generation_prompt=True, return_dict=True, "
                 'return_tensors="pt"\n)'
             )
         return [
-            *(['messages = [{"role": "user", "content": "Hello"}]'] if self._is_chat else []),
+            *(['messages = [{"role": "user", "content": "Hello"}]'] if self.is_chat else []),
             f"inputs = {inputs}",
             "output = model.generate(**inputs, max_new_tokens=100, do_sample=False)",
             'answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)',
@@ -159,7 +159,7 @@ class ModelUse:
             'text = "Hello"',
             'inputs = tokenizer(text, return_tensors="pt")  # for two texts: tokenizer(text, text_pair, ...)',
         ]
-        if self._is_chat:
+        if self.is_chat:
             inputs = [
                 'messages = [{"role": "user", "content": "Hello"}]',
                 'inputs = tokenizer.apply_chat_template(messages, return_dict=True, return_tensors="pt")',

@@ -15,8 +15,9 @@ from typing import Any, get_args
 from safetensors import SafetensorError
 
 from alto.artifacts.card import ModelUse, adapter_tags, card_header, with_code, without_header
-from alto.artifacts.gguf import GgufModel, check_writable
+from alto.artifacts.gguf import GgufAdapter, GgufModel, check_writable
 from alto.artifacts.merge import check_mergeable, dtype_on_disk, merged_model
+from alto.artifacts.modelfile import MODELFILE_NAME, modelfile
 from alto.artifacts.tool_config import write_tool_config
 from alto.artifacts.winner import Winner, check_pushable, is_hub_id, push
 from alto.backbone import load_config, load_tokenizer, loading_class
@@ -67,6 +68,11 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
 def gguf_command(file: Path) -> str:
     """Return the command that serves a GGUF file with llama.cpp."""
     return shlex.join(["llama-server", "--jinja", "-m", str(file)])
+
+
+def _lora_command(file: Path) -> str:
+    """Return the command that serves an adapter in a GGUF file with llama.cpp; ``base.gguf`` stands for the base."""
+    return shlex.join(["llama-server", "--jinja", "-m", "base.gguf", "--lora", str(file)])
 
 
 def _calls(winner: Winner) -> list[str]:
@@ -211,11 +217,15 @@ def save_tokenizer(winner: Winner, folder: Path) -> ModelUse:
     Returns:
         Facts that decide how the adapter, or the merged model, is loaded and prompted.
     """
-    tokenizer = load_tokenizer(winner.base)
-    tokenizer.save_pretrained(folder)
+    load_tokenizer(winner.base).save_pretrained(folder)
+    return use_of(winner)
+
+
+def use_of(winner: Winner) -> ModelUse:
+    """Return the facts that decide how the adapter, or the merged model, is loaded and prompted."""
     return ModelUse(
         model_class=loading_class(winner.base),
-        has_template=bool(tokenizer.chat_template),
+        has_template=bool(load_tokenizer(winner.base).chat_template),
         labels=winner.labels,
         rows=winner.data,
         trust_remote_code=winner.base.trust_remote_code,
@@ -242,7 +252,8 @@ class ExportSettings:
 
     Attributes:
         merged: Write a model with the adapter merged, in safetensors.
-        gguf: Write a model with the adapter merged, in one GGUF file with matrices of this type.
+        gguf: Write one GGUF file, with a Modelfile for Ollama: a model with the adapter merged, with matrices of this
+            type; or ``adapter``: the adapter alone.
         per_expert: Write the adapter with separate matrices for every expert.
         config: Write a configuration of this trainer.
         push_to_hub: Repository on the hub to which the folder is uploaded.
@@ -287,7 +298,7 @@ def check_before(folder: Path, settings: ExportSettings) -> None:
     check_free(folder)
     if settings.push_to_hub is not None:
         check_pushable(settings.push_to_hub)
-    if settings.form in ("merged", "gguf"):
+    if settings.form == "merged" or settings.gguf not in (None, "adapter"):
         check_mergeable()
     if settings.form == "gguf":
         check_writable()
@@ -349,16 +360,36 @@ def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> _Wr
 
 def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> _Written:
     assert settings.gguf is not None
+    if settings.gguf == "adapter":
+        return _write_gguf_adapter(winner, folder)
     described = GgufModel.of(winner, settings.gguf)
     model, difference = merged_model(winner)
     tensors = described.tensors(model)
     file = described.file_name
     what, how = f"`{file}`, for llama.cpp", _shell(gguf_command(Path(file)))
+    ollama, ollama_notes = modelfile(winner, use_of(winner), [f"FROM ./{file}"])
     with new_folder(folder) as fresh:
         described.write(fresh / file, tensors)
+        (fresh / MODELFILE_NAME).write_text(ollama, encoding="utf-8")
         card = merged_card(winner, difference, what, library="gguf", pipeline="text-generation", how=how)
         (fresh / "README.md").write_text(card, encoding="utf-8")
-    return gguf_command(folder / file), difference, described.notes
+    return gguf_command(folder / file), difference, (*described.notes, *ollama_notes)
+
+
+def _write_gguf_adapter(winner: Winner, folder: Path) -> _Written:
+    described, base = GgufAdapter.of(winner), winner.base_model
+    uses = [f"# The name of {base} in Ollama, or the path of its GGUF file:", f"FROM {base}"]
+    ollama, notes = modelfile(winner, use_of(winner), [*uses, f"ADAPTER ./{described.file_name}"])
+    with new_folder(folder) as fresh:
+        described.write(fresh / described.file_name)
+        (fresh / MODELFILE_NAME).write_text(ollama, encoding="utf-8")
+        header = card_header(
+            base if is_hub_id(base) else "", library="gguf", pipeline="text-generation", tags=["alto", "lora"]
+        )
+        command = _shell(_lora_command(Path(described.file_name)))
+        text = f"LoRA adapter for `{base}`, rank {winner.adapter.rank}, for llama.cpp and Ollama, exported by {_BY}."
+        (fresh / "README.md").write_text(f"{header}\n# {winner.name}\n\n{text}\n\n{command}", encoding="utf-8")
+    return _lora_command(folder / described.file_name), None, notes
 
 
 def _write_config(winner: Winner, folder: Path, settings: ExportSettings) -> _Written:

@@ -1,4 +1,4 @@
-"""A merged model as a GGUF file: parameters, vocabulary, metadata."""
+"""A merged model, or an adapter alone, as a GGUF file: parameters, vocabulary, metadata."""
 
 from __future__ import annotations
 
@@ -360,10 +360,7 @@ class GgufModel:
             UnsupportedError: llama.cpp has no name for a tensor.
             ModelError: A number is not finite, or too large for float16.
         """
-        import gguf
-
-        arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == self._architecture)
-        names = gguf.get_tensor_name_map(arch, int(self._config.num_hidden_layers))
+        names = _tensor_names(self._config, self._architecture)
         found: dict[str, Tensor] = {}
         for name, weight in model.state_dict().items():
             if name == "lm_head.weight" and model.config.tie_word_embeddings:
@@ -375,7 +372,7 @@ class GgufModel:
                     f"gguf: expected tensors that llama.cpp knows for {self._architecture}, found {name}; "
                     f"{USE_CONVERTER}"
                 )
-            found[mapped] = self._in_order(module.rpartition(".")[2], weight.detach().float())
+            found[mapped] = _in_order(self._config, self._architecture, module, weight.detach().float())
         rotary: Any = model.get_submodule("model.rotary_emb")
         factors = rope_factors(self._config, rotary.inv_freq)
         if factors is not None:
@@ -391,35 +388,7 @@ class GgufModel:
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         """Write the file; tensors are converted one at a time."""
-        from gguf.quants import quantize
-
-        writer = self._writer
-        kinds = {name: self._kind(name, weight) for name, weight in tensors.items()}
-        for name, weight in tensors.items():
-            shape, dtype = _layout(tuple(weight.shape), kinds[name])
-            writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kinds[name])
-        try:
-            writer.write_header_to_file(path)
-            writer.write_kv_data_to_file()
-            writer.write_ti_data_to_file()
-            for name, weight in tensors.items():
-                writer.write_tensor_data(quantize(weight.to(torch.float32).cpu().numpy(), kinds[name]))
-            writer.flush()
-        finally:
-            writer.close()
-
-    def _in_order(self, layer: str, weight: Tensor) -> Tensor:
-        """Return ``weight`` with rows in llama.cpp's order.
-
-        In llama.cpp, rows of a query or key head alternate between the two halves that are rotated together; in
-        transformers, one half follows the other.
-        """
-        if self._architecture != "llama" or layer not in ("q_proj", "k_proj"):
-            return weight
-        config: Any = self._config
-        num_heads = config.num_attention_heads if layer == "q_proj" else config.num_key_value_heads
-        halves = weight.unflatten(0, (num_heads, 2, -1))
-        return halves.transpose(1, 2).flatten(0, 2).contiguous()
+        _write(self._writer, path, tensors, {name: self._kind(name, weight) for name, weight in tensors.items()})
 
     def _kind(self, name: str, weight: Tensor) -> Any:
         from gguf import GGMLQuantizationType as Kind
@@ -427,6 +396,114 @@ class GgufModel:
         if weight.ndim == 1 or name.endswith("_norm.weight"):
             return Kind.F32
         return Kind.Q8_0 if self.type == "q8_0" and weight.shape[-1] % 32 == 0 else Kind.F16
+
+
+@dataclass(frozen=True, kw_only=True)
+class GgufAdapter:
+    """An adapter as a GGUF file, for ``llama-server --lora`` and Ollama's ``ADAPTER``.
+
+    llama.cpp scales all modules by one ``alpha``, unless that is 0. So it is 0, and every module's own scale is in its
+    ``B``: with ``use_rslora`` and ``alpha_pattern``, too.
+
+    Source: llama.cpp, ``src/llama-adapter.cpp`` and ``convert_lora_to_gguf.py``.
+
+    Attributes:
+        tensors: ``A`` as ``[r, K]`` and ``B`` as ``[N, r]`` by their names in the file, float32. On the embeddings
+            ``A`` is ``[V, r]``.
+    """
+
+    file_name: str
+    tensors: Mapping[str, Tensor]
+    _writer: Any
+
+    @classmethod
+    def of(cls, winner: Winner) -> Self:
+        """Return the adapter of ``winner``.
+
+        Raises:
+            UnsupportedError: llama.cpp cannot apply it.
+        """
+        import gguf
+
+        adapter, config = winner.adapter, load_config(winner.base)
+        if adapter.weights.extras:
+            raise _not_alone("low-rank matrices alone", adapter.extra_kinds)
+        architecture = architecture_of(config)
+        names = _tensor_names(config, architecture)
+        tensors: dict[str, Tensor] = {}
+        for module, (a_KR, b_RN) in adapter.weights.items():
+            mapped = names.get_name(f"{module}.weight", try_suffixes=(".weight",))
+            if mapped is None or a_KR.ndim != 2:
+                raise _not_alone(f"modules that llama.cpp knows for {architecture}", module)
+            if config.tie_word_embeddings and mapped in _TIED:
+                raise _not_alone("no adapter on embeddings that are tied to the output head", module)
+            a = a_KR if mapped == _EMBEDDINGS else a_KR.T
+            tensors[f"{mapped}.lora_a"] = a.contiguous()
+            b_NR = (b_RN * adapter.scales[module]).T.contiguous()
+            tensors[f"{mapped}.lora_b"] = _in_order(config, architecture, module, b_NR)
+        writer = gguf.GGUFWriter(None, architecture)
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_name(winner.name)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, 0.0)
+        writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+        return cls(file_name=f"{winner.name}-lora.gguf", tensors=tensors, _writer=writer)
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        from gguf import GGMLQuantizationType as Kind
+
+        _write(self._writer, path, self.tensors, dict.fromkeys(self.tensors, Kind.F32))
+
+
+_EMBEDDINGS = "token_embd.weight"
+_TIED = (_EMBEDDINGS, "output.weight")
+
+
+def _not_alone(expected: str, found: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"gguf: expected an adapter with {expected}, found {found}; --gguf f16 writes the merged model"
+    )
+
+
+def _tensor_names(config: Any, architecture: str) -> Any:
+    """Return gguf's map from transformers' names of tensors to those of llama.cpp."""
+    import gguf
+
+    arch = next(arch for arch, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(arch, int(config.num_hidden_layers))
+
+
+def _in_order(config: Any, architecture: str, module: str, weight: Tensor) -> Tensor:
+    """Return ``weight`` of a module with rows in llama.cpp's order.
+
+    In llama.cpp, rows of a query or key head alternate between the two halves that are rotated together; in
+    transformers, one half follows the other.
+    """
+    layer = module.rpartition(".")[2]
+    if architecture != "llama" or layer not in ("q_proj", "k_proj"):
+        return weight
+    num_heads = config.num_attention_heads if layer == "q_proj" else config.num_key_value_heads
+    halves = weight.unflatten(0, (num_heads, 2, -1))
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def _write(writer: Any, path: Path, tensors: Mapping[str, Tensor], kinds: Mapping[str, Any]) -> None:
+    """Write the metadata of ``writer`` and ``tensors`` of these types to a file."""
+    from gguf.quants import quantize
+
+    for name, weight in tensors.items():
+        shape, dtype = _layout(tuple(weight.shape), kinds[name])
+        writer.add_tensor_info(name, shape, dtype, int(np.prod(shape)) * dtype.itemsize, raw_dtype=kinds[name])
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for name, weight in tensors.items():
+            writer.write_tensor_data(quantize(weight.to(torch.float32).cpu().numpy(), kinds[name]))
+        writer.flush()
+    finally:
+        writer.close()
 
 
 def _layout(shape: tuple[int, ...], kind: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:

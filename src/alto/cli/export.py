@@ -42,7 +42,10 @@ def export(
     ] = False,
     gguf: Annotated[
         GgufType | None,
-        typer.Option("--gguf", help="Write the merged model as one GGUF file with matrices in f16 or q8_0."),
+        typer.Option(
+            "--gguf",
+            help="Write one GGUF file and a Modelfile: the merged model with matrices in f16 or q8_0, or the adapter.",
+        ),
     ] = None,
     per_expert: Annotated[
         bool,

@@ -2,12 +2,13 @@
 
 A job has up to two states: ``best``, the adapter of its best evaluation, and ``last``, the adapter and optimizer state
 at its last save, which exists while the job can be resumed. A state is a folder in PEFT's own format; ``last`` adds
-``optimizer.safetensors``, the tensors of :class:`alto.lora.OptimizerState`. ``state.json`` is written last and holds
-the step and the other files' digests.
+``optimizer.safetensors``, the tensors of :class:`alto.lora.OptimizerState`. ``state.json`` holds the step and, once the
+state is sealed, the other files' digests.
 
-A checkpoint of the run refers to states by job, kind and step. Saving never overwrites a state that the last committed
-checkpoint refers to: it moves this state to ``<kind>.previous``, which is removed once the next checkpoint is in the
-journal (:meth:`StateStore.remove_predecessors`).
+A checkpoint of the run refers to states by job, kind and step. A state is only sealed, and its files made durable, for
+a checkpoint (:meth:`StateStore.seal`): most states are replaced or removed before the next one. Saving never overwrites
+a state that the last committed checkpoint refers to: it moves this state to ``<kind>.previous``, which is removed once
+the next checkpoint is in the journal (:meth:`StateStore.remove_predecessors`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -45,9 +46,11 @@ class StateStore:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._uncommitted: set[Path] = set()
+        self._unsealed: dict[Path, int] = {}  # with the step of each state
 
     def save(self, job: str, kind: Kind, step: int, fill: Callable[[Path], None]) -> None:
-        """Save a state in :meth:`folder`, atomically. It becomes part of a checkpoint at the next :meth:`commit`.
+        """Save a state in :meth:`folder`, atomically. It becomes part of a checkpoint at the next :meth:`seal` and
+        :meth:`commit`.
 
         Args:
             fill: Writes the state's files into an empty folder.
@@ -64,7 +67,7 @@ class StateStore:
             fresh.mkdir(parents=True)
             try:
                 fill(fresh)
-                _seal(fresh, step)
+                _write_json(fresh / _STATE_FILE, {"step": step})
             except BaseException:
                 shutil.rmtree(fresh, ignore_errors=True)
                 raise
@@ -75,11 +78,29 @@ class StateStore:
                 folder.rename(previous)
             self._uncommitted.add(folder)
             fresh.rename(folder)
-            sync_folder(folder.parent)
+            self._unsealed[folder] = step
+
+    def seal(self, unneeded: Iterable[tuple[str, Kind]] = ()) -> None:
+        """Make every state that was saved here durable, and record the digests of its files.
+
+        Args:
+            unneeded: States that the checkpoint does not refer to; they are not sealed.
+
+        Raises:
+            RunWriteError: The disk is full or cannot be written.
+        """
+        for key in unneeded:
+            self._unsealed.pop(self.folder(*key), None)
+        for folder, step in list(self._unsealed.items()):
+            with _saving(self._run.root, folder):
+                _seal(folder, step)
+                sync_folder(folder.parent)
+            del self._unsealed[folder]
 
     def saved_elsewhere(self, job: str, kind: Kind) -> None:
         """Note that another rank saves a state."""
         self._uncommitted.add(self.folder(job, kind))
+        self._unsealed.pop(self.folder(job, kind), None)
 
     def remove_predecessors(self) -> None:
         """Remove the states that the saved ones replace. Call it on one rank, after the checkpoint is durable and
@@ -89,6 +110,7 @@ class StateStore:
 
     def remove(self, job: str, kind: Kind) -> None:
         """Remove a state that no durable checkpoint refers to; no error if absent."""
+        self._unsealed.pop(self.folder(job, kind), None)
         shutil.rmtree(self.folder(job, kind), ignore_errors=True)
 
     def commit(self) -> None:
@@ -121,6 +143,7 @@ class StateStore:
                     if (job_folder.name, kind) not in steps:
                         shutil.rmtree(job_folder / kind, ignore_errors=True)
         self._uncommitted.clear()
+        self._unsealed.clear()
         return True
 
     def _find(self, job: str, kind: Kind, step: int) -> Path | None:
@@ -144,14 +167,18 @@ def _seal(folder: Path, step: int) -> None:
     """Make the files durable and record their digests."""
     digests = {}
     for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
-            os.fsync(file.fileno())
-    with (folder / _STATE_FILE).open("w", encoding="utf-8") as file:
-        json.dump({"step": step, "sha256": digests}, file)
-        file.flush()
+        if path.name != _STATE_FILE:
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+                os.fsync(file.fileno())
+    _write_json(folder / _STATE_FILE, {"step": step, "sha256": digests})
+    with (folder / _STATE_FILE).open("rb") as file:
         os.fsync(file.fileno())
     sync_folder(folder)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content), encoding="utf-8")
 
 
 def _is_intact(folder: Path, step: int) -> bool:

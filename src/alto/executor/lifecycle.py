@@ -174,6 +174,7 @@ class JobLifecycle:
         for job in state.jobs.values():
             self._recorder.losses(job)
             state.slot_manager.save(job)
+        state.slot_manager.seal(state.jobs.values())
         ranks.barrier()  # until every state is on disk
         self._recorder.checkpoint(state.jobs.values(), state.stopwatch.time_s)
         if ranks.is_first:

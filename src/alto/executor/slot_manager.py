@@ -238,6 +238,11 @@ class SlotManager:
             if not job.is_resumable:
                 self._store.remove(job.id, "last")
 
+    def seal(self, jobs: Iterable[JobState]) -> None:
+        """Make the saved states of ``jobs`` durable, for a checkpoint that refers to them."""
+        with self.stopwatch.timing("saving"):
+            self._store.seal((job.id, "last") for job in jobs if not job.is_resumable)
+
     def commit(self) -> None:
         """Commit the saved states: a resumed run starts from them."""
         self._store.commit()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,11 @@ class SavedAdapter:
     def has_head(self) -> bool:
         """Whether it has a classification head, which a causal LM does not have."""
         return HEAD in self.weights.extras
+
+    @property
+    def extra_kinds(self) -> str:
+        """A text that lists the kinds of its tensors other than the matrices; empty if there are none."""
+        return " and ".join(dict.fromkeys(map(_kind, self.weights.extras)))
 
     @property
     def config_file(self) -> Path:
@@ -350,16 +355,11 @@ def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
     if adapter.weights.extras:
         return (
             "an adapter of low-rank matrices alone, which is what vLLM reads",
-            f"{_kinds(adapter.weights.extras)} in {adapter.folder}",
+            f"{adapter.extra_kinds} in {adapter.folder}",
         )
     if adapter.rank > _RANKS[-1]:
         return f"adapters of rank {_RANKS[-1]} at most, which vLLM takes", f"rank {adapter.rank}"
     return None
-
-
-def _kinds(extras: Iterable[str]) -> str:
-    """Return a text that lists the kinds of tensors other than the matrices."""
-    return " and ".join(dict.fromkeys(map(_kind, extras)))
 
 
 def _kind(name: str) -> str:

@@ -206,7 +206,7 @@ ExportForm: TypeAlias = Literal["adapter", "per_expert", "merged", "gguf", "conf
 """In this order: an adapter in PEFT's format; an adapter with separate matrices for every expert; a model with the
 adapter merged, in safetensors, or in one GGUF file; the configuration of another trainer."""
 
-GgufType: TypeAlias = Literal["f16", "q8_0"]
+GgufType: TypeAlias = Literal["f16", "q8_0", "adapter"]
 """The data type of the matrices in a GGUF file."""
 
 ForeignTool: TypeAlias = Literal["trl", "axolotl", "llamafactory"]
