@@ -38,7 +38,7 @@ CASES = [
     [("user", "Hi.")],
     [("system", "Be brief."), ("user", "Hi.")],
     [("system", "Be brief."), ("user", "Hi."), ("assistant", "Yes?"), ("user", "What is 2 + 2?")],
-    [("user", "Hi."), ("assistant", "Yes?"), ("user", "A {brace} and \"quotes\"")],
+    [("user", "Hi."), ("assistant", "Yes?"), ("user", 'A {brace} and "quotes"')],
 ]
 
 

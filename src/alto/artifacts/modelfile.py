@@ -1,4 +1,4 @@
-"""Ollama's Modelfile beside a GGUF file: which files it uses, how messages become a prompt, and where an answer ends."""
+"""Ollama's Modelfile beside a GGUF file: the files it uses, the prompt that messages become, the end of an answer."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def modelfile(winner: Winner, use: ModelUse, uses: Sequence[str]) -> tuple[str, 
         lines.append(f"TEMPLATE {_QUOTES}{template}{_QUOTES}")
     else:
         notes = (
-            f"The {MODELFILE_NAME} has no TEMPLATE, because Ollama cannot express the chat template; Ollama chooses one "
-            "that it knows, or sends prompts without one.",
+            f"The {MODELFILE_NAME} has no TEMPLATE, because Ollama cannot express the chat template; Ollama chooses "
+            "one that it knows, or sends prompts without one.",
         )
     lines += [f"PARAMETER {key} {value}" for key, value in _parameters(winner, tokenizer)]
     return "\n".join([*lines, ""]), notes
@@ -97,9 +97,9 @@ class ChatPrompt:
                 rendered(one), rendered(one, asks=True), rendered(more), rendered(led)
             )  # fmt: skip
             begin, end = alone.split(user)
-            begin_3, user_to_assistant, rest = _split(three, user, assistant)
-            assistant_to_user, end_3 = rest.split(again)
-            begin_system, system_to_user, end_system = _split(with_system, system, user)
+            _, user_to_assistant, rest = _split(three, user, assistant)
+            assistant_to_user, _ = rest.split(again)
+            begin_system, system_to_user, _ = _split(with_system, system, user)
         except Exception:  # templates raise errors of their own for messages that they refuse
             return None
         before_user = _common_suffix(begin, assistant_to_user, system_to_user)
