@@ -102,7 +102,8 @@ class ChatPrompt:
             begin_system, system_to_user, _ = _split(with_system, system, user)
         except Exception:  # templates raise errors of their own for messages that they refuse
             return None
-        before_user = _common_suffix(begin, assistant_to_user, system_to_user)
+        # What ends a user's message ends others too, if it is before the user's.
+        before_user = _common_suffix(begin, assistant_to_user, system_to_user).removeprefix(end)
         found = cls(
             before={
                 "system": begin_system,
