@@ -83,7 +83,7 @@ bench-paper: $(VENV)/.bench ## Set up, then measure the paper's tables and figur
 	$(BIN)/python -m tools.make_benchmark_docs
 
 .PHONY: bench-real
-bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for hours (SCALE=gpu: minutes; after a kill it continues)
+bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for hours (SCALE=gpu: on a GPU; after a kill it continues)
 	$(BIN)/python -m tools.make_real_model
 	$(BIN)/python -m benchmarks.paper real --scale $(SCALE)
 	$(BIN)/python -m tools.make_benchmark_docs

@@ -362,7 +362,7 @@ def trl_duration_s(rows: Sequence[Row]) -> float:
 def notes(options: argparse.Namespace) -> list[str]:
     """Return a description of the run, in sentences."""
     scale = SCALES[options.scale]
-    found, dtype = [], "bfloat16" if options.scale == "gpu" else "float32"
+    found, dtype = [], next(size.dtype for size in scale.sweeps.values() if isinstance(size, Size))
     for name, size in scale.sweeps.items():
         test = size.test if isinstance(size, Size) else size.heldout
         jobs = len(size.learning_rates) * len(size.ranks) * len(size.batch_sizes)

@@ -217,15 +217,16 @@ def save_tokenizer(winner: Winner, folder: Path) -> ModelUse:
     Returns:
         Facts that decide how the adapter, or the merged model, is loaded and prompted.
     """
-    load_tokenizer(winner.base).save_pretrained(folder)
-    return use_of(winner)
+    tokenizer = load_tokenizer(winner.base)
+    tokenizer.save_pretrained(folder)
+    return use_of(winner, tokenizer)
 
 
-def use_of(winner: Winner) -> ModelUse:
+def use_of(winner: Winner, tokenizer: Any) -> ModelUse:
     """Return the facts that decide how the adapter, or the merged model, is loaded and prompted."""
     return ModelUse(
         model_class=loading_class(winner.base),
-        has_template=bool(load_tokenizer(winner.base).chat_template),
+        has_template=bool(tokenizer.chat_template),
         labels=winner.labels,
         rows=winner.data,
         trust_remote_code=winner.base.trust_remote_code,
@@ -367,7 +368,8 @@ def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> _Writ
     tensors = described.tensors(model)
     file = described.file_name
     what, how = f"`{file}`, for llama.cpp", _shell(gguf_command(Path(file)))
-    ollama, ollama_notes = modelfile(winner, use_of(winner), [f"FROM ./{file}"])
+    tokenizer = load_tokenizer(winner.base)
+    ollama, ollama_notes = modelfile(winner, tokenizer, use_of(winner, tokenizer), [f"FROM ./{file}"])
     with new_folder(folder) as fresh:
         described.write(fresh / file, tensors)
         (fresh / MODELFILE_NAME).write_text(ollama, encoding="utf-8")
@@ -377,9 +379,10 @@ def _write_gguf(winner: Winner, folder: Path, settings: ExportSettings) -> _Writ
 
 
 def _write_gguf_adapter(winner: Winner, folder: Path) -> _Written:
-    described, base = GgufAdapter.of(winner), winner.base_model
-    uses = [f"# The name of {base} in Ollama, or the path of its GGUF file:", f"FROM {base}"]
-    ollama, notes = modelfile(winner, use_of(winner), [*uses, f"ADAPTER ./{described.file_name}"])
+    described, base, tokenizer = GgufAdapter.of(winner), winner.base_model, load_tokenizer(winner.base)
+    files = [f"# The name of {base} in Ollama, or the path of its GGUF file:", f"FROM {base}"]
+    files.append(f"ADAPTER ./{described.file_name}")
+    ollama, notes = modelfile(winner, tokenizer, use_of(winner, tokenizer), files)
     with new_folder(folder) as fresh:
         described.write(fresh / described.file_name)
         (fresh / MODELFILE_NAME).write_text(ollama, encoding="utf-8")

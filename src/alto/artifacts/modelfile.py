@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from alto.artifacts.card import ModelUse
 from alto.artifacts.winner import Winner
-from alto.backbone import load_tokenizer
+from alto.backbone import end_tokens
 
 MODELFILE_NAME = "Modelfile"
 
@@ -25,14 +25,13 @@ _QUOTES = '"""'
 Messages = Sequence[Mapping[str, str]]
 
 
-def modelfile(winner: Winner, use: ModelUse, uses: Sequence[str]) -> tuple[str, tuple[str, ...]]:
+def modelfile(winner: Winner, tokenizer: Any, use: ModelUse, files: Sequence[str]) -> tuple[str, tuple[str, ...]]:
     """Return the text of a Modelfile, and notices as sentences.
 
     Args:
-        uses: Its first lines, such as ``FROM ./model.gguf``.
+        files: Its first lines, which name files, such as ``FROM ./model.gguf``.
     """
-    tokenizer = load_tokenizer(winner.base)
-    lines, notes = list(uses), tuple[str, ...]()
+    lines, notes = list(files), tuple[str, ...]()
     template = "{{ .Prompt }}"
     if use.is_chat:
         prompt = ChatPrompt.of(tokenizer)
@@ -49,14 +48,13 @@ def modelfile(winner: Winner, use: ModelUse, uses: Sequence[str]) -> tuple[str, 
 
 
 def _parameters(winner: Winner, tokenizer: Any) -> list[tuple[str, str]]:
-    """Return the stop tokens, and how the base model's own settings choose tokens."""
+    """Return Ollama's parameters: the tokens that end an answer, and the sampling settings of the base model."""
     try:
         settings = GenerationConfig.from_pretrained(winner.base_model)
     except OSError:  # a base model without such settings
         settings = GenerationConfig()
-    ends = settings.eos_token_id if settings.eos_token_id is not None else tokenizer.eos_token_id
-    ids = [ends] if isinstance(ends, int) else list(ends or ())
-    found = [("stop", f'"{tokenizer.convert_ids_to_tokens(index)}"') for index in ids]
+    ends = sorted(end_tokens(settings, tokenizer))
+    found = [("stop", f'"{tokenizer.convert_ids_to_tokens(index)}"') for index in ends]
     if not settings.do_sample:
         return [*found, ("temperature", "0")]
     values = {name: getattr(settings, key, None) for key, name in _SAMPLING.items()}
@@ -93,16 +91,14 @@ class ChatPrompt:
         more = [*one, {"role": "assistant", "content": assistant}, {"role": "user", "content": again}]
         led = [{"role": "system", "content": system}, *one]
         try:
-            alone, asked, three, with_system = (
-                rendered(one), rendered(one, asks=True), rendered(more), rendered(led)
-            )  # fmt: skip
+            alone, asked = rendered(one), rendered(one, asks=True)
             begin, end = alone.split(user)
-            _, user_to_assistant, rest = _split(three, user, assistant)
+            _, user_to_assistant, rest = _split(rendered(more), user, assistant)
             assistant_to_user, _ = rest.split(again)
-            begin_system, system_to_user, _ = _split(with_system, system, user)
-        except Exception:  # templates raise errors of their own for messages that they refuse
+            begin_system, system_to_user, _ = _split(rendered(led), system, user)
+        except Exception:  # a text is missing or repeated, or the template refuses a message with an error of its own
             return None
-        # What ends a user's message ends others too, if it is before the user's.
+        # A text that ends every message belongs to the message before it.
         before_user = _common_suffix(begin, assistant_to_user, system_to_user).removeprefix(end)
         found = cls(
             before={

@@ -11,6 +11,7 @@ from alto.backbone.fingerprint import (
 )
 from alto.backbone.load import (
     SHIPPED_MODELS,
+    end_tokens,
     load_backbone,
     load_config,
     load_network,
@@ -45,6 +46,7 @@ __all__ = [
     "config_notes",
     "dequantised",
     "device_name",
+    "end_tokens",
     "find_named_base",
     "is_out_of_memory",
     "limits_of",

@@ -150,7 +150,7 @@ class FusedMlp(FusedForward):
     def __init__(self, module: nn.Module, functions: ModuleType, names: tuple[str, ...]) -> None:
         super().__init__(module)
         self._functions, self._names = functions, names
-        # Read now, because a layer with adapters, which may replace this one, has no sizes.
+        # The size is read before adapters are injected, because layers with adapters have no ``out_features``.
         self._width = getattr(module, names[0]).out_features // (2 if len(names) == 2 else 1)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -128,6 +128,14 @@ def _check_half_precision(spec: BaseModelSpec, device: torch.device) -> None:
     )
 
 
+def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end a text: the tokenizer's EOS, which ends every trained row, and the model's own EOS
+    tokens."""
+    own = generation_config.eos_token_id if generation_config is not None else None
+    named = own if isinstance(own, list) else [own]
+    return frozenset(token for token in (*named, tokenizer.eos_token_id) if token is not None)
+
+
 def load_tokenizer(spec: BaseModelSpec) -> Any:
     """Load the tokenizer of a base model without reading weights; raise the same errors as :func:`load_backbone`."""
     tokenizer = copy.deepcopy(spec.objects.tokenizer) if spec.objects is not None else _read_tokenizer(spec)

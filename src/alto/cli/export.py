@@ -102,7 +102,9 @@ def _show(result: ExportResult) -> None:
     compared = ""
     if result.difference is not None:
         compared = f" (logits differ from the adapter's by {result.difference:.1e}, relative)"
-    lines = [f"{_HOLDS[result.form]}: {result.folder}{compared}"]
+    # A merged model has a difference; the form "gguf" may also be the adapter alone.
+    what = "adapter" if result.form == "gguf" and result.difference is None else _HOLDS[result.form]
+    lines = [f"{what}: {result.folder}{compared}"]
     if result.url:
         lines.append(f"hub: {result.url}")
     lines += [f"note: {note}" for note in result.notes]

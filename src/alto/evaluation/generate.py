@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from alto.backbone import Backbone, is_out_of_memory, limits_of, release_memory
+from alto.backbone import Backbone, end_tokens, is_out_of_memory, limits_of, release_memory
 from alto.data import LabelledText, Message, Pair, Row, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.scorers import Answer
@@ -186,14 +186,6 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
                 f"expected prompts shorter than the model's {limit} positions, found {len(prompt)} tokens "
                 f"in row {number}; leave the row out, or use a base model with more positions"
             )
-
-
-def end_tokens(generation_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a text: the tokenizer's EOS, which ends every trained row, and the model's own EOS
-    tokens."""
-    own = generation_config.eos_token_id if generation_config is not None else None
-    named = own if isinstance(own, list) else [own]
-    return frozenset(token for token in (*named, tokenizer.eos_token_id) if token is not None)
 
 
 @torch.no_grad()

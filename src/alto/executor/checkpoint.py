@@ -20,12 +20,12 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from alto.base import open_regular, read_json, sync_folder, writing
+from alto.base import open_regular, read_json, replace_file, sync_folder, writing
 from alto.lora import AdapterWeights, OptimizerState, read_adapter
 from alto.runs import RunDir
 
@@ -46,7 +46,7 @@ class StateStore:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         self._uncommitted: set[Path] = set()
-        self._unsealed: dict[Path, int] = {}  # with the step of each state
+        self._unsealed: dict[Path, int] = {}  # steps by folder
 
     def save(self, job: str, kind: Kind, step: int, fill: Callable[[Path], None]) -> None:
         """Save a state in :meth:`folder`, atomically. It becomes part of a checkpoint at the next :meth:`seal` and
@@ -67,7 +67,7 @@ class StateStore:
             fresh.mkdir(parents=True)
             try:
                 fill(fresh)
-                _write_json(fresh / _STATE_FILE, {"step": step})
+                (fresh / _STATE_FILE).write_text(json.dumps({"step": step}), encoding="utf-8")
             except BaseException:
                 shutil.rmtree(fresh, ignore_errors=True)
                 raise
@@ -171,14 +171,7 @@ def _seal(folder: Path, step: int) -> None:
             with path.open("rb") as file:
                 digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
                 os.fsync(file.fileno())
-    _write_json(folder / _STATE_FILE, {"step": step, "sha256": digests})
-    with (folder / _STATE_FILE).open("rb") as file:
-        os.fsync(file.fileno())
-    sync_folder(folder)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content), encoding="utf-8")
+    replace_file(folder / _STATE_FILE, json.dumps({"step": step, "sha256": digests}))
 
 
 def _is_intact(folder: Path, step: int) -> bool:

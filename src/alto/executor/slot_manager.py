@@ -239,7 +239,7 @@ class SlotManager:
                 self._store.remove(job.id, "last")
 
     def seal(self, jobs: Iterable[JobState]) -> None:
-        """Make the saved states of ``jobs`` durable, for a checkpoint that refers to them."""
+        """Make the saved states that a checkpoint of ``jobs`` refers to durable."""
         with self.stopwatch.timing("saving"):
             self._store.seal((job.id, "last") for job in jobs if not job.is_resumable)
 

@@ -207,7 +207,7 @@ ExportForm: TypeAlias = Literal["adapter", "per_expert", "merged", "gguf", "conf
 adapter merged, in safetensors, or in one GGUF file; the configuration of another trainer."""
 
 GgufType: TypeAlias = Literal["f16", "q8_0", "adapter"]
-"""The data type of the matrices in a GGUF file."""
+"""The content of a GGUF file: the merged model with matrices of this data type, or the adapter alone."""
 
 ForeignTool: TypeAlias = Literal["trl", "axolotl", "llamafactory"]
 """The trainers for which an export can write configurations."""
