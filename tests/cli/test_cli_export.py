@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import IDS, apart, logits_of
+from exported import IDS, apart, logits_of, save_adapter
 from moe_models import build_mixture, random_adapter
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -152,6 +152,13 @@ def test_a_classifier_is_merged_with_its_head_and_labels(tmp_path: Path) -> None
         assert model.config.id2label == {0: "no", 1: "yes"}
     kind, printed = refused(result.run_dir, "--to", tmp_path / "gguf", "--gguf", "f16")
     assert (kind, "found a classification head" in printed) == (UnsupportedError, True)
+
+
+@pytest.mark.parametrize(("kind", "holds"), [("adapter", "adapter: "), ("q8_0", "model: ")])
+def test_a_line_says_what_a_gguf_file_holds(kind: str, holds: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="needs the extra 'gguf'")
+    adapter = save_adapter(save_model(tmp_path / "base"), tmp_path / "mine")
+    assert exported(adapter, "--to", tmp_path / "file", "--gguf", kind).startswith(f"{holds}{tmp_path / 'file'}")
 
 
 def test_the_best_adapter_of_a_run_is_written_with_every_expert_by_itself(base: Path, tmp_path: Path) -> None:
