@@ -12,6 +12,7 @@ from alto import Engine
 from alto.engine import queue_setup
 from alto.engine.queue_setup import QueueSetup
 from alto.executor.profiling.meter import capacity_bytes
+from alto.records import ThreadTime
 from alto.runs import read_queue_history
 
 GIB = 2**30
@@ -42,6 +43,27 @@ def test_slots_are_limited_by_tasks_and_memory(num_tasks: int, num_gpus: int, sl
 def test_no_more_than_cores(machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     machine.setattr(queue_setup, "num_cores", lambda: 2)
     assert setup().sized_for([make_task(tmp_path)] * 5).total_gpus == 2
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "cores", "step_s", "slots"),
+    [
+        (3, 2, {2: 1.0, 1: 1.75}, 1),  # two rounds on two slots take 3.5, three on one slot take 3
+        (3, 2, {2: 1.0, 1: 1.4}, 2),
+        (4, 2, {2: 1.0, 1: 1.75}, 2),
+        (5, 8, {8: 1.0, 4: 1.5, 2: 2.5, 1: 4.5}, 5),  # five processes of one thread: 4.5; four of two: 5
+        (5, 8, {8: 1.0, 4: 1.5, 2: 2.5, 1: 5.5}, 2),  # three rounds of 1.5
+        (3, 8, {8: 1.0, 4: 1.0}, 3),  # of the fewer threads, only half were measured: a quarter takes twice as long
+        (5, 8, {}, 5),
+    ],
+)
+def test_measured_steps_decide_how_many_threads_a_slot_has(
+    num_tasks: int, cores: int, step_s: dict[int, float], slots: int, machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    machine.setattr(queue_setup, "num_cores", lambda: cores)
+    known = tuple(ThreadTime(num_threads=number, duration_s=seconds) for number, seconds in step_s.items())
+    machine.setattr(queue_setup, "kept_thread_times", lambda model, available: known)
+    assert setup().sized_for([make_task(tmp_path)] * num_tasks).total_gpus == slots
 
 
 @pytest.mark.parametrize("changes", [{"total_gpus": 3}, {"cluster": "auto"}])

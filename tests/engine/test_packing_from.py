@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import make_task, read_journal
 from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
 from alto.errors import RunError, RunNotFoundError
-from alto.executor.profiling import planning
+from alto.executor.profiling import planning, using_threads
 
 SPACE = {"lr": [1e-3, 1e-2, 3e-3]}
 
@@ -67,6 +68,7 @@ def test_the_journal_has_the_packing(first: Path) -> None:
         "max_tokens_per_pass": 4096,
         "gradient_checkpointing": False,
         "device": "cpu",
+        "threads": torch.get_num_threads(),
     }
 
 
@@ -82,6 +84,19 @@ def test_a_run_packed_as_another_is_equal_to_the_last_bit(task: alto.Task, first
     assert weights[0].read_bytes() == weights[1].read_bytes()
     from_again = engine.tune(task, packing_from=again).run_dir
     assert losses(from_again) == losses(first)
+
+
+def test_the_number_of_threads_is_that_of_the_other_run(task: alto.Task, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with using_threads(3):
+            first = alto.Engine(output_dir=tmp_path).tune(task).run_dir
+        again = alto.Engine(output_dir=tmp_path).tune(task, packing_from=first).run_dir
+        assert packing(first)["threads"] == packing(again)["threads"] == 3
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("packed_otherwise")

@@ -20,6 +20,7 @@ from alto.engine.existing_runs import (
     packed_as,
     refit_folder,
     refit_task,
+    threads_of,
 )
 from alto.engine.gpus import STRATEGIES, is_launched, show_result, shown
 from alto.engine.launched import LaunchedRunner
@@ -32,6 +33,7 @@ from alto.engine.task_queue import TaskQueue
 from alto.engine.trainer_callbacks import observers_of
 from alto.errors import SpecError
 from alto.evaluation import EvaluationSettings, OnProgress
+from alto.executor.profiling import using_threads
 from alto.executor.profiling.planning import with_free_space
 from alto.records import (
     DataPreview,
@@ -141,7 +143,8 @@ class Engine:
             check_has_id([task], "packing_from, which compares names of base models")
             num_ranks = task.num_gpus if is_launched(task, self.strategy, self._device) else 1
             task = packed_as(portable(task), packing_from, device_name(self._device), num_ranks)
-        with self._runner_of(task, progress=self.progress) as runner:
+        num_threads = None if packing_from is None else threads_of(packing_from)
+        with using_threads(num_threads), self._runner_of(task, progress=self.progress) as runner:
             result = TaskResult(runner.begin(task, Path(self.output_dir)))
         show_result(result, self.progress)
         return result

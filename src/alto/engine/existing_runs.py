@@ -165,6 +165,12 @@ def packed_as(task: Task, run: str | Path, device_name: str, num_ranks: int) -> 
         ) from error
 
 
+def threads_of(run: str | Path) -> int | None:
+    """Return the number of CPU threads with which ``run`` began; None if its journal has none."""
+    started = _started(RunDir.open(run))
+    return None if started is None else started.num_threads
+
+
 def _started(run_dir: RunDir) -> TaskStarted | None:
     """Return the first event of a run; None if it has none or it cannot be read."""
     lines = read_intact_events(run_dir.journal_file)[:1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
@@ -14,6 +15,7 @@ from alto.engine.estimates import allowed_estimate, known_estimate, num_ranks_of
 from alto.engine.gpus import check_num_gpus
 from alto.errors import SpecError
 from alto.executor import cache
+from alto.executor.profiling import kept_thread_times
 from alto.executor.profiling.meter import capacity_bytes
 from alto.records import Node, Schedule, TaskEstimate
 from alto.runs import Journal, QueueEntry
@@ -60,8 +62,10 @@ class QueueSetup:
     def sized_for(self, tasks: Sequence[Task]) -> Self:
         """Return this setup with a number of CPU slots for ``tasks``, if the user has not set one.
 
-        Several processes of one thread train more tokens per second than one process with as many threads. So there
-        are as many slots as the tasks ask for, but not more than cores, nor more than processes fit into the memory.
+        There are at most as many slots as the tasks ask for, as there are cores, and as processes fit into the memory.
+        Several processes of one thread train more tokens per second than one process with as many threads, so there
+        are this many, unless measurements of the base models (``alto plan``, ``alto tune``) show that equal tasks end
+        sooner on fewer slots: three tasks on two cores, for example, if a second thread is worth more than half a core.
         If the size of a base model is not known, there is one slot.
         """
         if self.total_gpus is not None or self.cluster != "local" or not tasks or torch.cuda.is_available():
@@ -71,7 +75,8 @@ class QueueSetup:
             return self
         process_bytes = _PROCESS_BYTES + _COPIES * max(of_model.values())
         fitting = capacity_bytes(torch.device("cpu")) // process_bytes
-        return replace(self, total_gpus=max(1, min(sum(task.num_gpus for task in tasks), num_cores(), fitting)))
+        num_slots = max(1, min(sum(task.num_gpus for task in tasks), num_cores(), fitting))
+        return replace(self, total_gpus=_fastest_division(tasks, num_slots))
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[Cluster]:
@@ -121,6 +126,24 @@ class QueueSetup:
 
     def _num_ranks(self, task: Task) -> int:
         return num_ranks_of(task, is_parallel=self.is_parallel)
+
+
+def _fastest_division(tasks: Sequence[Task], most: int) -> int:
+    """Return the number of slots, at most ``most``, on which equal tasks end first by the kept durations of a step with
+    each number of threads; ``most`` if the durations for a base model are not known."""
+    num_tasks, num_needed, cores = len(tasks), max(task.num_gpus for task in tasks), num_cores()
+    makespans = dict.fromkeys(range(num_needed, most + 1), 0.0)
+    for model in {task.model for task in tasks}:
+        known = {time.num_threads: time.duration_s for time in kept_thread_times(model, cores)}
+        if not known:
+            return most
+        for num_slots in makespans:
+            threads = cores * num_needed // num_slots
+            # Threads between two measured numbers are no help; below the fewest, time grows as threads are taken away.
+            fewer = max((number for number in known if number <= threads), default=None)
+            step_s = known[min(known)] * min(known) / threads if fewer is None else known[fewer]
+            makespans[num_slots] += math.ceil(num_tasks * num_needed / num_slots) * step_s / known[cores]
+    return min(makespans, key=lambda num_slots: (makespans[num_slots], -num_slots), default=most)
 
 
 def unique_names(tasks: Sequence[Task]) -> list[str]:

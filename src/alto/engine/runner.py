@@ -50,7 +50,7 @@ from alto.executor import (
     resolve_early_exit,
     run_alone,
 )
-from alto.executor.profiling import pack, plan
+from alto.executor.profiling import pack, plan, using_threads
 from alto.lora import adapter_base_model
 from alto.objectives import find_objective
 from alto.records import TaskOutcome, TaskPlan
@@ -66,7 +66,7 @@ from alto.runs import (
     remove_states,
     task_outcome,
 )
-from alto.runs.events import NO_SEQ, BaseDescription, MeasuringBegun
+from alto.runs.events import NO_SEQ, BaseDescription, MeasuringBegun, TaskStarted
 from alto.search import check_installed
 from alto.spec import BaseObjects, MixtureSource, Task, quantisation_keys, read_run_task
 from alto.trackers import Tracker, chosen_trackers, tracking
@@ -271,7 +271,10 @@ class TaskRunner:
                 for observer in observers:
                     observer(replace(entry, is_replayed=True))
             try:
-                with self._journal(run_dir, observers, resume_state) as journal:
+                with (
+                    using_threads(_num_threads(prepared, resume_state) if bank is None else None),
+                    self._journal(run_dir, observers, resume_state) as journal,
+                ):
                     start = RunStart(
                         run_dir=run_dir,
                         resume_state=resume_state,
@@ -402,6 +405,15 @@ class _Prepared:
     sampler: Sampler | None
     base: BaseDescription | None
     forecast: TaskPlan | None = None
+
+
+def _num_threads(prepared: _Prepared, resume_state: ResumeState) -> int | None:
+    """Return the number of CPU threads with which the run began, or which its measurement found to be the fastest;
+    None if any number will do."""
+    for entry in resume_state.entries:
+        if isinstance(entry.event, TaskStarted):
+            return entry.event.num_threads
+    return None if prepared.forecast is None else prepared.forecast.throughput.num_threads
 
 
 def portable(task: Task) -> Task:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone, config_notes, device_name, router_notes
@@ -196,15 +197,16 @@ def _resume_event(state: TrainingState, start: RunStart) -> TaskResumed:
 
 
 def _packing(state: TrainingState) -> dict[str, Any]:
-    """Return the settings that determine which jobs share a forward pass; runs with the same settings are
-    bit-identical."""
-    task = state.context.task
+    """Return the settings that determine which jobs share a forward pass, and the number of CPU threads (None on a
+    GPU); runs with the same settings are bit-identical."""
+    task, device = state.context.task, state.context.backbone.device
     return {
         "max_slots": task.max_slots,
         "max_tokens_per_step": task.max_tokens_per_step,
         "max_tokens_per_pass": task.max_tokens_per_pass,
         "gradient_checkpointing": task.gradient_checkpointing,
-        "device": device_name(state.context.backbone.device),
+        "device": device_name(device),
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
     }
 
 

@@ -16,8 +16,9 @@ from alto.base import cache_home, read_json, replace_file
 from alto.spec import is_object_name
 from alto.version import version_of
 
-Kind: TypeAlias = Literal["profiles", "estimates", "references"]
-"""Kinds of entries, each in its own folder: profiles of steps, estimates of tasks, reference log-probs."""
+Kind: TypeAlias = Literal["profiles", "threads", "estimates", "references"]
+"""Kinds of entries, each in its own folder: profiles of steps, durations of steps by number of threads, estimates of
+tasks, reference log-probs."""
 
 
 _MAX_BYTES = 1024**3

@@ -39,6 +39,7 @@ from alto.records.measurements import (
     MemoryProfile,
     PackingForecast,
     TaskPlan,
+    ThreadTime,
     Throughput,
     ThroughputPoint,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "TaskEstimate",
     "TaskOutcome",
     "TaskPlan",
+    "ThreadTime",
     "Throughput",
     "ThroughputPoint",
     "exit_reason",

@@ -151,6 +151,14 @@ class ThroughputPoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ThreadTime:
+    """The duration of one training step with a number of CPU threads, in seconds."""
+
+    num_threads: int
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
     """The model of a training step's duration: ``step_s + job_s * jobs + token_s * tokens`` seconds.
 
@@ -159,6 +167,8 @@ class Throughput:
         job_s: Seconds that each job of the step adds.
         token_s: Seconds that each token of the step adds.
         eval_token_s: Seconds per validation token of an evaluation.
+        num_threads: Number of CPU threads with which all durations were measured, the fastest number that was tried;
+            None if no others were tried.
     """
 
     step_s: float
@@ -166,6 +176,7 @@ class Throughput:
     token_s: float
     eval_token_s: float
     points: tuple[ThroughputPoint, ...]
+    num_threads: int | None = None
 
     @property
     def spread(self) -> float:

@@ -56,6 +56,7 @@ def plan_text(plan: TaskPlan, *, price_per_hour: float | None = None) -> Rendera
         f"max_slots {plan.max_slots}, max_tokens_per_step {plan.max_tokens_per_step:,}, "
         f"max_tokens_per_pass {plan.max_tokens_per_pass:,}"
         + (", gradient_checkpointing" if plan.gradient_checkpointing else "")
+        + (f", {format_count_of(threads, 'CPU thread')}" if (threads := plan.throughput.num_threads) else "")
         + f"; at most {_size(plan.peak_bytes)}"
     )
     most, expected = (None, None) if price_per_hour is None else plan.cost(price_per_hour)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
+
+import torch
 
 from alto.backbone import Backbone
 from alto.data import DataOrder, JobRows, TaskData
@@ -23,12 +25,13 @@ from alto.executor.planned_job import PlannedJob, plan_jobs
 from alto.executor.profiling.budget import LEAST_TIMED_S, MAX_JOBS, MOST_TIMES, MeasuringBudget, StepShape, step_shapes
 from alto.executor.profiling.meter import capacity_bytes, peak_bytes, reset_peak, spread_of
 from alto.executor.profiling.sketch import NUM_EVALUATED, RowLength, synthetic_rows
+from alto.executor.profiling.threads import fastest, thread_counts, using_threads
 from alto.executor.ranks import Ranks
 from alto.executor.shared_bank import BankSize, build_trainer
 from alto.executor.trainer import Trainer
 from alto.lora import eject
 from alto.objectives import find_objective
-from alto.records import MemoryPoint, ThroughputPoint
+from alto.records import UNSTEADY, MemoryPoint, ThreadTime, ThroughputPoint
 from alto.scheduler import fit_memory
 from alto.spec import LOAD_IN_4BIT, Task, find_method
 
@@ -42,7 +45,9 @@ class Measured:
 
     Attributes:
         memory: Peaks without the bank.
-        durations: Durations of steps, without the first step of each size.
+        durations: Durations of steps, without the first step of each size, with the fastest number of CPU threads.
+        threads: Durations of the last of these steps by number of CPU threads, all threads first; empty if only one
+            number was tried.
     """
 
     memory: tuple[MemoryPoint, ...]
@@ -50,6 +55,12 @@ class Measured:
     eval_token_s: float
     capacity_bytes: int
     duration_s: float
+    threads: tuple[ThreadTime, ...] = ()
+
+    @property
+    def num_threads(self) -> int | None:
+        """The fastest number of CPU threads; None if only one number was tried."""
+        return fastest(self.threads).num_threads if self.threads else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for :meth:`from_dict`."""
@@ -68,6 +79,7 @@ class Measured:
             eval_token_s=values["eval_token_s"],
             capacity_bytes=values["capacity_bytes"],
             duration_s=values["duration_s"],
+            threads=tuple(ThreadTime(**time) for time in values.get("threads", ())),
         )
 
 
@@ -172,11 +184,17 @@ def measure(
             raise DeviceMemoryError(_nothing_fits(refused[0].num_tokens, backbone))
         if not _has_two_sizes(memory):
             raise DeviceMemoryError(_nothing_more_fits(memory[-1].num_tokens, num_tokens, backbone))
+        threads: tuple[ThreadTime, ...] = ()
+        if backbone.device.type == "cpu" and ranks.is_alone:
+            last = _admitted(chosen, todo[len(memory) - 1], len(rows.train), ranks)
+            threads = tuple(_thread_times(trainer, last, ranks, clock, budget=budget, known=durations[-1], began=began))
+            faster = fastest(threads).duration_s / threads[0].duration_s
+            durations = [replace(point, duration_s=point.duration_s * faster) for point in durations]
         evaluated = _admitted(chosen, StepShape(num_jobs=1, batch_size=1), 1, ranks)
         is_warm = backbone.device.type == "cpu"
-        seconds = ranks.max(
-            statistics.median(_timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm))
-        )
+        with using_threads(fastest(threads).num_threads if threads else None):
+            repeats_s = _timed(lambda: trainer.evaluate(evaluated), ranks, clock, is_warm=is_warm)
+        seconds = ranks.max(statistics.median(repeats_s))
         eval_token_s = seconds / (len(evaluated) * rows.validation.num_tokens)
     except RowTooLargeError as error:
         raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
@@ -188,7 +206,38 @@ def measure(
         eval_token_s=eval_token_s,
         capacity_bytes=capacity,
         duration_s=clock() - began,
+        threads=threads,
     )
+
+
+def _thread_times(
+    trainer: Trainer,
+    jobs: Sequence[JobState],
+    ranks: Ranks,
+    clock: Callable[[], float],
+    *,
+    budget: MeasuringBudget,
+    known: ThroughputPoint,
+    began: float,
+) -> Iterator[ThreadTime]:
+    """Yield the duration of a step of ``jobs`` with all CPU threads, and with half, a quarter, … of them, within the
+    budget of time. While other programs use the machine, only all threads are tried.
+
+    Args:
+        known: The step with all threads.
+        began: When the measurement began.
+    """
+    all_threads, *fewer = thread_counts(torch.get_num_threads())
+    last_s = known.duration_s
+    yield ThreadTime(num_threads=all_threads, duration_s=last_s)
+    if known.spread >= UNSTEADY:
+        return
+    for num_threads in fewer:
+        if not budget.allows(known.num_tokens, token_s=2 * last_s / known.num_tokens, spent_s=clock() - began):
+            return
+        with using_threads(num_threads):
+            last_s = statistics.median(_steps_s(trainer, jobs, ranks, clock, is_warm=True))
+        yield ThreadTime(num_threads=num_threads, duration_s=last_s)
 
 
 def _measured_jobs(task: Task, num_jobs: int, fitting: float, ranks: Ranks) -> int:

@@ -26,6 +26,7 @@ from alto.executor.context import JobState
 from alto.executor.profiling.measure import MARGIN, Measured, measure
 from alto.executor.profiling.meter import memory_share, spread_of
 from alto.executor.profiling.sketch import RowLength
+from alto.executor.profiling.threads import keep_thread_times
 from alto.executor.ranks import Ranks
 from alto.records import MemoryProfile, TaskPlan, Throughput
 from alto.scheduler import fit_memory, fit_throughput
@@ -127,6 +128,8 @@ def profile_task(
         # Processes on CPU slots, each with a part of the memory, use one measurement.
         of_machine = replace(measured, capacity_bytes=int(measured.capacity_bytes / memory_share()))
         cache.save("profiles", key, of_machine.to_dict())
+        if measured.threads:
+            keep_thread_times(task.model, measured.threads)
     return _profile(measured, cache.name_of(key), is_cached=False)
 
 
@@ -138,6 +141,7 @@ def _check(measured: Measured) -> None:
     """
     values = [value for point in measured.memory for value in asdict(point).values()]
     values += [value for point in measured.durations for value in asdict(point).values()]
+    values += [value for point in measured.threads for value in asdict(point).values()]
     for value in (*values, measured.eval_token_s, measured.capacity_bytes, measured.duration_s):
         if not is_number(value, least=0, most=_MAX_MEASURED):
             raise ValueError(f"invalid measurement: {value!r:.40}")
@@ -161,6 +165,7 @@ def _profile(measured: Measured, name: str, *, is_cached: bool) -> Profile:
             token_s=speed.token_s,
             eval_token_s=measured.eval_token_s,
             points=measured.durations,
+            num_threads=measured.num_threads,
         ),
         is_cached=is_cached,
         duration_s=measured.duration_s,

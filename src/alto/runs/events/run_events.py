@@ -57,8 +57,8 @@ class TaskStarted(RunEvent):
         evaluation_order: Indices of the validation rows in the order of evaluation; an evaluation takes the first of
             them. Empty if every evaluation is on all rows.
         notes: Notices about the data, the model and the settings, as sentences.
-        packing: The settings that decide which jobs share a forward pass, by key of the task file, and the ``device``;
-            None if the journal does not have it.
+        packing: The settings that decide which jobs share a forward pass, by key of the task file, the ``device``, and
+            the number of CPU ``threads`` (None on a GPU); None if the journal does not have it.
         base: Fingerprint and precision of the base model; None if the journal does not have it.
         references: Origin of the reference log-probs; None if the method needs none.
         gpu_hour_price: Price of an hour of one GPU, if the task has a budget of money (``search.budget``); None
@@ -98,6 +98,12 @@ class TaskStarted(RunEvent):
     refit: RefitFact | None = None
     fused: Mapping[str, Any] | None = None
     format: int = field(default=FORMAT, metadata=wire(if_absent=1, always=True))
+
+    @property
+    def num_threads(self) -> int | None:
+        """Number of CPU threads of the run; None on a GPU, or if the journal has no valid number."""
+        found = (self.packing or {}).get("threads")
+        return found if isinstance(found, int) and found > 0 else None
 
     @property
     def ordered_weights(self) -> tuple[float, ...]:
