@@ -88,6 +88,13 @@ bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for ho
 	$(BIN)/python -m benchmarks.paper real --scale $(SCALE)
 	$(BIN)/python -m tools.make_benchmark_docs
 
+.PHONY: test-servers
+test-servers: $(VENV)/.bench ## Set up, then load exports into vLLM and llama.cpp and compare with PEFT (half an hour; make what it needs: ten minutes)
+	$(BIN)/python -m tools.make_real_model --models smollm2-135m gemma-3-270m
+	$(BIN)/python -m tools.make_servers
+	$(BIN)/python -m benchmarks.paper servers --scale cpu
+	$(BIN)/python -m tools.make_benchmark_docs
+
 .PHONY: bench-gpu
 # Uses the given Python and installs nothing, because machines with a GPU have their own torch. The commands take a few
 # minutes each, the slowest last. If one fails, the others still run, and all write to one result per benchmark.
@@ -114,7 +121,7 @@ bench-gpu: ## Run the benchmarks that need an NVIDIA GPU; PYTHON must have torch
 
 .PHONY: clean
 clean: ## Delete .venv, caches, build products, made models and generated data; runs/ stays
-	rm -rf .venv build dist examples/data .models
+	rm -rf .venv .venv-servers build dist examples/data .models
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks tools -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -235,6 +235,11 @@ OTHERS: Mapping[str, Experiment] = {
         topic="generate",
         program="benchmarks.generate:main",
     ),
+    "servers": Experiment(
+        title="What ALTO exports, in the servers that people use",
+        topic="servers",
+        program="benchmarks.servers.program:main",
+    ),
     "service": Experiment(
         title="A service under load",
         topic="service",

@@ -23,6 +23,7 @@ import alto
 from alto.artifacts import winner
 from alto.errors import HubError, RunNotFoundError, SpecError
 from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_obstacle, vllm_rank
+from alto.spec import unserved_by_vllm
 from alto.spec.data_keys import TOOLS_TEMPLATE, chat_template_text
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning"), pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -85,7 +86,6 @@ def test_the_rank_of_the_command_is_one_that_vllm_allows() -> None:
             "an adapter of low-rank matrices alone, which is what vLLM reads, found magnitudes (use_dora) in ",
         ),
         ({"modules_to_save": ["lm_head"]}, "found whole modules (modules_to_save) in "),
-        ({"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 2}}, "one rank and one scale"),
     ],
 )
 def test_what_vllm_cannot_serve_is_reported_instead_of_a_command(
@@ -96,6 +96,29 @@ def test_what_vllm_cannot_serve_is_reported_instead_of_a_command(
     (note,) = result.notes
     assert message in note
     assert note.endswith("--merged writes a model that vLLM serves.")
+
+
+def test_vllm_serves_ranks_and_scales_that_differ_between_modules(base: Path, tmp_path: Path) -> None:
+    settings = {"target_modules": ["q_proj", "k_proj"], "rank_pattern": {"k_proj": 12}, "alpha_pattern": {"k_proj": 2}}
+    result = alto.Engine().export(save_adapter(base, tmp_path / "mine", **settings), tmp_path / "out")
+    assert "--max-lora-rank 16" in result.command
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"r": 8, "rank_pattern": {"q_proj": 512}, "alpha_pattern": {"q_proj": 2}, "bias": "none"}, []),
+        ({"r": 8, "use_dora": True, "bias": "all"}, ["use_dora", "bias"]),
+        ({"r": 1024}, ["a rank above 512"]),
+        (
+            {"r": 8, "rank_pattern": (("q_proj", 600),), "modules_to_save": ["lm_head"]},
+            ["modules_to_save", "a rank above 512"],
+        ),
+        ({}, []),
+    ],
+)
+def test_settings_say_beforehand_what_vllm_cannot_serve(settings: dict[str, Any], names: list[str]) -> None:
+    assert unserved_by_vllm(settings) == names
 
 
 def test_every_kind_of_tensor_is_named_as_what_vllm_cannot_serve(base: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -117,17 +116,6 @@ def test_one_engine_answers_for_all_adapters_and_the_base() -> None:
             "max_lora_rank": 32,
         }
     ]
-
-
-@pytest.mark.usefixtures("vllm")
-@pytest.mark.parametrize("differs", ["rank", "scale"])
-def test_an_adapter_whose_modules_differ_is_refused(differs: str) -> None:
-    """vLLM reads one rank and one scale; it would silently give other answers."""
-    rank = 2 if differs == "rank" else 4
-    weights = AdapterWeights({**adapter("a").weights, "y": (torch.zeros(4, rank), torch.zeros(rank, 4))})
-    scales = {"x": 1.0, "y": 1.0 if differs == "rank" else 0.5}
-    with pytest.raises(UnsupportedError, match=r"one rank and one scale .*adapter_config\.json"):
-        complete([adapter("b"), dataclasses.replace(adapter("a"), weights=weights, scales=scales)], [[5]])
 
 
 @pytest.mark.usefixtures("vllm")

@@ -85,6 +85,25 @@ def test_models_say_whether_they_are_ready(tmp_path: Path) -> None:
             }
 
 
+@pytest.mark.parametrize("has_server", [True, False])
+def test_a_job_whose_adapter_vllm_could_not_serve_is_told_before_it_trains(has_server: bool, tmp_path: Path) -> None:
+    vllm = VllmSettings(url="http://127.0.0.1:9", base_model="base") if has_server else None
+    with opened_service(ServiceSettings(data_dir=str(tmp_path), models={"base": "alto-tiny"}, vllm=vllm)) as service:
+        client = TestClient(create_app(service), base_url="http://localhost")
+        row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}
+        rows = "\n".join([json.dumps(row)] * 12).encode()
+        file = client.post("/v1/files", data={"purpose": "fine-tune"}, files={"file": ("a.jsonl", rows)}).json()["id"]
+        told = {}
+        for use_dora in ([True, False], False):
+            body = {"model": "base", "training_file": file, "hyperparameters": {"use_dora": use_dora}}
+            job = client.post("/v1/fine_tuning/jobs", json=body).json()["id"]
+            events = client.get(f"/v1/fine_tuning/jobs/{job}/events").json()["data"]
+            told[str(use_dora)] = [each["message"] for each in events if each["level"] == "warn"]
+        assert told["False"] == []
+        assert len(told["[True, False]"]) == has_server
+        assert all("cannot serve an adapter with use_dora" in message for message in told["[True, False]"])
+
+
 def test_pages_of_models(service: Service, client: TestClient) -> None:
     models = [add_model(service, job) for job in "abc"]
     page = client.get("/api/models?limit=2").json()

@@ -101,6 +101,21 @@ def test_a_new_model_is_loaded_from_its_folder_and_ready_after_a_token(
     assert vllm.paths().index("/v1/load_lora_adapter") < vllm.paths().index("/v1/chat/completions")
 
 
+def test_an_adapter_that_vllm_cannot_serve_is_not_sent_to_it_and_the_merged_weights_are_named(
+    service: Service, vllm: FakeVllm, turns: Turns
+) -> None:
+    name = add_model(service, "a", use_dora=True, modules_to_save=["lm_head"])
+    other = add_model(service, "b", bias="none", rank_pattern={"q_proj": 4}, alpha_pattern={"q_proj": 2})
+    turns.after()
+    row = row_of(service, name)
+    assert row.serving == "failed"
+    assert row.serving_details is not None
+    assert "found one with use_dora and modules_to_save" in row.serving_details
+    assert f"POST /api/models/{name}/merged" in row.serving_details
+    assert list(vllm.adapters) == [other]
+    assert row_of(service, other).serving == "ready"
+
+
 def test_adapters_in_another_store_are_fetched_to_this_machine(
     tmp_path: Path, service: Service, vllm: FakeVllm
 ) -> None:

@@ -12,9 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-__all__ = ["BASE", "KEY", "PIECES", "FakeVllm", "fake_vllm"]
+__all__ = ["BASE", "KEY", "PIECES", "ROOT", "FakeVllm", "fake_vllm"]
 
 BASE = "tiny-base"
+ROOT = "/models/tiny"
+"""Path with which the server was started."""
 KEY = "key-of-the-server"
 
 
@@ -42,6 +44,7 @@ class FakeVllm:
         redirects_to: Address to which requests are redirected.
         answer: Status and body of the next completions, in place of its own.
         headers: Further headers of every answer.
+        cache: Folder in which it looks for adapters that requests name; None if it has no resolver.
         num_gone: Number of callers that have closed their connection while it hung.
     """
 
@@ -58,6 +61,7 @@ class FakeVllm:
         self.redirects_to: str | None = None
         self.answer: tuple[int, Any] | None = None
         self.headers: dict[str, str] = {}
+        self.cache: Path | None = None
         self.num_gone = 0
         self.is_over = threading.Event()
 
@@ -102,7 +106,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.headers.get("Authorization") != f"Bearer {KEY}":
             self._send(401, {"error": "Unauthorized"})
         elif self.path == "/v1/models":
-            self._send(200, {"object": "list", "data": [{"id": name} for name in (BASE, *fake.adapters)]})
+            models = [{"id": BASE, "root": ROOT}, *({"id": name} for name in fake.adapters)]
+            self._send(200, {"object": "list", "data": models})
         elif self.path == "/v1/load_lora_adapter":
             self._load(body["lora_name"], body["lora_path"])
         elif self.path == "/v1/unload_lora_adapter":
@@ -134,8 +139,21 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.adapters[name] = folder
             self._send(200, "Success")
 
+    def _resolve(self, name: str) -> None:
+        """Load an adapter as the filesystem resolver does."""
+        fake = self.fake
+        if fake.cache is None or name in fake.adapters or name == BASE:
+            return
+        folder = fake.cache / name
+        if not (folder / "adapter_config.json").is_file():
+            return
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        if config["base_model_name_or_path"] == ROOT:
+            fake.adapters[name] = str(folder.resolve())
+
     def _complete(self, body: Any) -> None:
         fake, name = self.fake, body["model"]
+        self._resolve(name)
         if name not in (BASE, *fake.adapters):
             self._fail(404, f"The model `{name}` does not exist.")
         elif name in fake.fails_probe:

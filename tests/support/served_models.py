@@ -16,12 +16,21 @@ __all__ = ["add_model", "key_of", "row_of"]
 
 
 def add_model(
-    service: Service, job: str, *, tenant: str = "default", suffix: str | None = None, base: str = "base"
+    service: Service,
+    job: str,
+    *,
+    tenant: str = "default",
+    suffix: str | None = None,
+    base: str = "base",
+    **config: object,
 ) -> str:
-    """Make a model with its job ``ftjob-…``, and return its id; its adapter is two small files."""
+    """Make a model with its job ``ftjob-…``, and return its id; its adapter is two small files, one with ``config``."""
     name = fine_tuned_name(base, tenant, suffix, f"ftjob-{job}")
     adapter = f"models/{tenant}/ftjob-{job}"
-    files = {"adapter_config.json": json.dumps({"r": 8}).encode(), "adapter_model.safetensors": job.encode() * 1000}
+    files = {
+        "adapter_config.json": json.dumps({"r": 8, **config}).encode(),
+        "adapter_model.safetensors": job.encode() * 1000,
+    }
     for file, content in files.items():
         service.artefacts.write(f"{adapter}/{file}", io.BytesIO(content))
     with service.store.writing() as session:

@@ -89,8 +89,8 @@ these two, or both, in full. Each job then has its own copy, with gradient and m
 **Patterns.** `rank_pattern` and `alpha_pattern` map names of modules to their own `r` and `lora_alpha`. A name is a
 full name, the end of a full name after a dot, or a regular expression; the first key that matches is used. The output
 of a module is scaled by its own two numbers. `layers_to_transform` restricts the adapter to some layers (0 is the
-first). As in PEFT, it is refused if `target_modules` is a pattern, because a pattern can name layers itself. vLLM reads
-one rank and one scale per adapter, so serve adapters with patterns with PEFT, or merge them.
+first). As in PEFT, it is refused if `target_modules` is a pattern, because a pattern can name layers itself. vLLM
+serves adapters with patterns too (tried: 0.32).
 
 **Optimizers.** `optim` may also be spelt `adamw` or `adamw_torch_fused` (for `adamw_torch`) and `adamw_bnb_8bit` (for
 `adamw_8bit`). The 8-bit optimizers are those of bitsandbytes and train as bitsandbytes does alone. They need

@@ -46,6 +46,10 @@ def serve(
     hub_models: Annotated[bool | None, typer.Option(help="Let requests name any model of the hub.")] = None,
     cluster: Annotated[str | None, typer.Option(help="Where tasks run, as with alto run.")] = None,
     total_gpus: Annotated[int | None, typer.Option(help="Maximum number of GPUs, or of CPU slots, to use.")] = None,
+    vllm_cache: Annotated[
+        str | None,
+        typer.Option(metavar="FOLDER", help="Folder of vLLM's filesystem resolver, in which adapters are put."),
+    ] = None,
 ) -> None:
     """Serve tuning to many users: OpenAI's fine-tuning API, ALTO's own API, and a dashboard."""
     with _service_installed():
@@ -62,6 +66,13 @@ def serve(
         "models": _models(model) if model else None,
     }
     found = load_settings(settings, {key: value for key, value in options.items() if value is not None})
+    if vllm_cache is not None:
+        if found.vllm is None:
+            raise SpecError(
+                "--vllm-cache: expected a vLLM server in the settings (key vllm), found none; add its address and base "
+                "model to the file of --settings"
+            )
+        found = found.replace(vllm=found.vllm.replace(cache=vllm_cache))
     run(found, on_ready=lambda url: typer.echo(f"ALTO answers at {url} (OpenAI's API under {url}/v1)"))
 
 

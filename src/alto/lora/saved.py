@@ -26,7 +26,7 @@ from alto.lora.peft_format import (
     lora_scale,
     read_adapter,
 )
-from alto.spec import PEFT_DEFAULT, SHAPE_FIELDS, of_module, per_module
+from alto.spec import PEFT_DEFAULT, SHAPE_FIELDS, VLLM_RANKS, of_module, per_module
 
 _HARMLESS_KEYS = {
     *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "inference_mode"),
@@ -79,7 +79,7 @@ class SavedAdapter:
 
     @property
     def has_patterns(self) -> bool:
-        """Whether modules differ in rank or scale, which vLLM does not support."""
+        """Whether modules differ in rank or scale."""
         return len({(self.scales[name], a_KR.shape[-1]) for name, (a_KR, _) in self.weights.items()}) > 1
 
     @property
@@ -337,28 +337,16 @@ def _is_dense(parameter: str) -> bool:
     return parameter.endswith(_OF_WEIGHT) and parameter.removesuffix(_OF_WEIGHT).rpartition(".")[2] in _DENSE_LEAVES
 
 
-# Limits of vLLM's LoRA support. Source: reading, not running, vLLM's ``vllm/config/lora.py`` and
-# ``vllm/lora/peft_helper.py``.
-
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM allocates memory for (``--max-lora-rank``); an adapter uses the smallest that is large enough."""
-
-
 def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
     """Return why vLLM cannot serve ``adapter``, as two parts of an error message: what vLLM expects, and what was
-    found. None if vLLM can serve it."""
-    if adapter.has_patterns:
-        return (
-            "one rank and one scale for all modules of an adapter, which is what vLLM reads",
-            f"several in {adapter.config_file} (rank_pattern, alpha_pattern)",
-        )
+    found. None if vLLM can serve it. ``make test-servers`` compares this with vLLM."""
     if adapter.weights.extras:
         return (
             "an adapter of low-rank matrices alone, which is what vLLM reads",
             f"{adapter.extra_kinds} in {adapter.folder}",
         )
-    if adapter.rank > _RANKS[-1]:
-        return f"adapters of rank {_RANKS[-1]} at most, which vLLM takes", f"rank {adapter.rank}"
+    if adapter.rank > VLLM_RANKS[-1]:
+        return f"adapters of rank {VLLM_RANKS[-1]} at most, which vLLM takes", f"rank {adapter.rank}"
     return None
 
 
@@ -373,4 +361,4 @@ def _kind(name: str) -> str:
 def vllm_rank(rank: int) -> int:
     """Return the smallest value of ``--max-lora-rank`` for adapters of ``rank``, which must not exceed vLLM's largest
     rank."""
-    return min(allowed for allowed in _RANKS if allowed >= rank)
+    return min(allowed for allowed in VLLM_RANKS if allowed >= rank)

@@ -31,6 +31,8 @@ class VllmSettings(SpecModel):
             name or id, or of the service's only model.
         probe_interval_s: Seconds between two checks that it still has the adapters.
         timeout_s: Longest wait for an answer, or for the next piece of a streamed answer.
+        cache: Folder of vLLM's filesystem resolver, which the service keeps; None registers adapters by requests. See
+            :class:`alto.service.vllm.cache.AdapterCache`.
     """
 
     url: str = Field(pattern=_SERVER_URL, description="address of the server")
@@ -38,6 +40,7 @@ class VllmSettings(SpecModel):
     base_model: str = Field(min_length=1, description="name of the base model on the server")
     probe_interval_s: float = Field(default=10.0, gt=0, le=3600, description="seconds between two probes")
     timeout_s: float = Field(default=300.0, gt=0, le=3600, description="longest wait for an answer, in seconds")
+    cache: str | None = Field(default=None, min_length=1, description="folder of vLLM's filesystem resolver")
 
 
 class ServiceSettings(SpecModel):

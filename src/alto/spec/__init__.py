@@ -24,7 +24,15 @@ from alto.spec.data_keys import (
     is_template_text,
 )
 from alto.spec.early_exit import EARLIEST_IN_WARMUP, EarlyExit, ceil_fraction, places_at, rung_step
-from alto.spec.job_config import JOB_FIELDS, MAPPING_FIELDS, SHAPE_FIELDS, InitLoraWeights, JobConfig
+from alto.spec.job_config import (
+    JOB_FIELDS,
+    MAPPING_FIELDS,
+    SHAPE_FIELDS,
+    VLLM_RANKS,
+    InitLoraWeights,
+    JobConfig,
+    unserved_by_vllm,
+)
 from alto.spec.keys import (
     JOB_ALIASES,
     NOT_NEEDED_KEYS,
@@ -110,6 +118,7 @@ __all__ = [
     "TOOLS_TEMPLATE",
     "TRACKERS",
     "UNSUPPORTED_KEYS",
+    "VLLM_RANKS",
     "AdapterDtype",
     "ArrivingTask",
     "Axis",
@@ -187,6 +196,7 @@ __all__ = [
     "source_metric",
     "source_of",
     "targeted_modules",
+    "unserved_by_vllm",
     "usual_learning_rate",
     "with_base_objects",
     "write_yaml",

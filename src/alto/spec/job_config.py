@@ -431,3 +431,21 @@ class JobConfig(SpecModel):
 
 JOB_FIELDS: tuple[str, ...] = tuple(key for key in JobConfig.model_fields if key != "objective")
 """Canonical names of all fields that may vary between jobs of any method."""
+
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM allocates memory for (``--max-lora-rank``); an adapter uses the smallest that is large enough."""
+
+
+def unserved_by_vllm(settings: Mapping[str, Any]) -> list[str]:
+    """Return the settings with which vLLM cannot serve an adapter; empty if it can.
+
+    Args:
+        settings: Settings of a job, or an ``adapter_config.json``.
+    """
+    found = [key for key in ("use_dora", "modules_to_save") if settings.get(key)]
+    if settings.get("bias") not in (None, "none"):
+        found.append("bias")
+    ranks = [settings.get("r") or 0, *dict(settings.get("rank_pattern") or ()).values()]
+    if max(ranks) > VLLM_RANKS[-1]:
+        found.append(f"a rank above {VLLM_RANKS[-1]}")
+    return found

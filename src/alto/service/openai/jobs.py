@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Request
@@ -25,6 +26,7 @@ from alto.service.store.tables import Checkpoint, JobEvent, JobRow, Tenant
 from alto.service.web.access import Reader, Writer
 from alto.service.web.answers import mark_of
 from alto.service.web.bodies import BodyRoute
+from alto.spec import Task, unserved_by_vllm
 
 _MOST_PAIRS = 16
 _DEFAULT_SEED = 42
@@ -175,9 +177,26 @@ def create_job(
         session.add(row)
         add_event(session, row, f"Created fine-tuning job: {row.id}")
         add_event(session, row, f"Validating training file: {row.training_file}")
+        if settings := _unserved(service, body.model, values):
+            add_event(
+                session,
+                row,
+                f"vLLM cannot serve an adapter with {' or '.join(settings)}: if such a configuration wins, serve the "
+                "merged weights instead (POST /api/models/{id}/merged)",
+                level="warn",
+            )
         mark.note(session, "job", row.id)
     service.work.set()
     return row
+
+
+def _unserved(service: Service, base_model: str, values: Mapping[str, Any]) -> list[str]:
+    """Return the settings of a task with which the service's vLLM server cannot serve an adapter; empty without such a
+    server."""
+    if not service.settings.is_served(base_model):
+        return []
+    jobs = _task_of(values).jobs
+    return list(dict.fromkeys(name for job in jobs for name in unserved_by_vllm(job.config.model_dump())))
 
 
 def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
@@ -196,7 +215,7 @@ def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
     hyperparameters = body.checked_hyperparameters()
     values = task_values(body.kind, hyperparameters, seed=body.seed)
     values |= base_model_of(service.settings, body.model)
-    task = build({**values, "name": "task", "dataset": "training.jsonl", "report_to": "none"}, hyperparameters)
+    task = _task_of(values, hyperparameters)
     if len(task.jobs) > service.settings.max_jobs:
         raise refused(
             f"hyperparameters: expected at most {service.settings.max_jobs} configurations, found "
@@ -205,6 +224,11 @@ def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:
             "too_many_configurations",
         )
     return values
+
+
+def _task_of(values: Mapping[str, Any], hyperparameters: Mapping[str, Any] | None = None) -> Task:
+    """Return the task of :func:`draft_of`'s values, without its rows; see :func:`build` for ``hyperparameters``."""
+    return build({**values, "name": "task", "dataset": "training.jsonl", "report_to": "none"}, hyperparameters)
 
 
 def check_usable(session: Session, tenant: str, file: str, param: str) -> None:

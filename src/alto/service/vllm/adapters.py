@@ -28,17 +28,18 @@ class VllmServer:
     """
 
     def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
         self._upstream = Upstream(settings)
 
-    async def names(self) -> frozenset[str]:
-        """Return the names of all models that the server serves: the base model and the loaded adapters."""
+    async def models(self) -> dict[str, str]:
+        """Return the paths of all models that the server serves, by name: the base model, and the loaded adapters."""
         async with self._request("GET", "/v1/models") as reply:
             content = await reply.read()
             if reply.status != 200:
                 raise UpstreamError(f"expected a list of models from the vLLM server, found status {reply.status}")
         try:
-            return frozenset(str(model["id"]) for model in json.loads(content)["data"])
-        except (ValueError, KeyError, TypeError) as error:
+            return {str(model["id"]): str(model.get("root") or "") for model in json.loads(content)["data"]}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UpstreamError("expected a list of models from the vLLM server, found something else") from error
 
     async def load(self, name: str, folder: Path) -> None:
@@ -87,7 +88,15 @@ class VllmServer:
         if status == 400:
             status, content = await self._post("/v1/completions", {**body, "prompt": "Hello"})
         if status != 200:
-            raise AdapterRefusedError(f"expected one token of the model, found status {status} ({message_of(content)})")
+            hint = ""
+            if status == 404 and self._settings.cache is not None:
+                hint = (
+                    "; start vLLM with VLLM_PLUGINS=lora_filesystem_resolver and with the folder of vllm.cache as "
+                    "VLLM_LORA_RESOLVER_CACHE_DIR"
+                )
+            raise AdapterRefusedError(
+                f"expected one token of the model, found status {status} ({message_of(content)}){hint}"
+            )
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(content)["choices"]:
                 return

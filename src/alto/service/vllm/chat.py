@@ -25,10 +25,9 @@ from alto.service.store.tables import JobRow, ModelRow
 from alto.service.vllm.adapters import message_of
 from alto.service.vllm.upstream import Reply, Upstream, UpstreamError, UpstreamTimeoutError
 from alto.service.web.access import Talker
+from alto.spec import VLLM_RANKS
 
 NOT_READY = "model_not_ready"
-_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM's ``--max-lora-rank`` accepts."""
 
 
 def target_of(service: Service, session: Session, tenant: str, name: str) -> str:
@@ -66,7 +65,7 @@ def serve_command(service: Service, session: Session, model: ModelRow) -> str:
     """Return the vLLM command that serves the adapter of a model from a folder named ``adapter``."""
     result = session.scalar(select(JobRow.result).where(JobRow.id == model.job))
     rank = (result or {}).get("hyperparameters", {}).get("r")
-    allowed = [found for found in _RANKS if isinstance(rank, int) and found >= rank]
+    allowed = [found for found in VLLM_RANKS if isinstance(rank, int) and found >= rank]
     limit = ["--max-lora-rank", str(allowed[0])] if allowed else []
     base = service.settings.models.get(model.base_model, model.base_model)
     return shlex.join(["vllm", "serve", base, "--enable-lora", *limit, "--lora-modules", f"{model.id}=adapter"])

@@ -8,19 +8,23 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
 from sqlalchemy.orm import Session
 
+from alto.base import read_json
 from alto.service.context import Service
 from alto.service.ids import now
 from alto.service.models import alias_name
 from alto.service.store.jobs import add_event, lock_job
 from alto.service.store.tables import AliasRow, JobRow, ModelRow
 from alto.service.vllm.adapters import AdapterRefusedError, VllmServer
+from alto.service.vllm.cache import CONFIG_FILE, AdapterCache
 from alto.service.vllm.upstream import UpstreamError
+from alto.spec import unserved_by_vllm
 
 
 def move_alias(session: Session, model: ModelRow, job: JobRow) -> str | None:
@@ -91,6 +95,9 @@ class Registrar:
         self._clock = clock
         self._settings = service.settings.vllm
         self._server = None if self._settings is None else VllmServer(self._settings)
+        folder = None if self._settings is None else self._settings.cache
+        self._cache = None if folder is None else AdapterCache(Path(folder).resolve())
+        self._has_pointed = False
         self._thread = threading.Thread(target=self._work, name="alto-registrar", daemon=True)
         self._is_stopping = threading.Event()
         self._lock = threading.Lock()
@@ -137,18 +144,20 @@ class Registrar:
         if not self._begin():
             return
         try:
-            served = await server.names()
+            served = await server.models()
             self._look_at = self._clock() + self._interval_s
             rows = self._rows(or_(ModelRow.deleted_at.is_(None), ModelRow.serving != "none"))
             if any(row.serving == "ready" and row.deleted_at is None and row.id not in served for row in rows):
                 self._retries.clear()  # the server has restarted, perhaps with other options
             for row in rows:
-                if row.deleted_at is not None:
-                    await self._remove(server, row, served)
-                elif self._is_due(row, served):
+                if row.deleted_at is None and self._is_due(row, served):
                     await self._register(server, row, served)
             with self._service.store.writing() as session:
                 settle_aliases(session)
+            await self._point(server)
+            for row in rows:
+                if row.deleted_at is not None:
+                    await self._remove(server, row, served)
         finally:
             with self._lock:
                 self._running = None
@@ -178,7 +187,7 @@ class Registrar:
         with self._service.store.reading() as session:
             return list(session.scalars(select(ModelRow).where(condition).order_by(ModelRow.number.desc())))
 
-    def _is_due(self, row: ModelRow, served: frozenset[str]) -> bool:
+    def _is_due(self, row: ModelRow, served: Mapping[str, str]) -> bool:
         if not self._service.settings.is_served(row.base_model):
             if row.serving != "none" or row.serving_details is None:
                 self._note(row, "none", f"the vLLM server has a different base model than {row.base_model}")
@@ -188,12 +197,17 @@ class Registrar:
     def _is_held_back(self, row: ModelRow) -> bool:
         return row.number in self._retries and self._clock() < self._retries[row.number][1]
 
-    async def _register(self, server: VllmServer, row: ModelRow, served: frozenset[str]) -> None:
+    async def _register(self, server: VllmServer, row: ModelRow, served: Mapping[str, str]) -> None:
         if not self._note(row, "pending"):
             return
         try:
             if row.id not in served:
-                await server.load(row.id, self._folder_of(row))
+                folder = self._folder_of(row)
+                _check_served(row, read_json(folder / CONFIG_FILE))
+                if self._cache is None:
+                    await server.load(row.id, folder)
+                else:
+                    self._cache.publish(row.id, folder, self._base_path(served))
             await server.probe(row.id)
         except UpstreamError as error:
             self._hold_back(row)
@@ -208,7 +222,37 @@ class Registrar:
         self._retries.pop(row.number, None)
         self._note(row, "ready")
 
-    async def _remove(self, server: VllmServer, row: ModelRow, served: frozenset[str]) -> None:
+    def _base_path(self, served: Mapping[str, str]) -> str:
+        """Return the path or hub id with which the server was started.
+
+        Raises:
+            UpstreamError: The server does not list it.
+        """
+        assert self._settings is not None
+        path = served.get(self._settings.base_model)
+        if not path:
+            raise UpstreamError(
+                f"expected the vLLM server to list its base model {self._settings.base_model} with its path (root), "
+                f"found {', '.join(served)}; correct vllm.base_model"
+            )
+        return path
+
+    async def _point(self, server: VllmServer) -> None:
+        """Make the aliases of the cache those of the database, and let the server look for changed ones again."""
+        if self._cache is None:
+            return
+        with self._service.store.reading() as session:
+            rows = session.scalars(select(AliasRow)).all()
+            aliases = {row.name: row.model for row in rows if self._service.settings.is_served(row.base_model)}
+        changed = self._cache.point(aliases)
+        if not self._has_pointed:  # an earlier process may have changed links and not told the server
+            changed = list(dict.fromkeys([*changed, *aliases]))
+        for alias in changed:
+            with contextlib.suppress(AdapterRefusedError):
+                await server.unload(alias)
+        self._has_pointed = True
+
+    async def _remove(self, server: VllmServer, row: ModelRow, served: Mapping[str, str]) -> None:
         if self._is_held_back(row):
             return
         if row.id in served:
@@ -219,6 +263,8 @@ class Registrar:
                 _LOG.warning("a deleted adapter is still served: %s", error)
                 return
         shutil.rmtree(self._fetched(row), ignore_errors=True)
+        if self._cache is not None:
+            self._cache.remove(row.id)
         self._retries.pop(row.number, None)
         with self._service.store.writing() as session:
             session.execute(
@@ -296,6 +342,20 @@ class Registrar:
             except asyncio.CancelledError:
                 return
             self._is_stopping.wait(_TURN_S)
+
+
+def _check_served(row: ModelRow, config: Mapping[str, Any]) -> None:
+    """Check that vLLM can serve an adapter with this ``adapter_config.json``.
+
+    Raises:
+        AdapterRefusedError: It cannot; the message names what it can serve instead.
+    """
+    settings = unserved_by_vllm(config)
+    if settings:
+        raise AdapterRefusedError(
+            f"expected an adapter that vLLM can serve, found one with {' and '.join(settings)}; serve the merged "
+            f"weights instead: POST /api/models/{row.id}/merged writes them"
+        )
 
 
 _HAS_NO_DETAILS = ModelRow.serving_details.is_(None)

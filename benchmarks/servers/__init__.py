@@ -1,0 +1,1 @@
+"""Exports loaded by the servers that people use, and compared with PEFT."""
