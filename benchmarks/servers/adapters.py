@@ -132,7 +132,8 @@ def peft_model(base: str, adapter: Path | None) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
     folder = Path(base) if adapter is None else adapter
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    has_tokenizer = (folder / "tokenizer_config.json").exists()  # adapters of a service have none
+    tokenizer = AutoTokenizer.from_pretrained(folder if has_tokenizer else base)
     labels = folder / LABELS_NAME
     is_merged_classifier = adapter is None and "SequenceClassification" in (folder / "config.json").read_text()
     if is_merged_classifier or (adapter is not None and labels.exists()):

@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.servers.adapters import MAX_NEW_TOKENS, QUESTIONS, Answer
 
-__all__ = ["RefusedError", "Server", "serving"]
+__all__ = ["RefusedError", "Server", "free_port", "serving"]
 
 _START_S = 600.0
 _ANSWER_S = 300.0
@@ -29,18 +29,19 @@ class RefusedError(Exception):
 
 @contextlib.contextmanager
 def serving(
-    python: Path, model: str, log: Path, *options: str, env: Mapping[str, str] | None = None
+    python: Path, model: str, log: Path, *options: str, env: Mapping[str, str] | None = None, port: int | None = None
 ) -> Iterator[Server]:
     """Yield a vLLM server of ``model`` that answers; leaving the block stops it.
 
     Args:
         python: The interpreter of an environment with vLLM.
         log: File of its output.
+        port: Port on which it listens; None chooses a free one.
 
     Raises:
         RefusedError: The server ends instead of answering; the message has the last error of its output.
     """
-    port = free_port()
+    port = port or free_port()
     command = [str(python.with_name("vllm")), "serve", model, "--host", "127.0.0.1", "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "512", "--enforce-eager", *options]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", **(env or {})}

@@ -32,6 +32,7 @@ SLOW_KINDS = {
     "models": "further architectures, mixtures and quantisations (`make test` has one of each kind), and torch.compile",
     "queues": "queues that are measured and run by separate executors, and long listings of the documentation",
     "ray": "Ray clusters whose nodes die",
+    "servers": "a service with a real vLLM server; `make test-servers` makes what it needs",
 }
 """Kinds of tests that need ``--all`` or ``--nightly``: the argument of the marker ``slow``, as in CONTRIBUTING.md."""
 

@@ -38,7 +38,8 @@ class Artefacts:
 
     def __init__(self, url: str) -> None:
         try:
-            self._fs, self._root = fsspec.core.url_to_fs(url)
+            # Another server of the service may write at any time, so listings of a remote store are not kept.
+            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ValueError, ImportError) as error:
             raise ServiceError(
                 f"artefacts: expected a folder or an fsspec URL, found an address that cannot be opened ({error}); "
