@@ -116,7 +116,7 @@ def export(adapter: Path, folder: Path, **form: Any) -> Exported:
         result = Engine().export(adapter, folder, **form)
     except UnsupportedError as error:
         return Exported(path=None, why=str(error))
-    why = "" if form or result.command else " ".join(result.notes)
+    why = "" if result.command else " ".join(result.notes)
     files = [Path(result.folder) / name for name in result.files if name.endswith(".gguf")]
     return Exported(path=files[0] if files else Path(result.folder), why=why)
 

@@ -15,7 +15,7 @@ import math
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -172,7 +172,10 @@ class Matrix:
         )
         yield self._tried("adapter", "vLLM", adapter, lambda: self._adapter_in_vllm(kind, adapter, reference))
         yield self._tried(
-            "merged", "transformers", merged, lambda: self._merged_in_transformers(kind, merged, reference)
+            "merged",
+            "transformers",
+            replace(merged, why=""),
+            lambda: self._merged_in_transformers(kind, merged, reference),
         )
         yield self._tried("merged", "vLLM", merged, lambda: self._merged_in_vllm(kind, merged, reference))
         model = export(Path(result.adapter_dir), folder / "gguf", gguf="f16")

@@ -162,6 +162,6 @@ def _message(content: Any) -> str:
 
 
 def last_error(log: str) -> str:
-    """Return the last line of a server's output that names an error."""
-    lines: Sequence[str] = [line.strip() for line in log.splitlines() if "Error" in line]
+    """Return the last line of a server's output that names an error; not the line that refers to an earlier one."""
+    lines: Sequence[str] = [line.strip() for line in log.splitlines() if "Error" in line and "root cause" not in line]
     return lines[-1][-300:] if lines else "the server ended without an error message"

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 import alto
 from alto.artifacts import winner
 from alto.errors import HubError, RunNotFoundError, SpecError
-from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_obstacle, vllm_rank
+from alto.lora import HEAD, AdapterWeights, read_saved_adapter, vllm_classifier_obstacle, vllm_obstacle, vllm_rank
 from alto.spec import unserved_by_vllm
 from alto.spec.data_keys import TOOLS_TEMPLATE, chat_template_text
 
@@ -121,11 +121,24 @@ def test_settings_say_beforehand_what_vllm_cannot_serve(settings: dict[str, Any]
     assert unserved_by_vllm(settings) == names
 
 
+@pytest.mark.parametrize("module", ["embed_tokens", "lm_head"])
+def test_vllm_serves_adapters_on_the_vocabulary_of_some_models_only(module: str, base: Path, tmp_path: Path) -> None:
+    adapter = read_saved_adapter(save_adapter(base, tmp_path / "mine"))
+    weights = AdapterWeights({**adapter.weights, f"model.{module}": (torch.zeros(8, 4), torch.zeros(4, 8))})
+    assert vllm_obstacle(replace(adapter, weights=weights), "llama") is None
+    assert vllm_obstacle(adapter, "gemma3_text") is None
+    found = vllm_obstacle(replace(adapter, weights=weights), "gemma3_text")
+    assert found is not None
+    assert found[1] == f"one that also has {module} of a gemma3_text"
+    assert vllm_classifier_obstacle("llama") is None
+    assert vllm_classifier_obstacle("gemma3_text") is not None
+
+
 def test_every_kind_of_tensor_is_named_as_what_vllm_cannot_serve(base: Path, tmp_path: Path) -> None:
     adapter = read_saved_adapter(save_adapter(base, tmp_path / "mine"))
     extras = {HEAD: torch.zeros(2, 8), "model.layers.0.self_attn.q_proj.bias": torch.zeros(8)}
     with_head = replace(adapter, weights=AdapterWeights(adapter.weights, extras))
-    assert vllm_obstacle(with_head) == (
+    assert vllm_obstacle(with_head, "llama") == (
         "an adapter of low-rank matrices alone, which is what vLLM reads",
         f"a classification head and biases (bias) in {adapter.folder}",
     )

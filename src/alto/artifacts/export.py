@@ -23,7 +23,13 @@ from alto.artifacts.winner import Winner, check_pushable, is_hub_id, push
 from alto.backbone import load_config, load_tokenizer, loading_class
 from alto.base import read_json, sync_folder, write_error
 from alto.errors import AltoError, RunExistsError, SpecError
-from alto.lora import is_read_per_expert, vllm_obstacle, vllm_rank, write_per_expert
+from alto.lora import (
+    is_read_per_expert,
+    vllm_classifier_obstacle,
+    vllm_obstacle,
+    vllm_rank,
+    write_per_expert,
+)
 from alto.records import ExportForm, ExportResult, ForeignTool, GgufType
 from alto.runs import METRICS_NAME
 from alto.spec import LABELS_NAME, TEMPLATE_NAME, TOOLS_TEMPLATE, chat_template_text
@@ -39,7 +45,7 @@ def adapter_command(winner: Winner, folder: Path, *, is_stacked: bool) -> tuple[
         The command, and notices as sentences. If vLLM cannot serve the adapter, the command is empty and a notice has
         the reason.
     """
-    obstacle = vllm_obstacle(winner.adapter)
+    obstacle = vllm_obstacle(winner.adapter, _model_type(winner))
     if obstacle is not None:
         expected, found = obstacle
         return "", (
@@ -356,6 +362,11 @@ def _write_merged(winner: Winner, folder: Path, settings: ExportSettings) -> _Wr
             winner, difference, what, library="transformers", pipeline=use.pipeline, how=use.merged_code()
         )
         (fresh / "README.md").write_text(card, encoding="utf-8")
+    obstacle = vllm_classifier_obstacle(_model_type(winner)) if winner.adapter.has_head else None
+    if obstacle is not None:
+        expected, found = obstacle
+        note = f"vLLM cannot serve the merged model: expected {expected}, found {found}; load it with transformers."
+        return "", difference, (note,)
     return shlex.join(["vllm", "serve", str(folder), *_calls(winner), *_trust(winner)]), difference, ()
 
 

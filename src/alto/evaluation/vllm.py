@@ -95,7 +95,7 @@ def _as_vllm_reads(adapter: SavedAdapter, base: BaseModelSpec, folder: Path) -> 
 
 def _check(base: BaseModelSpec, adapters: Sequence[SavedAdapter]) -> None:
     for adapter in adapters:
-        obstacle = vllm_obstacle(adapter)
+        obstacle = vllm_obstacle(adapter, load_config(base).get_text_config().model_type)
         if obstacle is not None:
             expected, found = obstacle
             raise UnsupportedError(f"backend: expected {expected}, found {found}; leave --backend out")

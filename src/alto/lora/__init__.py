@@ -30,6 +30,7 @@ from alto.lora.saved import (
     is_adapter,
     read_saved_adapter,
     saved_settings,
+    vllm_classifier_obstacle,
     vllm_obstacle,
     vllm_rank,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "silent_peft",
     "tying_notes",
     "untrained_notes",
+    "vllm_classifier_obstacle",
     "vllm_obstacle",
     "vllm_rank",
     "write_adapter",

@@ -337,9 +337,32 @@ def _is_dense(parameter: str) -> bool:
     return parameter.endswith(_OF_WEIGHT) and parameter.removesuffix(_OF_WEIGHT).rpartition(".")[2] in _DENSE_LEAVES
 
 
-def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
+_VOCABULARY_MODULES = {"embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings"}
+"""Names of the embeddings and the output head."""
+
+_VLLM_VOCABULARY = {"llama", "mixtral", "qwen3", "qwen3_moe", "granite", "granitemoe"}
+"""Model types whose classes in vLLM 0.32 take adapters on the embeddings and the output head. Source: code of vLLM's
+``model_executor/models`` (``embedding_modules``); ``llama`` was tried, and ``gemma3_text`` was seen to refuse them."""
+
+_VLLM_NO_CLASSIFIERS = {"gemma3_text"}
+"""Model types whose classifiers vLLM 0.32 was seen not to load."""
+
+
+def vllm_classifier_obstacle(model_type: str) -> tuple[str, str] | None:
+    """Return why vLLM cannot serve a classifier with merged weights, as two parts of an error message; None if it can,
+    as far as is known."""
+    if model_type not in _VLLM_NO_CLASSIFIERS:
+        return None
+    return "a classifier on a base model whose classifiers vLLM loads", f"one on {model_type}"
+
+
+def vllm_obstacle(adapter: SavedAdapter, model_type: str) -> tuple[str, str] | None:
     """Return why vLLM cannot serve ``adapter``, as two parts of an error message: what vLLM expects, and what was
-    found. None if vLLM can serve it. ``make test-servers`` compares this with vLLM."""
+    found. None if vLLM can serve it. ``make test-servers`` compares this with vLLM.
+
+    Args:
+        model_type: ``model_type`` in the configuration of the base model.
+    """
     if adapter.weights.extras:
         return (
             "an adapter of low-rank matrices alone, which is what vLLM reads",
@@ -347,6 +370,12 @@ def vllm_obstacle(adapter: SavedAdapter) -> tuple[str, str] | None:
         )
     if adapter.rank > VLLM_RANKS[-1]:
         return f"adapters of rank {VLLM_RANKS[-1]} at most, which vLLM takes", f"rank {adapter.rank}"
+    ends = sorted({name.rpartition(".")[2] for name in adapter.weights} & _VOCABULARY_MODULES)
+    if ends and model_type not in _VLLM_VOCABULARY:
+        return (
+            "an adapter of linear layers, which is what vLLM reads for most base models",
+            f"one that also has {' and '.join(ends)} of a {model_type}",
+        )
     return None
 
 

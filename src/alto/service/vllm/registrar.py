@@ -203,7 +203,7 @@ class Registrar:
         try:
             if row.id not in served:
                 folder = self._folder_of(row)
-                _check_served(row, read_json(folder / CONFIG_FILE))
+                _check_served(read_json(folder / CONFIG_FILE))
                 if self._cache is None:
                     await server.load(row.id, folder)
                 else:
@@ -215,7 +215,8 @@ class Registrar:
             raise
         except Exception as error:  # refused, or any error of the artifact store: go on with the other models
             self._hold_back(row)
-            self._note(row, "failed", self._shown(error))
+            merged = f"; the merged weights can be served instead: POST /api/models/{row.id}/merged"
+            self._note(row, "failed", self._shown(error) + merged * isinstance(error, AdapterRefusedError))
             with contextlib.suppress(AdapterRefusedError):
                 await server.unload(row.id)
             return
@@ -344,18 +345,15 @@ class Registrar:
             self._is_stopping.wait(_TURN_S)
 
 
-def _check_served(row: ModelRow, config: Mapping[str, Any]) -> None:
+def _check_served(config: Mapping[str, Any]) -> None:
     """Check that vLLM can serve an adapter with this ``adapter_config.json``.
 
     Raises:
-        AdapterRefusedError: It cannot; the message names what it can serve instead.
+        AdapterRefusedError: It cannot.
     """
     settings = unserved_by_vllm(config)
     if settings:
-        raise AdapterRefusedError(
-            f"expected an adapter that vLLM can serve, found one with {' and '.join(settings)}; serve the merged "
-            f"weights instead: POST /api/models/{row.id}/merged writes them"
-        )
+        raise AdapterRefusedError(f"expected an adapter that vLLM can serve, found one with {' and '.join(settings)}")
 
 
 _HAS_NO_DETAILS = ModelRow.serving_details.is_(None)
