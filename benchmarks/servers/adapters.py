@@ -39,7 +39,7 @@ QUESTIONS = tuple(
 )
 """Prompts that no adapter is trained on."""
 
-MAX_NEW_TOKENS = 16
+NUM_NEW_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class Answer:
     Attributes:
         question: The user's message; for a model without a chat template, the whole prompt.
         prompt_ids: Tokens of the prompt.
-        token_ids: Tokens of the answer, without the token that ends it.
+        token_ids: Tokens of the answer.
         logprobs: Natural logarithm of the probability of each of these tokens.
     """
 
@@ -151,32 +151,17 @@ def peft_model(base: str, adapter: Path | None) -> tuple[Any, Any]:
 
 @torch.no_grad()
 def answers_of(model: Any, tokenizer: Any) -> list[Answer]:
-    """Return the model's greedy answers to all questions."""
+    """Return the model's greedy answers to all questions; tokens that end an answer do not end these."""
     answers = []
     for question in QUESTIONS:
-        prompt = torch.tensor([prompt_ids(tokenizer, question)])
-        found = model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            do_sample=False,
-            max_new_tokens=MAX_NEW_TOKENS,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-        token_ids = found.sequences[0, prompt.shape[1] :].tolist()
-        logprobs = torch.stack(found.logits).squeeze(1).log_softmax(-1)
-        ends = model.generation_config.eos_token_id
-        ends = ends if isinstance(ends, list) else [ends]
-        if token_ids and token_ids[-1] in ends:
-            token_ids.pop()
-        answers.append(
-            Answer(
-                question=question,
-                prompt_ids=prompt[0].tolist(),
-                token_ids=token_ids,
-                logprobs=[float(logprobs[index, token]) for index, token in enumerate(token_ids)],
-            )
-        )
+        prompt = prompt_ids(tokenizer, question)
+        token_ids, logprobs = list[int](), list[float]()
+        for _ in range(NUM_NEW_TOKENS):
+            logits = model(input_ids=torch.tensor([prompt + token_ids])).logits
+            best = logits[0, -1].log_softmax(-1).max(-1)
+            token_ids.append(int(best.indices))
+            logprobs.append(float(best.values))
+        answers.append(Answer(question=question, prompt_ids=prompt, token_ids=token_ids, logprobs=logprobs))
     return answers
 
 

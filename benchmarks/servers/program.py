@@ -12,11 +12,12 @@ import argparse
 import contextlib
 import json
 import math
+import re
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +55,8 @@ FLOAT32_TOLERANCE = 1e-3
 _NOISE_FACTOR = 4.0
 """A server that rounds may differ by this many times as much as it does with the plain base model."""
 _LABEL_TOLERANCE = 1e-4
+_LEAST_EFFECT = 0.1
+"""Least difference of a log-probability that an adapter must make."""
 _CHILD_S = 600
 
 Verdict = Literal["equal", "refused", "wrong", "untried"]
@@ -162,14 +165,12 @@ class Matrix:
         merged = export(Path(result.adapter_dir), folder / "merged", merged=True)
         assert adapter.path is not None
         reference = self._by_peft(kind, self._base, adapter.path)
-        check = result.adapter_check
-        is_equal = check is not None and check.status == "equal"
-        yield Cell(
-            export="adapter",
-            server="PEFT",
-            verdict="equal" if is_equal else "wrong",
-            why="" if is_equal else f"ALTO's own logits differ: {check}",
-        )
+        check, why = result.adapter_check, ""
+        if check is None or check.status != "equal":
+            why = f"ALTO's own logits differ: {check}"
+        elif kind != CLASSIFIER and not compared(self._plain_answers, reference, tolerance=_LEAST_EFFECT).failures:
+            why = "the adapter does not change the answers, so that the other cells prove nothing"
+        yield Cell(export="adapter", server="PEFT", verdict="wrong" if why else "equal", why=why)
         yield self._tried("adapter", "vLLM", adapter, lambda: self._adapter_in_vllm(kind, adapter, reference))
         yield self._tried(
             "merged",
@@ -215,6 +216,11 @@ class Matrix:
         model, tokenizer = peft_model(base, adapter)
         return scores_of(model, tokenizer) if kind == CLASSIFIER else answers_of(model, tokenizer)
 
+    @cached_property
+    def _plain_answers(self) -> Any:
+        """The answers of the base model alone."""
+        return self._by_peft("lora", self._base, None)
+
     def _merged_in_transformers(self, kind: str, merged: Exported, reference: Any) -> Compared:
         return compared(reference, self._by_peft(kind, str(merged.path), None), tolerance=FLOAT32_TOLERANCE)
 
@@ -243,7 +249,7 @@ class Matrix:
     def _in_llama(self, file: Path | None, lora: Path | None, reference: Any) -> Compared:
         """Compare with llama.cpp, which computes in float16: as exactly as it computes the base model."""
         if self._noise is None:
-            plain = self._by_peft("lora", self._base, None)
+            plain = self._plain_answers
             found = compared(plain, self._llama(self._base_gguf(), None, plain), tolerance=math.inf, rounds=True)
             self._noise = found.worst
         tolerance = _NOISE_FACTOR * self._noise
@@ -322,7 +328,8 @@ def peft_tokenizer(base: str) -> Any:
 def _plain(cell: Cell) -> dict[str, Any]:
     numbers = {key: None if math.isnan(getattr(cell, key)) else getattr(cell, key) for key in ("worst", "tolerance")}
     found = {key: getattr(cell, key) for key in ("export", "server", "verdict", "texts")}
-    return {**found, **numbers, "why": " ".join(cell.why.split())[:300]}
+    why = re.sub(r"(in )?/\S*alto-servers-[^\s;]*", "", cell.why)
+    return {**found, **numbers, "why": " ".join(why.split()).replace(" ;", ";")[:300]}
 
 
 def figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
@@ -343,10 +350,11 @@ def notes(options: argparse.Namespace) -> list[str]:
         found = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     return [
         f"Servers: {found}.",
-        f"Eight questions, up to 16 greedy tokens. vLLM and transformers compute in float32: equal texts, and "
-        f"log-probabilities within {FLOAT32_TOLERANCE:g}. llama.cpp computes in float16: log-probabilities of PEFT's "
-        f"tokens within {_NOISE_FACTOR:g} times its difference on the plain base model. Prompts are rendered by each "
-        "server's own template and have the same tokens. PEFT: the check that a run makes of its winner.",
+        "Eight questions, 16 greedy tokens each, not the base model's. vLLM and transformers compute in float32: "
+        f"equal texts, and log-probabilities within {FLOAT32_TOLERANCE:g}. llama.cpp computes in float16: "
+        f"log-probabilities of PEFT's tokens within {_NOISE_FACTOR:g} times its difference on the plain base model. "
+        "Prompts are rendered by each server's own template and have the same tokens. PEFT: the check that a run makes "
+        "of its winner.",
         "refused: ALTO says beforehand that this cannot be served, and for adapters in vLLM the server was seen to "
         "refuse it.",
     ]

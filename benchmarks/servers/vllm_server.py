@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.servers.adapters import MAX_NEW_TOKENS, QUESTIONS, Answer
+from benchmarks.servers.adapters import NUM_NEW_TOKENS, QUESTIONS, Answer
 
 __all__ = ["RefusedError", "Server", "free_port", "serving"]
 
@@ -126,7 +126,12 @@ class Server:
         if has_template:
             prompt = {"messages": [{"role": "user", "content": question}]}
         tokens = self._post("/tokenize", {"model": name, **prompt})["tokens"]
-        settings = {"temperature": 0, "max_tokens": MAX_NEW_TOKENS, "return_tokens_as_token_ids": True}
+        settings = {
+            "temperature": 0,
+            "max_tokens": NUM_NEW_TOKENS,
+            "ignore_eos": True,
+            "return_tokens_as_token_ids": True,
+        }
         if has_template:
             choice = self._post("/v1/chat/completions", {"model": name, **prompt, **settings, "logprobs": True})
             found = [(each["token"], each["logprob"]) for each in choice["choices"][0]["logprobs"]["content"]]
@@ -134,8 +139,6 @@ class Server:
             choice = self._post("/v1/completions", {"model": name, **prompt, **settings, "logprobs": 1})
             logprobs = choice["choices"][0]["logprobs"]
             found = list(zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True))
-        if choice["choices"][0]["finish_reason"] == "stop" and len(found) > 0:
-            found = found[:-1]  # the token that ends the answer
         return Answer(
             question=question,
             prompt_ids=tokens,
