@@ -157,7 +157,7 @@ def answers_of(model: Any, tokenizer: Any) -> list[Answer]:
         prompt = prompt_ids(tokenizer, question)
         token_ids, logprobs = list[int](), list[float]()
         for _ in range(NUM_NEW_TOKENS):
-            logits = model(input_ids=torch.tensor([prompt + token_ids])).logits
+            logits = model(input_ids=torch.tensor([prompt + token_ids]), logits_to_keep=1).logits
             best = logits[0, -1].log_softmax(-1).max(-1)
             token_ids.append(int(best.indices))
             logprobs.append(float(best.values))
