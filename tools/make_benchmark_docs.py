@@ -90,7 +90,8 @@ def _servers_page() -> str:
     parts.append("\nA number is the largest difference of a log-probability; for classifiers, of a probability.")
     parts.append("Reasons:\n")
     parts += [f"{number}. {why}" for why, number in numbers.items()]
-    return "\n".join([*parts, "", *provenance(result), ""])
+    explained = (NOTES / "servers.md").read_text(encoding="utf-8")
+    return "\n".join([*parts, "", explained, *provenance(result), ""])
 
 
 def _server_cell(row: Mapping[str, Any], numbers: Mapping[str, int]) -> str:
