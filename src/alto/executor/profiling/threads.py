@@ -32,7 +32,7 @@ def fastest(times: Sequence[ThreadTime]) -> ThreadTime:
 
 @contextlib.contextmanager
 def using_threads(num_threads: int | None) -> Iterator[None]:
-    """Let torch use ``num_threads`` CPU threads within the block, but not more than before; None changes nothing."""
+    """Limit torch to ``num_threads`` CPU threads within the block; None sets no limit."""
     before = torch.get_num_threads()
     if num_threads is None or num_threads >= before:
         yield
