@@ -112,6 +112,26 @@ def test_time_in_which_no_process_ran_the_queue_is_in_no_number(interrupted_queu
     assert found["utilisation"] == 0.75
 
 
+def test_a_machine_that_joined_and_one_that_left_have_lanes(
+    interrupted_queue: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """Two tasks that share the new machine at the same time have a lane each."""
+    last = interrupted_queue[-1]["time"]
+    new = {"event": "executor_started", "time": last, "task": "c", "attempt": 2, "gpus": [["new", 0]], "executor": "e"}
+    lines = [
+        *interrupted_queue,
+        {"event": "gpu_lost", "time": last, "node": "local", "index": 1},
+        {"event": "gpu_added", "time": last, "node": "new", "index": 0},
+        new,
+        {**new, "task": "a"},
+        ended(last + 10.0, "c", "finished"),
+        ended(last + 10.0, "a", "finished"),
+    ]
+    figure = _context(QueueHistory.of(entries(lines)), tmp_path)["gantt"]
+    assert figure["lanes"] == ["local:0", "local:0 (2)", "new:0", "new:0 (2)", "local:1"]
+    assert {lane for trace in figure["traces"] for lane in trace["y"]} <= set(figure["lanes"])
+
+
 def test_the_page_says_once_what_is_cut_out(interrupted_queue, page_of):
     page = page_of(interrupted_queue)
     message = (

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from journals import entries
 
+from alto.records import Node
 from alto.runs import QueueHistory
 
 
@@ -39,6 +40,27 @@ def attempts(*spans: tuple[str, int, float, float]) -> list[dict[str, Any]]:
 )
 def test_gpu_time_that_tasks_share_counts_once(spans: list[tuple[str, int, float, float]], expected: float) -> None:
     assert QueueHistory.of(entries(attempts(*spans))).utilisation() == pytest.approx(expected)
+
+
+def test_machines_that_leave_and_join_count_while_they_are_there() -> None:
+    begin, *attempt = attempts(("a", 0, 0.0, 20.0))
+    changes = [
+        {"event": "gpu_lost", "time": 5.0, "node": "local", "index": 1},
+        {"event": "gpu_added", "time": 15.0, "node": "other", "index": 0},
+    ]
+    lines = sorted([begin, *attempt, *changes], key=lambda line: line["time"])
+    queue = QueueHistory.of(entries(lines))
+    assert queue.nodes == (Node(name="local", gpus=(0,)), Node(name="other", gpus=(0,)))
+    assert queue.num_gpus == 2
+    assert queue.utilisation() == pytest.approx(20.0 / (20.0 + 5.0 + 5.0))
+
+
+def test_a_queue_that_is_resumed_elsewhere_has_other_machines() -> None:
+    lines = attempts(("a", 0, 0.0, 10.0))
+    again = {"event": "queue_resumed", "time": 50.0, "done": [], "nodes": [{"name": "other", "gpus": [0]}]}
+    queue = QueueHistory.of(entries([*lines, again]))
+    assert queue.nodes == (Node(name="other", gpus=(0,)),)
+    assert queue.utilisation() == pytest.approx(0.5)
 
 
 def test_a_task_that_runs_counts_until_now() -> None:

@@ -45,7 +45,10 @@ _INSTANTS: Mapping[str, tuple[type, str, bool]] = {
 
 
 def plan_deaths(folder: Path, deaths: Mapping[str, Sequence[Death]]) -> None:
-    """Set the deaths of the first attempts of each task below ``folder``; all other attempts live."""
+    """Set the deaths of the first attempts of each task below ``folder``, by name; all other attempts live.
+
+    The name ``*`` stands for all tasks that are not named.
+    """
     (folder / _FILE).write_text(json.dumps(deaths), encoding="utf-8")
 
 
@@ -68,7 +71,8 @@ class Training(work.Training):
 def _death_of(run_dir: Path) -> Death | None:
     """Return the death of the attempt that begins now."""
     file = next(folder / _FILE for folder in run_dir.parents if (folder / _FILE).exists())
-    deaths = json.loads(file.read_text("utf-8")).get(alto.load_task(run_dir / "task.yaml").name, [])
+    planned = json.loads(file.read_text("utf-8"))
+    deaths = planned.get(alto.load_task(run_dir / "task.yaml").name, planned.get("*", []))
     attempt = len(list((run_dir / "logs").iterdir()))
     return deaths[attempt - 1] if attempt <= len(deaths) else None
 

@@ -398,7 +398,8 @@ def _connect(address: str) -> bool:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise SpecError(
             f"cluster: expected a Ray cluster at {address!r}, found none ({_first_line(error)}); "
-            "start one with: ray start --head, or give its address as ray://HOST:10001"
+            "start one with: ray start --head, or give its address as ray://HOST:10001; if it needs a token, set "
+            "RAY_AUTH_MODE=token"
         ) from error
     finally:
         # Ray's handler would end this process at once, but running executors must be drained.

@@ -18,7 +18,7 @@ from alto.executor import cache
 from alto.executor.profiling import kept_thread_times
 from alto.executor.profiling.meter import capacity_bytes
 from alto.records import Node, Schedule, TaskEstimate
-from alto.runs import Journal, QueueEntry
+from alto.runs import Journal, QueueEntry, QueueHistory
 from alto.runs.events import QueuedTask, QueueResumed, QueueStarted
 from alto.scheduler import METHODS, SchedulingProblem, TaskDemand
 from alto.spec import Task
@@ -208,7 +208,9 @@ def journal_begin(
             )
         )
     if journal.past or done or notes:
-        journal.append(QueueResumed(done=tuple(sorted(done)), notes=tuple(notes)))
+        nodes = tuple(cluster.nodes)
+        is_same = not journal.past or set(QueueHistory.of(journal.past).nodes) == set(nodes)
+        journal.append(QueueResumed(done=tuple(sorted(done)), notes=tuple(notes), nodes=() if is_same else nodes))
 
 
 def check_method(method: str) -> None:

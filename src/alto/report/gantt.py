@@ -38,13 +38,15 @@ def gantt_figure(
     Args:
         planned: Planned placements, drawn as thin bars above the actual ones; may be empty.
         actual: Placements that ran, one per attempt. Both count seconds from the same moment.
+        nodes: Machines whose GPUs have lanes even if nothing ran on them.
         gaps: Interruptions, which are cut out of the placements: the time of each and its duration, in seconds.
 
     Returns:
         ``lanes``, ``unit``, ``traces`` (one for each hue and kind), ``gaps`` (places on the axis, and labels), and
         ``note``, sentences about what was left out.
     """
-    gpus = [Gpu(node.name, index) for node in nodes for index in node.gpus]
+    placed = [gpu for place in (*planned, *actual) for gpu in place.gpus]  # GPUs that have left are among them
+    gpus = list(dict.fromkeys([*(Gpu(node.name, index) for node in nodes for index in node.gpus), *placed]))
     is_fine = len(gpus) <= MAX_LANES
     depths = {id(place): depth for kind in (planned, actual) for place, depth in _depths(kind) if is_fine}
     most: Counter[Gpu] = Counter()

@@ -125,11 +125,16 @@ class QueueHistory(JournalFold):
         self.measuring_s = 0.0
         self._measuring_since: float | None = None
         self._done: set[str] = set()
+        self._present_since: dict[Gpu, float] = {}
+        self._present_spans: list[tuple[float, float]] = []  # of GPUs that have left, in unix seconds
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The machines at the time the queue began."""
-        return self.started.nodes if self.started is not None else ()
+        """The machines that the queue has, as its journal knows them."""
+        indices: dict[str, list[int]] = {}
+        for gpu in self._present_since:
+            indices.setdefault(gpu.node, []).append(gpu.index)
+        return tuple(Node(name=name, gpus=tuple(sorted(found))) for name, found in indices.items())
 
     @property
     def num_gpus(self) -> int:
@@ -171,6 +176,7 @@ class QueueHistory(JournalFold):
         Interruptions are not counted, and a GPU shared by tasks counts once. Running attempts count until ``now`` (unix
         seconds; by default the latest event).
         """
+        now = self.last_seen_at or 0.0 if now is None else now
         actual = sorted(self.actual_placements(now), key=lambda place: place.start_s)
         if not actual:
             return 0.0
@@ -179,13 +185,18 @@ class QueueHistory(JournalFold):
             for gpu in place.gpus:
                 used_s += max(0.0, place.end_s - max(place.start_s, busy_until_s[gpu]))
                 busy_until_s[gpu] = max(busy_until_s[gpu], place.end_s)
-        span_s = max(busy_until_s.values()) - actual[0].start_s
-        return used_s / (span_s * self.num_gpus) if span_s else 0.0
+        begin_s, end_s = actual[0].start_s, max(busy_until_s.values())
+        spans = (*self._present_spans, *((since, now) for since in self._present_since.values()))
+        present_s = sum(
+            max(0.0, min(self.worked_s(until), end_s) - max(self.worked_s(since), begin_s)) for since, until in spans
+        )
+        return used_s / present_s if present_s else 0.0
 
     def _fold(self, event: Event, time: float) -> None:
         match event:
             case events.QueueStarted():
                 self.started = event
+                self._set_nodes(event.nodes, time)
                 for entry in event.tasks:
                     self._add(entry)
             case events.QueueResumed():
@@ -216,6 +227,10 @@ class QueueHistory(JournalFold):
                 task = self.tasks[event.task]
                 self._close(task, time, outcome=event.outcome, reason=event.reason)
                 task.state = TaskStage.FINISHED if event.outcome == "finished" else _unfinished(task)
+            case events.GpuAdded(node=node, index=index):
+                self._present_since.setdefault(Gpu(node, index), time)
+            case events.GpuLost(node=node, index=index):
+                self._remove(Gpu(node, index), time)
             case events.TaskGivenUp():
                 task = self.tasks[event.task]
                 task.state, task.failure = TaskStage.FAILED, event.reason
@@ -235,6 +250,8 @@ class QueueHistory(JournalFold):
             task.measuring = None
         self._note_interruption(time, is_rest=self.is_completed)
         self.is_completed = False
+        if event.nodes:
+            self._set_nodes(event.nodes, time)
         self.notices += event.notes
         self._done.update(event.done)  # the journal may repeat the submission of these tasks later
         for task in self.tasks.values():
@@ -244,6 +261,19 @@ class QueueHistory(JournalFold):
             elif task.state is TaskStage.RUNNING:
                 self._close(task, self.last_seen_at, outcome="lost", reason="the controller ended")
                 task.state = _unfinished(task)
+
+    def _set_nodes(self, nodes: Iterable[Node], time: float) -> None:
+        present = {Gpu(node.name, index) for node in nodes for index in node.gpus}
+        for gpu in self._present_since.keys() - present:
+            self._remove(gpu, time)
+        for node in nodes:
+            for index in node.gpus:
+                self._present_since.setdefault(Gpu(node.name, index), time)
+
+    def _remove(self, gpu: Gpu, time: float) -> None:
+        since = self._present_since.pop(gpu, None)
+        if since is not None:
+            self._present_spans.append((since, time))
 
     def _end_measuring(self, time: float | None) -> None:
         if self._measuring_since is not None and time is not None:

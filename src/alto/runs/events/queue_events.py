@@ -38,10 +38,12 @@ class QueueResumed(QueueEvent):
     Attributes:
         done: Tasks that already had their result.
         notes: Notices about events that a damaged journal lost, as sentences.
+        nodes: The machines and the indices of their GPUs; empty if they are the same as before.
     """
 
     done: tuple[str, ...] = field(metadata=wire(if_absent=[]))
     notes: tuple[str, ...] = field(metadata=wire(if_absent=[]))
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
