@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from exported import save_adapter, save_base
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -25,7 +27,8 @@ from transformers import (
 )
 
 import alto
-from alto.artifacts.gguf import _SPLITTERS, _TEXT, add_parameters, add_vocabulary, architecture_of, rope_factors
+from alto.artifacts.gguf import add_parameters, architecture_of, rope_factors
+from alto.artifacts.gguf_vocabulary import _SPLITTERS, _TEXT, add_vocabulary
 from alto.backbone import load_tokenizer
 from alto.errors import ModelError, UnsupportedError
 from alto.records import ExportResult
@@ -62,6 +65,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     # transformers adds a token to the tokenizer of a Qwen2
     "qwen2": Qwen2Config(**SIZES | {"vocab_size": 2056}),
     "qwen3": Qwen3Config(head_dim=16, **SIZES),
+    "gemma3": Gemma3TextConfig(head_dim=16, query_pre_attn_scalar=16, sliding_window=64, **SIZES | {"pad_token_id": 0}),
 }
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -75,6 +79,11 @@ LAYER = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+}
+GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -104,12 +113,13 @@ def exported(name: str, folder: Path, kind: Any) -> tuple[Any, dict[str, Tensor]
     return gguf.GGUFReader(file), expected, model.config, result
 
 
-def their_name(name: str) -> str:
+def their_name(name: str, arch: str = "llama") -> str:
     module, _, leaf = name.rpartition(".")
     if module in TOP:
         return f"{TOP[module]}.{leaf}"
     _, _, layer, place = module.split(".", 3)
-    return f"blk.{layer}.{LAYER[place]}.{leaf}"
+    places = LAYER | (GEMMA_NORMS if arch == "gemma3" else {})
+    return f"blk.{layer}.{places[place]}.{leaf}"
 
 
 def permuted(weight: Any, num_heads: int) -> Any:
@@ -125,9 +135,11 @@ def test_a_file_has_the_tensors_of_the_merged_model(name: str, kind: Any, tmp_pa
     arch = "llama" if name.startswith(("llama", "mistral")) else name
     found = {tensor.name: tensor for tensor in reader.tensors}
     extra = {"rope_freqs.weight"} if name == "llama3" else set()
-    assert set(found) == {their_name(key) for key in expected} | extra
+    assert set(found) == {their_name(key, arch) for key in expected} | extra
     for key, value in expected.items():
-        tensor, array = found[their_name(key)], value.numpy()
+        tensor, array = found[their_name(key, arch)], value.numpy()
+        if arch == "gemma3" and key.endswith("norm.weight"):
+            array = array + 1
         if arch == "llama" and key.endswith(("q_proj.weight", "q_proj.bias")):
             array = permuted(array, config.num_attention_heads)
         if arch == "llama" and key.endswith(("k_proj.weight", "k_proj.bias")):
@@ -297,6 +309,10 @@ def adding(template: str) -> PreTrainedTokenizerFast:
     [
         (Tokenizer(models.WordLevel({"a": 0}, unk_token="a")), "a byte-level BPE tokenizer, found WordLevel"),
         (Tokenizer(models.Unigram([("a", 0.0)])), "a byte-level BPE tokenizer, found Unigram"),
+        (
+            Tokenizer(models.BPE({"a": 0}, [], byte_fallback=True)),
+            "a SentencePiece tokenizer that only replaces spaces, as Gemma's, found other steps",
+        ),
     ],
 )
 def test_a_tokenizer_of_another_kind_is_refused(backend: Tokenizer, message: str) -> None:
@@ -304,11 +320,56 @@ def test_a_tokenizer_of_another_kind_is_refused(backend: Tokenizer, message: str
         add_vocabulary(Writer(), PreTrainedTokenizerFast(tokenizer_object=backend), 10)
 
 
+def sentencepiece(merges: list[tuple[str, str]]) -> PreTrainedTokenizerFast:
+    """Build a tokenizer like Gemma's."""
+    letters = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abc", "▁▁"]
+    vocabulary = {text: index for index, text in enumerate(dict.fromkeys([*letters, *map("".join, merges)]))}
+    backend = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens(["<bos>", "<eos>", "<unk>"])
+    backend.add_tokens([AddedToken("▁▁", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>")
+
+
+def by_score(text: str, tokens: list[str], scores: list[float]) -> list[str]:
+    """Split ``text`` as llama.cpp does for SentencePiece: the pair with the highest score is merged first."""
+    known = dict(zip(tokens, scores, strict=True))
+    parts = list(text.replace(" ", "▁"))
+    while True:
+        pairs = [(-known[a + b], at) for at, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in known]
+        if not pairs:
+            return parts
+        _, at = min(pairs)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_scores_merge_in_the_order_of_a_sentencepiece_tokenizer() -> None:
+    merges = [("b", "c"), ("a", "b"), ("▁", "a"), ("a", "bc"), ("ab", "c"), ("▁", "abc"), ("▁a", "bc")]
+    tokenizer, writer = sentencepiece(merges), Writer()
+    add_vocabulary(writer, tokenizer, 300)
+    added = writer.added
+    assert (added["tokenizer_model"], added["tokenizer_pre"], added["add_space_prefix"]) == ("llama", "default", False)
+    tokens, kinds = added["token_list"], added["token_types"]
+    assert tokens[tokenizer.convert_tokens_to_ids("▁▁")] == "  ", "llama.cpp looks for it before it replaces spaces"
+    assert {kinds[tokens.index(text)].name for text in ("<0x00>", "<0xFF>")} == {"BYTE"}
+    assert {kinds[tokens.index(text)].name for text in ("<unk>", "<bos>", "<eos>")} == {"CONTROL"}
+    assert kinds[tokens.index("  ")].name == "USER_DEFINED"
+    for text in ("abc", "ab abc bca cab", "aabbcc a", "bcbcab"):
+        assert by_score(text, tokens, added["token_scores"]) == tokenizer.tokenize(text)
+    with pytest.raises(UnsupportedError, match="merges in the order of their results, found 'abc' in two places"):
+        add_vocabulary(Writer(), sentencepiece([("b", "c"), ("a", "b"), ("a", "bc"), ("c", "a"), ("ab", "c")]), 300)
+
+
 def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"splits texts like one of gpt-2, .*found a different splitter"):
         add_vocabulary(Writer(), byte_bpe(pre_tokenizers.ByteLevel(add_prefix_space=True)), 259)
     with pytest.raises(UnsupportedError, match="at most 200 tokens"):
         add_vocabulary(Writer(), byte_bpe(_SPLITTERS["gpt-2"].build()), 200)
+
+
+def gemma(**changes: Any) -> Gemma3TextConfig:
+    return Gemma3TextConfig(**{"head_dim": 16, "query_pre_attn_scalar": 16, **SIZES, **changes})
 
 
 @pytest.mark.parametrize(
@@ -320,6 +381,9 @@ def test_a_splitter_that_llama_cpp_does_not_have_is_refused() -> None:
             Qwen2Config(rope_parameters=LLAMA3, **SIZES),
             "expected rope_type default, linear, yarn, found 'llama3'",
         ),
+        (gemma(query_pre_attn_scalar=8), "a Gemma 3 with query_pre_attn_scalar 16, found 8"),
+        (gemma(layer_types=["full_attention", "sliding_attention"]), r"with layer_types \[False, False\]"),
+        (gemma(use_bidirectional_attention=True), "with use_bidirectional_attention False, found True"),
     ],
 )
 def test_what_llama_cpp_computes_otherwise_is_refused(config: PreTrainedConfig, message: str) -> None:
@@ -338,6 +402,10 @@ def test_scaled_positions_and_windows_are_in_the_metadata() -> None:
     (note,) = add_parameters(writer, MistralConfig(sliding_window=100, **SIZES), "llama")
     assert writer.added["context_length"] == 100
     assert "context length is 100 tokens" in note
+    writer = Writer()
+    assert add_parameters(writer, gemma(sliding_window=64), "gemma3") == ()
+    assert (writer.added["context_length"], writer.added["sliding_window"]) == (256, 64)
+    assert writer.added["rope_freq_base"] == 1e6, "of the layers that attend to the whole text"
 
 
 def test_models_that_are_not_written_are_named_before_weights_are_read(tmp_path: Path) -> None:
@@ -345,7 +413,9 @@ def test_models_that_are_not_written_are_named_before_weights_are_read(tmp_path:
         save_base(tmp_path / "base", "gpt2"), tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True
     )
     (tmp_path / "base" / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedError, match=r"the kinds llama, mistral, qwen2, qwen3, found 'gpt2'; .*--merged"):
+    with pytest.raises(
+        UnsupportedError, match=r"the kinds llama, mistral, qwen2, qwen3, gemma3_text, found 'gpt2'; .*--merged"
+    ):
         alto.Engine().export(adapter, tmp_path / "gguf", gguf="f16")
     assert not (tmp_path / "gguf").exists()
 
@@ -384,7 +454,14 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("llama", "plain"), ("llama3", "rslora"), ("mistral", "patterns"), ("qwen2", "patterns"), ("llama3", "ends")],
+    [
+        ("llama", "plain"),
+        ("llama3", "rslora"),
+        ("mistral", "patterns"),
+        ("qwen2", "patterns"),
+        ("gemma3", "patterns"),
+        ("llama3", "ends"),
+    ],
 )
 def test_an_adapter_is_the_difference_between_the_merged_model_and_its_base(
     name: str, kind: str, tmp_path: Path
@@ -412,7 +489,7 @@ def test_an_adapter_is_the_difference_between_the_merged_model_and_its_base(
             continue
         changed += 1
         for layer, number in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
-            if layer in key and not name.startswith("qwen"):
+            if layer in key and not name.startswith(("qwen", "gemma")):
                 difference = permuted(difference, getattr(merged.config, number))
         a, b = (found.pop(f"{their_name(key)}.lora_{side}") for side in "ab")
         product = a @ b.T if "embed_tokens" in key else b @ a

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
-from tokenizers import Regex
-from tokenizers.pre_tokenizers import ByteLevel, PreTokenizer, Sequence, Split
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from alto.artifacts.gguf_vocabulary import USE_CONVERTER, add_vocabulary, unsupported
 from alto.artifacts.winner import Winner
 from alto.backbone import load_config, load_tokenizer
 from alto.errors import ModelError, UnsupportedError
@@ -25,9 +23,13 @@ from alto.records import GgufType
 # Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``TextModel.set_gguf_parameters``) and ``gguf-
 # py/gguf/constants.py``.
 
-USE_CONVERTER = "export the merged model with --merged, and convert that folder with llama.cpp's convert_hf_to_gguf.py"
-
-_ARCHITECTURES: Mapping[str, str] = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+_ARCHITECTURES: Mapping[str, str] = {
+    "llama": "llama",
+    "mistral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3_text": "gemma3",
+}
 """Architectures of llama.cpp by the model types of transformers."""
 
 _HEADS_DIFFER = "attention_factor", "mscale", "mscale_all_dim", "truncate"
@@ -40,21 +42,59 @@ def architecture_of(config: PreTrainedConfig) -> str:
     """Return llama.cpp's name of the architecture that ``config`` describes."""
     kind = config.model_type
     if kind not in _ARCHITECTURES or not type(config).__module__.startswith("transformers."):
-        raise _unsupported(f"a base model of the kinds {', '.join(_ARCHITECTURES)}", repr(kind))
+        raise unsupported(f"a base model of the kinds {', '.join(_ARCHITECTURES)}", repr(kind))
     architecture, facts = _ARCHITECTURES[kind], config.to_dict()
-    if facts.get("hidden_act") != "silu":
-        raise _unsupported("hidden_act silu", repr(facts.get("hidden_act")))
+    if architecture == "gemma3":
+        _check_gemma(config, facts)
+    elif facts.get("hidden_act") != "silu":
+        raise unsupported("hidden_act silu", repr(facts.get("hidden_act")))
     if architecture == "qwen3" and facts.get("attention_bias"):
-        raise _unsupported("a Qwen3 model without biases", "attention_bias")
+        raise unsupported("a Qwen3 model without biases", "attention_bias")
     rope = _rope(config)
     name = rope.get("rope_type", "default")
-    known = ("default", "linear", "yarn", *(("llama3",) if architecture == "llama" else ()))
+    known = {"llama": ("default", "linear", "yarn", "llama3"), "gemma3": ("default", "linear")}.get(
+        architecture, ("default", "linear", "yarn")
+    )
     if name not in known:
-        raise _unsupported(f"rope_type {', '.join(known)}", repr(name))
+        raise unsupported(f"rope_type {', '.join(known)}", repr(name))
     strange = [key for key in _HEADS_DIFFER if rope.get(key) is not None]
     if strange or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise _unsupported(f"rope_type {name} with its usual factors", ", ".join(strange) or "partial_rotary_factor")
+        raise unsupported(f"rope_type {name} with its usual factors", ", ".join(strange) or "partial_rotary_factor")
     return architecture
+
+
+_GEMMA_PERIOD = 6
+"""llama.cpp takes every sixth layer of a Gemma 3 as one that attends to the whole text."""
+
+_GEMMA_27B_LAYERS = 62
+
+
+def _check_gemma(config: Any, facts: Mapping[str, Any]) -> None:
+    """Check that a Gemma 3 has the values that llama.cpp assumes, because a file has no key for them."""
+    num_heads, num_layers = int(facts["num_attention_heads"]), int(facts["num_hidden_layers"])
+    is_27b = num_layers == _GEMMA_27B_LAYERS
+    sliding: Mapping[str, Any] = config.rope_parameters["sliding_attention"]
+    assumed = {
+        "hidden_activation": (facts["hidden_activation"], "gelu_pytorch_tanh"),
+        "attention_bias": (bool(facts["attention_bias"]), False),
+        "attn_logit_softcapping": (facts["attn_logit_softcapping"], None),
+        "use_bidirectional_attention": (bool(facts["use_bidirectional_attention"]), False),
+        "query_pre_attn_scalar": (
+            facts["query_pre_attn_scalar"],
+            facts["hidden_size"] // num_heads if is_27b else _head_dim(config),
+        ),
+        "layer_types": (
+            [kind == "full_attention" for kind in facts["layer_types"]],
+            [(layer + 1) % _GEMMA_PERIOD == 0 for layer in range(num_layers)],
+        ),
+        "rope_parameters of sliding layers": (
+            (sliding["rope_theta"], sliding.get("rope_type", "default")),
+            (10_000.0, "default"),
+        ),
+    }
+    for key, (found, expected) in assumed.items():
+        if found != expected:
+            raise unsupported(f"a Gemma 3 with {key} {expected}", str(found))
 
 
 def add_parameters(writer: Any, config: PreTrainedConfig, architecture: str) -> tuple[str, ...]:
@@ -82,6 +122,10 @@ def add_parameters(writer: Any, config: PreTrainedConfig, architecture: str) -> 
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(float(facts["rms_norm_eps"]))
     writer.add_rope_freq_base(float(rope["rope_theta"]))
+    if architecture == "gemma3":
+        writer.add_sliding_window(int(facts["sliding_window"]))
+        if facts["final_logit_softcapping"]:
+            writer.add_final_logit_softcapping(float(facts["final_logit_softcapping"]))
     if architecture == "llama":
         writer.add_vocab_size(int(facts["vocab_size"]))
         writer.add_rope_dimension_count(head_dim)
@@ -116,8 +160,9 @@ def rope_factors(config: PreTrainedConfig, inverse_frequencies: Tensor) -> Tenso
 
 
 def _rope(config: PreTrainedConfig) -> dict[str, Any]:
-    found: Any = getattr(config, "rope_parameters", None)
-    return dict(found or {})
+    """Return the rotary settings of layers that attend to the whole text."""
+    found: Any = getattr(config, "rope_parameters", None) or {}
+    return dict(found.get("full_attention", found))
 
 
 def _head_dim(config: Any) -> int:
@@ -127,10 +172,11 @@ def _head_dim(config: Any) -> int:
 def _context_length(config: Any) -> tuple[int, tuple[str, ...]]:
     """Return the context length and a notice.
 
-    The length is limited to a sliding window of the model, because llama.cpp has no sliding windows in these
-    architectures.
+    The length is limited to a sliding window of the model, because llama.cpp has sliding windows only for Gemma.
     """
     length, window = int(config.max_position_embeddings), getattr(config, "sliding_window", None)
+    if config.model_type == "gemma3_text":
+        return length, ()
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     if not window or window >= length or "sliding_attention" not in kinds:
         return length, ()
@@ -138,150 +184,6 @@ def _context_length(config: Any) -> tuple[int, tuple[str, ...]]:
         f"The file's context length is {window} tokens, the base model's sliding window, because llama.cpp attends to "
         "the whole text.",
     )
-
-
-def _unsupported(expected: str, found: str) -> UnsupportedError:
-    return UnsupportedError(f"gguf: expected {expected}, found {found}; {USE_CONVERTER}")
-
-
-# The tokenizer of a model in a GGUF file: byte-level BPE, as llama.cpp reads it.
-#
-# llama.cpp splits texts with its own regular expressions; a file names one of them (``tokenizer.ggml.pre``). ALTO finds
-# the name by comparing how a text is split, not by the tokenizer's name: this module has each of llama.cpp's
-# expressions for the package ``tokenizers``. Conventions are those of llama.cpp, ``convert_hf_to_gguf.py``
-# (``get_vocab_base``), ``gguf-py/gguf/vocab.py``, ``src/llama-vocab.cpp``.
-
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-
-def _split_by(expression: str, *, then_as_gpt2: bool = False) -> PreTokenizer:
-    pieces = Split(Regex(expression), "isolated")
-    return Sequence([pieces, ByteLevel(add_prefix_space=False, use_regex=then_as_gpt2)])
-
-
-@dataclass(frozen=True, slots=True)
-class _Splitter:
-    """One of llama.cpp's methods to split a text.
-
-    Attributes:
-        build: Returns the equivalent for the package ``tokenizers``.
-        ignores_merges: Whether a piece that is a token is used without applying merges; None matches both settings.
-    """
-
-    build: Callable[[], PreTokenizer]
-    ignores_merges: bool | None = False
-
-
-_SPLITTERS: Mapping[str, _Splitter] = {
-    "gpt-2": _Splitter(lambda: ByteLevel(add_prefix_space=False, use_regex=True)),
-    "smollm": _Splitter(lambda: _split_by(r"\p{N}", then_as_gpt2=True)),
-    "llama-bpe": _Splitter(lambda: _split_by(_LLAMA3), True),
-    "dbrx": _Splitter(lambda: _split_by(_LLAMA3), False),
-    "qwen2": _Splitter(lambda: _split_by(rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}")),
-    "tekken": _Splitter(lambda: _split_by(_TEKKEN), None),
-}
-"""Splitters by llama.cpp's names."""
-
-_TEXT = (
-    "Hello, World!  It's 7, 42, 365, 2024 and 1234567 (3.14) - we've DON'T, you'LL, camelCase HTTPServer.\n\n\t  tabs\n"
-    "   spaces   \r\n...!!! ??--==/* x_y */ a/b//c\n"
-    "привет МИР Ελλάδα 你好世界 こんにちは กำลัง ភាសាខ្មែរ naïve café 🚀🙂 «»"
-    " \n \n\nend"
-)
-"""The text by which splitters are compared."""
-
-_NAMED = ("bos", "eos", "unk", "pad")
-
-
-def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
-    """Add the tokens, merges, special tokens and chat template of ``tokenizer`` to the metadata of a file.
-
-    Args:
-        writer: A ``gguf.GGUFWriter``.
-        tokenizer: A tokenizer of transformers.
-        vocab_size: Number of rows of the model's embeddings; rows without a token become unused tokens ``[PAD…]``.
-    """
-    import gguf
-
-    state = _state_of(tokenizer)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(_splitter_of(tokenizer, bool(state["model"].get("ignore_merges"))))
-    texts: list[str] = [f"[PAD{index}]" for index in range(vocab_size)]
-    kinds = [gguf.TokenType.UNUSED] * vocab_size
-    for text, index in tokenizer.get_vocab().items():
-        if index >= vocab_size:
-            expected = f"at most {vocab_size} tokens, as many as the base model has embeddings"
-            raise _unsupported(expected, f"token {index}")
-        texts[index], kinds[index] = text, gguf.TokenType.NORMAL
-    for index, added in tokenizer.added_tokens_decoder.items():
-        is_control = added.special or (added.content.startswith("<|") and added.content.endswith("|>"))
-        kinds[index] = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
-    writer.add_token_list(texts)
-    writer.add_token_types(kinds)
-    # Older files store the two parts of a merge as one text.
-    merges = state["model"]["merges"]
-    writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in merges])
-    for name in _NAMED:
-        index = getattr(tokenizer, f"{name}_token_id", None)
-        if index is not None:
-            getattr(writer, f"add_{name}_token_id")(int(index))
-    begins, ends = _marks(tokenizer)
-    writer.add_add_bos_token(begins)
-    writer.add_add_eos_token(ends)
-    template = getattr(tokenizer, "chat_template", None)
-    if isinstance(template, Mapping):
-        template = template.get("default")
-    if template:
-        writer.add_chat_template(template)
-
-
-def _state_of(tokenizer: Any) -> dict[str, Any]:
-    """Return the ``tokenizer.json`` contents of a byte-level BPE tokenizer."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise _unsupported("a tokenizer of the package tokenizers (tokenizer.json)", type(tokenizer).__name__)
-    state: dict[str, Any] = json.loads(backend.to_str())
-    model, decoder, normalizer = (state.get(part) or {} for part in ("model", "decoder", "normalizer"))
-    kinds = {step.get("type") for step in decoder.get("decoders", [decoder])}
-    if model.get("type") != "BPE" or kinds != {"ByteLevel"} or model.get("byte_fallback"):
-        raise _unsupported("a byte-level BPE tokenizer", f"{model.get('type')} with the decoder {decoder.get('type')}")
-    if normalizer.get("type") not in (None, "NFC"):
-        raise _unsupported("a tokenizer that does not change texts", f"the normalizer {normalizer.get('type')}")
-    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
-        raise _unsupported("a BPE tokenizer that does not mark parts of words", "continuing_subword_prefix or a suffix")
-    return state
-
-
-def _splitter_of(tokenizer: Any, ignores_merges: bool) -> str:
-    own = tokenizer.backend_tokenizer.pre_tokenizer
-    wanted = [] if own is None else _pieces(own)
-    for name, splitter in _SPLITTERS.items():
-        if splitter.ignores_merges in (None, ignores_merges) and _pieces(splitter.build()) == wanted:
-            return name
-    raise _unsupported(f"a tokenizer that splits texts like one of {', '.join(_SPLITTERS)}", "a different splitter")
-
-
-def _pieces(splitter: PreTokenizer) -> list[str]:
-    return [piece for piece, _ in splitter.pre_tokenize_str(_TEXT)]
-
-
-def _marks(tokenizer: Any) -> tuple[bool, bool]:
-    """Return whether the tokenizer adds the BOS token to every text, and whether it adds the EOS token."""
-    bare, marked = (tokenizer("a", add_special_tokens=is_marked)["input_ids"] for is_marked in (False, True))
-    for begins in (False, True):
-        for ends in (False, True):
-            before = [tokenizer.bos_token_id] if begins else []
-            after = [tokenizer.eos_token_id] if ends else []
-            if marked == [*before, *bare, *after]:
-                return begins, ends
-    raise _unsupported("a tokenizer that adds only the BOS and EOS tokens", f"{marked} for a text of {bare}")
 
 
 # Writing of a model to one GGUF file for llama.cpp.
@@ -294,6 +196,7 @@ _BIASED: Mapping[str, tuple[str, ...]] = {
     "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "qwen2": ("q_proj", "k_proj", "v_proj"),
     "qwen3": (),
+    "gemma3": (),
 }
 """Layers whose biases llama.cpp reads, by architecture."""
 
@@ -373,8 +276,10 @@ class GgufModel:
                     f"{USE_CONVERTER}"
                 )
             found[mapped] = _in_order(self._config, self._architecture, module, weight.detach().float())
+            if self._architecture == "gemma3" and module.endswith("norm"):
+                found[mapped] = found[mapped] + 1  # transformers adds it when it computes, llama.cpp does not
         rotary: Any = model.get_submodule("model.rotary_emb")
-        factors = rope_factors(self._config, rotary.inv_freq)
+        factors = rope_factors(self._config, rotary.inv_freq) if self._architecture == "llama" else None
         if factors is not None:
             found = {"rope_freqs.weight": factors, **found}
         for name, weight in found.items():
