@@ -92,7 +92,8 @@ bench-real: $(VENV)/.bench ## Set up, then measure on a pretrained model, for ho
 test-servers: $(VENV)/.dev $(VENV)/.bench ## Set up, then load exports into vLLM and llama.cpp and compare with PEFT (half an hour; make what it needs: ten minutes)
 	$(BIN)/python -m tools.make_real_model --models smollm2-135m gemma-3-270m
 	$(BIN)/python -m tools.make_servers
-	$(PYTEST) --all tests/servers
+	$(BIN)/pip install --quiet mlflow trackio
+	$(PYTEST) --all tests/servers tests/trackers
 	$(BIN)/python -m benchmarks.paper servers --scale cpu
 	$(BIN)/python -m tools.make_benchmark_docs
 

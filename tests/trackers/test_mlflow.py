@@ -1,17 +1,23 @@
-"""Real MLflow on a SQLite store: what its own client finds there, also after a resume."""
+"""Real MLflow, on a SQLite store and through its server: what its own client finds there, also after a resume."""
 
 from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from clusters import wait_for
 from journals import entry
 
 from alto.trackers import tracking
 from alto.trackers.mlflow import MlflowTracker
+from benchmarks.servers.vllm_server import free_port
 
 mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
 pytest.importorskip("sqlalchemy", reason="mlflow's SQLite store needs sqlalchemy")
@@ -22,20 +28,40 @@ pytestmark = pytest.mark.filterwarnings("ignore::Warning")
 Event = dict[str, Any]
 
 
-@pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty store, made once, because MLflow takes seconds to make one."""
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    mlflow.MlflowClient(f"sqlite:///{path}").search_experiments()
-    return path
+@pytest.fixture(scope="module", params=["store", "server"])
+def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of an empty store, made once, because MLflow takes seconds to make one; or of a server in front."""
+    folder = tmp_path_factory.mktemp("mlflow")
+    store = f"sqlite:///{folder / 'mlflow.db'}"
+    mlflow.MlflowClient(store).search_experiments()
+    if request.param == "store":
+        yield store
+        return
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store, "--workers", "1"]
+    command += ["--artifacts-destination", str(folder / "artifacts"), "--port", url.rpartition(":")[2]]
+    with (folder / "log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
+        try:
+            wait_for(lambda: answers(url), "MLflow's server")
+            yield url
+        finally:
+            server.terminate()
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health") as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 @pytest.fixture
-def client(store: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+def client(address: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client of the store, with an experiment of this test's own."""
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", request.node.name)
-    return mlflow.MlflowClient(f"sqlite:///{store}")
+    return mlflow.MlflowClient(address)
 
 
 def show(events: list[Event], run_dir: Path) -> None:
