@@ -96,9 +96,11 @@ def test_a_job_whose_adapter_vllm_could_not_serve_is_told_before_it_trains(has_s
         told = {}
         for use_dora in ([True, False], False):
             body = {"model": "base", "training_file": file, "hyperparameters": {"use_dora": use_dora}}
+            draft = client.post("/api/drafts?num_rows=0", json=body).json()
             job = client.post("/v1/fine_tuning/jobs", json=body).json()["id"]
             events = client.get(f"/v1/fine_tuning/jobs/{job}/events").json()["data"]
             told[str(use_dora)] = [each["message"] for each in events if each["level"] == "warn"]
+            assert told[str(use_dora)] == draft["notes"]
         assert told["False"] == []
         assert len(told["[True, False]"]) == has_server
         assert all("cannot serve an adapter with use_dora" in message for message in told["[True, False]"])

@@ -16,7 +16,7 @@ from alto.service.context import Service, ServiceOf
 from alto.service.coordinator.leadership import code_of
 from alto.service.errors import refused
 from alto.service.openai.files import artefact_of, find_file
-from alto.service.openai.jobs import JobRequest, check_usable, draft_of
+from alto.service.openai.jobs import JobRequest, check_usable, draft_of, serving_notes
 from alto.service.openai.translation import build
 from alto.service.store.tables import FileRow
 from alto.service.web.access import Reader
@@ -55,6 +55,7 @@ def draft(
             "jobs": [dict(job.config.to_dict()) for job in task.jobs[:20]],
             "varying": sorted(_varying(task)),
             "estimate": _estimate(request, task),
+            "notes": serving_notes(service, body.model, task),
         }
         if num_rows:
             found["rows"] = _rows(service, task, [row.sha256 for row in files.values()], num_rows)

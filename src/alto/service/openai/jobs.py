@@ -177,26 +177,24 @@ def create_job(
         session.add(row)
         add_event(session, row, f"Created fine-tuning job: {row.id}")
         add_event(session, row, f"Validating training file: {row.training_file}")
-        if settings := _unserved(service, body.model, values):
-            add_event(
-                session,
-                row,
-                f"vLLM cannot serve an adapter with {' or '.join(settings)}: if such a configuration wins, serve the "
-                "merged weights instead (POST /api/models/{id}/merged)",
-                level="warn",
-            )
+        for note in serving_notes(service, body.model, _task_of(values)):
+            add_event(session, row, note, level="warn")
         mark.note(session, "job", row.id)
     service.work.set()
     return row
 
 
-def _unserved(service: Service, base_model: str, values: Mapping[str, Any]) -> list[str]:
-    """Return the settings of a task with which the service's vLLM server cannot serve an adapter; empty without such a
-    server."""
+def serving_notes(service: Service, base_model: str, task: Task) -> list[str]:
+    """Return a notice if the service's vLLM server cannot serve the adapters of some configurations of a task."""
     if not service.settings.is_served(base_model):
         return []
-    jobs = _task_of(values).jobs
-    return list(dict.fromkeys(name for job in jobs for name in unserved_by_vllm(job.config.model_dump())))
+    names = dict.fromkeys(name for job in task.jobs for name in unserved_by_vllm(job.config.model_dump()))
+    if not names:
+        return []
+    return [
+        f"vLLM cannot serve an adapter with {' or '.join(names)}: if such a configuration wins, serve the merged weights "
+        "instead (POST /api/models/{id}/merged)"
+    ]
 
 
 def draft_of(service: Service, body: JobRequest) -> dict[str, Any]:

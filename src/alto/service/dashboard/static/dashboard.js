@@ -309,7 +309,7 @@
     const lengths = rows && rows.row_tokens.length ? [Math.min(...rows.row_tokens) + " to " + Math.max(...rows.row_tokens) + " tokens each"] : [];
     const changed = Object.entries(others).filter(([name, count]) => count && !name.endsWith("_tokens")).map(([name, count]) => count + " " + name.replaceAll("_", " "));
     byId("preview-tokens").textContent = ["to train, " + (validated || 0) + " to validate", ...lengths, ...changed].join("; ");
-    byId("preview-notes").replaceChildren(...(rows ? rows.notes : []).map((note) => element("p", note, "note")));
+    byId("preview-notes").replaceChildren(...[...found.notes, ...(rows ? rows.notes : [])].map((note) => element("p", note, "note")));
     const columns = varying.length ? varying : ["learning_rate", "r", "per_device_train_batch_size", "num_train_epochs"];
     const head = document.createElement("thead"), body = document.createElement("tbody");
     head.append(document.createElement("tr"));
