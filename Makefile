@@ -64,7 +64,7 @@ format: $(VENV)/.dev ## Format the code
 	$(BIN)/ruff format
 
 .PHONY: docs
-docs: $(VENV)/.dev ## Write the generated pages anew: docs/{reference,events,benchmarks,paper,chat-templates,models}.md and the picture in architecture.md
+docs: $(VENV)/.dev ## Write the generated pages and parts anew: most of docs/*.md, figures in README.md, the picture in architecture.md
 	$(BIN)/python -m tools.make_reference
 	$(BIN)/python -m tools.make_event_docs
 	$(BIN)/python -m tools.make_benchmark_docs

@@ -27,7 +27,7 @@ from alto.data import read_task_rows
 from alto.data.source import sample_rows
 from alto.engine.estimates import base_key
 from alto.engine.work import TRAIN
-from alto.executor import Executor, Ranks, RunStart, SharedBank, TaskContext, TaskSession, load_base
+from alto.executor import Executor, Ranks, RunInputs, SharedBank, TaskContext, TaskSession, load_base
 from alto.records import Gpu, Placement, Schedule
 from alto.runs import Journal, RunDir, read_entries, read_queue_history
 from alto.runs.events import JobAdmitted
@@ -281,7 +281,7 @@ def measure_fairness(folder: Path, turns: int) -> dict[int, int]:
             journal = stack.enter_context(Journal(run_dir.journal_file))
             data = read_task_rows(task).encode(backbone.tokenizer)
             context = TaskContext.of(task, backbone, data)
-            executor.attach(str(number), TaskSession(context, journal, RunStart(run_dir=run_dir), bank=bank))
+            executor.attach(str(number), TaskSession(context, journal, RunInputs(run_dir=run_dir), bank=bank))
         sessions = dict(executor.sessions)
         for _ in range(turns):
             ended = executor.turn()

@@ -15,7 +15,7 @@ import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -157,6 +157,7 @@ class Study:
         pieces: Names of all pieces, in the order of the result.
         figures: Function from pieces by name to the figures; usually those of the pieces themselves.
         spans_sources: Whether pieces of other states of the source count too.
+        untimed: Names of pieces in whose figures no time counts; they may be of another machine.
     """
 
     benchmark: str
@@ -166,12 +167,15 @@ class Study:
     notes: tuple[str, ...] = ()
     figures: Callable[[Mapping[str, Piece]], Mapping[str, float]] = _own_figures
     spans_sources: bool = False
+    untimed: Collection[str] = ()
 
     def differences(self, piece: Piece, origin: Origin) -> list[str]:
         """Return the reasons why ``piece`` cannot be in a result of ``origin``, one phrase each."""
         found = origin_of(piece)
         if self.spans_sources:
             found = replace(found, commit=origin.commit, source=origin.source)
+        if piece.name in self.untimed:
+            found = replace(found, machine=origin.machine)
         return found.differences(origin)
 
     @property
@@ -286,9 +290,14 @@ def assemble(study: Study, pieces: Iterable[Piece]) -> Result:
     measured = [piece for piece in ordered.values() if piece.origin is not None]
     assert not any(study.differences(piece, first) for piece in measured), "pieces of one origin"
     if study.spans_sources:
-        first = max(reversed(measured), key=lambda piece: piece.date).origin or first
+        timed = [piece for piece in measured if piece.name not in study.untimed] or measured
+        first = max(reversed(timed), key=lambda piece: piece.date).origin or first
         for piece in ordered.values():
             piece.rows = [{**row, "commit": origin_of(piece).commit} for row in piece.rows]
+    for piece in measured:
+        cpu = origin_of(piece).machine.get("cpu")
+        if cpu != first.machine.get("cpu"):
+            piece.rows = [{**row, "cpu": cpu} for row in piece.rows]
     # Layers and steps of a model share one gate, whose faults are listed once.
     failures = list(dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.failures))
     errors = dict.fromkeys(sentence for piece in ordered.values() for sentence in piece.errors)

@@ -75,7 +75,8 @@ def _headline(results: Path) -> str:
     alto, trl = figures["sweep12_s"] / 60, figures["sweep12_s"] * figures["sweep12_over_trl"] / 60
     return (
         f"A sweep of 12 configurations of SmolLM2-135M on two CPU cores takes **{alto:.0f} minutes; TRL and PEFT need "
-        f"{trl:.0f}** ([measured](#measured), with evaluation and set-up; two of TRL's jobs stand for all 12)."
+        f"{trl:.0f}** ([measured](#measured), with evaluation and set-up; TRL trained two of the 12 jobs, from which "
+        "the time of all is extrapolated)."
     )
 
 
@@ -104,8 +105,9 @@ def _others(results: Path) -> str:
     return (
         "For 40 DPO configurations, TRL's `DPOTrainer`, one job at a time, needs "
         f"{dpo['batched_over_sequential']:.1f} times as long as ALTO without early exit, and "
-        f"{dpo['early_exit_over_sequential']:.1f} times as long as ALTO with early exit, whose winner is right for "
-        f"{dpo['early_exit_accuracy']:.1%} of held-out pairs instead of {dpo['batched_accuracy']:.1%}. A DPO step with "
+        f"{dpo['early_exit_over_sequential']:.1f} times as long as ALTO with it. On held-out pairs, the winner prefers "
+        f"the chosen reply in {dpo['early_exit_accuracy']:.1%} with early exit, and in {dpo['batched_accuracy']:.1%} "
+        "without. A DPO step with "
         f"shared prompts is {shared['shared_over_whole']:.1f} times as fast as without. Generating with eight adapters "
         f"at once is {generate['generation_speedup']:.1f} times as fast as PEFT with one adapter at a time."
     )

@@ -19,7 +19,7 @@ from alto.data import DataOrder, TaskData
 from alto.executor import (
     BankSize,
     MicroBatches,
-    RunStart,
+    RunInputs,
     TaskContext,
     TaskSession,
     build_trainer,
@@ -89,7 +89,7 @@ def find_duration(context: TaskContext) -> dict[str, Any]:
         run_dir = RunDir.create(folder, context.task)
         start = time.perf_counter()
         with Journal(run_dir.journal_file) as journal:
-            run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir)))
+            run_alone(TaskSession(context, journal, RunInputs(run_dir=run_dir)))
         duration_s = time.perf_counter() - start
         completed = sum(isinstance(entry.event, JobCompleted) for entry in read_entries(run_dir.journal_file))
     if completed != len(context.jobs):

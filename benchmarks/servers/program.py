@@ -67,10 +67,11 @@ class Cell:
     """One export of one adapter in one server.
 
     Attributes:
-        verdict: ``equal``: answers as PEFT does; ``refused``: ALTO says beforehand that it cannot be served, and it
-            cannot; ``wrong``: anything else that was tried; ``untried``: the server is not installed.
+        verdict: ``equal``: answers as PEFT does; ``refused``: ALTO says beforehand that it cannot be served; if there
+            is an export, the server was seen to refuse it; ``wrong``: anything else that was tried; ``untried``: the
+            server is not installed.
         worst: Largest difference of a log-probability (of a probability for a classifier); NaN if there is none.
-        texts: Number of equal answers.
+        texts: Number of equal answers; for a classifier, of all answers.
         tolerance: Largest allowed ``worst``.
         why: Reason for any verdict but ``equal``.
     """
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def study_of(options: argparse.Namespace) -> Study:
-    """Return the study of the models of a scale, or of the named ones."""
+    """Return the study of the models of a scale and of the named models."""
     names = dict.fromkeys(Path(model).name for model in (*MODELS[options.scale], *options.models))
     return Study(
         benchmark="servers",
@@ -123,7 +124,7 @@ def study_of(options: argparse.Namespace) -> Study:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the options; the models of the scale unless others are named."""
+    """Parse the options. Without ``--models``, they have the models of the scale."""
     parser = option_parser(__doc__, ("smoke", "cpu"))
     parser.add_argument("--models", nargs="+", type=readable_model, metavar="MODEL", help="base models")
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS))
@@ -148,7 +149,7 @@ class Matrix:
         base: Folder of the base model.
         folder: Folder for adapters, exports and logs.
         servers: Environment with the servers, which may be absent.
-        stack: Ends a server that is kept.
+        stack: Ends the vLLM server of adapters when it is closed.
     """
 
     def __init__(self, base: str, folder: Path, servers: Path, stack: contextlib.ExitStack) -> None:
@@ -247,7 +248,8 @@ class Matrix:
         return compared(reference, server.answers(name, has_template=has_template), tolerance=FLOAT32_TOLERANCE)
 
     def _in_llama(self, file: Path | None, lora: Path | None, reference: Any) -> Compared:
-        """Compare with llama.cpp, which computes in float16: as exactly as it computes the base model."""
+        """Compare llama.cpp's answers with PEFT's. It computes in float16, so the tolerance is `_NOISE_FACTOR` times
+        its difference on the plain base model."""
         if self._noise is None:
             plain = self._plain_answers
             found = compared(plain, self._llama(self._base_gguf(), None, plain), tolerance=math.inf, rounds=True)
@@ -333,7 +335,7 @@ def _plain(cell: Cell) -> dict[str, Any]:
 
 
 def figures(pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """Return the number of cells with every verdict."""
+    """Return the number of cells for each verdict."""
     verdicts = [row["verdict"] for piece in pieces.values() for row in piece.rows]
     return {f"cells_{verdict}": float(verdicts.count(verdict)) for verdict in ("equal", "refused", "wrong", "untried")}
 
@@ -350,11 +352,12 @@ def notes(options: argparse.Namespace) -> list[str]:
         found = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     return [
         f"Servers: {found}.",
-        "Eight questions, 16 greedy tokens each, not the base model's. vLLM and transformers compute in float32: "
-        f"equal texts, and log-probabilities within {FLOAT32_TOLERANCE:g}. llama.cpp computes in float16: "
-        f"log-probabilities of PEFT's tokens within {_NOISE_FACTOR:g} times its difference on the plain base model. "
-        "Prompts are rendered by each server's own template and have the same tokens. PEFT: the check that a run makes "
-        "of its winner.",
-        "refused: ALTO says beforehand that this cannot be served, and for adapters in vLLM the server was seen to "
+        "Each cell compares answers to eight questions, 16 tokens each, decoded greedily. The adapter must change "
+        "these answers, compared with the base model's. vLLM and transformers compute in float32: the texts must be "
+        f"equal, and log-probabilities within {FLOAT32_TOLERANCE:g}. llama.cpp computes in float16: log-probabilities "
+        f"of PEFT's tokens must be within {_NOISE_FACTOR:g} times llama.cpp's difference from PEFT on the plain base "
+        "model. Every server renders prompts by its own template; they must have the same tokens. The column of the "
+        "adapter in PEFT shows the check that every run makes of its winner.",
+        "refused: ALTO says beforehand that this cannot be served; if there is an export, the server was seen to "
         "refuse it.",
     ]

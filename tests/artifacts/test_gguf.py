@@ -357,7 +357,7 @@ def test_scores_merge_in_the_order_of_a_sentencepiece_tokenizer() -> None:
     assert kinds[tokens.index("  ")].name == "USER_DEFINED"
     for text in ("abc", "ab abc bca cab", "aabbcc a", "bcbcab"):
         assert by_score(text, tokens, added["token_scores"]) == tokenizer.tokenize(text)
-    with pytest.raises(UnsupportedError, match="merges in the order of their results, found 'abc' in two places"):
+    with pytest.raises(UnsupportedError, match="to follow each other, found those of 'abc' in two places"):
         add_vocabulary(Writer(), sentencepiece([("b", "c"), ("a", "b"), ("a", "bc"), ("c", "a"), ("ab", "c")]), 300)
 
 

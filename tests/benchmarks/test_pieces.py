@@ -152,6 +152,19 @@ class TestSeveralCommands:
         run_pieces(study, good("three"), tmp_path)
         assert result_in(tmp_path)["figures"] == {"x_three": 1.0}
 
+    def test_a_piece_without_times_may_be_of_another_machine(self, tmp_path, origin):
+        study = replace(STUDY, untimed=["two"])
+        run_pieces(study, good("one"), tmp_path)
+        origin(machine=MACHINE | {"cpu": "another"})
+        run_pieces(study, good("two"), tmp_path)
+        assert result_in(tmp_path)["figures"] == {"x_two": 1.0}
+        origin()
+        run_pieces(study, good("three"), tmp_path)
+        result = result_in(tmp_path)
+        assert result["figures"] == {"x_one": 1.0, "x_two": 1.0, "x_three": 1.0}
+        assert result["machine"] == MACHINE
+        assert [row.get("cpu") for row in result["rows"]] == [None, "another", None]
+
     def test_from_several_folders_are_merged_and_the_latest_counts(self, tmp_path, origin, monkeypatch):
         for day, value in ((1, 5.0), (2, 6.0)):
             run_pieces(STUDY, good("two", value) | good("one"), tmp_path / str(day))

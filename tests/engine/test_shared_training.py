@@ -103,7 +103,7 @@ def test_a_task_on_another_base_is_refused_and_changes_nothing(
     shared.attach("cedar")
     ended = shared.until_ended("cedar")
     assert (ended.outcome, ended.error) == (Outcome.LOST, "RunBusyError")
-    assert "expected 'alto-tiny' to be the base model of the tasks that this process trains" in ended.reason
+    assert "expected the base model of the tasks that this process trains, found 'alto-tiny'" in ended.reason
     assert shared.until_ended("alder").outcome is Outcome.FINISHED
     assert_as_alone(shared.roots["alder"], alone["alder"])
 

@@ -209,7 +209,7 @@ def test_the_callback_may_end_the_generation(tiny_model: ModelFactory) -> None:
 
 def test_a_prompt_without_a_position_to_write_to_is_an_error(tiny_model: ModelFactory) -> None:
     limit = max_positions(Backbone(tiny_model("llama"), TOKENIZER, "tiny"))
-    with pytest.raises(DataError, match="shorter than the model's 64 positions, found 64 tokens in row 2"):
+    with pytest.raises(DataError, match="shorter than 64 tokens, which this model can compute, found 64 in row 2"):
         check_prompts([[5], list(range(2, 66))], limit)
     check_prompts([[5], list(range(2, 65))], limit)
     check_prompts([list(range(2, 66))], None)

@@ -36,7 +36,7 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset
 from alto.early_exit import audit
 from alto.errors import TargetModuleError
-from alto.executor import MicroBatches, StartAdapter, TaskContext, with_references
+from alto.executor import InitAdapter, MicroBatches, TaskContext, with_references
 from alto.executor.planned_job import resolve_rungs
 from alto.lora import adapter_shape, read_adapter, saved_settings
 from alto.runs import RunDir, read_entries, read_events, read_history
@@ -254,7 +254,7 @@ def test_references_are_kept_by_adapter(tmp_path: Path) -> None:
 
     def found(folder: Path | None) -> TaskContext:
         backbone = Backbone(make_model("llama"), None, "unused")
-        start = None if folder is None else StartAdapter.read(folder, backbone, model="unused")
+        start = None if folder is None else InitAdapter.read(folder, backbone, model="unused")
         task = task_from(folders[0], DPO_JOBS[:1], method="dpo")
         return with_references(TaskContext.of(task, backbone, data, start=start), MicroBatches(100, lambda event: None))
 
@@ -287,7 +287,7 @@ def test_a_job_of_another_kind_is_refused(changes: dict[str, Any], reason: str, 
 def test_a_job_that_the_search_may_add_is_refused_beforehand(tmp_path: Path) -> None:
     folder = save_with_peft(make_model("llama"), tmp_path / "saved", **KINDS["plain"])
     backbone = Backbone(make_model("llama"), None, "unused")
-    start = StartAdapter.read(folder, backbone, model="unused")
+    start = InitAdapter.read(folder, backbone, model="unused")
     settings = {key: value for key, value in saved_settings(folder).items() if key != "r"}
     space = {"r": [8, 4, 2], "learning_rate": {"min": 1e-4, "max": 1e-3, "log": True}}
     task = Task(
@@ -306,15 +306,15 @@ def test_an_adapter_of_a_larger_model_is_refused(tmp_path: Path) -> None:
     model = make_model("llama")
     other = build_mixture("mixtral")
     with pytest.raises(TargetModuleError, match=r"name the model it was trained on in 'model'$"):
-        StartAdapter.read(folder, Backbone(other, None, "unused"), model="other")
-    assert StartAdapter.read(folder, Backbone(model, None, "unused"), model="same sizes").notes == ()
+        InitAdapter.read(folder, Backbone(other, None, "unused"), model="other")
+    assert InitAdapter.read(folder, Backbone(model, None, "unused"), model="same sizes").notes == ()
 
 
 def test_the_settings_of_a_saved_adapter_make_the_same_adapter(tmp_path: Path) -> None:
     for index, kind in enumerate(KINDS.values()):
         folder = save_with_peft(make_model("llama"), tmp_path / str(index), **kind)
         backbone = Backbone(make_model("llama"), None, "unused")
-        start = StartAdapter.read(folder, backbone, model="unused")
+        start = InitAdapter.read(folder, backbone, model="unused")
         config = JobConfig(**saved_settings(folder))
         start.check_job("job", config, adapter_shape(backbone.model, config))
 
@@ -322,12 +322,12 @@ def test_the_settings_of_a_saved_adapter_make_the_same_adapter(tmp_path: Path) -
 def test_a_fingerprint_is_of_the_content_alone(tmp_path: Path) -> None:
     backbone = Backbone(make_model("llama"), None, "unused")
     folder = save_with_peft(make_model("llama"), tmp_path / "saved")
-    first = StartAdapter.read(folder, backbone, model="unused").fact
+    first = InitAdapter.read(folder, backbone, model="unused").fact
     moved = folder.rename(tmp_path / "moved")
-    second = StartAdapter.read(moved, backbone, model="unused").fact
+    second = InitAdapter.read(moved, backbone, model="unused").fact
     assert (first.fingerprint, str(moved)) == (second.fingerprint, second.path)
     edit_config(moved, lora_alpha=13)
-    assert StartAdapter.read(moved, backbone, model="unused").fact.fingerprint != first.fingerprint
+    assert InitAdapter.read(moved, backbone, model="unused").fact.fingerprint != first.fingerprint
 
 
 RANKED = ("plain", "dora", "patterns")

@@ -29,7 +29,7 @@ from resident_jobs import (
 from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
-from alto.executor import JobState, RunStart, TaskContext, TaskSession, run_alone
+from alto.executor import JobState, RunInputs, TaskContext, TaskSession, run_alone
 from alto.lora import AdapterWeights, read_adapter
 from alto.runs import Journal, RunDir, read_history
 from alto.spec import Task
@@ -181,7 +181,7 @@ def run_executor(task: Task, model: PreTrainedModel, output_dir: Path) -> RunDir
     backbone = Backbone(model, None, "unused")
     run_dir = RunDir.create(output_dir, task)
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, DATA), journal, RunInputs(run_dir=run_dir)))
     return run_dir
 
 

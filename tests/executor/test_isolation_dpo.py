@@ -35,7 +35,7 @@ from transformers import PreTrainedModel
 
 from alto.backbone import Backbone
 from alto.data import Span
-from alto.executor import JobState, RunStart, TaskContext, TaskSession, run_alone
+from alto.executor import JobState, RunInputs, TaskContext, TaskSession, run_alone
 from alto.lora import read_adapter
 from alto.runs import Journal, RunDir, read_events, read_history
 from alto.spec import Task
@@ -190,7 +190,7 @@ def test_whole_curves_equal_trl_alone(trl: Any, tmp_path: Path, monkeypatch: pyt
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunInputs(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     assert {"job_parked", "job_resumed"} <= {event["event"] for event in events}
     assert not events[0]["references"]["is_cached"]

@@ -37,7 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alto.backbone import Backbone
 from alto.data import TaskData
 from alto.errors import UnsupportedModelError
-from alto.executor import JobState, RunStart, TaskContext, TaskSession, run_alone
+from alto.executor import JobState, RunInputs, TaskContext, TaskSession, run_alone
 from alto.runs import Journal, RunDir, read_events
 from alto.spec import Task
 
@@ -435,7 +435,7 @@ class TestTheJournal:
         run_dir = RunDir.create(tmp_path, task)
         backbone = Backbone(make_mixture("mixtral"), None, "unused")
         with Journal(run_dir.journal_file) as journal:
-            run_alone(TaskSession(TaskContext.of(task, backbone, DATA), journal, RunStart(run_dir=run_dir)))
+            run_alone(TaskSession(TaskContext.of(task, backbone, DATA), journal, RunInputs(run_dir=run_dir)))
         found: dict[str, list[dict[str, Any]]] = {}
         for event in read_events(run_dir.journal_file):
             if event["event"] == "train":

@@ -19,7 +19,7 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, Span, TaskData
 from alto.early_exit import audit, selection_of
 from alto.errors import RunError, TaskInterruptedError
-from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone
+from alto.executor import Hooks, RunInputs, TaskContext, TaskSession, recover, run_alone
 from alto.executor.recovery import check_jobs
 from alto.records import ExitReason, TaskOutcome
 from alto.runs import JobAction, Journal, JournalEntry, Mailbox, Observer, RunDir, read_history, task_outcome
@@ -77,7 +77,7 @@ def train(
     with Journal(run_dir.journal_file, observers, past=resume_state.entries) as journal:
         context = TaskContext.of(task, backbone, DATA)
         hooks = Hooks(is_interrupted=is_interrupted or (lambda: False))
-        run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
+        run_alone(TaskSession(context, journal, RunInputs(run_dir=run_dir, resume_state=resume_state), hooks))
     return task_outcome(read_history(run_dir.root), run_dir)
 
 

@@ -148,13 +148,13 @@ def test_tables_of_a_schedule_are_copied_when_it_is_prepared() -> None:
         return TokenSchedule.build([1, 0], [5, 70], [2.0, 1.0], [DropoutKey(0.5, 3, step, 0), None])
 
     prepared = PreparedStep()
-    first = prepared.schedule(schedule(0))
+    first = prepared.take_schedule(schedule(0))
     first.table(CPU), first.slots_of_tokens(CPU)
     prepared.add([], make_batch(), schedule(1))
-    second = prepared.schedule(schedule(1))
+    second = prepared.take_schedule(schedule(1))
     assert second._tables.keys() == {CPU}
     assert second._copies.keys() == {("slots_of_tokens", CPU)}
-    third = prepared.schedule(schedule(2))
+    third = prepared.take_schedule(schedule(2))
     assert not third._tables
     assert not third._copies
     assert torch.equal(second.table(CPU).blocks_B6, schedule(1).table(CPU).blocks_B6)

@@ -19,7 +19,7 @@ from resident_jobs import PAIRS, Bank, make_model, make_task, with_references
 from alto.backbone import Backbone, load_network
 from alto.data import TaskData, TokenBatch
 from alto.errors import DeviceMemoryError, ModelError, RunError, TaskInterruptedError
-from alto.executor import Hooks, RunStart, TaskContext, TaskSession, recover, run_alone, stages
+from alto.executor import Hooks, RunInputs, TaskContext, TaskSession, recover, run_alone, stages
 from alto.executor.micro_batches import MemoryEvent, MicroBatches
 from alto.executor.stages import with_references as find_references
 from alto.runs import Event, Journal, RunDir, read_events
@@ -171,7 +171,7 @@ def test_where_memory_runs_out_passes_are_halved(base: Base) -> None:
 def test_a_pair_that_does_not_fit_is_reported_as_too_large(base: Base) -> None:
     base.max_tokens = longest = max(ids.numel() for ids in PAIRS.train.input_ids) - 1
     with pytest.raises(
-        DeviceMemoryError, match=rf"not enough memory on cpu .* pair of {longest + 1} tokens; lower max_length"
+        DeviceMemoryError, match=rf"not enough memory on cpu .* row of {longest + 1} tokens; lower max_length"
     ):
         find()
 
@@ -188,7 +188,7 @@ def finish(run_dir: RunDir, data: TaskData = PAIRS, is_interrupted: Callable[[],
     resume_state, backbone = recover(run_dir), Backbone(make_model("llama"), None, "a-model")
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
         context, hooks = TaskContext.of(TASK, backbone, data), Hooks(is_interrupted=is_interrupted)
-        run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
+        run_alone(TaskSession(context, journal, RunInputs(run_dir=run_dir, resume_state=resume_state), hooks))
     return list(read_events(run_dir.journal_file))
 
 

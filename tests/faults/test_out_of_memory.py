@@ -19,7 +19,7 @@ from alto.data import TokenBatch
 from alto.early_exit import audit
 from alto.errors import DeviceMemoryError, NoResultError
 from alto.executor import (
-    RunStart,
+    RunInputs,
     TaskContext,
     TaskSession,
     Trainer,
@@ -56,7 +56,7 @@ def finish(run: RunDir) -> list[dict[str, Any]]:
     task, resume_state = load_task(run.task_file), recover(run)
     context = TaskContext.of(task, *load_tiny(task))
     with Journal(run.journal_file, past=resume_state.entries) as journal:
-        run_alone(TaskSession(context, journal, RunStart(run_dir=run, resume_state=resume_state)))
+        run_alone(TaskSession(context, journal, RunInputs(run_dir=run, resume_state=resume_state)))
     return read_journal(run.root)
 
 

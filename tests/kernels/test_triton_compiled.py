@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from alto.kernels import DropoutKey, TokenSchedule
-from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule
+from alto.lora import AdapterBank, AdapterShape, BankLayout, BankOptimizer, SlotUpdate, TargetModule
 from alto.spec import JobConfig
 from tools.occupancy import resident_programs
 
@@ -175,7 +175,7 @@ class Slots:
         self.bank.keep_square_sums(triton_backend.gradient_tiles(torch.float32, torch.float32))
         self.groups = [self.bank.operands(index, index) for index in range(len(layout.groups))]
         self.bank.ops = triton_backend
-        self.optimizer = SlotAdamW(self.bank, ["adamw_torch"])
+        self.optimizer = BankOptimizer(self.bank, ["adamw_torch"])
 
     def admit(self, residents: Sequence[tuple[int, tuple[TargetModule, ...]]]) -> None:
         for slot in list(self.bank._places):

@@ -19,8 +19,8 @@ from alto.lora import (
     AdapterShape,
     AdapterWeights,
     BankLayout,
+    BankOptimizer,
     ExtraTensor,
-    SlotAdamW,
     SlotUpdate,
     TargetModule,
     bank_bytes,
@@ -186,7 +186,7 @@ def test_training_reaches_every_parameter_and_nothing_behind_them() -> None:
         initialised(bank, slot, slot, adapter)
     start = bank.params_ZP.clone()
     groups = [bank.operands(index, index) for index in range(len(MODULES))]
-    optimizer, config = SlotAdamW(bank, ["adamw_torch"]), JobConfig(weight_decay=0.1, learning_rate=0.05)
+    optimizer, config = BankOptimizer(bank, ["adamw_torch"]), JobConfig(weight_decay=0.1, learning_rate=0.05)
     generator = torch.Generator().manual_seed(0)
     schedule = TokenSchedule.build([2, 0, 1], [3, 5, 2], [2.0, 1.0, 4.0])
     for _ in range(6):
@@ -267,7 +267,7 @@ def test_it_is_what_the_tensors_take(
 ) -> None:
     bank = AdapterBank(layout, NUM_SLOTS, dtype=dtype, initial=initial(layout))
     bank.keep_copies(working)
-    optimizer = SlotAdamW(bank, optims, state)
+    optimizer = BankOptimizer(bank, optims, state)
     for slot in range(NUM_SLOTS):
         bank.occupy(slot, AdapterShape(rank=layout.max_rank, targets=UNEVEN, extras=layout.extras))
         optimizer.reset(slot, optims[-1])
@@ -302,7 +302,7 @@ def test_it_is_what_the_state_of_other_optimizers_takes(
     layout: BankLayout, optim: OptimizerName, args: dict[str, float]
 ) -> None:
     bank = AdapterBank(layout, 1, initial=initial(layout))
-    optimizer = SlotAdamW(bank, {optim})
+    optimizer = BankOptimizer(bank, {optim})
     config = JobConfig(r=layout.max_rank, optim=optim, optim_args=args)
     bank.occupy(0, AdapterShape(rank=layout.max_rank, targets=UNEVEN, extras=layout.extras))
     optimizer.reset(0, optim)

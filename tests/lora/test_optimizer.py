@@ -1,4 +1,4 @@
-"""``SlotAdamW`` on a row equals ``clip_grad_norm_`` and ``torch.optim.AdamW`` on that adapter alone.
+"""``BankOptimizer`` on a row equals ``clip_grad_norm_`` and ``torch.optim.AdamW`` on that adapter alone.
 
 ``tests/executor/test_isolation.py`` compares LoRA+ rates with PEFT's own optimizer.
 """
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from alto.kernels import rounding_key, torch_backend
-from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule
+from alto.lora import AdapterBank, AdapterShape, BankLayout, BankOptimizer, SlotUpdate, TargetModule
 from alto.spec import JobConfig
 
 MODULES = (
@@ -30,7 +30,7 @@ class Adapters:
 
     def __init__(self) -> None:
         self.bank = AdapterBank(BankLayout(modules=MODULES, max_rank=5), 4, dtype=torch.float64)
-        self.optimizer = SlotAdamW(self.bank, ["adamw_torch"])
+        self.optimizer = BankOptimizer(self.bank, ["adamw_torch"])
         self.generator = torch.Generator().manual_seed(0)
         self.alone, self.alone_optimizers = [], []
         for slot, config in enumerate(CONFIGS):
@@ -135,7 +135,7 @@ def test_state_moves_to_another_slot_of_another_bank(adapters: Adapters) -> None
     other = Adapters()
     other.bank = AdapterBank(BankLayout(modules=MODULES, max_rank=9), 2, dtype=torch.float64)
     other.bank.occupy(1, AdapterShape(rank=3, targets=MODULES))
-    other.optimizer = SlotAdamW(other.bank, ["adamw_torch"])
+    other.optimizer = BankOptimizer(other.bank, ["adamw_torch"])
     other.optimizer.exp_avg_ZP[1] = 9.0
     other.bank.write(1, weights)
     other.optimizer.write(1, "adamw_torch", state)
@@ -165,7 +165,7 @@ class Rounded:
     ) -> None:
         layout = BankLayout(modules=modules, max_rank=max_rank, shared_inputs=(("before", "up"),))
         self.bank = AdapterBank(layout, num_slots)
-        self.optimizer = SlotAdamW(self.bank, ["adamw_torch"], torch.bfloat16)
+        self.optimizer = BankOptimizer(self.bank, ["adamw_torch"], torch.bfloat16)
         self.slots: dict[int, int] = {}
         for slot, seed in slots.items():
             self.admit(slot, seed)

@@ -19,8 +19,8 @@ from alto.lora import (
     AdapterBank,
     AdapterShape,
     BankLayout,
+    BankOptimizer,
     OptimizerState,
-    SlotAdamW,
     SlotUpdate,
     TargetModule,
     check_optimizer,
@@ -44,7 +44,7 @@ class World:
         max_rank = max(config.r for config in configs)
         layout = BankLayout(modules=tuple(self.modules), max_rank=max_rank, shared_inputs=(("q", "k"),))
         self.bank = AdapterBank(layout, self.num_slots, dtype=dtype)
-        self.optimizer = SlotAdamW(self.bank, optimizers)
+        self.optimizer = BankOptimizer(self.bank, optimizers)
         self.slots = slots
         self.admit(configs)
 

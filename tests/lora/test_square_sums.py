@@ -14,7 +14,7 @@ from torch import Tensor
 from alto.kernels import TokenSchedule, choose_backend, torch_backend
 from alto.lora import AdapterBank, AdapterShape, BankLayout, TargetModule
 from alto.lora.layout import ExtraTensor
-from alto.lora.optimizer import SlotAdamW
+from alto.lora.optimizer import BankOptimizer
 
 REFERENCE = choose_backend("reference")
 MODULES = tuple(
@@ -82,7 +82,7 @@ class World:
             self.bank.ops.grouped_backward_weight(x_TK, s_TQ, dys, ds_TQ, operands, schedule)
 
     def norms(self, slots: Sequence[int]) -> Tensor:
-        return SlotAdamW(self.bank, ()).gradient_norms(slots)
+        return BankOptimizer(self.bank, ()).gradient_norms(slots)
 
     def expected(self, slots: Sequence[int]) -> Tensor:
         return REFERENCE.row_norms(self.bank.grads_ZP, slots, [self.bank.places(slot).end for slot in slots])

@@ -23,7 +23,7 @@ from alto.backbone import Backbone
 from alto.cli import app
 from alto.data import EncodedDataset, JobRows, TaskData, collate
 from alto.errors import DataError, ShapeError, SpecError, UnknownKeyError, UnsupportedError
-from alto.executor import RunStart, TaskContext, TaskSession, resolve_early_exit, run_alone
+from alto.executor import RunInputs, TaskContext, TaskSession, resolve_early_exit, run_alone
 from alto.objectives import Learners, find_objective, job_losses, micro_batch_terms
 from alto.report.importance import importance_of_settings
 from alto.runs import JobAction, Journal, Mailbox, RunDir, read_events, read_history
@@ -99,7 +99,7 @@ def test_a_task_with_it_runs_to_its_end(task: Task, tmp_path: Path) -> None:
     backbone = Backbone(make_model("llama"), None, "unused")
     data = TaskData(train=make_pairs(12, seed=1), validation=PAIRS.validation)
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunInputs(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     assert (events[0]["method"], events[-1]["event"]) == ("simpo", "task_completed")
     assert "references" not in events[0]
@@ -127,7 +127,7 @@ def test_an_evaluation_on_some_pairs_keeps_the_loss_of_each(task: Task, tmp_path
     run_dir = RunDir.create(tmp_path / "runs", resolved)
     backbone = Backbone(make_model("llama"), None, "unused")
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession(TaskContext.of(resolved, backbone, data), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(resolved, backbone, data), journal, RunInputs(run_dir=run_dir)))
     evaluations = [event for event in read_events(run_dir.journal_file) if event["event"] == "eval"]
     assert min(len(event["loss_rows"]) for event in evaluations) == 32, "the minimum number of pairs"
     for event in evaluations:
@@ -329,7 +329,7 @@ def test_a_job_whose_loss_is_nan_ends_and_no_other_notices(install: Install, tmp
     run_dir = RunDir.create(tmp_path / "runs", task)
     backbone = Backbone(make_model("llama"), None, "unused")
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunInputs(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     (ended,) = [event for event in events if event["event"] == "job_exited"]
     assert (ended["job"], ended["reason"], ended["evidence"]) == ("job-001", "diverging", {"train_loss": "nan"})
@@ -423,7 +423,7 @@ def test_a_clone_is_checked_by_it(install: Install, tmp_path: Path) -> None:
     refused = mailbox.send(JobAction.CLONE, "job-000", changes={"beta": 50.0})
     cloned = mailbox.send(JobAction.CLONE, "job-000", changes={"target_margin": 0.25})
     with Journal(run_dir.journal_file) as journal:
-        run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, PAIRS), journal, RunInputs(run_dir=run_dir)))
     events = read_events(run_dir.journal_file)
     refusal = next(event for event in events if event["event"] == "command_refused")
     assert (refusal["command"], refusal["why"]) == (refused, "beta is too large")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tiny import load_tiny, make_task
 
-from alto.executor import RunStart, TaskContext, TaskSession, run_alone
+from alto.executor import RunInputs, TaskContext, TaskSession, run_alone
 from alto.runs import Journal, RunDir
 
 
@@ -23,7 +23,7 @@ def main(folder: Path, mebibytes: int) -> None:
     backbone, data = load_tiny(task)
     run = RunDir.create(folder / "runs", task)
     with Journal(run.journal_file) as journal:
-        session = TaskSession(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run))
+        session = TaskSession(TaskContext.of(task, backbone, data), journal, RunInputs(run_dir=run))
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + mebibytes * 2**20,) * 2)
         run_alone(session)

@@ -16,7 +16,7 @@ import triton
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from alto.kernels import DropoutKey, TokenSchedule, backend, choose_backend, triton_config
-from alto.lora import AdapterBank, AdapterShape, BankLayout, SlotAdamW, SlotUpdate, TargetModule, compile_kernels
+from alto.lora import AdapterBank, AdapterShape, BankLayout, BankOptimizer, SlotUpdate, TargetModule, compile_kernels
 from alto.spec import JobConfig
 from benchmarks.kernels.stub_driver import StubDriver
 
@@ -35,7 +35,7 @@ def main(*, has_dropout: bool) -> None:
     bank = AdapterBank(BankLayout(modules=MODULES, max_rank=16, rank_step=8, shared_inputs=(("q", "k"),)), 2)
     for group in range(len(bank.layout.groups)):
         bank.operands(group, group)
-    optimizer = SlotAdamW(bank, ["adamw_torch"])
+    optimizer = BankOptimizer(bank, ["adamw_torch"])
     progress = list(compile_kernels(bank, optimizer, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
     again = list(compile_kernels(bank, optimizer, torch.bfloat16, has_dropout=has_dropout, has_adamw=True))
     num_launched, known = driver.num_launches, set(triton_config._compiled)
@@ -49,7 +49,7 @@ def main(*, has_dropout: bool) -> None:
     print(json.dumps({"progress": progress, "again": again, "num_launched": num_launched, "later": sorted(later)}))
 
 
-def take_step(bank: AdapterBank, optimizer: SlotAdamW, schedule: TokenSchedule) -> None:
+def take_step(bank: AdapterBank, optimizer: BankOptimizer, schedule: TokenSchedule) -> None:
     ops = choose_backend()
     for operands in bank.operands_of_linear():
         x_TK = torch.zeros(schedule.num_tokens, operands.in_features, dtype=torch.bfloat16)

@@ -41,7 +41,7 @@ from alto.executor import (
     MicroBatches,
     Ranks,
     ResumeState,
-    RunStart,
+    RunInputs,
     TaskContext,
     TaskSession,
     initial_states,
@@ -315,4 +315,4 @@ def train(
         hooks = Hooks(
             is_interrupted=is_asked_to_stop or (lambda: interrupt_after is not None and next(turns) >= interrupt_after)
         )
-        run_alone(TaskSession(context, journal, RunStart(run_dir=run_dir, resume_state=resume_state), hooks))
+        run_alone(TaskSession(context, journal, RunInputs(run_dir=run_dir, resume_state=resume_state), hooks))

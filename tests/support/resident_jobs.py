@@ -23,9 +23,9 @@ from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows, TaskData, collate
 from alto.executor import (
     BankSize,
+    InitAdapter,
     JobState,
     MicroBatches,
-    StartAdapter,
     TaskContext,
     Trainer,
     build_trainer,
@@ -124,11 +124,11 @@ def make_task(configs: list[dict[str, object]], **settings: object) -> Task:
     return Task(**fixed, search_space={"paired": paired})
 
 
-def start_of(task: Task, backbone: Backbone) -> StartAdapter | None:
+def start_of(task: Task, backbone: Backbone) -> InitAdapter | None:
     """Return the adapter in the folder that ``init_adapter`` of ``task`` names; None if there is none."""
     if task.init_adapter is None:
         return None
-    return StartAdapter.read(Path(task.init_adapter), backbone, model="unused")
+    return InitAdapter.read(Path(task.init_adapter), backbone, model="unused")
 
 
 @torch.no_grad()
@@ -177,7 +177,7 @@ class Bank:
         saved: Path | None = None,
     ) -> None:
         self.backbone = backbone = Backbone(model, None, "unused")
-        start = None if saved is None else StartAdapter.read(saved, backbone, model="unused")
+        start = None if saved is None else InitAdapter.read(saved, backbone, model="unused")
         context = TaskContext.of(task, backbone, data, start=start)
         if context.objective.needs_reference:
             if start is None:

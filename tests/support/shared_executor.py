@@ -18,7 +18,7 @@ from alto.executor import (
     Executor,
     Hooks,
     Ranks,
-    RunStart,
+    RunInputs,
     SharedBank,
     TaskContext,
     TaskSession,
@@ -96,7 +96,7 @@ def built(
         context = replace(context, data=referenced(backbone, data))
     resume_state = recover(run_dir)
     with Journal(run_dir.journal_file, past=resume_state.entries) as journal:
-        start = RunStart(run_dir=run_dir, resume_state=resume_state)
+        start = RunInputs(run_dir=run_dir, resume_state=resume_state)
         yield TaskSession(context, journal, start, hooks, bank)
 
 

@@ -14,7 +14,7 @@ from alto.backbone import Backbone, resolve_model
 from alto.data import TaskData, read_task_rows
 from alto.early_exit import journal as loss_records
 from alto.early_exit.journal import Curves
-from alto.executor import RunStart, TaskContext, TaskSession, run_alone
+from alto.executor import RunInputs, TaskContext, TaskSession, run_alone
 from alto.records import TaskOutcome
 from alto.runs import Journal, Observer, RunDir, read_history, task_outcome
 from alto.runs.events import decode
@@ -84,7 +84,7 @@ def run_task(task: Task, run_dir: RunDir, observers: Sequence[Observer] = ()) ->
     """Train ``task`` on the random Llama."""
     backbone, data = load_tiny(task)
     with Journal(run_dir.journal_file, observers) as journal:
-        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunStart(run_dir=run_dir)))
+        run_alone(TaskSession(TaskContext.of(task, backbone, data), journal, RunInputs(run_dir=run_dir)))
     return task_outcome(read_history(run_dir.root), run_dir)
 
 

@@ -32,7 +32,14 @@ _ARCHITECTURES: Mapping[str, str] = {
 }
 """Architectures of llama.cpp by the model types of transformers."""
 
-_HEADS_DIFFER = "attention_factor", "mscale", "mscale_all_dim", "truncate"
+_ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
+    "llama": ("default", "linear", "yarn", "llama3"),
+    "qwen2": ("default", "linear", "yarn"),
+    "qwen3": ("default", "linear", "yarn"),
+    "gemma3": ("default", "linear"),
+}
+
+_UNREAD_YARN_KEYS = "attention_factor", "mscale", "mscale_all_dim", "truncate"
 """Settings of YaRN that llama.cpp does not read, or interprets differently."""
 
 _YARN_SPEEDS = ("beta_fast", "beta_slow")
@@ -52,12 +59,9 @@ def architecture_of(config: PreTrainedConfig) -> str:
         raise unsupported("a Qwen3 model without biases", "attention_bias")
     rope = _rope(config)
     name = rope.get("rope_type", "default")
-    known = {"llama": ("default", "linear", "yarn", "llama3"), "gemma3": ("default", "linear")}.get(
-        architecture, ("default", "linear", "yarn")
-    )
-    if name not in known:
-        raise unsupported(f"rope_type {', '.join(known)}", repr(name))
-    strange = [key for key in _HEADS_DIFFER if rope.get(key) is not None]
+    if name not in _ROPE_TYPES[architecture]:
+        raise unsupported(f"rope_type {', '.join(_ROPE_TYPES[architecture])}", repr(name))
+    strange = [key for key in _UNREAD_YARN_KEYS if rope.get(key) is not None]
     if strange or rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise unsupported(f"rope_type {name} with its usual factors", ", ".join(strange) or "partial_rotary_factor")
     return architecture
@@ -172,7 +176,8 @@ def _head_dim(config: Any) -> int:
 def _context_length(config: Any) -> tuple[int, tuple[str, ...]]:
     """Return the context length and a notice.
 
-    The length is limited to a sliding window of the model, because llama.cpp has sliding windows only for Gemma.
+    Except for Gemma, the length is at most the model's sliding window, because llama.cpp has no window in the other
+    architectures of this file.
     """
     length, window = int(config.max_position_embeddings), getattr(config, "sliding_window", None)
     if config.model_type == "gemma3_text":
@@ -307,8 +312,8 @@ class GgufModel:
 class GgufAdapter:
     """An adapter as a GGUF file, for ``llama-server --lora`` and Ollama's ``ADAPTER``.
 
-    llama.cpp scales all modules by one ``alpha``, unless that is 0. So it is 0, and every module's own scale is in its
-    ``B``: with ``use_rslora`` and ``alpha_pattern``, too.
+    llama.cpp scales all modules by one ``alpha``, or not at all if it is 0. The file has 0, and each ``B`` is
+    multiplied by its module's scale, so ``use_rslora`` and ``alpha_pattern`` have their effect.
 
     Source: llama.cpp, ``src/llama-adapter.cpp`` and ``convert_lora_to_gguf.py``.
 
@@ -341,7 +346,7 @@ class GgufAdapter:
             if mapped is None or a_KR.ndim != 2:
                 raise _not_alone(f"modules that llama.cpp knows for {architecture}", module)
             if config.tie_word_embeddings and mapped in _TIED:
-                raise _not_alone("no adapter on embeddings that are tied to the output head", module)
+                raise _not_alone("unchanged embeddings where they are tied to the output head", module)
             a = a_KR if mapped == _EMBEDDINGS else a_KR.T
             tensors[f"{mapped}.lora_a"] = a.contiguous()
             b_NR = (b_RN * adapter.scales[module]).T.contiguous()

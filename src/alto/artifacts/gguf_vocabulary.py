@@ -1,9 +1,10 @@
 """The tokenizer of a model in a GGUF file, as llama.cpp reads it: byte-level BPE, or SentencePiece's BPE.
 
 llama.cpp splits texts for byte-level BPE with its own regular expressions; a file names one of them
-(``tokenizer.ggml.pre``). ALTO finds the name by comparing how a text is split, not by the tokenizer's name: this module
-has each of llama.cpp's expressions for the package ``tokenizers``. Conventions are those of llama.cpp,
-``convert_hf_to_gguf.py`` (``get_vocab_base``), ``gguf-py/gguf/vocab.py``, ``src/llama-vocab.cpp``.
+(``tokenizer.ggml.pre``). ALTO does not rely on the tokenizer's name: it splits a text with the tokenizer and with six
+of llama.cpp's expressions, written for the package ``tokenizers``, and takes the name of the one that splits it in the
+same way. Conventions are those of llama.cpp, ``convert_hf_to_gguf.py`` (``get_vocab_base``), ``gguf-py/gguf/vocab.py``,
+``src/llama-vocab.cpp``.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ _SENTENCEPIECE: Mapping[str, Any] = {
         ],
     },
 }
-"""The steps around the merges that make a tokenizer equal to SentencePiece's BPE without a space before the text."""
+"""Normalizer, pre-tokenizer and decoder of a tokenizer that equals SentencePiece's BPE and adds no space before the
+text."""
 
 
 def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
@@ -179,18 +181,20 @@ def _state_of(tokenizer: Any) -> dict[str, Any]:
 
 
 def _scores(merges: Iterable[str], texts: Iterable[str]) -> list[float]:
-    """Return the score of every token: SentencePiece merges the pair first whose result has the highest score, the
-    package tokenizers the pair of the first merge.
+    """Return scores with which SentencePiece merges in the order of ``merges``: it first merges the pair whose result
+    has the highest score.
 
     Raises:
-        UnsupportedError: Merges with the same result are not neighbours, so no scores have the same order.
+        UnsupportedError: Merges that result in the same token do not follow each other, so no scores have their order.
     """
     scores: dict[str, float] = {}
     previous = ""
     for merge in merges:
         text = merge.replace(" ", "")
         if text != previous and text in scores:
-            raise unsupported("merges in the order of their results", f"{text!r} in two places")
+            raise unsupported(
+                "all merges that result in the same token to follow each other", f"those of {text!r} in two places"
+            )
         scores.setdefault(text, -1.0 - len(scores))
         previous = text
     least = -1.0 - len(scores)

@@ -144,7 +144,7 @@ def router_sums(
 
 @torch.no_grad()
 def check_router_loss(backbone: Backbone) -> None:
-    """Compare the loss with the model's own on a few tokens.
+    """Check on a few tokens that ALTO's router loss equals the model's own.
 
     Raises:
         UnsupportedModelError: The model's own loss differs, or the model returns none.

@@ -1,4 +1,5 @@
-"""``alto job`` and ``alto queue``: commands to runs and queues that a process works on."""
+"""``alto job``, ``alto submit``, ``alto cancel`` and ``alto drain``: commands to runs and queues that a process works
+on."""
 
 from __future__ import annotations
 
@@ -166,7 +167,10 @@ def submit(
     overrides: Overrides = None,
     wait_s: QueueWait = 60.0,
 ) -> None:
-    """Submit the tasks in FILES to the queue, which runs them when it is their turn."""
+    """Submit the tasks in FILES to the queue, which runs them when it is their turn.
+
+    Their rows are checked when they start.
+    """
     tasks = [load_task(file, overrides or ()) for file in files]
     queue_dir = QueueDir.open(queue)
     from alto.engine.runner import portable

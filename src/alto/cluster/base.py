@@ -124,7 +124,7 @@ class EntryWritten:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorEnded(Ending):
-    """The end of an attempt: none of its processes runs any more.
+    """The end of an attempt. None of its processes works on the task any more; a shared process may go on with others.
 
     One exception: its watcher died alone. The executor then saves and ends by itself, and until then it holds the lock
     of its run, so that the next attempt waits.

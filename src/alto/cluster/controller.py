@@ -1,4 +1,4 @@
-"""The control plane: owns the GPUs of a cluster and everything that runs on them, on its own thread."""
+"""The controller: owns the GPUs of a cluster and everything that runs on them, on its own thread."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class ControllerStatus:
         return tuple(name for name, task in self.tasks.items() if not task.has_ended)
 
 
-_STANDS = (
+_PROGRESS_EVENTS = (
     journaled.JobEvaluated,
     journaled.WarmupEnded,
     journaled.JobExited,
@@ -311,7 +311,7 @@ class Dispatcher:
                 duration_s=attempt.start_s + event.duration_s,
                 kept_duration_s=event.data_parallel_duration_s,
             )
-        if isinstance(event, _STANDS) and attempt.began_at is not None:
+        if isinstance(event, _PROGRESS_EVENTS) and attempt.began_at is not None:
             elapsed_s = self._clock() - attempt.began_at
             remaining_s = remaining_duration_s(
                 self._expected_s(attempt, elapsed_s),

@@ -69,7 +69,8 @@ class ProcessPool:
         return None
 
     def _idle(self, launch: Launch, shape: ProcessShape) -> ExecutorProcess | None:
-        """Return an idle process that holds the base model of a run. CPU slots are alike, so its slots may differ."""
+        """Return an idle process of ``shape`` that has loaded the base model of a run; None if there is none. It may
+        have run on other CPU slots before, because all CPU slots are equal."""
         if launch.num_ranks > 1 or launch.trust_remote_code:
             return None
         for process in self._gpus:

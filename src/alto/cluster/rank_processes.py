@@ -29,7 +29,7 @@ GRACE_S = 5.0
 """Time for other ranks to report the cause of one rank's end; usually they fail with the same error."""
 
 
-WATCH_INTERVAL_S = 0.2
+RANK_WATCH_INTERVAL_S = 0.2
 
 
 _FORK = multiprocessing.get_context("fork")
@@ -71,7 +71,7 @@ class RankProcesses:
             return own
         gives_up_at = time.monotonic() + GRACE_S
         while not any(map(_is_cause, deaths := self._deaths())) and time.monotonic() < gives_up_at:
-            time.sleep(WATCH_INTERVAL_S)
+            time.sleep(RANK_WATCH_INTERVAL_S)
         return _best_explained(deaths) if deaths else own
 
     def _start(self, rank: int) -> ForkProcess:
@@ -87,7 +87,7 @@ class RankProcesses:
 
     def _watch(self) -> None:
         while not self._deaths():
-            time.sleep(WATCH_INTERVAL_S)
+            time.sleep(RANK_WATCH_INTERVAL_S)
         time.sleep(GRACE_S)
         self._on_death(_best_explained(self._deaths()))
 
@@ -134,5 +134,5 @@ def _work_as(rank: int, attempt: AttemptDir, ticket: TaskTicket, first: int, log
 
 def _exit_with_parent(first: int) -> None:
     while os.getppid() == first:
-        time.sleep(WATCH_INTERVAL_S)
+        time.sleep(RANK_WATCH_INTERVAL_S)
     os.kill(os.getpid(), signal.SIGKILL)

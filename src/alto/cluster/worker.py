@@ -32,7 +32,7 @@ from alto.cluster.hosting import (
 )
 from alto.cluster.orders import Orders, WorkOrder
 from alto.cluster.processes import kill_session
-from alto.cluster.rank_processes import WATCH_INTERVAL_S, RankProcesses
+from alto.cluster.rank_processes import RANK_WATCH_INTERVAL_S, RankProcesses
 from alto.cluster.rendezvous import remove_rendezvous
 from alto.runs import RunDir
 
@@ -103,7 +103,7 @@ def _wait_until_free(order: WorkOrder, request: StopRequest) -> None:
         while RunDir(order.attempt.run_dir).is_locked():
             if time.monotonic() > gives_up_at:
                 raise run_is_busy(order.attempt)
-            time.sleep(WATCH_INTERVAL_S)
+            time.sleep(RANK_WATCH_INTERVAL_S)
 
 
 def _work(order: WorkOrder, heartbeat: Heartbeat, request: StopRequest) -> Ending:
@@ -133,7 +133,7 @@ def _exit_after_zygote(zygote: int, grace_s: float, orders: Path) -> None:
     """Wait until the zygote dies, as it does with the controller; then stop, and kill this process after the grace
     period."""
     while os.getppid() == zygote:
-        time.sleep(WATCH_INTERVAL_S)
+        time.sleep(RANK_WATCH_INTERVAL_S)
     shutil.rmtree(orders, ignore_errors=True)  # its reader is dead
     main_thread = threading.main_thread().ident
     assert main_thread is not None

@@ -1,4 +1,4 @@
-"""Rows as token ids and targets: made once per task, shared by all jobs."""
+"""The token ids and targets of one split, `EncodedDataset`, and the stores that hold rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Converts conversations into token ids with a mask of the trained tokens: once per task, shared by all jobs."""
+"""Converts one conversation into token ids with a mask of the trained tokens."""
 
 from __future__ import annotations
 

@@ -120,9 +120,11 @@ def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer
         label = next((name for name in ("label", "labels") if name in columns), None)
         is_text = form in ("text", "messages", "sharegpt")
         way = f"; set method: classification (for numbers: regression) if {label} is to be learned"
-        listed = ", ".join(f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items())
+        unread_columns = ", ".join(
+            f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items()
+        )
         notes.append(
-            f"Columns that nothing reads: {listed}; assign one to a role with columns if it should be read"
+            f"Columns that nothing reads: {unread_columns}; assign one to a role with columns if it should be read"
             f"{way if label is not None and is_text else ''}."
         )
     if unread:

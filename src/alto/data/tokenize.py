@@ -1,4 +1,4 @@
-"""The rows of a task as token ids and targets: tokenised once, shared by all jobs."""
+"""Tokenises a split into an `EncodedDataset`, and a task into its `TaskData`, once for all jobs."""
 
 from __future__ import annotations
 

@@ -23,11 +23,13 @@ MOST_MEASURED = 2
 
 FEW_JOBS, FRACTION_FOR_FEW = 8, 0.4
 """If more jobs than ``FEW_JOBS`` reach a rung, a few rows are enough, because the worst jobs are far behind. With
-``FEW_JOBS`` or fewer, jobs are compared on more rows, up to ``FRACTION_FOR_FEW`` of their training time."""
+``FEW_JOBS`` or fewer, the minimum is ``LEAST_ROWS_OF_FEW`` rows, if they take at most ``FRACTION_FOR_FEW`` of the
+training time since the previous rung."""
 
 LEAST_ROWS_OF_MANY, LEAST_ROWS_OF_FEW, LEAST_ROWS, LEAST_PAIRS = 6, 16, 12, 32
-"""Minimum numbers of validation rows: at a rung that many jobs reach, at a rung that few jobs reach (jobs are compared
-there on the same rows), and after the rungs; and of pairs anywhere, because losses of pairs say less."""
+"""Minimum numbers of validation rows: at a rung that many jobs reach; at a rung that few jobs reach, where all are
+compared on the same rows; after the rungs. The last is the minimum number of pairs at any evaluation, because the loss
+of a pair contains less information."""
 
 
 def budgeted(
@@ -43,8 +45,9 @@ def budgeted(
     """Return ``settings`` with the evaluations that fit into its ``evaluation_share`` of the training time.
 
     At a rung, the evaluation of a job may take a fraction of the time that the job has trained since the previous rung.
-    After the last rung, a job is evaluated on the minimum number of rows, as often as the remaining time allows. At the
-    end, the best jobs are measured for a fraction of the total training time; one of them is measured on all rows if
+    After the last rung, a job is evaluated at every ``every`` of its steps, on as many rows as fit into the time since
+    its previous evaluation. If not even the minimum number of rows fits, evaluations are less frequent. At the end, the
+    best jobs are measured for a fraction of the total training time; one of them is measured on all rows if
     ``evaluation_share`` of the training time is enough for all rows. The minimum number of rows is evaluated even if
     that takes longer than ``evaluation_share`` allows.
 

@@ -299,7 +299,7 @@ def _document_at(path: Path) -> Mapping[str, Any]:
     except FileNotFoundError as error:
         raise RunNotFoundError(f"Expected a recording at {path}, found no file. Check the path.") from error
     except OSError as error:
-        raise RunError(f"Expected a recording at {path}, found {error.strerror}. Check the path.") from error
+        raise RunError(f"Expected a readable recording at {path}, found: {error.strerror}. Check it.") from error
     try:
         document = strict_json(gzip.decompress(data) if _is_gzip(path) else data)
     except (OSError, EOFError, ValueError, zlib.error) as error:

@@ -195,7 +195,7 @@ class Measurement:
         relayed = deque[JournalEntry]()  # filled on the thread of the controller
         with (
             scratch_folder("alto-plan-") as folder,
-            Journal(folder / "journal.jsonl") as journal,
+            Journal(RunDir(folder).journal_file) as journal,
             running_controller(self.cluster, journal, _ONE_ATTEMPT, show=relayed.append) as controller,
         ):
             at_once = [list(tasks)] if self.cluster.has_gpus else [[index] for index in tasks]

@@ -278,7 +278,7 @@ def _check_refit(winner: JobHistory, *, refit_of: str) -> None:
         )
     else:
         return
-    raise UnsupportedError(f"refit: expected a winner that kept one configuration from start to end, found {found}")
+    raise UnsupportedError(f"refit: expected a winner that can be trained again from its configuration, found {found}")
 
 
 def evaluate_adapters(

@@ -139,7 +139,7 @@ class LaunchedRunner:
         with (
             scratch_folder("alto-control-") as folder,
             contextlib.closing(open_cluster("local", total_gpus=task.num_gpus)) as cluster,
-            Journal(folder / "journal.jsonl") as journal,
+            Journal(RunDir(folder).journal_file) as journal,
             running_controller(
                 cluster, journal, _SETTINGS, begin=begin, show=relay.observe, is_interrupted=self._is_interrupted
             ) as controller,

@@ -70,8 +70,8 @@ class ResidentBase:
             return loaded.backbone
         if self._num_users:
             raise RunBusyError(
-                f"expected {spec.id!r} to be the base model of the tasks that this process trains, found that it is "
-                "a different one, or has changed on disk; the task is started again in a separate process"
+                f"expected the base model of the tasks that this process trains, found {spec.id!r}, which is another "
+                "one, or has other settings or other files; the task is started again in a separate process"
             )
         self._loaded = None
         release_memory()

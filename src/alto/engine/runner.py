@@ -38,7 +38,7 @@ from alto.executor import (
     Hooks,
     Ranks,
     ResumeState,
-    RunStart,
+    RunInputs,
     SharedBank,
     TaskContext,
     TaskSession,
@@ -275,7 +275,7 @@ class TaskRunner:
                     using_threads(_num_threads(prepared, resume_state) if bank is None else None),
                     self._journal(run_dir, observers, resume_state) as journal,
                 ):
-                    start = RunStart(
+                    start = RunInputs(
                         run_dir=run_dir,
                         resume_state=resume_state,
                         forecast=prepared.forecast,

@@ -23,7 +23,7 @@ from alto.backbone import (
 from alto.data import HeadStore, preview_rows, read_task_rows
 from alto.errors import DataError, ModelError, ModelNotFoundError, RunNotFoundError
 from alto.evaluation import adapter_folder, usable_rows
-from alto.executor import StartAdapter, model_notes
+from alto.executor import InitAdapter, model_notes
 from alto.lora import adapter_base_model, default_targets, saved_settings
 from alto.objectives import find_objective
 from alto.records import DataPreview
@@ -107,7 +107,7 @@ def _named(axis: Axis, modules: str | tuple[str, ...]) -> Axis:
     return replace(axis, values=tuple(modules if _asks_for_default(value) else value for value in axis.values))
 
 
-def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
+def read_start(task: Task, backbone: Backbone) -> InitAdapter | None:
     """Return the initial adapter of the jobs of ``task``, checked against its base model; None if there is none.
 
     Args:
@@ -116,7 +116,7 @@ def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
     Raises:
         ModelError: The adapter was trained on another base model.
         TargetModuleError: The adapter does not fit the base model.
-        RunNotFoundError, RunError, UnsupportedError: See :meth:`alto.executor.StartAdapter.read`.
+        RunNotFoundError, RunError, UnsupportedError: See :meth:`alto.executor.InitAdapter.read`.
     """
     if task.init_adapter is None:
         return None
@@ -130,7 +130,7 @@ def read_start(task: Task, backbone: Backbone) -> StartAdapter | None:
     as_reference = f", which is also the reference of {task.method}" if is_reference else ""
     begun = f"Every job begins with the adapter in {folder}{as_reference}; step 0 evaluates this adapter."
     notes = (begun, *_base_notes(task, folder))
-    return StartAdapter.read(folder, backbone, model=task.model, notes=notes)
+    return InitAdapter.read(folder, backbone, model=task.model, notes=notes)
 
 
 def _base_notes(task: Task, folder: Path) -> tuple[str, ...]:

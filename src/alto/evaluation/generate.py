@@ -183,8 +183,8 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
     for number, prompt in enumerate(prompts, start=1):
         if limit is not None and len(prompt) >= limit:
             raise DataError(
-                f"expected prompts shorter than the model's {limit} positions, found {len(prompt)} tokens "
-                f"in row {number}; leave the row out, or use a base model with more positions"
+                f"expected prompts shorter than {limit} tokens, which this model can compute, found {len(prompt)} in "
+                f"row {number}; leave the row out, or use a base model with more positions"
             )
 
 

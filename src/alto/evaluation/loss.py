@@ -231,10 +231,11 @@ class Choices:
         encoding = Encoding(tokenizer=backbone.tokenizer, max_length=limit or 2**31, limits=limits)
         self._dataset = tokenize(tried, encoding, "validation")
         if self._dataset.num_truncated or len(self._dataset) != len(tried):
+            number = self._dataset.num_truncated or len(tried) - len(self._dataset)
             raise DataError(
-                f"expected rows that fit into the model's {limit} positions with every option, found "
-                f"{self._dataset.num_truncated or abs(len(tried) - len(self._dataset))} of {len(tried)} that do not; "
-                "leave long rows out, or use a base model with more positions"
+                f"expected rows that fit into the model's {limit} positions with every option, found {number} of "
+                f"{len(tried)} combinations of a row and an option that do not; leave long rows out, or use a base "
+                "model with more positions"
             )
         self._backbone = backbone
 

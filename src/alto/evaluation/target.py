@@ -117,9 +117,9 @@ def chat_template_beside(folders: Mapping[str, Path]) -> str | None:
     texts = {name: file.read_text(encoding="utf-8") if file.is_file() else None for name, file in found.items()}
     if len(set(texts.values())) > 1:
         raise SpecError(
-            f"targets: expected adapters that were trained with one chat template, found several ({TEMPLATE_NAME} in "
-            f"{', '.join(str(found[name]) for name, text in texts.items() if text is not None)}); evaluate the "
-            "adapters of each template separately"
+            f"targets: expected adapters with the same chat template, found different ones ({TEMPLATE_NAME} in "
+            f"{', '.join(str(found[name]) for name, text in texts.items() if text is not None)}, none in "
+            f"{sum(text is None for text in texts.values())} others); evaluate the adapters of each template separately"
         )
     return next(iter(texts.values()))
 

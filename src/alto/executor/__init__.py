@@ -1,9 +1,10 @@
 """Runs tasks on a device: trains, evaluates and saves their jobs."""
 
-from alto.executor.beginning import RunStart, model_notes
+from alto.executor.beginning import RunInputs, model_notes
 from alto.executor.conclusion import Hooks
 from alto.executor.context import JobState, TaskContext, initial_states
 from alto.executor.executor import Executor, run_alone
+from alto.executor.init_adapter import InitAdapter
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.planned_job import resolve_early_exit, resolve_rungs
 from alto.executor.ranks import Ranks
@@ -11,20 +12,19 @@ from alto.executor.recovery import ResumeState, check_base, check_precision, rea
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import BankSize, SharedBank, build_trainer
 from alto.executor.stages import load_base, with_references
-from alto.executor.start_adapter import StartAdapter
 from alto.executor.trainer import Trainer
 
 __all__ = [
     "BankSize",
     "Executor",
     "Hooks",
+    "InitAdapter",
     "JobState",
     "MicroBatches",
     "Ranks",
     "ResumeState",
-    "RunStart",
+    "RunInputs",
     "SharedBank",
-    "StartAdapter",
     "TaskContext",
     "TaskSession",
     "Trainer",

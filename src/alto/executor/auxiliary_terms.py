@@ -20,8 +20,8 @@ from alto.backbone import recorded_routers, router_sums
 from alto.data import EncodedDataset, JobRows, TokenBatch, mismatched_rows
 from alto.executor.context import JobState
 from alto.executor.forward_plan import JobBatch, Passes
+from alto.executor.init_adapter import InitAdapter
 from alto.executor.micro_batches import watching
-from alto.executor.start_adapter import StartAdapter
 from alto.kernels import send, upload
 from alto.lora import AdapterBank
 from alto.objectives import AuxiliaryTerm, run_sums, token_losses
@@ -32,7 +32,7 @@ class AuxiliaryTerms:
 
     def __init__(self, passes: Passes) -> None:
         self._passes = passes
-        self._start_rows: weakref.WeakKeyDictionary[StartAdapter, Tensor] = weakref.WeakKeyDictionary()
+        self._start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor] = weakref.WeakKeyDictionary()
 
     def of_evaluation(self, batches: Sequence[JobBatch]) -> list[AuxiliaryTerm]:
         """Return the terms of an evaluation of jobs on these rows."""
@@ -68,7 +68,7 @@ class ReferenceKl(AuxiliaryTerm):
         self,
         passes: Passes,
         batches: Sequence[JobBatch],
-        start_rows: weakref.WeakKeyDictionary[StartAdapter, Tensor],
+        start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
     ) -> None:
         self._passes = passes
         self._batches = batches
@@ -139,8 +139,8 @@ class ReferenceKl(AuxiliaryTerm):
 @contextlib.contextmanager
 def start_weights(
     bank: AdapterBank,
-    begun: Mapping[int, StartAdapter],
-    start_rows: weakref.WeakKeyDictionary[StartAdapter, Tensor],
+    begun: Mapping[int, InitAdapter],
+    start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
 ) -> Iterator[None]:
     """Put the adapters that jobs began with into their local slots; restore the current adapters bit by bit on exit.
 

@@ -62,7 +62,7 @@ FROM_CHECKPOINT = "from_checkpoint"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunStart:
+class RunInputs:
     """The inputs of a run that starts or is resumed.
 
     Attributes:
@@ -90,7 +90,7 @@ class RunStart:
         return next((event.throughput for event in events if isinstance(event, ProfileMeasured)), None)
 
 
-def begin_task(state: TrainingState, start: RunStart, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
+def begin_task(state: TrainingState, start: RunInputs, recorder: JournalRecorder, lifecycle: JobLifecycle) -> None:
     """Record that a task begins, or restore its jobs from the last checkpoint."""
     first = [_resume_event(state, start)] if start.is_resumed else _begin_events(state, start)
     recorder.begin(first, start.resume_state.oom_record)
@@ -113,7 +113,7 @@ def _compile_kernels(state: TrainingState, recorder: JournalRecorder) -> None:
             recorder.append(KernelsCompiled(done=done, total=total, duration_s=now_s - began_s))
 
 
-def _restore_jobs(state: TrainingState, start: RunStart, lifecycle: JobLifecycle) -> None:
+def _restore_jobs(state: TrainingState, start: RunInputs, lifecycle: JobLifecycle) -> None:
     """Restore every job as the checkpoint recorded it."""
     assert start.resume_state.checkpoint is not None
     for job_id, saved in start.resume_state.checkpoint.jobs.items():
@@ -126,7 +126,7 @@ def _restore_jobs(state: TrainingState, start: RunStart, lifecycle: JobLifecycle
             lifecycle.admit(job, saved.slot, FROM_CHECKPOINT)
 
 
-def _begin_events(state: TrainingState, start: RunStart) -> Iterator[Event]:
+def _begin_events(state: TrainingState, start: RunInputs) -> Iterator[Event]:
     """Yield the events before the first job is admitted: the task's description, its expected memory and duration."""
     context, jobs = state.context, list(state.jobs.values())
     task, data, configs = context.task, context.data, [job.config for job in jobs]
@@ -184,7 +184,7 @@ def _described(data: TaskData, fingerprints: dict[str, str]) -> dict[str, Any]:
     return {**data.counts(), **how, **fingerprints}
 
 
-def _resume_event(state: TrainingState, start: RunStart) -> TaskResumed:
+def _resume_event(state: TrainingState, start: RunInputs) -> TaskResumed:
     """Return the event of a resumed run. It describes the base model if the journal does not yet."""
     return TaskResumed(
         notes=start.resume_state.notes,

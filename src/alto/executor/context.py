@@ -10,6 +10,7 @@ from typing import Self
 from alto.backbone import Backbone, check_classifier, check_router_loss
 from alto.data import DataOrder, TaskData
 from alto.early_exit import Policy, evaluation_order, policy_from
+from alto.executor.init_adapter import InitAdapter
 from alto.executor.planned_job import (
     PlannedJob,
     may_fit_rungs,
@@ -19,7 +20,6 @@ from alto.executor.planned_job import (
     trains_router_loss,
 )
 from alto.executor.ranks import Ranks
-from alto.executor.start_adapter import StartAdapter
 from alto.lora import AdapterShape, AdapterWeights, adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
@@ -52,7 +52,7 @@ class TaskContext:
     objective: Objective
     policy: Policy
     references: ReferenceFact | None = None
-    start: StartAdapter | None = None
+    start: InitAdapter | None = None
     ranks: Ranks = field(default_factory=Ranks)
     requested_early_exit: EarlyExit | None = None
 
@@ -64,7 +64,7 @@ class TaskContext:
         data: TaskData,
         ranks: Ranks | None = None,
         *,
-        start: StartAdapter | None = None,
+        start: InitAdapter | None = None,
         requested_early_exit: EarlyExit | None = None,
     ) -> Self:
         """Plan every job of ``task``.
@@ -191,7 +191,7 @@ class TaskContext:
         return planned
 
 
-def _check_start(start: StartAdapter, task: Task, backbone: Backbone, jobs: tuple[PlannedJob, ...]) -> None:
+def _check_start(start: InitAdapter, task: Task, backbone: Backbone, jobs: tuple[PlannedJob, ...]) -> None:
     """Check that every job, and every job that the search may add, trains the same kind of adapter as ``start``."""
     for job in jobs:
         start.check_job(job.id, job.config, job.shape)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from alto.executor.context import JobState
 from alto.executor.evaluator import Evaluated
+from alto.executor.init_adapter import beginning_with
 from alto.executor.lifecycle import JobLifecycle
 from alto.executor.micro_batches import RowTooLargeError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TrainingState
-from alto.executor.start_adapter import beginning_with
 from alto.records import LossPoint, StartValue
 from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 

@@ -13,8 +13,8 @@ from alto.data import EvaluationSplit, JobRows
 from alto.executor.auxiliary_terms import AuxiliaryTerms
 from alto.executor.context import JobState, TaskContext
 from alto.executor.forward_plan import JobBatch, Passes, divided
+from alto.executor.init_adapter import Within
 from alto.executor.micro_batches import watching
-from alto.executor.start_adapter import Within
 from alto.kernels import upload
 from alto.objectives import DerivedMetrics, Terms, micro_batch_terms, terms_of, token_losses
 from alto.records import LabelSet

@@ -47,14 +47,14 @@ class PreparedStep:
         """Forget everything that was prepared."""
         self._batches, self._schedules = {}, {}
 
-    def batch(self, parts: Sequence[JobRows]) -> TokenBatch | None:
-        """Return the batch of a micro-batch, once; None if it was not prepared."""
+    def take_batch(self, parts: Sequence[JobRows]) -> TokenBatch | None:
+        """Remove and return the batch of a micro-batch; None if it was not prepared."""
         prepared = self._batches.pop(_key(parts), None)
         return None if prepared is None else prepared[1]
 
-    def schedule(self, schedule: TokenSchedule) -> TokenSchedule:
-        """Return the prepared schedule that equals this one, with its copies on devices; if there is none, return
-        ``schedule``."""
+    def take_schedule(self, schedule: TokenSchedule) -> TokenSchedule:
+        """Remove and return the prepared schedule that equals this one, with its copies on devices; if there is none,
+        return ``schedule``."""
         self._last = self._schedules.pop(schedule, schedule)
         return self._last
 
@@ -161,7 +161,7 @@ class Passes:
     def training(self, batch: TokenBatch, here: Mapping[int, JobState]) -> AbstractContextManager[None]:
         """Return a context in which a forward pass over ``batch`` is part of a training step, with dropout and noise;
         for the arguments see :meth:`evaluating`."""
-        schedule = self.prepared.schedule(schedule_of(batch, here, training=True))
+        schedule = self.prepared.take_schedule(schedule_of(batch, here, training=True))
         return self._drawn(schedule, _noise_of(batch, here, self.backbone.device))
 
     @contextmanager

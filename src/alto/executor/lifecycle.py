@@ -45,7 +45,7 @@ class JobLifecycle:
     def park(self, job: JobState, reason: str) -> None:
         """Park a job: free its slot and keep its state."""
         self._recorder.losses(job)
-        slot = self._state.slot_manager.evict(job)
+        slot = self._state.slot_manager.save_and_free(job)
         self._recorder.job_parked(job, slot, reason)
 
     def end(self, job: JobState, decision: ExitDecision | None, command: str | None = None) -> None:
@@ -59,7 +59,7 @@ class JobLifecycle:
         self._recorder.losses(job)
         # A job that a user has stopped can be resumed while the task runs.
         job.is_resumable = self._keeps_all or (decision is not None and decision.reason is ExitReason.STOPPED)
-        slot = self._state.slot_manager.evict(job) if job.slot is not None else None
+        slot = self._state.slot_manager.save_and_free(job) if job.slot is not None else None
         best = self._state.selection.best(job.id)
         if decision is None:
             self._recorder.job_completed(job, slot, best)
@@ -80,7 +80,7 @@ class JobLifecycle:
         """
         self._recorder.losses(job)
         job.is_resumable = self._keeps_all
-        slot = self._state.slot_manager.evict(job)
+        slot = self._state.slot_manager.save_and_free(job)
         self._recorder.job_finished(job, slot, test)
 
     def fail(self, error: RowTooLargeError) -> None:

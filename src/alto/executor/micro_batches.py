@@ -43,7 +43,10 @@ class NoMemoryError(MemoryError):
 
 
 class RowTooLargeError(Exception):
-    """Internal signal: a row of the job in ``slot`` does not fit, even in a micro-batch of its own."""
+    """Internal signal: a row of the job in ``slot`` does not fit, even in a micro-batch of its own.
+
+    It is raised only on a single rank, where local slots are the slots of the jobs.
+    """
 
     def __init__(self, slot: int, num_tokens: int) -> None:
         super().__init__(slot, num_tokens)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from alto.backbone import is_out_of_memory
 from alto.base import resume_command
 from alto.errors import AltoError, DeviceMemoryError, JobCommandError, RunBusyError, RunWriteError, TaskInterruptedError
-from alto.executor.beginning import RunStart, begin_task
+from alto.executor.beginning import RunInputs, begin_task
 from alto.executor.conclusion import Hooks, conclude, hold_rung
 from alto.executor.context import JobState, TaskContext
 from alto.executor.evaluations import evaluate_jobs, finish_jobs, measure_best
@@ -71,7 +71,7 @@ class TaskSession:
         self,
         context: TaskContext,
         journal: Journal,
-        start: RunStart,
+        start: RunInputs,
         hooks: Hooks | None = None,
         bank: SharedBank | None = None,
     ) -> None:
@@ -232,7 +232,7 @@ class TaskSession:
         )
 
     def _control_inputs(self) -> ControlInputs:
-        """Return the inputs since the last turn that this process can read.
+        """Return the commands and signals that have arrived since the last turn; only the first rank reads them.
 
         Only the first rank holds the lock of the run. No rank begins a turn, in which it may write states, before the
         first rank has checked that it still holds the lock.

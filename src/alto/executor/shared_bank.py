@@ -23,8 +23,8 @@ from alto.lora import (
     ADAPTER_DTYPES,
     AdapterBank,
     BankLayout,
+    BankOptimizer,
     ExtraTensor,
-    SlotAdamW,
     TargetModule,
     adaptable,
     bank_bytes,
@@ -47,7 +47,7 @@ class BankSize:
         modules: Every module that at least one job targets, in the model's order.
         rank_step: Greatest common divisor of the ranks of all jobs.
         working_dtype: Dtype of the bank's working copies of its weights; None if it keeps none.
-        state_dtype: Dtype of the moments of ``adamw_torch``; see :class:`alto.lora.SlotAdamW`.
+        state_dtype: Dtype of the moments of ``adamw_torch``; see :class:`alto.lora.BankOptimizer`.
     """
 
     modules: tuple[TargetModule, ...]
@@ -107,7 +107,7 @@ def working_dtype_on(backbone: Backbone, adapter_dtype: AdapterDtype) -> torch.d
 
 def state_dtype_of(optim_state_dtype: AdapterDtype | None) -> torch.dtype | None:
     """Return the dtype of the moments of ``adamw_torch`` for ``task.optim_state_dtype``; see
-    :class:`alto.lora.SlotAdamW`."""
+    :class:`alto.lora.BankOptimizer`."""
     return None if optim_state_dtype is None else ADAPTER_DTYPES[optim_state_dtype]
 
 
@@ -137,7 +137,7 @@ def build_trainer(
     )
     bank.keep_copies(size.working_dtype)
     bank.keep_square_sums(bank.ops.gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
-    optimizer = SlotAdamW(bank, size.optims, size.state_dtype)
+    optimizer = BankOptimizer(bank, size.optims, size.state_dtype)
     forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
     return Trainer(Passes(backbone, bank, forward_context, micro_batches, ranks or Ranks()), optimizer)
 

@@ -131,7 +131,8 @@ class SlotManager:
         return [self._rank_of(job)]
 
     def admit(self, job: JobState, slot: int, *, is_data_parallel: bool = False) -> None:
-        """Put a job without a slot into ``slot``, with the state that it had when it left its last slot.
+        """Put a job without a slot into ``slot``: with the state that it had when it left its last slot, or with its
+        starting weights if it has not trained yet.
 
         Args:
             slot: Slot number, counted over all ranks.
@@ -159,7 +160,7 @@ class SlotManager:
         start = self.context.start
         return None if start is None else start.weights, None
 
-    def evict(self, job: JobState) -> int:
+    def save_and_free(self, job: JobState) -> int:
         """Save the job's state, then free its slot and return the slot's number."""
         self.save(job)
         return self._free(job)
@@ -168,7 +169,7 @@ class SlotManager:
         """Save a job and free its slot while the bank is rebuilt. If the job cannot be saved, this task stops at its
         next turn; with several ranks, which have a single task, the error is raised."""
         with self._own_errors():
-            self.evict(job)
+            self.save_and_free(job)
         if job.slot is not None:
             self._free(job)
 

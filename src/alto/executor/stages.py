@@ -20,10 +20,11 @@ from alto.data import EncodedDataset, JobRows, collate, digest_of, dummy_batch
 from alto.early_exit import Selection, selection_of
 from alto.errors import DeviceMemoryError, ModelError, TaskInterruptedError
 from alto.executor import cache
-from alto.executor.beginning import RunStart
+from alto.executor.beginning import RunInputs
 from alto.executor.conclusion import Hooks
 from alto.executor.context import JobState, TaskContext, initial_states
 from alto.executor.forward_plan import divided
+from alto.executor.init_adapter import Within, beginning_with
 from alto.executor.micro_batches import MicroBatches, OnMemoryEvent, RowTooLargeError, watching
 from alto.executor.planned_job import PlannedJob
 from alto.executor.ranks import Ranks
@@ -31,7 +32,6 @@ from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState, check_data, check_jobs, check_start
 from alto.executor.shared_bank import SharedBank
 from alto.executor.slot_manager import SlotManager, Stopwatch, TrainingState
-from alto.executor.start_adapter import Within, beginning_with
 from alto.objectives import reference_sums
 from alto.runs import RunDir
 from alto.runs.events import JobAdded, JobExited, JobReopened, ReferenceFact
@@ -62,7 +62,7 @@ def load_base(
 
 
 def state_before_training(
-    context: TaskContext, recorder: JournalRecorder, start: RunStart, hooks: Hooks, bank: SharedBank | None
+    context: TaskContext, recorder: JournalRecorder, start: RunInputs, hooks: Hooks, bank: SharedBank | None
 ) -> TrainingState:
     """Run the stages between the context and the training; for arguments and errors see
     :class:`alto.executor.TaskSession`."""
@@ -295,8 +295,8 @@ def _computed_references(
             )
     except RowTooLargeError as error:
         raise DeviceMemoryError(
-            f"not enough memory on {backbone.device} for the base model alone on a pair of {error.num_tokens:,} tokens"
-            f"; lower max_length, or set {LOAD_IN_4BIT}"
+            f"not enough memory on {backbone.device} for a forward pass of the base model on a row of "
+            f"{error.num_tokens:,} tokens; lower max_length, or set {LOAD_IN_4BIT}"
         ) from error
     numbers = [number for row in range(len(dataset)) for number in by_row.get(row, (0.0,) * COLUMNS)]
     references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, COLUMNS)

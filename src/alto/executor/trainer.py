@@ -20,7 +20,7 @@ from alto.executor.evaluator import Evaluator
 from alto.executor.forward_plan import JobBatch, Passes, schedule_of
 from alto.executor.micro_batches import NoMemoryError, watching
 from alto.kernels import upload
-from alto.lora import AdapterWeights, OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
+from alto.lora import AdapterWeights, BankOptimizer, OptimizerState, SlotUpdate, compile_kernels
 from alto.objectives import AuxiliaryTerm, job_losses
 from alto.spec import JobConfig
 
@@ -35,7 +35,7 @@ class Trainer(Evaluator):
     If memory runs out in a step or an evaluation, the work starts again from the same state with smaller micro-batches.
     """
 
-    def __init__(self, passes: Passes, optimizer: SlotAdamW) -> None:
+    def __init__(self, passes: Passes, optimizer: BankOptimizer) -> None:
         super().__init__(passes)
         self.bank = passes.bank
         self.micro_batches = passes.micro_batches
@@ -131,7 +131,7 @@ class Trainer(Evaluator):
             of_parts = terms if parts else ()
             with watching("forward"):
                 losses = torch.zeros(len(jobs), device=passes.backbone.device) if losses is None else losses
-                prepared = passes.prepared.batch(parts)
+                prepared = passes.prepared.take_batch(parts)
                 batch = passes.collate(parts) if prepared is None else prepared
                 learners = passes.learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)

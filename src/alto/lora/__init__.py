@@ -8,7 +8,7 @@ from alto.lora.injection import eject, inject
 from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, TargetModule
 from alto.lora.linear import ForwardContext, MultiLoraLinear
 from alto.lora.magnitudes import is_magnitude
-from alto.lora.optimizer import OptimizerState, SlotAdamW, SlotUpdate, compile_kernels
+from alto.lora.optimizer import BankOptimizer, OptimizerState, SlotUpdate, compile_kernels
 from alto.lora.peft_format import (
     NUM_COMPARED,
     PREFIX,
@@ -48,6 +48,7 @@ __all__ = [
     "AdapterWeights",
     "BankHeads",
     "BankLayout",
+    "BankOptimizer",
     "ExtraTensor",
     "ForwardContext",
     "ModuleNames",
@@ -55,7 +56,6 @@ __all__ = [
     "OptimizerState",
     "SavedAdapter",
     "ServedAdapters",
-    "SlotAdamW",
     "SlotUpdate",
     "TargetModule",
     "adaptable",

@@ -15,14 +15,21 @@ import torch
 from torch import Tensor
 
 from alto.kernels import GradientSteps, GradientTiles, GroupGradients, LoraOperands, SlotTensors, choose_backend
-from alto.lora.layout import AdapterShape, AdapterWeights, BankLayout, ExtraTensor, GroupPlace, RowPlaces, TargetModule
+from alto.lora.layout import (
+    ROW_ALIGNMENT,
+    AdapterShape,
+    AdapterWeights,
+    BankLayout,
+    ExtraTensor,
+    GroupPlace,
+    RowPlaces,
+    TargetModule,
+)
 from alto.spec import AdapterDtype, InitLoraWeights
 
 # Sums of squares of a bank's gradients, one per tile, written by the same kernels that write the gradients.
 #
 # Shapes: ``Z`` slots, ``C`` tiles of the largest adapter.
-
-_ROW_ALIGNMENT = 16
 
 
 class SquareSums:
@@ -50,7 +57,7 @@ class SquareSums:
         self._layout, self.groups, self.tiles = layout, groups, tiles
         largest = layout.places(AdapterShape(rank=layout.max_rank, targets=layout.modules))
         num_tiles = sum(self._counts(largest.groups))
-        row_size = -(-num_tiles // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        row_size = -(-num_tiles // ROW_ALIGNMENT) * ROW_ALIGNMENT
         self.sums_ZC = torch.zeros(num_slots, row_size, device=device, dtype=dtype)
         self.complete: set[int] = set()
 

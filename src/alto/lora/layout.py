@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alto.kernels import VECTOR_SIZE, RowParts
 
-_ROW_ALIGNMENT = 16
+ROW_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ class BankLayout:
     def row_size(self) -> int:
         """``P``, parameters of the largest adapter, rounded up so that every row starts at an aligned offset."""
         largest = AdapterShape(rank=self.max_rank, targets=self.modules, extras=self.extras).num_parameters
-        return -(-largest // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+        return -(-largest // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
     @cached_property
     def groups(self) -> tuple[tuple[TargetModule, ...], ...]:

@@ -50,7 +50,7 @@ class OptimizerState:
     tensors: Mapping[str, Tensor]
 
 
-class SlotAdamW:
+class BankOptimizer:
     """Gradient clipping and optimizer steps for chosen rows; other rows stay bit-identical.
 
     Rows that use ``adamw_torch`` are updated together; a row that uses another optimizer has its own optimizer object.
@@ -249,7 +249,7 @@ def _as_in_peft(bank: AdapterBank, rows_ZP: Tensor, slot: int) -> dict[str, Tens
 
 def compile_kernels(
     bank: AdapterBank,
-    optimizer: SlotAdamW,
+    optimizer: BankOptimizer,
     dtype: torch.dtype,
     *,
     has_dropout: bool,

@@ -288,8 +288,8 @@ def bank_bytes(
     working_dtype: torch.dtype | None = None,
     state_dtype: torch.dtype | None = None,
 ) -> int:
-    """Return the memory of an :class:`AdapterBank` and its :class:`SlotAdamW`, in bytes, with the largest adapter in
-    every slot and the costliest of ``optims``.
+    """Return the memory of an :class:`AdapterBank` and its :class:`BankOptimizer`, in bytes, with the largest adapter
+    in every slot and the costliest of ``optims``.
 
     Paged state counts completely, because it leaves the device only when the device's memory is full.
 

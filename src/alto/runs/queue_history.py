@@ -36,7 +36,8 @@ class Attempt:
     Attributes:
         number: Number of the attempt, from 1 over all resumptions; the journal restarts at 1 after every resumption.
         start, end: Begin and end, in unix seconds.
-        executor: Name of the executor; tasks with the same name shared it. Empty: the task had its own.
+        executor: Name of the executor. Tasks whose attempts have the same one were trained in one process. Empty if the
+            task had its own.
     """
 
     number: int
@@ -57,7 +58,7 @@ class TaskHistory:
     """The state of one task after the events seen so far.
 
     Attributes:
-        demand: The task as submitted, with the estimate that was made before the queue began.
+        demand: The task as submitted, with the latest estimate of its duration: from its submission, or from measuring.
         first_plan: Its placement in the first schedule that includes it; its start is in seconds since the queue began,
             without interruptions. None before that.
         is_cancelled: Whether it was cancelled; its running executor saves and ends.
@@ -171,7 +172,8 @@ class QueueHistory(JournalFold):
         ]
 
     def utilisation(self, now: float | None = None) -> float:
-        """Return the share of the GPU seconds from the first start to the last end that executors used, in [0, 1].
+        """Return the fraction of the available GPU time that executors used, in [0, 1]. The available time is from the
+        first start of an attempt to the last end; a GPU counts only while it belongs to the cluster.
 
         Interruptions are not counted, and a GPU shared by tasks counts once. Running attempts count until ``now`` (unix
         seconds; by default the latest event).
@@ -333,7 +335,7 @@ class QueueProgress:
     Attributes:
         runs: State of the tasks' runs, from their journals, by task; tasks that have not begun are missing.
         unreadable: Why the journal of a task's run cannot be read, by task.
-        num_measured: Tasks whose duration was measured before the queue began.
+        num_measured: Number of tasks that were measured before the first schedule.
         folder: The queue's folder; None while it is unknown.
     """
 
@@ -410,7 +412,7 @@ class QueueProgress:
         return 0.0 if run is None else fraction_done(run)
 
     def best_loss(self, task: TaskHistory) -> float | None:
-        """Return the best validation loss so far, in nats per token; None if there is none."""
+        """Return the best validation loss so far, in the unit of the task's method; None if there is none."""
         run = self.runs.get(task.task)
         return run.best.best_validation_loss if run is not None and run.best is not None else None
 

@@ -16,7 +16,7 @@ from fastapi import Depends, Request
 
 from alto.engine.start import preview_data, with_model_notes
 from alto.records import DataPreview
-from alto.runs import RunHistory, read_history
+from alto.runs import RunDir, RunHistory, read_history
 from alto.service.access import RateLimiter
 from alto.service.errors import ApiError
 from alto.service.files import Artefacts
@@ -96,7 +96,7 @@ class _Lately(Generic[K, T]):
 def _state_of(run: Path) -> _State | None:
     """Return a value that changes with the journal of a run; None if it has no journal yet."""
     try:
-        found = (run / "journal.jsonl").stat()
+        found = RunDir(run).journal_file.stat()
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns

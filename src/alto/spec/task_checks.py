@@ -220,8 +220,8 @@ _HEADS = ("score", "classifier")
 def with_task_type(values: Mapping[str, Any]) -> dict[str, Any]:
     """Replace PEFT's ``task_type: SEQ_CLS`` by ``method``; any other ``task_type`` stays.
 
-    Without a ``method``, it becomes ``regression`` if ``problem_type`` is that, else ``classification``. The head is
-    removed from ``modules_to_save``, because it is always trained and saved.
+    Without a ``method``, the method becomes ``regression`` if ``problem_type`` is ``regression``, else
+    ``classification``. The head is removed from ``modules_to_save``, because it is always trained and saved.
     """
     task_type = values.get("task_type")
     if not isinstance(task_type, str) or task_type.upper() != "SEQ_CLS":

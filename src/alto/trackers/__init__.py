@@ -1,7 +1,7 @@
 """Reports a run to experiment trackers; no tracker can delay or break training.
 
-``base`` defines the interface of a tracker, one module per tool implements it, ``feed`` calls it for journal entries,
-and ``background`` runs it outside of the training thread.
+``base`` defines the interface of a tracker, one module per tool implements it, and ``feed`` calls it for journal
+entries, outside of the training thread.
 """
 
 from alto.trackers.base import Tracker

@@ -13,7 +13,8 @@ from alto.executor import cache
 from alto.records import ThreadTime
 
 _FASTER = 0.95
-"""Largest ratio of two durations that counts as a gain; repeated steps differ by less than this."""
+"""A duration counts as shorter if it is less than this fraction of another. Durations of equal steps differ by less
+than 5 %."""
 
 
 def thread_counts(available: int) -> list[int]:
@@ -22,7 +23,8 @@ def thread_counts(available: int) -> list[int]:
 
 
 def fastest(times: Sequence[ThreadTime]) -> ThreadTime:
-    """Return the shortest time; the first one, of all threads, unless another is clearly shorter."""
+    """Return the time to use: the first one, with all threads, unless a later one is clearly shorter than the best
+    before."""
     best = times[0]
     for time in times[1:]:
         if time.duration_s < _FASTER * best.duration_s:

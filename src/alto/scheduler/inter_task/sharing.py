@@ -175,7 +175,7 @@ def group_of(tasks: Sequence[TaskDemand], running: Sequence[Member] = (), execut
 def composed(
     problem: SchedulingProblem, executors: Sequence[RunningExecutor], groups: Sequence[Group] = ()
 ) -> Colocation:
-    """Return the problem with executors in the place of tasks.
+    """Return the problem in which each group of tasks is one entry, together with the groups.
 
     Args:
         groups: Tasks that share; every other task has its own executor.
@@ -400,7 +400,8 @@ class _DivisionSearch:
 def _counts(num_tasks: int, num_gpus: int, *, has_running: bool) -> list[int]:
     """Return the numbers of new executors to try, falling: all numbers if there are few tasks, else fewer.
 
-    With many tasks, these shrink by a constant factor, and include one and two executors a GPU.
+    With many tasks, each number is smaller than the one before by a constant factor; one and two executors per GPU are
+    tried too if they are within the limits.
     """
     least = 0 if has_running else 1
     most = num_tasks if has_running else num_tasks - 1

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from alto.errors import SpecError
 from alto.records import Gpu, Node, Placement, Schedule
 from alto.scheduler.inter_task import SchedulingProblem
-from alto.scheduler.queue.dispatch import Waiting, schedule_of_now
 from alto.scheduler.queue.events import (
     Action,
     Cancelled,
@@ -34,6 +33,7 @@ from alto.scheduler.queue.events import (
 )
 from alto.scheduler.queue.executors import Executors, GpuPool
 from alto.scheduler.queue.task import LEAST_S, MAX_ATTEMPTS_IN_ALL, QueueSettings, ScheduledTask, TaskState
+from alto.scheduler.queue.waiting import Waiting, schedule_of_now
 
 Solve = Callable[[SchedulingProblem, Schedule | None], Schedule]
 """Makes a schedule of the waiting tasks. Its hint is the unstarted rest of the previous plan, on the same clock. A task

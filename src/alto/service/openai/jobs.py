@@ -192,8 +192,8 @@ def serving_notes(service: Service, base_model: str, task: Task) -> list[str]:
     if not names:
         return []
     return [
-        f"vLLM cannot serve an adapter with {' or '.join(names)}: if such a configuration wins, serve the merged weights "
-        "instead (POST /api/models/{id}/merged)"
+        f"vLLM cannot serve an adapter with {' or '.join(names)}: if such a configuration wins, serve the merged "
+        "weights instead (POST /api/models/{id}/merged)"
     ]
 
 

@@ -36,11 +36,12 @@ class AdapterCache:
             shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
 
     def publish(self, name: str, source: Path, base_model: str) -> None:
-        """Copy the adapter in ``source``, completely or not at all, with the name of its base model that vLLM expects;
-        an adapter that is there already only gets this name.
+        """Copy the adapter in ``source``, completely or not at all, and write ``base_model`` into its configuration. If
+        the adapter is there already, only its configuration is updated.
 
         Args:
-            base_model: The model with which the vLLM server was started.
+            base_model: Path or hub id with which the vLLM server was started, as it lists it (``root`` in
+                ``/v1/models``).
 
         Raises:
             OSError: The folder cannot be written.
@@ -56,7 +57,8 @@ class AdapterCache:
         fresh.rename(place)
 
     def point(self, aliases: Mapping[str, str]) -> list[str]:
-        """Make the links those of ``aliases``: the name of a model by alias. A link changes in one step.
+        """Create, change and delete links so that there is one for each of ``aliases``, to the folder of its model. A
+        link changes in one step.
 
         Returns:
             Aliases whose link is new, changed or gone; vLLM must look for them again.

@@ -26,7 +26,7 @@ _MAX_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StartAdapter:
+class InitAdapter:
     """An adapter that jobs begin with.
 
     Attributes:
@@ -101,7 +101,7 @@ class StartAdapter:
 
 
 @contextlib.contextmanager
-def beginning_with(start: StartAdapter | None, backbone: Backbone, restore: Callable[[], None]) -> Iterator[Within]:
+def beginning_with(start: InitAdapter | None, backbone: Backbone, restore: Callable[[], None]) -> Iterator[Within]:
     """Enter a context in which forward passes compute the jobs' starting point: the adapter, or without one, the base
     model.
 
