@@ -39,6 +39,9 @@ pytestmark = [
 HALF_WAY = 5
 """The step at which executors wait for their death; every turn before it writes a checkpoint."""
 
+LIMIT_S = 900.0
+"""Far more than a busy machine needs."""
+
 SERVER = f"""
 import functools
 from alto.cli import main
@@ -66,7 +69,7 @@ class Server:
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
-        wait_for(self._answers)
+        wait_for(self._answers, LIMIT_S)
 
     def kill(self) -> None:
         assert self._process is not None
@@ -122,8 +125,8 @@ class SubmittedTask:
     def has_begun(self) -> bool:
         return self.run.journal_file.exists() and bool(read_events(self.run.journal_file))
 
-    def held_attempt(self) -> int:
-        """Return the number of its attempt if that waits for its death; otherwise 0."""
+    def attempt(self) -> tuple[int, bool]:
+        """Return the number of its latest attempt, and whether this waits for its death."""
         attempt = step = began_at = 0
         for event in read_events(self.run.journal_file) if self.has_begun() else []:
             if event["event"] in ("task_started", "task_resumed"):
@@ -131,13 +134,14 @@ class SubmittedTask:
             elif event["event"] == "checkpoint":
                 step = max(job["step"] for job in event["jobs"].values())
             elif event["event"] == "task_completed":
-                return 0
-        return attempt if step - began_at == HALF_WAY - 1 else 0
+                return attempt, False
+        return attempt, step - began_at == HALF_WAY - 1
 
-    def node(self) -> str:
-        """Return the name of the node that runs the task, as the dashboard shows it."""
+    def node(self) -> str | None:
+        """Return the name of the node that runs the task, as the dashboard shows it; None before its first start."""
         own = [placement for placement in self.tenant.cluster()["actual"] if placement["task"] == self.id]
-        return str(max(own, key=lambda placement: placement["start_s"])["gpus"][0]["node"])
+        latest = max(own, key=lambda placement: placement["start_s"], default=None)
+        return None if latest is None else str(latest["gpus"][0]["node"])
 
     def check(self) -> dict[str, Any]:
         """Check that the task has one result and that its steps were reported once; return its result."""
@@ -195,7 +199,7 @@ def test_tasks_outlive_their_nodes_and_the_server(machine: RayMachine, server: S
     server.start()
     limited, free = Tenant(server, "limited", "--max-gpus", "1"), Tenant(server, "free")
     tasks = [limited.submit(), free.submit(), free.submit()]
-    wait_for(lambda: all(task.has_begun() for task in tasks))
+    wait_for(lambda: all(task.has_begun() for task in tasks), LIMIT_S)
     later, preferred = limited.submit(), limited.submit()
     tasks += [later, preferred]
     limited.http.post(f"/api/tasks/{preferred.id}/priority", json={"priority": 7}).raise_for_status()
@@ -203,30 +207,32 @@ def test_tasks_outlive_their_nodes_and_the_server(machine: RayMachine, server: S
     ended: set[tuple[str, int]] = set()  # attempts that were held, and whose node or server was killed
 
     def held() -> list[SubmittedTask]:
-        numbers = {task.id: task.held_attempt() for task in tasks}
+        attempts = {task.id: task.attempt() for task in tasks}
         return [
-            task for task in tasks if 0 < numbers[task.id] <= num_deaths and (task.id, numbers[task.id]) not in ended
+            task
+            for task in tasks
+            if attempts[task.id][1]
+            and attempts[task.id][0] <= num_deaths
+            and (task.id, attempts[task.id][0]) not in ended
         ]
 
     num_killed, num_lives = 0, 1
     while not all(task.has_succeeded() for task in tasks):
-        if not (found := held()):
-            time.sleep(0.1)
-            continue
-        if num_killed >= num_kills and num_lives == 1:
+        found = held()
+        if found and num_killed >= num_kills and num_lives == 1:
             # The executors save and end, because their server is gone; another server continues their tasks.
-            ended |= {(task.id, task.held_attempt()) for task in found}
             server.kill()
+            ended |= {(task.id, task.attempt()[0]) for task in tasks}
             server.start()
             num_lives += 1
-            continue
-        task = found[0]
-        ended.add((task.id, task.held_attempt()))
-        lost = task.node()
-        came = nodes.replace(lost)
-        wait_for(lambda lost=lost: lost not in str(free.cluster()["nodes"]))
-        wait_for(lambda came=came: came in str(free.cluster()["nodes"]))
-        num_killed += 1
+        elif found and (lost := found[0].node()) is not None:
+            ended.add((found[0].id, found[0].attempt()[0]))
+            came = nodes.replace(lost)
+            wait_for(lambda lost=lost: lost not in str(free.cluster()["nodes"]), LIMIT_S)
+            wait_for(lambda came=came: came in str(free.cluster()["nodes"]), LIMIT_S)
+            num_killed += 1
+        else:
+            time.sleep(0.1)
     assert (num_killed >= num_kills, num_lives) == (True, 2)
 
     results = [task.check() for task in tasks]
