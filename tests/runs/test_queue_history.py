@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from journals import entries
 
+from alto.engine.queue_setup import journal_begin
 from alto.records import Node
-from alto.runs import QueueHistory
+from alto.runs import Journal, QueueHistory, read_events
 
 
 def attempts(*spans: tuple[str, int, float, float]) -> list[dict[str, Any]]:
@@ -61,6 +64,16 @@ def test_a_queue_that_is_resumed_elsewhere_has_other_machines() -> None:
     queue = QueueHistory.of(entries([*lines, again]))
     assert queue.nodes == (Node(name="other", gpus=(0,)),)
     assert queue.utilisation() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["local", "other"])
+def test_a_resumption_names_machines_only_if_they_are_others(name: str, tmp_path: Path) -> None:
+    for node in ("local", name):
+        cluster = SimpleNamespace(nodes=(Node(name=node, gpus=(0,)),), has_gpus=False)
+        with Journal(tmp_path / "journal.jsonl") as journal:
+            journal_begin(journal, cluster, "lpt")  # type: ignore[arg-type]
+    assert QueueHistory.read(tmp_path / "journal.jsonl").nodes == (Node(name=name, gpus=(0,)),)
+    assert ("nodes" in read_events(tmp_path / "journal.jsonl")[-1]) == (name == "other")
 
 
 def test_a_task_that_runs_counts_until_now() -> None:
