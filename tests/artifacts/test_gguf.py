@@ -357,6 +357,11 @@ def test_scores_merge_in_the_order_of_a_sentencepiece_tokenizer() -> None:
     assert kinds[tokens.index("  ")].name == "USER_DEFINED"
     for text in ("abc", "ab abc bca cab", "aabbcc a", "bcbcab"):
         assert by_score(text, tokens, added["token_scores"]) == tokenizer.tokenize(text)
+    for first, second in ((("b", "c"), ("a", "b")), (("a", "b"), ("b", "c"))):
+        tokenizer, writer = sentencepiece([first, second]), Writer()
+        add_vocabulary(writer, tokenizer, 300)
+        parts = by_score("abc", writer.added["token_list"], writer.added["token_scores"])
+        assert parts == tokenizer.tokenize("abc") == (["a", "bc"] if first == ("b", "c") else ["ab", "c"])
     with pytest.raises(UnsupportedError, match="to follow each other, found those of 'abc' in two places"):
         add_vocabulary(Writer(), sentencepiece([("b", "c"), ("a", "b"), ("a", "bc"), ("c", "a"), ("ab", "c")]), 300)
 
