@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         notes=tuple(notes(options)),
         figures=figures,
         spans_sources=True,
-        untimed=[piece_name(name, "all") for name in SCALES[options.scale].sweeps],
+        untimed=[piece_name(name, system) for name in SCALES[options.scale].sweeps for system in ("all", "paper")],
     )
     for piece in read_pieces(study, options.out):
         if others := {row["model"] for row in piece.rows} - {measurements[piece.name].model}:
