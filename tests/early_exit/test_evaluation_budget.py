@@ -12,6 +12,7 @@ from alto.early_exit import budgeted
 from alto.early_exit.evaluation_budget import (
     FEW_JOBS,
     FRACTION_AT_END,
+    LEAST_LATE,
     LEAST_ROWS,
     LEAST_ROWS_OF_FEW,
     LEAST_ROWS_OF_MANY,
@@ -52,7 +53,7 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     rungs = found.selection_rungs if found.select else ()
     arrivals = (num_jobs, *(places_at(rungs, index, num_jobs) for index in range(len(rungs))))
     at_rungs = sum(count * (LEAST_ROWS_OF_MANY if count > FEW_JOBS else LEAST_ROWS_OF_FEW) for count in arrivals[:-1])
-    least = row_cost * (at_rungs + LEAST_ROWS * arrivals[-1])
+    least = row_cost * (at_rungs + LEAST_LATE * LEAST_ROWS * arrivals[-1])
     assert evaluating <= (1 - FRACTION_AT_END) * share * training + least
     assert found.final_evaluations is not None
     count, rows = found.final_evaluations
@@ -66,6 +67,16 @@ def test_evaluations_take_the_share_of_training_that_they_may(
     assert found.evaluations[-1][0] == 1.0
     assert all(later > earlier for (earlier, _), (later, _) in itertools.pairwise(found.evaluations))
     assert {rung.progress for rung in rungs} <= {progress for progress, _ in found.evaluations}
+
+
+@pytest.mark.parametrize(("row_cost", "count"), [(0.0035, 4), (0.005, 3), (0.01, 1), (10.0, 1)])
+def test_the_last_job_is_evaluated_a_few_times_unless_that_takes_half_of_its_time(row_cost: float, count: int) -> None:
+    found = budgeted(EarlyExit().resolved(), steps=[64] * 12, num_rows=32, row_cost=row_cost, every=0.05)
+    assert found.evaluations is not None
+    before = found.selection_rungs[-1].progress if found.select else 0.0
+    late = [(progress, rows) for progress, rows in found.evaluations if progress > before]
+    assert len(late) == count
+    assert {rows for _, rows in late[:-1]} <= {LEAST_ROWS}
 
 
 def test_where_all_rows_cost_little_all_are_evaluated_as_often_as_the_task_asks_for() -> None:

@@ -21,6 +21,11 @@ FRACTION_AT_END = 0.4
 MOST_MEASURED = 2
 """Maximum number of jobs whose best adapters are measured at the end."""
 
+LEAST_LATE, FRACTION_LATE = 4, 0.5
+"""Minimum number of evaluations after the last rung, if they take at most ``FRACTION_LATE`` of the training time since
+then. The remaining job may begin to overfit; with one evaluation, at its end, the best checkpoint before would be
+lost."""
+
 FEW_JOBS, FRACTION_FOR_FEW = 8, 0.4
 """If more jobs than ``FEW_JOBS`` reach a rung, a few rows are enough, because the worst jobs are far behind. With
 ``FEW_JOBS`` or fewer, the minimum is ``LEAST_ROWS_OF_FEW`` rows, if they take at most ``FRACTION_FOR_FEW`` of the
@@ -46,7 +51,8 @@ def budgeted(
 
     At a rung, the evaluation of a job may take a fraction of the time that the job has trained since the previous rung.
     After the last rung, a job is evaluated at every ``every`` of its steps, on as many rows as fit into the time since
-    its previous evaluation. If not even the minimum number of rows fits, evaluations are less frequent. At the end, the
+    its previous evaluation. If not even the minimum number of rows fits, evaluations are less frequent (see
+    :data:`LEAST_LATE`). At the end, the
     best jobs are measured for a fraction of the total training time; one of them is measured on all rows if
     ``evaluation_share`` of the training time is enough for all rows. The minimum number of rows is evaluated even if
     that takes longer than ``evaluation_share`` allows.
@@ -80,7 +86,10 @@ def budgeted(
     plan = min(plans, key=lambda plan: plan.time)
     before = plan.evaluations[-1][0] if plan.evaluations else 0.0
     least_time = affordable(0.0, LEAST_ROWS) * row_cost
-    count = max(1, math.floor((1.0 - before) / max(every, least_time / share) + 1e-9))
+    most, in_share, in_half = (
+        math.floor((1.0 - before) / time + 1e-9) for time in (every, least_time / share, least_time / FRACTION_LATE)
+    )
+    count = max(1, min(most, max(in_share, min(LEAST_LATE, in_half))))
     spacing = (1.0 - before) / count
     rows = affordable(share * spacing, LEAST_ROWS)
     later = ((before + number * spacing, rows) for number in range(1, count))
