@@ -49,7 +49,7 @@ def test_tasks_of_one_executor_are_in_one_process_and_end_one_by_one(machine: St
     assert machine.lines_of("c")[0]["num_runs"] == 3
     assert machine.lines_of("c")[0]["tenant"] == "tenant of c"
     assert end(machine, "b") is Outcome.FINISHED
-    assert machine.until_ended("b").reason == "well done"
+    assert machine.until_ended("b").notices == ("well", "done")
     assert end(machine, "a") is end(machine, "c") is Outcome.FINISHED
 
 

@@ -21,7 +21,7 @@ from shared_runs import SharedRuns, assert_as_alone, shared_tasks
 from tiny import read_journal, save_model
 
 import alto
-from alto.cluster import HostedRun, Outcome, TaskTicket, open_cluster
+from alto.cluster import HostedRun, Outcome, RunEnd, TaskTicket, open_cluster
 from alto.cluster.local import LocalCluster
 from alto.data import JobRows, TokenBatch
 from alto.engine import work
@@ -217,7 +217,7 @@ def test_a_session_that_cannot_begin_does_not_keep_the_bank(
     host.attach(HostedRun(number=2, ticket=ticket_of(str(tmp_path / "cedar")), is_interrupted=lambda: False))
     while not (ended := host.turn()):
         pass
-    assert ended == {2: ""}
+    assert ended == {2: RunEnd()}
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
 
 
@@ -251,10 +251,10 @@ def test_an_error_that_belongs_to_no_task_ends_all_with_its_reason(
 
     monkeypatch.setattr(Trainer, "update", no_memory)
     ended = host.turn()
-    assert {number: type(error) for number, error in ended.items()} == {0: DeviceMemoryError, 1: DeviceMemoryError}
+    assert {number: type(end.error) for number, end in ended.items()} == {0: DeviceMemoryError, 1: DeviceMemoryError}
     for number, name in enumerate(("alder", "cedar")):
-        assert f"task '{name}': none left, as the test wants it" in str(ended[number])
-        assert str(tmp_path / name) in str(ended[number]), "the message says where to resume it"
+        assert f"task '{name}': none left, as the test wants it" in str(ended[number].error)
+        assert str(tmp_path / name) in str(ended[number].error), "the message says where to resume it"
     assert not host.is_usable
     assert host.turn() == {}
 
@@ -283,10 +283,10 @@ def test_rows_that_cannot_be_read_for_the_next_step_end_their_task_in_this_one(
 
     monkeypatch.setattr(Trainer, "backward", counted)
     monkeypatch.setattr(forward_plan, "collate", broken_after_a_step)
-    ended: Mapping[int, BaseException | None] = {}
+    ended: Mapping[int, RunEnd] = {}
     while not ended:
         ended = host.turn()
-    assert {number: type(error) for number, error in ended.items()} == {1: OSError}
+    assert {number: type(end.error) for number, end in ended.items()} == {1: OSError}
     assert steps_of_cedar == 1
     finish(host, 1)
 
@@ -306,7 +306,7 @@ def test_work_on_one_run_is_a_sign_of_life_of_all(tasks: Mapping[str, Task], tmp
     before = list(num_calls)
     session._check_stop()
     assert num_calls == [before[0] + 1, before[1] + 1]
-    assert isinstance(host.turn()[1], RunWriteError)
+    assert isinstance(host.turn()[1].error, RunWriteError)
     is_over.append(True)
     finish(host, 1)
 
@@ -328,12 +328,12 @@ def test_a_measurement_that_fails_leaves_the_base_model_to_the_others(
             hosted(host, 1, tasks["cedar"], tmp_path / "cedar")
     while not (ended := host.turn()):
         pass
-    assert ended == {0: ""}
+    assert ended == {0: RunEnd()}
     assert_as_alone(tmp_path / "alder", alone["alder"])
 
 
-def finish(host: work.Training, num_runs: int) -> dict[int, str | BaseException]:
-    ended: dict[int, str | BaseException] = {}
+def finish(host: work.Training, num_runs: int) -> dict[int, RunEnd]:
+    ended: dict[int, RunEnd] = {}
     while len(ended) < num_runs:
         ended |= host.turn()
     return ended
@@ -349,7 +349,7 @@ def test_all_tasks_are_stopped_at_once_and_each_is_resumed_by_itself(
     host.turn()
     stop_requests.append(True)
     ended = finish(host, len(tasks))
-    assert all(isinstance(error, TaskInterruptedError) for error in ended.values())
+    assert all(isinstance(end.error, TaskInterruptedError) for end in ended.values())
     for name in tasks:
         assert read_journal(tmp_path / name)[-1]["event"] == "task_interrupted"
         TaskRunner().resume(RunDir(tmp_path / name), trust_remote_code=False)
@@ -364,7 +364,7 @@ def test_a_run_that_is_attached_twice_is_refused_and_goes_on(
     host.turn()
     with pytest.raises(RunBusyError, match="cedar"):
         host.attach(HostedRun(number=1, ticket=ticket_of(str(tmp_path / "cedar")), is_interrupted=lambda: False))
-    assert finish(host, 1) == {0: ""}
+    assert finish(host, 1) == {0: RunEnd()}
     assert_as_alone(tmp_path / "cedar", alone["cedar"])
 
 

@@ -20,7 +20,7 @@ import alto
 from alto.base import is_disk_full, writing
 from alto.cli import app
 from alto.cluster import Outcome
-from alto.cluster.entry import ending_of
+from alto.cluster.entry import RunEnd, ending_of
 from alto.errors import DiskFullError, RunBusyError, RunWriteError
 from alto.report.pages import write_page
 from alto.runs import read_events
@@ -118,10 +118,6 @@ def test_an_export_that_cannot_be_written_leaves_nothing(
     assert leftovers(tmp_path) == []
 
 
-def failing(error: BaseException) -> None:
-    raise error
-
-
 @pytest.mark.parametrize(
     ("error", "outcome", "name"),
     [
@@ -136,7 +132,7 @@ def failing(error: BaseException) -> None:
 def test_only_what_another_attempt_may_not_meet_is_tried_again(
     error: BaseException, outcome: Outcome, name: str
 ) -> None:
-    ending = ending_of(lambda: failing(error))
+    ending = ending_of(RunEnd(error=error))
     assert (ending.outcome, ending.error) == (outcome, name)
     assert str(error) in ending.reason
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from alto import errors
 from alto.base import replace_file
-from alto.cluster import HostedRun
+from alto.cluster import HostedRun, RunEnd
 from alto.errors import TaskInterruptedError
 from alto.runs import Journal, RunDir, cut_journal, read_entries, read_events
 from alto.runs.events import decode
@@ -50,12 +50,13 @@ class Alone:
     work: Callable[[str, IsInterrupted], str | None]
 
     def __init__(self) -> None:
-        self._ended: dict[int, str] = {}
+        self._ended: dict[int, RunEnd] = {}
 
     def attach(self, run: HostedRun) -> None:
-        self._ended[run.number] = self.work(run.ticket.run_dir, run.is_interrupted) or ""
+        notice = self.work(run.ticket.run_dir, run.is_interrupted)
+        self._ended[run.number] = RunEnd(notices=(notice,) if notice else ())
 
-    def turn(self) -> dict[int, str]:
+    def turn(self) -> dict[int, RunEnd]:
         ended, self._ended = self._ended, {}
         return ended
 
@@ -152,12 +153,12 @@ class TellsTicket:
     is_usable = False
 
     def attach(self, run: HostedRun) -> None:
-        self._ended = {run.number: ""}
+        self._ended = {run.number: RunEnd()}
         self._files = [Path(run.ticket.run_dir) / f"ticket-{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
         facts = (run.ticket.trust_remote_code, run.ticket.tenant, run.ticket.priority)
         replace_file(self._files[int(os.environ["RANK"])], json.dumps(facts))
 
-    def turn(self) -> dict[int, str]:
+    def turn(self) -> dict[int, RunEnd]:
         if all(file.exists() for file in self._files):  # the other ranks are killed when the first has ended
             return self._ended
         time.sleep(0.01)
@@ -286,16 +287,17 @@ class Together:
         print(f"{Path(run.ticket.run_dir).name} is attached")
         tell(run.ticket.run_dir, "began", pid=os.getpid(), tenant=run.ticket.tenant, num_runs=len(self.runs))
 
-    def turn(self) -> dict[int, str | BaseException]:
+    def turn(self) -> dict[int, RunEnd]:
         time.sleep(0.01)
-        ended: dict[int, str | BaseException] = {}
+        ended: dict[int, RunEnd] = {}
         for number, run in list(self.runs.items()):
             end = Path(run.ticket.run_dir) / "end"
             if run.is_interrupted():
-                ended[number] = TaskInterruptedError("stopped on request, with everything on disk")
+                ended[number] = RunEnd(error=TaskInterruptedError("stopped on request, with everything on disk"))
             elif end.exists():
-                error = end.read_text(encoding="utf-8")
-                ended[number] = getattr(errors, error, RuntimeError)("as the test wants it") if error else "well done"
+                name = end.read_text(encoding="utf-8")
+                error = getattr(errors, name, RuntimeError)("as the test wants it") if name else None
+                ended[number] = RunEnd(error=error, notices=() if error else ("well", "done"))
             if number in ended:
                 del self.runs[number]
                 self.is_usable = self.is_usable and "RuntimeError" not in repr(ended[number])

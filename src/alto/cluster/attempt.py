@@ -17,13 +17,17 @@ import signal
 from dataclasses import asdict
 from pathlib import Path
 
-from alto.base import read_json, replace_file, writing
+from pydantic import TypeAdapter
+
+from alto.base import replace_file, writing
 from alto.cluster.base import Ending, Outcome
 from alto.errors import DiskFullError, RunWriteError
 
 _UNWRITTEN = {Outcome.FINISHED: 80, Outcome.INTERRUPTED: 81, Outcome.FAILED: 82, Outcome.LOST: 83}
 _DISK_FULL = 84
 """Exit codes of an executor that could not write how it ended. No interpreter or shell uses these codes."""
+
+_ENDING = TypeAdapter(Ending)
 
 
 def exit_code_of(ending: Ending, *, is_written: bool) -> int:
@@ -52,17 +56,17 @@ def ending_of_exit(exit_code: int, attempt: AttemptDir | None, rank: int = 0, *,
     if exit_code == _DISK_FULL:
         return Ending(outcome=Outcome.FAILED, reason=f"{reason}; free disk space", error=DiskFullError.__name__)
     last_line = attempt.last_log_line(rank)
-    return Ending(
-        outcome=outcomes[exit_code], reason=reason + (f"; its log ends with: {last_line}" if last_line else "")
-    )
+    reason += f"; its log ends with: {last_line}" if last_line else ""
+    if outcomes[exit_code] is Outcome.FINISHED:
+        return Ending(outcome=Outcome.FINISHED, notices=(reason,))
+    return Ending(outcome=outcomes[exit_code], reason=reason)
 
 
 def read_ending(path: Path) -> Ending | None:
     """Return how an executor ended, from a JSON file with the fields of `Ending`; None if it has no valid ones."""
     try:
-        fields = read_json(path)
-        return Ending(outcome=Outcome(fields["outcome"]), reason=f"{fields['reason']}", error=f"{fields['error']}")
-    except (OSError, ValueError, LookupError, TypeError):
+        return _ENDING.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

@@ -104,13 +104,15 @@ class Ending:
     """How an executor ended.
 
     Attributes:
-        reason: A sentence for the user; if the executor finished, warnings about the result.
+        reason: Why it did not finish, as a sentence for the user.
         error: Class of the error that ended it; empty if there was none, or it is unknown.
+        notices: Problems beside the result, as sentences for the user.
     """
 
     outcome: Outcome
     reason: str = ""
     error: str = ""
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -340,12 +340,15 @@ class Dispatcher:
         ticket = self._tickets[ended.task]
         if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(ticket.run_dir))):
             # A task that has its result is finished, even if its executor fails afterwards.
-            reason = f"Ended after its result was complete: {ended.reason}"
-            ended = replace(ended, outcome=Outcome.FINISHED, reason=reason)
+            notice = f"Ended after its result was complete: {ended.reason}"
+            ended = replace(ended, outcome=Outcome.FINISHED, reason="", notices=(notice,))
         self._ended[ended.task] = ended
         self._journal.append(
             journaled.ExecutorExited(
-                task=ended.task, attempt=ended.attempt, outcome=ended.outcome.value, reason=ended.reason
+                task=ended.task,
+                attempt=ended.attempt,
+                outcome=ended.outcome.value,
+                reason=ended.reason or " ".join(ended.notices),
             )
         )
         if ended.outcome is Outcome.FINISHED:

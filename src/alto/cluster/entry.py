@@ -42,6 +42,19 @@ class HostedRun:
     is_interrupted: Callable[[], bool]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """The end of a hosted run.
+
+    Attributes:
+        error: The error that ended it; None if it finished.
+        notices: Problems beside the result, as sentences for the user.
+    """
+
+    error: BaseException | None = None
+    notices: tuple[str, ...] = ()
+
+
 class Host(Protocol):
     """Works on several runs in one process, in turns. The entry of a launch is its class, which is called without
     arguments."""
@@ -49,17 +62,15 @@ class Host(Protocol):
     def attach(self, run: HostedRun) -> None:
         """Start or resume a run in addition to the others; an error raised here stops only that run."""
 
-    def turn(self) -> Mapping[int, str | BaseException]:
-        """Work on all runs for a moment.
-
-        Returns:
-            The runs that have ended, by number, each with notices for the user or the error that ended it.
-        """
+    def turn(self) -> Mapping[int, RunEnd]:
+        """Work on all runs for a moment; return the ends of those that have ended, by number."""
 
     @property
     def is_usable(self) -> bool:
         """Whether it can work on further runs; if not, its process ends after its current runs."""
 
+
+_INTERRUPTIONS = (TaskInterruptedError, KeyboardInterrupt)
 
 _TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionError)
 """Errors that may not recur in the next attempt or on another machine; a full disk does recur."""
@@ -95,42 +106,32 @@ def run_entry(entry: str, run_dir: str, is_interrupted: Callable[[], bool]) -> E
 def work_alone(ticket: TaskTicket, is_interrupted: Callable[[], bool]) -> Ending:
     """Work on one run to its end; arguments and result as in :func:`run_entry`."""
 
-    def work() -> str:
+    try:
         host = load_entry(ticket.entry)()
         host.attach(HostedRun(number=0, ticket=ticket, is_interrupted=is_interrupted))
         while not (ended := host.turn()):
             pass
-        return notices_of(ended[0])
-
-    return ending_of(work)
-
-
-def notices_of(ended: str | BaseException) -> str:
-    """Return the notices of a run that has ended in :meth:`Host.turn`, or raise the error that ended it."""
-    if isinstance(ended, BaseException):
-        raise ended
-    return ended
-
-
-def ending_of(work: Callable[[], str | None]) -> Ending:
-    """Run ``work`` and return how it ended; print an error's traceback."""
-    try:
-        notice = work()
-    except (TaskInterruptedError, KeyboardInterrupt) as error:
-        return Ending(
-            outcome=Outcome.INTERRUPTED,
-            reason=str(error) or "stopped on request before it began",
-            error=type(error).__name__,
-        )
+        end = ended[0]
     except BaseException as error:
+        end = RunEnd(error=error)
+    return ending_of(end)
+
+
+def ending_of(end: RunEnd) -> Ending:
+    """Return how an executor ended whose run ended so; print an error's traceback."""
+    if end.error is None:
+        return Ending(outcome=Outcome.FINISHED, notices=end.notices)
+    if not isinstance(end.error, _INTERRUPTIONS):
         with contextlib.suppress(OSError):  # the log may be on the full disk
-            traceback.print_exc()
-        return ending_by(error)
-    return Ending(outcome=Outcome.FINISHED, reason=notice or "")
+            traceback.print_exception(end.error)
+    return ending_by(end.error)
 
 
 def ending_by(error: BaseException) -> Ending:
     """Return how an executor ends that raises ``error``."""
+    if isinstance(error, _INTERRUPTIONS):
+        reason = str(error) or "stopped on request before it began"
+        return Ending(outcome=Outcome.INTERRUPTED, reason=reason, error=type(error).__name__)
     reason = str(error) if isinstance(error, AltoError) else f"{type(error).__name__}: {error}"
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and is_disk_full(error)):
         return Ending(outcome=Outcome.FAILED, reason=reason, error=DiskFullError.__name__)

@@ -15,7 +15,7 @@ from types import FrameType
 from alto.base import writing
 from alto.cluster.attempt import AttemptDir, exit_code_of
 from alto.cluster.base import Ending, Outcome
-from alto.cluster.entry import Host, HostedRun, ending_of, load_entry, notices_of
+from alto.cluster.entry import Host, HostedRun, RunEnd, ending_of, load_entry
 from alto.cluster.orders import Orders, WorkOrder
 from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunBusyError, RunWriteError
@@ -154,15 +154,15 @@ class OrderLoop:
                 self._attempts[order.stopped].heartbeat.is_stopping = True
 
     def _take(self, order: WorkOrder) -> None:
-        loaded: list[type[Host]] = []
         _direct_to(order.attempt)
-        ending = ending_of(lambda: loaded.append(load_entry(order.ticket.entry)))
-        if not loaded:
-            self._report(order, ending)
+        try:
+            entry = load_entry(order.ticket.entry)
+        except BaseException as error:
+            self._report(order, ending_of(RunEnd(error=error)))
             return
         self._attempts[order.number] = _Attempt(
             order=order,
-            entry=loaded[0],
+            entry=entry,
             heartbeat=Heartbeat(order.attempt, self._request),
             waits_until=time.monotonic() + LOCK_TIMEOUT_S,
         )
@@ -172,11 +172,11 @@ class OrderLoop:
         """Start the attempts whose runs no other process works on."""
         for attempt in [attempt for attempt in self._attempts.values() if attempt.host is None]:
             if self._request.is_set or attempt.heartbeat.is_stopping:
-                self._end(attempt, KeyboardInterrupt())
+                self._end(attempt, RunEnd(error=KeyboardInterrupt()))
             elif not RunDir(attempt.dir.run_dir).is_locked():
                 self._begin(attempt)
             elif time.monotonic() > attempt.waits_until:
-                self._end(attempt, run_is_busy(attempt.dir))
+                self._end(attempt, RunEnd(error=run_is_busy(attempt.dir)))
 
     def _begin(self, attempt: _Attempt) -> None:
         """Hand a run to its host."""
@@ -193,21 +193,19 @@ class OrderLoop:
                 is_interrupted = attempt.heartbeat.is_interrupted
                 attempt.host.attach(HostedRun(number=number, ticket=ticket, is_interrupted=is_interrupted))
         except BaseException as error:
-            self._end(attempt, error)
+            self._end(attempt, RunEnd(error=error))
 
     # -- work ------------------------------------------------------------------------------------------------------
 
     def _turn(self, host: Host) -> None:
         if any(attempt.host is host for attempt in self._attempts.values()):
-            for number, ended in host.turn().items():
-                self._end(self._attempts[number], ended)
+            for number, end in host.turn().items():
+                self._end(self._attempts[number], end)
 
-    def _end(self, attempt: _Attempt, ended: str | BaseException) -> None:
-        """Report the end of an attempt; ``ended`` is its notices, or the error that ended it."""
+    def _end(self, attempt: _Attempt, end: RunEnd) -> None:
         del self._attempts[attempt.order.number]
         _direct_to(attempt.dir)
-        ending = ending_of(lambda: notices_of(ended))
-        self._report(attempt.order, ending)
+        self._report(attempt.order, ending_of(end))
 
     def _report(self, order: WorkOrder, ending: Ending) -> None:
         # An unknown error may have left anything behind.

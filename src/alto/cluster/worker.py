@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from alto.cluster.attempt import exit_code_of
-from alto.cluster.base import Ending, Outcome
-from alto.cluster.entry import ending_of, work_alone
+from alto.cluster.attempt import AttemptDir, exit_code_of
+from alto.cluster.base import Ending
+from alto.cluster.entry import RunEnd, ending_of, work_alone
 from alto.cluster.hosting import (
     IDLE_INTERVAL_S,
     LOCK_TIMEOUT_S,
@@ -73,19 +73,15 @@ def _work_as_first_rank(orders: Orders, request: StopRequest, size: int, outlive
         finally:
             _exit(exit_code_of(ending, is_written=is_written))
 
-    redirected = ending_of(lambda: redirect_output(attempt))
-    if redirected.outcome is not Outcome.FINISHED:
-        end(redirected)
     rank_processes = RankProcesses(attempt, order.ticket, size, on_death=end)
-    started = ending_of(rank_processes.start)
+    try:
+        redirect_output(attempt)
+        rank_processes.start()
+    except BaseException as error:
+        end(ending_of(RunEnd(error=error)))
     outlive.start()
-    if started.outcome is not Outcome.FINISHED:
-        end(started)
     with request.listening():
-        heartbeat = Heartbeat(attempt, request)
-        ending = ending_of(lambda: _wait_until_free(order, request))
-        if ending.outcome is Outcome.FINISHED:
-            ending = _work(order, heartbeat, request)
+        ending = _work(order, request)
     end(rank_processes.verdict(ending))
 
 
@@ -97,24 +93,23 @@ def _first(orders: Orders) -> WorkOrder:
         time.sleep(IDLE_INTERVAL_S)
 
 
-def _wait_until_free(order: WorkOrder, request: StopRequest) -> None:
+def _work(order: WorkOrder, request: StopRequest) -> Ending:
+    heartbeat = Heartbeat(order.attempt, request)
+    try:
+        with request.interrupting():
+            _wait_until_free(order.attempt)
+            heartbeat.beat()
+            return work_alone(order.ticket, heartbeat.is_interrupted)
+    except BaseException as error:
+        return ending_of(RunEnd(error=error))
+
+
+def _wait_until_free(attempt: AttemptDir) -> None:
     gives_up_at = time.monotonic() + LOCK_TIMEOUT_S
-    with request.interrupting():
-        while RunDir(order.attempt.run_dir).is_locked():
-            if time.monotonic() > gives_up_at:
-                raise run_is_busy(order.attempt)
-            time.sleep(RANK_WATCH_INTERVAL_S)
-
-
-def _work(order: WorkOrder, heartbeat: Heartbeat, request: StopRequest) -> Ending:
-    def work() -> Ending:
-        heartbeat.beat()
-        return work_alone(order.ticket, heartbeat.is_interrupted)
-
-    found: list[Ending] = []
-    with request.interrupting():
-        failed = ending_of(lambda: found.append(work()))
-    return found[0] if found else failed
+    while RunDir(attempt.run_dir).is_locked():
+        if time.monotonic() > gives_up_at:
+            raise run_is_busy(attempt)
+        time.sleep(RANK_WATCH_INTERVAL_S)
 
 
 def _exit(code: int) -> NoReturn:

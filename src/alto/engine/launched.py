@@ -32,7 +32,6 @@ from alto.runs import (
     JournalEntry,
     Observer,
     RunDir,
-    has_result,
     load_run_task,
     read_history,
     read_intact_entries,
@@ -105,9 +104,8 @@ class LaunchedRunner:
             if _entries(run_dir):
                 note_resumption(stop, run_dir.root)
             raise
-        if ended.outcome is Outcome.FINISHED or has_result(run_dir):
-            result = task_outcome(read_history(run_dir.root), run_dir)
-            return replace(result, notices=(ended.reason,) if ended.reason else ())
+        if ended.outcome is Outcome.FINISHED:
+            return replace(task_outcome(read_history(run_dir.root), run_dir), notices=ended.notices)
         error = _error(ended)
         if error is not None and (ended.outcome is Outcome.FAILED or isinstance(error, TaskInterruptedError)):
             raise error

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import torch
 
 from alto.base import replace_file
-from alto.cluster import HostedRun
+from alto.cluster import HostedRun, RunEnd
 from alto.engine.resident_base import ResidentBase
 from alto.engine.runner import OpenRun, TaskRunner
 from alto.errors import RunBusyError
@@ -36,7 +36,7 @@ class Training:
         self.is_usable = True
         self._executor: Executor | None = None
         self._runs: dict[int, _AttachedRun] = {}
-        self._ended: dict[int, str | BaseException] = {}
+        self._ended: dict[int, RunEnd] = {}
 
     def attach(self, run: HostedRun) -> None:
         """Start or resume a run in addition to the others.
@@ -59,7 +59,7 @@ class Training:
         self._runs[run.number] = attached
         self._set_weights()
 
-    def turn(self) -> Mapping[int, str | BaseException]:
+    def turn(self) -> Mapping[int, RunEnd]:
         """Run one turn of the executor (:meth:`alto.executor.Executor.turn`); return the runs that have ended."""
         ended, self._ended = self._ended, {}
         if self._executor is None:
@@ -133,23 +133,23 @@ class _AttachedRun:
         try:
             yield
         except BaseException as error:
-            found = self.close(error)
-            assert isinstance(found, BaseException)
+            found = self.close(error).error
+            assert found is not None
             raise found from (None if found is error else error)
 
-    def close(self, error: BaseException | None) -> str | BaseException:
-        """Close the run after its end, or after ``error``; return the notices of its result, or the error that ended
-        it, with the message meant for the user."""
+    def close(self, error: BaseException | None) -> RunEnd:
+        """Close the run after its end, or after ``error``; return its end, an error with the message meant for the
+        user."""
         if isinstance(error, Exception) and self._opened is not None and not self._opened.is_finished:
             error = self._opened.session.explained(error)
         try:
             self._stack.__exit__(type(error) if error is not None else None, error, None)
         except BaseException as found:
-            return found
+            return RunEnd(error=found)
         if error is not None:
-            return error
+            return RunEnd(error=error)
         assert self._opened is not None
-        return " ".join(self._opened.result.notices)
+        return RunEnd(notices=self._opened.result.notices)
 
 
 class Planning:
@@ -159,7 +159,7 @@ class Planning:
     is_usable = True
 
     def __init__(self) -> None:
-        self._measured: dict[int, str | BaseException] = {}
+        self._measured: dict[int, RunEnd] = {}
 
     def attach(self, run: HostedRun) -> None:
         """Measure the task of a run; errors as in :meth:`alto.engine.runner.TaskRunner.plan`."""
@@ -172,9 +172,9 @@ class Planning:
             _BASE.clean()
         if runner.ranks.is_first:
             replace_file(folder.root / PLAN_FILE, json.dumps(asdict(found)))
-        self._measured[run.number] = ""
+        self._measured[run.number] = RunEnd()
 
-    def turn(self) -> Mapping[int, str | BaseException]:
+    def turn(self) -> Mapping[int, RunEnd]:
         """Return the runs whose tasks were measured."""
         measured, self._measured = self._measured, {}
         return measured

@@ -118,7 +118,7 @@ class ExecutorExited(QueueEvent):
         task: Name of the task in the queue.
         attempt: Same as in ``executor_started``.
         outcome: ``finished``, ``interrupted``, ``failed`` or ``lost``.
-        reason: Why it ended, as a sentence.
+        reason: Why it did not finish, as a sentence; if it finished, problems beside the result.
     """
 
     task: str
