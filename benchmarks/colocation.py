@@ -52,8 +52,8 @@ ROW_TOKENS = (50, 100, 200, 400, 700, 1000)
 
 COLD = """
 import sys
-from alto.cluster import run_entry
-print(run_entry(sys.argv[1], sys.argv[2], lambda: False).outcome)
+from alto.cluster import run_host
+print(run_host(sys.argv[1], sys.argv[2], lambda: False).outcome)
 """
 """A process that has imported nothing, as every executor of version 0.1 was."""
 
@@ -243,7 +243,7 @@ def measure_starts(task: Task, folder: Path, repeats: int) -> dict[str, list[flo
         for number in range(repeats + 1):
             root = folder / f"kept-{number}"
             RunDir(root).begin(task)
-            ticket = TaskTicket(task="a", run_dir=str(root), entry=TRAIN, base=base_key(task))
+            ticket = TaskTicket(task="a", run_dir=str(root), host=TRAIN, base=base_key(task))
             launch = Launch(ticket=ticket, gpus=(Gpu("local", 0),), attempt=1)
             began = time.time()
             cluster.start(launch)

@@ -15,7 +15,7 @@ from alto.cluster import Cluster
 
 @pytest.fixture(autouse=True)
 def _entries_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let executors import ``cluster_entries`` by the path that they inherit."""
+    """Let executors import ``cluster_hosts`` by the path that they inherit."""
     support = str(Path(__file__).parents[1] / "support")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([support, os.environ.get("PYTHONPATH", "")]))
 
@@ -31,14 +31,14 @@ def ray_nodes() -> Iterator[RayMachine]:
 
 @pytest.fixture(params=["local", pytest.param("ray", marks=pytest.mark.slow("ray"))])
 def start_cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Started]]:
-    """``start_cluster(entry, num_gpus=1, **timeouts)``: executors run that entry of ``cluster_entries``."""
+    """``start_cluster(host, num_gpus=1, **timeouts)``: executors run that host of ``cluster_hosts``."""
     if request.param == "ray":
         request.getfixturevalue("ray_nodes")
     clusters: list[Cluster] = []
 
-    def start(entry: str, num_gpus: int = 1, **timeouts: float) -> Started:
+    def start(host: str, num_gpus: int = 1, **timeouts: float) -> Started:
         clusters.append(CLUSTERS[request.param](num_gpus, **timeouts))
-        return Started(clusters[-1], tmp_path, entry)
+        return Started(clusters[-1], tmp_path, host)
 
     yield start
     for cluster in clusters:

@@ -85,11 +85,11 @@ def test_the_page_s_cluster_runs_tasks(tmp_path: Path, monkeypatch: pytest.Monke
     assert [line["outcome"] for line in lines if "outcome" in line] == ["finished", "finished"], (
         "measured, then trained"
     )
-    assert {line["entry"].rpartition(":")[2] for line in lines if "entry" in line} == {"Planning", "Training"}
+    assert {line["host"].rpartition(":")[2] for line in lines if "host" in line} == {"Planning", "Training"}
 
 
 def launch(task: str = "a", attempt: int = 1) -> Launch:
-    ticket = TaskTicket(task=task, run_dir="unused", entry="nothing:at_all")
+    ticket = TaskTicket(task=task, run_dir="unused", host="nothing:at_all")
     return Launch(ticket=ticket, gpus=(Gpu("n", 0),), attempt=attempt)
 
 

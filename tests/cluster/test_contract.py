@@ -135,11 +135,11 @@ def until_ended_by(clock: Clock, started: Started) -> ExecutorEnded:
 
 
 @here
-@pytest.mark.parametrize(("entry", "tells", "is_stopped"), [("hangs", "loading", False), ("waits", "began", True)])
+@pytest.mark.parametrize(("host", "tells", "is_stopped"), [("hangs", "loading", False), ("waits", "began", True)])
 def test_a_hung_loop_and_a_stopped_process_are_found_though_they_live(
-    start_cluster: StartCluster, clock: Clock, entry: str, tells: str, is_stopped: bool
+    start_cluster: StartCluster, clock: Clock, host: str, tells: str, is_stopped: bool
 ) -> None:
-    started = start_cluster(entry, heartbeat_timeout_s=NEVER_S)
+    started = start_cluster(host, heartbeat_timeout_s=NEVER_S)
     started.start()
     pid = started.until_event(tells)["pid"]
     if is_stopped:
@@ -171,12 +171,12 @@ def test_who_asks_now_and_then_is_not_hung(start_cluster: StartCluster, clock: C
 
 
 @here
-@pytest.mark.parametrize("entry", ["has_children", "leaves_children"])
-def test_what_an_executor_started_goes_with_it(start_cluster: StartCluster, entry: str) -> None:
-    started = start_cluster(entry)
+@pytest.mark.parametrize("host", ["has_children", "leaves_children"])
+def test_what_an_executor_started_goes_with_it(start_cluster: StartCluster, host: str) -> None:
+    started = start_cluster(host)
     started.start()
     children = started.until_event("children")["pids"]
-    if entry == "has_children":
+    if host == "has_children":
         os.kill(started.until_event("began")["pid"], signal.SIGKILL)
     started.until_ended()
     assert not any(map(is_alive, children))

@@ -343,7 +343,7 @@ def test_a_task_that_cannot_be_taken_in_changes_nothing(
 ) -> None:
     bench, controller = live
     with pytest.raises(SpecError, match=match):
-        controller.submit(TaskTicket(task=run.pop("name"), run_dir="none", entry="none:none", **run))
+        controller.submit(TaskTicket(task=run.pop("name"), run_dir="none", host="none:none", **run))
     assert bench.events("task_submitted") == []
     assert set(controller.status().tasks) == {"a", "b", "c"}
     assert controller.wait()

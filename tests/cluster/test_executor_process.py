@@ -54,7 +54,7 @@ class FakeGroup:
 def watched(folder: Path, process: ExecutorProcess, task: str) -> WatchedRun:
     (folder / task).mkdir()
     (folder / task / "journal.jsonl").touch()
-    ticket = TaskTicket(task=task, run_dir=str(folder / task), entry="nothing:at_all")
+    ticket = TaskTicket(task=task, run_dir=str(folder / task), host="nothing:at_all")
     launch = Launch(ticket=ticket, gpus=(Gpu("n", 0),), attempt=1)
     return WatchedRun(launch, process, Timeouts(heartbeat_s=60, start_s=60, drain_s=60))
 

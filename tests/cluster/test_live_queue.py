@@ -53,7 +53,7 @@ class Bench:
             queue = Queue(self.nodes, QueueSettings(quotas={"guest": 1}), lambda p, _: schedule_tasks(p, method="lpt"))
             with Controller(self.cluster, queue, journal, clock=self.clock) as controller:
                 intake = QueueIntake(
-                    entry="none:none",
+                    host="none:none",
                     is_parallel=True,
                     check=refuse_wide,
                     estimate=lambda task: self.estimate(task),
@@ -89,7 +89,7 @@ def test_a_task_is_submitted_by_command_with_the_tenant_of_whoever_submits(tmp_p
     assert bench.kinds().count("task_submitted") == 1
     assert bench.kinds()[-1] == "queue_completed"
     (launch,) = bench.cluster.launches
-    assert (launch.entry, launch.num_ranks, launch.trust_remote_code) == ("none:none", 1, False)
+    assert (launch.host, launch.num_ranks, launch.trust_remote_code) == ("none:none", 1, False)
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,12 @@ StartLocal = Callable[..., Started]
 
 @pytest.fixture
 def start_local(tmp_path: Path) -> Iterator[StartLocal]:
-    """``start_local(entry, num_gpus=None, **timeouts)``: executors run that entry of ``cluster_entries``."""
+    """``start_local(host, num_gpus=None, **timeouts)``: executors run that host of ``cluster_hosts``."""
     clusters: list[LocalCluster] = []
 
-    def start(entry: str, num_gpus: int | None = None, **timeouts: float) -> Started:
+    def start(host: str, num_gpus: int | None = None, **timeouts: float) -> Started:
         clusters.append(LocalCluster(total_gpus=num_gpus, **timeouts))
-        return Started(clusters[-1], tmp_path, entry)
+        return Started(clusters[-1], tmp_path, host)
 
     yield start
     for cluster in clusters:
@@ -186,7 +186,7 @@ def test_it_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     for module in (worker, hosting):
         monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     orders = Orders(tmp_path)
-    ticket = TaskTicket(task="a", run_dir=str(tmp_path), entry="cluster_entries:works")
+    ticket = TaskTicket(task="a", run_dir=str(tmp_path), host="cluster_hosts:works")
     orders.work(ticket, attempt := AttemptDir.create(tmp_path, 1))
     with RunDir(tmp_path).locked():
         (order,) = orders.new()
@@ -215,8 +215,8 @@ CONTROLLER = """
     from alto.cluster.local import LocalCluster
     from alto.records import Gpu
 
-    run_dir, entry = sys.argv[1:]
-    ticket = TaskTicket(task="a", run_dir=run_dir, entry="cluster_entries:" + entry, is_parallel=True)
+    run_dir, host = sys.argv[1:]
+    ticket = TaskTicket(task="a", run_dir=run_dir, host="cluster_hosts:" + host, is_parallel=True)
     cluster = LocalCluster(total_gpus={num_ranks}, drain_timeout_s={drain_timeout_s})
     (node,) = cluster.nodes
     gpus = tuple(Gpu(node.name, index) for index in node.gpus)
@@ -229,7 +229,7 @@ CONTROLLER = """
 
 
 @pytest.mark.parametrize(
-    ("entry", "num_ranks", "drain_timeout_s", "outcome"),
+    ("host", "num_ranks", "drain_timeout_s", "outcome"),
     [
         ("has_children", 1, 60, Outcome.INTERRUPTED),
         ("hangs", 1, 1, None),
@@ -237,11 +237,11 @@ CONTROLLER = """
     ],
 )
 def test_executors_do_not_outlive_their_controller(
-    start_local: StartLocal, entry: str, num_ranks: int, drain_timeout_s: int, outcome: Outcome | None
+    start_local: StartLocal, host: str, num_ranks: int, drain_timeout_s: int, outcome: Outcome | None
 ) -> None:
-    run_dir = start_local(entry).run_dir("a")
+    run_dir = start_local(host).run_dir("a")
     script = textwrap.dedent(CONTROLLER.format(num_ranks=num_ranks, drain_timeout_s=drain_timeout_s))
-    with subprocess.Popen([sys.executable, "-c", script, str(run_dir), entry], stdout=subprocess.PIPE) as controller:
+    with subprocess.Popen([sys.executable, "-c", script, str(run_dir), host], stdout=subprocess.PIPE) as controller:
         pids = pids_of(controller)
         assert all(map(is_alive, pids))
         controller.kill()

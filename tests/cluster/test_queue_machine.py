@@ -222,7 +222,7 @@ class ControlPlane(RuleBasedStateMachine):
         queue = Queue(self.cluster.nodes, SETTINGS, lambda problem, hint: schedule_tasks(problem, method="lpt"))
         self.controller = Controller(self.cluster, queue, self.journal, clock=self.world.clock)
         intake = QueueIntake(
-            entry="none:none",
+            host="none:none",
             is_parallel=False,
             check=lambda task: None,
             estimate=lambda task: TaskEstimate(duration_s=3.0),

@@ -23,7 +23,7 @@ def test_an_executor_whose_ranks_cannot_be_started_says_why(attempt: AttemptDir,
     attempt.rank_log(1).mkdir()  # where a file must be
     code = "from alto.cluster.worker import main; main()"
     orders = Orders(tmp_path)
-    orders.work(TaskTicket(task="a", run_dir=str(tmp_path), entry="none:none"), attempt)
+    orders.work(TaskTicket(task="a", run_dir=str(tmp_path), host="none:none"), attempt)
     done = subprocess.run(
         [sys.executable, "-c", code, str(orders.root), "--parent", str(os.getpid()), "--grace-s", "60"],
         env={**os.environ, "WORLD_SIZE": "2", "RANK": "0"},

@@ -38,9 +38,9 @@ pytestmark = [
 def start_cluster(ray_nodes: RayMachine, tmp_path: Path) -> Iterator[Callable[..., Started]]:
     clusters: list[RayCluster] = []
 
-    def start(entry: str, **options: Any) -> Started:
+    def start(host: str, **options: Any) -> Started:
         clusters.append(RayCluster("auto", **options))
-        return Started(clusters[-1], tmp_path, entry)
+        return Started(clusters[-1], tmp_path, host)
 
     yield start
     for cluster in clusters:

@@ -43,8 +43,8 @@ def run_dir(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def starter(run_dir: Path, entry: str, *, has_gpus: bool = False) -> Starter:
-    ticket = TaskTicket(task="a", run_dir=str(run_dir), entry=f"cluster_entries:{entry}")
+def starter(run_dir: Path, host: str, *, has_gpus: bool = False) -> Starter:
+    ticket = TaskTicket(task="a", run_dir=str(run_dir), host=f"cluster_hosts:{host}")
     launch = Launch(ticket=ticket, gpus=(Gpu("node", 7),), attempt=1)
     return started(launch, has_gpus=has_gpus)
 
@@ -78,7 +78,7 @@ def test_an_answer_that_was_lost_is_given_again(run_dir: Path) -> None:
 
 def test_ranks_that_would_reach_over_nodes_are_not_started(run_dir: Path) -> None:
     gpus = (Gpu("one", 0), Gpu("other", 0))
-    ticket = TaskTicket(task="a", run_dir=str(run_dir), entry="none:none", num_gpus=2, is_parallel=True)
+    ticket = TaskTicket(task="a", run_dir=str(run_dir), host="none:none", num_gpus=2, is_parallel=True)
     launch = Launch(ticket=ticket, gpus=gpus, attempt=1)
     [ended] = started(launch).poll(0, 0)
     assert isinstance(ended, ExecutorEnded)

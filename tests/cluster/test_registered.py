@@ -23,13 +23,13 @@ Start = Callable[[str], Started]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """``start(entry)``: two slots whose executors run that entry of ``cluster_entries``."""
+    """``start(host)``: two slots whose executors run that host of ``cluster_hosts``."""
     packages.install(tmp_path / "package", FILES, monkeypatch)
     opened = []
 
-    def started(entry: str) -> Started:
+    def started(host: str) -> Started:
         opened.append(open_cluster(f"plain://{tmp_path}/logs", total_gpus=2))
-        return Started(opened[-1], tmp_path, entry)
+        return Started(opened[-1], tmp_path, host)
 
     yield started
     for cluster in opened:

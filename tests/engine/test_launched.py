@@ -13,7 +13,7 @@ from tiny import make_task, save_model
 
 import alto
 from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome, TaskTicket
-from alto.cluster.entry import HostedRun
+from alto.cluster.host import HostedRun
 from alto.engine.launched import MAX_ATTEMPTS, EventRelay
 from alto.engine.runner import portable
 from alto.engine.work import PLAN, Planning, Training
@@ -188,7 +188,7 @@ def test_a_process_that_measures_says_so_in_the_journal_of_its_run_until_the_run
     run.begin(portable(make_task(tmp_path, model=str(save_model(tmp_path / "model")))))
     shown: list[JournalEntry] = []
     relay, tail = EventRelay(run, [shown.append]), JournalTail(run.journal_file)
-    ticket = TaskTicket(task="tiny", run_dir=str(run.root), entry=PLAN)
+    ticket = TaskTicket(task="tiny", run_dir=str(run.root), host=PLAN)
     hosted = HostedRun(number=1, ticket=ticket, is_interrupted=lambda: False)
     Planning().attach(hosted)
     for each in tail.read():

@@ -384,7 +384,7 @@ def test_tasks_are_measured_side_by_side_on_gpus_and_each_on_one_node(has_gpus: 
     ]
     assert shown == [("wide", 20.0), ("small", 10.0)], "executors that report no measurement have measured nothing"
     wide, small = cluster.launches
-    assert (wide.gpus, wide.num_ranks, wide.entry) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
+    assert (wide.gpus, wide.num_ranks, wide.host) == ((Gpu("b", 0), Gpu("b", 1)), 2, PLAN_ANEW)
     assert (len(small.gpus), small.num_ranks) == (1, 1)
     if not has_gpus:
         assert cluster.most_at_once == 1

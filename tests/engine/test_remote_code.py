@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli.app import app
-from alto.cluster import Outcome, run_entry
+from alto.cluster import Outcome, run_host
 from alto.engine import work
 from alto.errors import UntrustedCodeError
 from alto.runs import QueueDir, QueueEntry, RunDir
@@ -174,11 +174,11 @@ def test_an_executor_has_permission_from_who_started_it(
     """The file may have been replaced since somebody looked at it."""
     for found in ("", "0"):
         monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", found)
-        assert run_entry(does, str(waiting.root), lambda: False).error == "UntrustedCodeError"
+        assert run_host(does, str(waiting.root), lambda: False).error == "UntrustedCodeError"
     assert not planted.has_run
     if does == work.TRAIN:
         monkeypatch.setenv("ALTO_TRUST_REMOTE_CODE", "1")
-        assert run_entry(does, str(waiting.root), lambda: False).outcome is Outcome.FINISHED
+        assert run_host(does, str(waiting.root), lambda: False).outcome is Outcome.FINISHED
         assert planted.has_run
 
 

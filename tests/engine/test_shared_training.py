@@ -222,7 +222,7 @@ def test_a_session_that_cannot_begin_does_not_keep_the_bank(
 
 
 def ticket_of(run_dir: str, **owner: Any) -> TaskTicket:
-    return TaskTicket(task=run_dir, run_dir=run_dir, entry=work.TRAIN, **owner)
+    return TaskTicket(task=run_dir, run_dir=run_dir, host=work.TRAIN, **owner)
 
 
 def hosted(

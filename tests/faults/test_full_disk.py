@@ -20,7 +20,7 @@ import alto
 from alto.base import is_disk_full, writing
 from alto.cli import app
 from alto.cluster import Outcome
-from alto.cluster.entry import RunEnd, ending_of
+from alto.cluster.host import RunEnd, ending_of
 from alto.errors import DiskFullError, RunBusyError, RunWriteError
 from alto.report.pages import write_page
 from alto.runs import read_events

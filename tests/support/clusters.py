@@ -29,12 +29,12 @@ CLUSTERS: dict[str, Callable[..., Cluster]] = {"local": local_cluster, "ray": ra
 
 
 class Started:
-    """A cluster whose executors run the host ``entry``, and its events so far. ``entry`` is a class of
-    ``cluster_entries``, or of another module if that is named."""
+    """A cluster whose executors run one host, and its events so far. ``host`` is a class of
+    ``cluster_hosts``, or of another module if that is named."""
 
-    def __init__(self, cluster: Cluster, folder: Path, entry: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, host: str) -> None:
         self.cluster = cluster
-        self.entry = entry if ":" in entry else f"cluster_entries:{entry}"
+        self.host = host if ":" in host else f"cluster_hosts:{host}"
         self.events: list[ClusterEvent] = []
         self._folder = folder
 
@@ -57,7 +57,7 @@ class Started:
         num_ranks: int = 1,
         run_dir: Path | None = None,
         trust_remote_code: bool = False,
-        entry: str = "",
+        host: str = "",
         executor: str = "",
         **ticket: Any,
     ) -> Path:
@@ -69,7 +69,7 @@ class Started:
                 ticket=TaskTicket(
                     task=task,
                     run_dir=str(run_dir),
-                    entry=entry or self.entry,
+                    host=host or self.host,
                     num_gpus=len(own),
                     is_parallel=num_ranks > 1,
                     trust_remote_code=trust_remote_code,

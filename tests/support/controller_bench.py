@@ -70,7 +70,7 @@ class Bench:
                 yield controller
 
     def ticket_of(self, entry: QueueEntry) -> TaskTicket:
-        return TaskTicket.of(entry, run_dir=str(self.queue_dir.run_of(entry.task).root), entry="none:none")
+        return TaskTicket.of(entry, run_dir=str(self.queue_dir.run_of(entry.task).root), host="none:none")
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in read_events(self.queue_dir.run.journal_file) if event["event"] == kind]
@@ -86,4 +86,4 @@ def new_run(bench: Bench, name: str, seconds: float = 5.0, **changes: Any) -> Ta
     bench.cluster.seconds[name] = seconds
     run = RunDir(bench.queue_dir.root / "tasks" / name)
     run.begin(make_task(bench.queue_dir.root.parent, name=name))
-    return TaskTicket(task=name, run_dir=str(run.root), entry="none:none", **{"duration_s": seconds} | changes)
+    return TaskTicket(task=name, run_dir=str(run.root), host="none:none", **{"duration_s": seconds} | changes)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from cluster_entries import alone, tell
+from cluster_hosts import alone, tell
 
 from alto.base import replace_file
 from alto.executor import Ranks

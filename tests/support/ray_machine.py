@@ -22,7 +22,7 @@ HEALTH = {
 
 
 class RayMachine:
-    """A cluster whose executors find ``cluster_entries``."""
+    """A cluster whose executors find ``cluster_hosts``."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster

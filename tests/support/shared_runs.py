@@ -67,7 +67,7 @@ class SharedRuns(Started):
             name,
             run_dir=self.roots[name],
             attempt=attempt,
-            entry=TRAIN,
+            host=TRAIN,
             executor="executor-1",
             base=base_key(self.tasks["alder"]),
         )

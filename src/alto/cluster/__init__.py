@@ -16,7 +16,7 @@ from alto.cluster.base import (
 from alto.cluster.choice import open_cluster
 from alto.cluster.controller import Controller, running_controller
 from alto.cluster.dispatcher import ControllerStatus, Retrying, TaskStatus
-from alto.cluster.entry import Host, HostedRun, RunEnd, error_class, run_entry
+from alto.cluster.host import Host, HostedRun, RunEnd, error_class, run_host
 from alto.cluster.live_queue import LiveQueue, QueueIntake, answer_past_ends, past_ends, unique_name
 from alto.cluster.processes import num_cores
 from alto.cluster.solver import GuardedSolver
@@ -48,7 +48,7 @@ __all__ = [
     "num_cores",
     "open_cluster",
     "past_ends",
-    "run_entry",
+    "run_host",
     "running_controller",
     "unique_name",
 ]

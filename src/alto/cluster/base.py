@@ -19,7 +19,7 @@ class TaskTicket(Demand):
     Attributes:
         run_dir: Folder of the run; it exists, and on a cluster every node sees it at this path. An earlier attempt in
             it is resumed.
-        entry: ``module:name`` of the class that does the executor's work, a :class:`alto.cluster.Host`.
+        host: ``module:name`` of the class that works on the run, a :class:`alto.cluster.Host`.
         is_parallel: Whether an executor has one process (rank) for each of its GPUs, or else one process for all.
         sharing: Facts for sharing an executor; None: the task has its own.
         base: Key of the base model; tasks with equal, non-empty keys can be trained by one process.
@@ -27,7 +27,7 @@ class TaskTicket(Demand):
     """
 
     run_dir: str
-    entry: str
+    host: str
     num_gpus: int = 1
     duration_s: float = 1.0
     is_parallel: bool = False
@@ -67,9 +67,9 @@ class Launch:
         return self.ticket.run_dir
 
     @property
-    def entry(self) -> str:
-        """The executor's work; see :class:`TaskTicket`."""
-        return self.ticket.entry
+    def host(self) -> str:
+        """The class that works on the run; see :class:`TaskTicket`."""
+        return self.ticket.host
 
     @property
     def base(self) -> str:

@@ -138,7 +138,7 @@ class ExecutorProcess:
     """A process of a given shape, with all processes that it starts.
 
     Args:
-        entry: Entry of the first launch; the zygote imports its module, also for later processes.
+        host: Host of the first launch; the zygote imports its module, also for later processes.
         grace_s: Seconds that it has to save after this process has died.
 
     Attributes:
@@ -148,7 +148,7 @@ class ExecutorProcess:
         OSError: The process cannot be started.
     """
 
-    def __init__(self, zygote: Zygote, shape: ProcessShape, entry: str, *, grace_s: float) -> None:
+    def __init__(self, zygote: Zygote, shape: ProcessShape, host: str, *, grace_s: float) -> None:
         self.shape = shape
         self.runs: list[WatchedRun] = []
         self.base = ""
@@ -166,7 +166,7 @@ class ExecutorProcess:
                 **shape.environment(),
                 **(self._rendezvous.variables if self._rendezvous is not None else {FOLDER: ""}),
             },
-            uses=(_WORKER, entry.partition(":")[0]),
+            uses=(_WORKER, host.partition(":")[0]),
         )
 
     def work(self, launch: Launch, attempt: AttemptDir) -> int:

@@ -15,7 +15,7 @@ from types import FrameType
 from alto.base import writing
 from alto.cluster.attempt import AttemptDir, exit_code_of
 from alto.cluster.base import Ending, Outcome
-from alto.cluster.entry import Host, HostedRun, RunEnd, ending_of, load_entry
+from alto.cluster.host import Host, HostedRun, RunEnd, ending_of, load_host
 from alto.cluster.orders import Orders, WorkOrder
 from alto.cluster.processes import HELD_SIGNALS
 from alto.errors import RunBusyError, RunWriteError
@@ -102,13 +102,13 @@ class _Attempt:
     """An attempt at a run that this process works on.
 
     Attributes:
-        entry: The class that the order names.
+        host_class: The class that the order names.
         host: Works on the run; None while the attempt waits for the run's lock.
         waits_until: Time at which waiting for the lock is given up.
     """
 
     order: WorkOrder
-    entry: type[Host]
+    host_class: type[Host]
     heartbeat: Heartbeat
     waits_until: float
     host: Host | None = None
@@ -156,13 +156,13 @@ class OrderLoop:
     def _take(self, order: WorkOrder) -> None:
         _direct_to(order.attempt)
         try:
-            entry = load_entry(order.ticket.entry)
+            host_class = load_host(order.ticket.host)
         except BaseException as error:
             self._report(order, ending_of(RunEnd(error=error)))
             return
         self._attempts[order.number] = _Attempt(
             order=order,
-            entry=entry,
+            host_class=host_class,
             heartbeat=Heartbeat(order.attempt, self._request),
             waits_until=time.monotonic() + LOCK_TIMEOUT_S,
         )
@@ -187,9 +187,9 @@ class OrderLoop:
             with self._request.interrupting() if is_alone else contextlib.nullcontext():
                 _direct_to(attempt.dir)
                 attempt.heartbeat.beat()
-                if ticket.entry not in self._hosts:
-                    self._hosts[ticket.entry] = attempt.entry()
-                attempt.host = self._hosts[ticket.entry]
+                if ticket.host not in self._hosts:
+                    self._hosts[ticket.host] = attempt.host_class()
+                attempt.host = self._hosts[ticket.host]
                 is_interrupted = attempt.heartbeat.is_interrupted
                 attempt.host.attach(HostedRun(number=number, ticket=ticket, is_interrupted=is_interrupted))
         except BaseException as error:

@@ -32,14 +32,14 @@ class QueueIntake:
     """Functions and settings that turn a task into a run of a queue.
 
     Attributes:
-        entry: Entry of its executors; see :class:`alto.cluster.TaskTicket`.
+        host: See :class:`alto.cluster.TaskTicket`.
         is_parallel: See :class:`alto.cluster.TaskTicket`.
         base_of: Returns the key of a task's base model; see :class:`alto.cluster.TaskTicket`.
         trusted: Tasks of the queue that may run the Python code of their base models.
         trusts_commands: Whether tasks that other processes submit may do so too.
     """
 
-    entry: str
+    host: str
     is_parallel: bool
     check: Callable[[Task], None]
     estimate: Callable[[Task], TaskEstimate]
@@ -220,7 +220,7 @@ class LiveQueue:
         return TaskTicket.of(
             entry,
             run_dir=str(self._queue_dir.run_of(entry.task).root),
-            entry=self._intake.entry,
+            host=self._intake.host,
             is_parallel=self._intake.is_parallel,
             sharing=entry.sharing,
             base=entry.base,

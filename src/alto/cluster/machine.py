@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
-from alto.cluster.entry import ending_by
 from alto.cluster.executor_process import ExecutorProcess, ProcessShape, Timeouts, WatchedRun
+from alto.cluster.host import ending_by
 from alto.cluster.zygote import Zygote
 from alto.records import Gpu
 
@@ -38,7 +38,7 @@ class ProcessPool:
         for other in [other for other in self._gpus if other is not process and not other.runs]:
             if not set(launch.gpus).isdisjoint(self._gpus[other]):
                 self._end(other)
-        process = process or ExecutorProcess(Zygote.shared(), shape, launch.entry, grace_s=self._drain_timeout_s)
+        process = process or ExecutorProcess(Zygote.shared(), shape, launch.host, grace_s=self._drain_timeout_s)
         self._gpus[process] = launch.gpus
         self._idle_since.pop(process, None)
         return process

@@ -22,7 +22,7 @@ from typing import NoReturn
 from alto.base import writing
 from alto.cluster.attempt import AttemptDir, ending_of_exit, exit_code_of
 from alto.cluster.base import Ending, Outcome, TaskTicket
-from alto.cluster.entry import error_class, work_alone
+from alto.cluster.host import error_class, work_alone
 from alto.cluster.processes import HELD_SIGNALS
 
 GRACE_S = 5.0

@@ -17,7 +17,7 @@ from typing import Self, TypeVar
 
 from pydantic import TypeAdapter
 
-from alto.cluster.entry import error_class
+from alto.cluster.host import error_class
 from alto.errors import AltoError, UnsupportedError
 from alto.records import Schedule
 from alto.scheduler import LIST_METHODS, SchedulingProblem, schedule_tasks

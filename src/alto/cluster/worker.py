@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from alto.cluster.attempt import AttemptDir, exit_code_of
 from alto.cluster.base import Ending
-from alto.cluster.entry import RunEnd, ending_of, work_alone
+from alto.cluster.host import RunEnd, ending_of, work_alone
 from alto.cluster.hosting import (
     IDLE_INTERVAL_S,
     LOCK_TIMEOUT_S,

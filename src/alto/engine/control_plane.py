@@ -83,7 +83,7 @@ class ControlPlane:
         ticket = TaskTicket(
             task=name,
             run_dir=str(run_dir),
-            entry=TRAIN,
+            host=TRAIN,
             num_gpus=task.num_gpus,
             duration_s=estimate.duration_s,
             sharing=sharing and replace(sharing, base=f"{sharing.base} {shares_with}"),

@@ -224,7 +224,7 @@ class Measurement:
         return TaskTicket(
             task=index,
             run_dir=str(folder),
-            entry=PLAN_ANEW if self.refresh else PLAN,
+            host=PLAN_ANEW if self.refresh else PLAN,
             num_gpus=task.num_gpus,
             is_parallel=self.is_parallel,
             trust_remote_code=task.needs_trust,

@@ -117,14 +117,14 @@ class LaunchedRunner:
             f"fix the cause, then continue with: {resume_command(run_dir.root)}"
         )
 
-    def _launch(self, entry: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
+    def _launch(self, host: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
         """Run the task with executors, with retries; return how the last one ended, and how many in a row have made no
         progress, including that one."""
         relay = EventRelay(run_dir, self._observers)
         ticket = TaskTicket(
             task=task.name,
             run_dir=str(run_dir.root),
-            entry=entry,
+            host=host,
             num_gpus=task.num_gpus,
             is_parallel=True,
             trust_remote_code=task.needs_trust,

@@ -330,7 +330,7 @@ def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
 
 def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], trusts_commands: bool) -> QueueIntake:
     return QueueIntake(
-        entry=TRAIN,
+        host=TRAIN,
         is_parallel=setup.is_parallel,
         check=lambda task: setup.check([task], cluster),
         estimate=lambda task: setup.known_estimate(task, cluster) or TaskEstimate(duration_s=UNKNOWN_DURATION_S),

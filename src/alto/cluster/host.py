@@ -1,4 +1,4 @@
-"""Runs the entry of an executor's process, and records how that ended."""
+"""Loads the host that an executor's process runs, and describes how a run in it ended."""
 
 from __future__ import annotations
 
@@ -56,8 +56,7 @@ class RunEnd:
 
 
 class Host(Protocol):
-    """Works on several runs in one process, in turns. The entry of a launch is its class, which is called without
-    arguments."""
+    """Works on several runs in one process, in turns. A launch names its class, which is called without arguments."""
 
     def attach(self, run: HostedRun) -> None:
         """Start or resume a run in addition to the others; an error raised here stops only that run."""
@@ -76,11 +75,11 @@ _TRANSIENT = (RunWriteError, RunBusyError, DeviceMemoryError, RankConnectionErro
 """Errors that may not recur in the next attempt or on another machine; a full disk does recur."""
 
 
-def load_entry(name: str) -> type[Host]:
+def load_host(name: str) -> type[Host]:
     """Return the class called ``module:name``."""
     module, _, attribute = name.partition(":")
-    entry: type[Host] = getattr(importlib.import_module(module), attribute)
-    return entry
+    host: type[Host] = getattr(importlib.import_module(module), attribute)
+    return host
 
 
 def error_class(name: str) -> type[AltoError] | None:
@@ -89,25 +88,25 @@ def error_class(name: str) -> type[AltoError] | None:
     return found if isinstance(found, type) and issubclass(found, AltoError) else None
 
 
-def run_entry(entry: str, run_dir: str, is_interrupted: Callable[[], bool]) -> Ending:
+def run_host(host: str, run_dir: str, is_interrupted: Callable[[], bool]) -> Ending:
     """Do the work of a :class:`alto.cluster.Launch` in a process of a package's cluster, which passes no ticket on;
     return how it ended, and print an error's traceback.
 
     Args:
-        entry, run_dir: See :class:`alto.cluster.Launch`.
+        host, run_dir: See :class:`alto.cluster.Launch`.
         is_interrupted: Returns whether to save and end; called between steps.
     """
     is_trusted = os.environ.get(TRUST_VARIABLE) == "1"
     return work_alone(
-        TaskTicket(task=Path(run_dir).name, run_dir=run_dir, entry=entry, trust_remote_code=is_trusted), is_interrupted
+        TaskTicket(task=Path(run_dir).name, run_dir=run_dir, host=host, trust_remote_code=is_trusted), is_interrupted
     )
 
 
 def work_alone(ticket: TaskTicket, is_interrupted: Callable[[], bool]) -> Ending:
-    """Work on one run to its end; arguments and result as in :func:`run_entry`."""
+    """Work on one run to its end; arguments and result as in :func:`run_host`."""
 
     try:
-        host = load_entry(ticket.entry)()
+        host = load_host(ticket.host)()
         host.attach(HostedRun(number=0, ticket=ticket, is_interrupted=is_interrupted))
         while not (ended := host.turn()):
             pass
