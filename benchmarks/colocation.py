@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from alto import Engine, Task, TaskResult
-from alto.cluster import EntryWritten, ExecutorEnded, Launch, Outcome, TaskTicket, open_cluster
+from alto.cluster import AttemptEnded, EntryWritten, Launch, Outcome, TaskTicket, open_cluster
 from alto.data import read_task_rows
 from alto.data.source import sample_rows
 from alto.engine.estimates import base_key
@@ -255,7 +255,7 @@ def measure_starts(task: Task, folder: Path, repeats: int) -> dict[str, list[flo
                     for event in events
                     if isinstance(event, EntryWritten) and isinstance(event.entry.event, JobAdmitted)
                 ]
-                ended = [event for event in events if isinstance(event, ExecutorEnded)]
+                ended = [event for event in events if isinstance(event, AttemptEnded)]
                 if ended:
                     break
             assert ended[0].outcome is Outcome.FINISHED, ended[0].reason

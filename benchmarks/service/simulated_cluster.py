@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from alto.cluster import ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome
+from alto.cluster import AttemptEnded, ClusterEvent, EntryWritten, Launch, Outcome
 from alto.errors import AltoError
 from alto.records import Node
 from alto.runs import Journal, RunDir, has_result
@@ -183,7 +183,7 @@ class SimulatedCluster:
         self._executors.pop(task).stack.close()
 
     def _end(self, launch: Launch, outcome: Outcome, reason: str = "") -> None:
-        self._events.append(ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason))
+        self._events.append(AttemptEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason))
 
 
 def _started() -> TaskStarted:

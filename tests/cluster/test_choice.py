@@ -14,7 +14,7 @@ from journals import entries
 from tiny import make_task, save_model
 
 import alto
-from alto.cluster import Cluster, EntryWritten, ExecutorEnded, GpuGone, Launch, Outcome, TaskTicket, open_cluster
+from alto.cluster import AttemptEnded, Cluster, EntryWritten, GpuGone, Launch, Outcome, TaskTicket, open_cluster
 from alto.cluster.choice import CheckedCluster
 from alto.cluster.local import LocalCluster
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
@@ -97,8 +97,8 @@ def cluster(**changes: Any) -> FakeCluster:
     return FakeCluster(clock=Clock(), seconds={"a": 1.0}, **changes)
 
 
-def ended(attempt: int = 1, task: str = "a") -> ExecutorEnded:
-    return ExecutorEnded(task=task, attempt=attempt, outcome=Outcome.FINISHED)
+def ended(attempt: int = 1, task: str = "a") -> AttemptEnded:
+    return AttemptEnded(task=task, attempt=attempt, outcome=Outcome.FINISHED)
 
 
 def test_a_cluster_that_does_as_it_should_is_passed_on() -> None:
@@ -112,7 +112,7 @@ def test_a_cluster_that_does_as_it_should_is_passed_on() -> None:
     checked.start(launch(attempt=3))
     checked.stop("a")
     (interrupted,) = checked.poll(0)
-    assert isinstance(interrupted, ExecutorEnded)
+    assert isinstance(interrupted, AttemptEnded)
     assert (interrupted.attempt, interrupted.outcome) == (3, Outcome.INTERRUPTED)
     checked.close()
     assert [found.attempt for found in inner.launches] == [1, 2, 3]
@@ -171,10 +171,10 @@ def test_invalid_nodes_are_refused(nodes: Any, message: str) -> None:
     [
         (None, "expected a list of events, found NoneType"),
         (["finished"], "expected events of alto.cluster, found str"),
-        ([ExecutorEnded(task="a", attempt=1, outcome="finished")], "expected an outcome .*, found 'finished'"),  # type: ignore[arg-type]
-        ([ended(2)], "ExecutorEnded of attempt 2 at task 'a', of which attempt 1 runs; fix the cluster plugin"),
-        ([ended(task="b")], "ExecutorEnded of attempt 1 at task 'b', of which no attempt runs"),
-        ([ended(), ended()], "ExecutorEnded of attempt 1 at task 'a', of which no attempt runs"),
+        ([AttemptEnded(task="a", attempt=1, outcome="finished")], "expected an outcome .*, found 'finished'"),  # type: ignore[arg-type]
+        ([ended(2)], "AttemptEnded of attempt 2 at task 'a', of which attempt 1 runs; fix the cluster plugin"),
+        ([ended(task="b")], "AttemptEnded of attempt 1 at task 'b', of which no attempt runs"),
+        ([ended(), ended()], "AttemptEnded of attempt 1 at task 'a', of which no attempt runs"),
         (
             [ended(), EntryWritten(task="a", attempt=1, entry=entries([{"event": "began", "time": 0.0}])[0])],
             "EntryWritten of attempt 1 at task 'a', of which no attempt runs",

@@ -12,7 +12,7 @@ import pytest
 from clusters import Started, is_alive, wait_for
 from fake_cluster import Clock
 
-from alto.cluster import EntryWritten, ExecutorEnded, Outcome, executor_process
+from alto.cluster import AttemptEnded, EntryWritten, Outcome, executor_process
 
 StartCluster = Callable[..., Started]
 
@@ -29,7 +29,7 @@ def test_an_executor_tells_its_journal_and_then_that_it_finished(start_cluster: 
     ended = started.until_ended()
     assert (ended.outcome, ended.reason) == (Outcome.FINISHED, "")
     assert [line["event"] for line in started.lines_of()] == ["began", "done"]
-    assert isinstance(started.events[-1], ExecutorEnded)
+    assert isinstance(started.events[-1], AttemptEnded)
     assert started.cluster.poll(0) == []
 
 
@@ -124,7 +124,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def until_ended_by(clock: Clock, started: Started) -> ExecutorEnded:
+def until_ended_by(clock: Clock, started: Started) -> AttemptEnded:
     """Advance the clock by at most a third of the heartbeat timeout per poll until the executor has ended."""
 
     def wait() -> None:
@@ -339,7 +339,7 @@ def test_an_attempt_that_goes_back_tells_only_what_it_writes_itself(start_cluste
     started.start(attempt=2)
     assert started.until_ended(attempt=2).outcome is Outcome.FINISHED
     assert [(line["seq"], line["event"]) for line in started.lines_of(attempt=2)] == [(2, "task_resumed"), (3, "step")]
-    assert all(event.attempt == 2 for event in started.events if isinstance(event, EntryWritten | ExecutorEnded))
+    assert all(event.attempt == 2 for event in started.events if isinstance(event, EntryWritten | AttemptEnded))
 
 
 @here

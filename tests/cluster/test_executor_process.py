@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from alto.cluster.base import ExecutorEnded, Gpu, Launch, TaskTicket
+from alto.cluster.base import AttemptEnded, Gpu, Launch, TaskTicket
 from alto.cluster.executor_process import _ALLOCATOR_VARIABLES, ExecutorProcess, ProcessShape, Timeouts, WatchedRun
 
 
@@ -82,5 +82,5 @@ def test_the_first_run_of_a_process_that_dies_ends(tmp_path: Path, monkeypatch: 
     zygote: Any = None
     process = ExecutorProcess(zygote, ProcessShape(devices=(), num_threads=1), "nothing:at_all", grace_s=1)
     (event,) = watched(tmp_path, process, "a").watch()
-    assert isinstance(event, ExecutorEnded)
+    assert isinstance(event, AttemptEnded)
     assert process.runs == []

@@ -24,9 +24,9 @@ from tiny import make_task
 
 import alto
 from alto.cluster import (
+    AttemptEnded,
     ClusterEvent,
     Controller,
-    ExecutorEnded,
     GpuCame,
     GpuGone,
     Launch,
@@ -173,10 +173,10 @@ class Executors:
     def close(self) -> None:
         self.running.clear()
 
-    def _end(self, launch: Launch, outcome: Outcome) -> ExecutorEnded:
+    def _end(self, launch: Launch, outcome: Outcome) -> AttemptEnded:
         del self.running[launch.task]
         self._asked.discard(launch.task)
-        return ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=outcome.value)
+        return AttemptEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=outcome.value)
 
     def _answer(self, launch: Launch) -> None:
         commands = Mailbox(RunDir(Path(launch.run_dir)))

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from alto.cluster import (
+    AttemptEnded,
     ClusterEvent,
     EntryWritten,
-    ExecutorEnded,
     GpuCame,
     GpuGone,
     Launch,
@@ -62,7 +62,7 @@ def events_of(starter: Starter) -> Iterator[ClusterEvent]:
         for event in starter.poll(num_heard, 1.0)[:1]:
             num_heard += 1
             yield event
-            if isinstance(event, ExecutorEnded):
+            if isinstance(event, AttemptEnded):
                 return
     pytest.fail("it did not end")
 
@@ -81,14 +81,14 @@ def test_ranks_that_would_reach_over_nodes_are_not_started(run_dir: Path) -> Non
     ticket = TaskTicket(task="a", run_dir=str(run_dir), host="none:none", num_gpus=2, is_parallel=True)
     launch = Launch(ticket=ticket, gpus=gpus, attempt=1)
     [ended] = started(launch).poll(0, 0)
-    assert isinstance(ended, ExecutorEnded)
+    assert isinstance(ended, AttemptEnded)
     assert ended.outcome is Outcome.LOST
     assert "expected 2 GPUs on one machine" in ended.reason
 
 
 def test_a_folder_that_the_node_does_not_see_fails_with_the_remedy(tmp_path: Path) -> None:
     [ended] = starter(tmp_path / "elsewhere", "works").poll(0, 0)
-    assert isinstance(ended, ExecutorEnded)
+    assert isinstance(ended, AttemptEnded)
     assert ended.outcome is Outcome.FAILED
     assert "--output-dir" in ended.reason
 
@@ -96,7 +96,7 @@ def test_a_folder_that_the_node_does_not_see_fails_with_the_remedy(tmp_path: Pat
 def test_an_executor_that_cannot_start_is_lost(run_dir: Path) -> None:
     (run_dir / "logs").write_text("no folder", encoding="utf-8")
     [ended] = starter(run_dir, "works").poll(0, 0)
-    assert isinstance(ended, ExecutorEnded)
+    assert isinstance(ended, AttemptEnded)
     assert ended.outcome is Outcome.LOST
 
 
@@ -127,7 +127,7 @@ def test_an_executor_that_finds_the_disk_full_is_not_tried_again(
 
     monkeypatch.setattr(machine, "WatchedRun", full)
     [ended] = starter(run_dir, "works").poll(0, 0)
-    assert isinstance(ended, ExecutorEnded)
+    assert isinstance(ended, AttemptEnded)
     assert (ended.outcome, ended.error) == (Outcome.FAILED, "DiskFullError")
     assert "No space left on device" in ended.reason
 

@@ -12,7 +12,7 @@ from profiles import measured_at_once
 from tiny import make_task, save_model
 
 import alto
-from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome, TaskTicket
+from alto.cluster import AttemptEnded, ClusterEvent, Launch, Outcome, TaskTicket
 from alto.cluster.host import HostedRun
 from alto.engine.launched import MAX_ATTEMPTS, EventRelay
 from alto.engine.runner import portable
@@ -30,7 +30,7 @@ from alto.records import Node
 from alto.runs import Journal, JournalEntry, JournalTail, RunDir, read_entries
 from alto.runs.events import MeasuringBegun, TaskRelayed
 
-Attempt = Callable[[RunDir], ExecutorEnded]
+Attempt = Callable[[RunDir], AttemptEnded]
 
 
 class ScriptedCluster:
@@ -75,10 +75,10 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ScriptedCluster]:
 
 
 def ends(outcome: Outcome, reason: str = "rank 1 was killed", error: str = "") -> Attempt:
-    return lambda run: ExecutorEnded(task="tiny", attempt=1, outcome=outcome, reason=reason, error=error)
+    return lambda run: AttemptEnded(task="tiny", attempt=1, outcome=outcome, reason=reason, error=error)
 
 
-def saves(run: RunDir) -> ExecutorEnded:
+def saves(run: RunDir) -> AttemptEnded:
     """Write another checkpoint, and get lost."""
     with Journal(run.journal_file, past=read_entries(run.journal_file)) as journal:
         journal.append(event("task_resumed"))
@@ -89,7 +89,7 @@ def saves(run: RunDir) -> ExecutorEnded:
 def refuses(max_tokens: int) -> Attempt:
     """Run out of memory, and report the passes that would fit."""
 
-    def attempt(run: RunDir) -> ExecutorEnded:
+    def attempt(run: RunDir) -> AttemptEnded:
         event = {"phase": "step", "residents": [], "num_tokens": 99, "max_tokens_per_pass": max_tokens}
         write_oom_record(run, oom_record_event(event))
         return ends(Outcome.LOST, "no memory", "DeviceMemoryError")(run)
@@ -208,7 +208,7 @@ def test_a_process_that_measures_says_so_in_the_journal_of_its_run_until_the_run
 def test_a_process_that_is_lost_while_it_measures_leaves_no_run(
     script: Callable[..., ScriptedCluster], tmp_path: Path
 ) -> None:
-    def measures(run: RunDir) -> ExecutorEnded:
+    def measures(run: RunDir) -> AttemptEnded:
         with Journal(run.journal_file) as journal:
             journal.append(MeasuringBegun(task="tiny", model="tiny"))
         return ends(Outcome.FAILED, "too large", "DeviceMemoryError")(run)

@@ -45,7 +45,7 @@ def test_tasks_are_submitted_to_and_cancelled_from_a_queue_that_runs(model: Path
         with pytest.raises(SpecError, match="the quota of tenant 'guest'"):
             queue.submit(wide.replace(num_gpus=2), tenant="guest")
         for entry in queue.events():  # follows the live queue, and leaves it
-            if isinstance(entry.event, events.ExecutorStarted):
+            if isinstance(entry.event, events.AttemptStarted):
                 break
         trains = lambda: queue.status().tasks["long"].state is TaskState.RUNNING  # noqa: E731
         wait_for(trains, "the long task to train")

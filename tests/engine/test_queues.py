@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 import alto
 from alto.cli import app
-from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, Outcome, dispatcher
+from alto.cluster import AttemptEnded, Cluster, ClusterEvent, EntryWritten, Launch, Outcome, dispatcher
 from alto.early_exit import audit
 from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key, estimate_of
 from alto.engine.queue_setup import unique_names
@@ -300,10 +300,10 @@ class Measuring:
         events = [EntryWritten(task=launch.task, attempt=1, entry=entry) for launch in ended for entry in begun]
         return [*events, *(self._end(launch) for launch in ended)]
 
-    def _end(self, launch: Launch) -> ExecutorEnded:
+    def _end(self, launch: Launch) -> AttemptEnded:
         is_failed = launch.task == self._fails
         outcome = Outcome.LOST if is_failed else Outcome.FINISHED
-        return ExecutorEnded(task=launch.task, attempt=1, outcome=outcome, reason="was killed" * is_failed)
+        return AttemptEnded(task=launch.task, attempt=1, outcome=outcome, reason="was killed" * is_failed)
 
     def stop(self, task: str) -> None:
         pass

@@ -16,7 +16,7 @@ from forks import run_code
 from shared_runs import SharedRuns, assert_as_alone, shared_tasks
 from tiny import save_model
 
-from alto.cluster import ExecutorEnded, Outcome
+from alto.cluster import AttemptEnded, Outcome
 from alto.cluster.local import LocalCluster
 from alto.engine.runner import TaskRunner
 from alto.spec import Task
@@ -97,7 +97,7 @@ def test_four_tasks_whose_process_is_killed_again_and_again(
             num_kills += killed_after(runs, draw.randrange(0, 80) if num_kills < wanted else 10**9, attempt)
             for name in runs.attached:
                 ended = runs.until_ended(name, attempt)
-                assert isinstance(ended, ExecutorEnded)
+                assert isinstance(ended, AttemptEnded)
                 assert ended.outcome in (Outcome.LOST, Outcome.FINISHED), ended
                 is_open[name] = ended.outcome is Outcome.LOST
         cluster.close()

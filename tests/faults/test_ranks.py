@@ -14,7 +14,7 @@ from journals import entries
 from tiny import curves_of, make_task, read_journal, save_model
 
 import alto
-from alto.cluster import Cluster, ClusterEvent, ExecutorEnded, Outcome
+from alto.cluster import AttemptEnded, Cluster, ClusterEvent, Outcome
 from alto.cluster.local import LocalCluster
 from alto.early_exit import audit
 from alto.errors import TaskInterruptedError
@@ -116,14 +116,14 @@ def test_ranks_that_die_cost_nothing_but_time(
     assert Path(result.run_dir, best).read_bytes() == Path(undisturbed[0].run_dir, best).read_bytes()
 
 
-def record_ends(monkeypatch: pytest.MonkeyPatch) -> list[ExecutorEnded]:
+def record_ends(monkeypatch: pytest.MonkeyPatch) -> list[AttemptEnded]:
     """Record how executors end, with a short timeout for hanging ones."""
-    ends: list[ExecutorEnded] = []
+    ends: list[AttemptEnded] = []
 
     class Watched(LocalCluster):
         def poll(self, timeout_s: float) -> list[ClusterEvent]:
             events = super().poll(timeout_s)
-            ends.extend(event for event in events if isinstance(event, ExecutorEnded))
+            ends.extend(event for event in events if isinstance(event, AttemptEnded))
             return events
 
     def opened(name: str, *, total_gpus: int | None) -> Cluster:

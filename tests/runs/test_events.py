@@ -21,9 +21,9 @@ from alto.runs import Journal, JournalTail, RunHistory, read_entries, read_event
 from alto.runs.events import (
     FORMAT,
     WIRE_NAMES,
+    AttemptStarted,
     CheckpointSaved,
     Event,
-    ExecutorStarted,
     FinalistsJudged,
     GpusOffered,
     JobEvaluated,
@@ -325,7 +325,7 @@ def test_a_placement_names_its_executor_only_where_it_is_shared() -> None:
 
 
 def test_gpus_are_pairs_on_the_wire() -> None:
-    entry = lines(ExecutorStarted(task="a", attempt=1, gpus=(Gpu("n", 0), Gpu("n", 3))))
+    entry = lines(AttemptStarted(task="a", attempt=1, gpus=(Gpu("n", 0), Gpu("n", 3))))
     assert encode(entry)["gpus"] == [["n", 0], ["n", 3]]
     assert reread(entry) == entry
 

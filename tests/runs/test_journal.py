@@ -15,8 +15,8 @@ from journals import entry
 from alto.errors import RunError, RunWriteError
 from alto.runs import Journal, JournalEntry, cut_journal, read_entries, read_events, read_intact_events
 from alto.runs.events import (
+    AttemptStarted,
     CommandRefused,
-    ExecutorStarted,
     QueueCompleted,
     QueueInterrupted,
     QueueResumed,
@@ -205,7 +205,7 @@ def test_an_event_that_could_not_be_written_leaves_nothing_behind(
         disk.truncate = lambda size: (_ for _ in ()).throw(OSError(errno.EIO, "broken"))  # type: ignore[attr-defined]
     monkeypatch.setattr(journal, "_file", disk)
     with pytest.raises(RunWriteError, match="No space left"):
-        journal.append(ExecutorStarted(task="one", attempt=2, gpus=()))
+        journal.append(AttemptStarted(task="one", attempt=2, gpus=()))
     assert (path.read_bytes() == before) is can_truncate
     disk.room = 10_000
     if not can_truncate:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from alto.cluster import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, Launch, TaskTicket
+from alto.cluster import AttemptEnded, Cluster, ClusterEvent, EntryWritten, Launch, TaskTicket
 from alto.cluster.local import LocalCluster
 from alto.records import Gpu
 
@@ -97,16 +97,16 @@ class Started:
             f"{task}: {name}",
         )
 
-    def until_ended(self, task: str = "a", attempt: int = 1) -> ExecutorEnded:
+    def until_ended(self, task: str = "a", attempt: int = 1) -> AttemptEnded:
         """Poll until the executor of a task has ended."""
         return self._until(lambda: self.ended(task, attempt), f"the end of {task}")
 
     def poll(self) -> None:
         self.events += self.cluster.poll(0.5)
 
-    def ended(self, task: str = "a", attempt: int = 1) -> ExecutorEnded | None:
+    def ended(self, task: str = "a", attempt: int = 1) -> AttemptEnded | None:
         """Return how the executor of a task has ended, as far as events have reported it."""
-        ends = (event for event in self.events if isinstance(event, ExecutorEnded))
+        ends = (event for event in self.events if isinstance(event, AttemptEnded))
         return next((end for end in ends if (end.task, end.attempt) == (task, attempt)), None)
 
     def _until(self, found: Callable[[], Any], what: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 from journals import event
 
-from alto.cluster import ClusterEvent, ExecutorEnded, Launch, Outcome
+from alto.cluster import AttemptEnded, ClusterEvent, Launch, Outcome
 from alto.records import Node
 from alto.runs import Journal, RunDir
 
@@ -63,14 +63,14 @@ class FakeCluster:
                 events.append(self.end(launch, left.popleft() if left else Outcome.FINISHED))
         return events
 
-    def end(self, launch: Launch, outcome: Outcome) -> ExecutorEnded:
+    def end(self, launch: Launch, outcome: Outcome) -> AttemptEnded:
         del self.running[launch.task]
         if launch.task in self.stopped:
             self.stopped.remove(launch.task)
         if outcome is Outcome.FINISHED and self.leaves_results:
             leave_result(Path(launch.run_dir))
         reason = "" if outcome is Outcome.FINISHED else f"was {outcome.value}"
-        return ExecutorEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)
+        return AttemptEnded(task=launch.task, attempt=launch.attempt, outcome=outcome, reason=reason)
 
     def close(self) -> None:
         self.running.clear()

@@ -1,11 +1,11 @@
 """Runs tasks: a controller owns the GPUs and drives the queue; a cluster launches executors here or on Ray."""
 
 from alto.cluster.base import (
+    AttemptEnded,
     Cluster,
     ClusterEvent,
     Ending,
     EntryWritten,
-    ExecutorEnded,
     GpuCame,
     GpuGone,
     Launch,
@@ -22,13 +22,13 @@ from alto.cluster.processes import num_cores
 from alto.cluster.solver import GuardedSolver
 
 __all__ = [
+    "AttemptEnded",
     "Cluster",
     "ClusterEvent",
     "Controller",
     "ControllerStatus",
     "Ending",
     "EntryWritten",
-    "ExecutorEnded",
     "GpuCame",
     "GpuGone",
     "GuardedSolver",

@@ -1,4 +1,4 @@
-"""The files of one executor in its run directory: logs, a heartbeat, and how it ended.
+"""The files of one attempt in its run directory: logs, a heartbeat, and how it ended.
 
 ::
 
@@ -7,7 +7,7 @@
         rank-<k>.log              output of each rank after the first
         heartbeat                 touched while it works; exists once it holds the run's lock
         ended.json                how it ended; missing if the process was killed
-        ended-rank-<k>.json       how a rank after the first ended, if that ended the executor
+        ended-rank-<k>.json       how a rank after the first ended, if that ended the attempt
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def exit_code_of(ending: Ending, *, is_written: bool) -> int:
 
 
 def ending_of_exit(exit_code: int, attempt: AttemptDir | None, rank: int = 0, *, killed_because: str = "") -> Ending:
-    """Return how an executor, or one of its ranks, ended that has not reported it.
+    """Return how an attempt, or one of its ranks, ended that has not reported it.
 
     Args:
         exit_code: Exit code of its process; negative for a signal.
@@ -63,7 +63,7 @@ def ending_of_exit(exit_code: int, attempt: AttemptDir | None, rank: int = 0, *,
 
 
 def read_ending(path: Path) -> Ending | None:
-    """Return how an executor ended, from a JSON file with the fields of `Ending`; None if it has no valid ones."""
+    """Return how an attempt ended, from a JSON file with the fields of `Ending`; None if it has no valid ones."""
     try:
         return _ENDING.validate_json(path.read_bytes())
     except (OSError, ValueError):
@@ -114,8 +114,7 @@ class AttemptDir:
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def write_ending(self, ending: Ending, rank: int = 0) -> bool:
-        """Write how it ended, atomically; the first rank writes it for the executor. Return whether that was
-        possible."""
+        """Write how it ended, atomically; the first rank writes it for all. Return whether that was possible."""
         file = self._ended(rank)
         try:
             with writing(self.run_dir, file):

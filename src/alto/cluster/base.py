@@ -88,7 +88,7 @@ class Launch:
 
 
 class Outcome(StrEnum):
-    """How an executor ended."""
+    """How an attempt at a task ended."""
 
     FINISHED = "finished"
     INTERRUPTED = "interrupted"
@@ -101,7 +101,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How an executor ended.
+    """How an attempt at a task ended.
 
     Attributes:
         reason: Why it did not finish, as a sentence for the user.
@@ -125,8 +125,8 @@ class EntryWritten:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorEnded(Ending):
-    """The end of an attempt. None of its processes works on the task any more; a shared process may go on with others.
+class AttemptEnded(Ending):
+    """The end of an attempt at a task. No process works on the task any more; a shared process may go on with others.
 
     One exception: its watcher died alone. The executor then saves and ends by itself, and until then it holds the lock
     of its run, so that the next attempt waits.
@@ -136,7 +136,7 @@ class ExecutorEnded(Ending):
     attempt: int
 
     @classmethod
-    def of(cls, launch: Launch, ending: Ending) -> ExecutorEnded:
+    def of(cls, launch: Launch, ending: Ending) -> AttemptEnded:
         """Return the event of a launch that ended so."""
         return cls(task=launch.task, attempt=launch.attempt, **asdict(ending))
 
@@ -155,7 +155,7 @@ class GpuCame:
     gpu: Gpu
 
 
-ClusterEvent = EntryWritten | ExecutorEnded | GpuGone | GpuCame
+ClusterEvent = EntryWritten | AttemptEnded | GpuGone | GpuCame
 
 
 class Cluster(Protocol):

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias, cast
 
 from alto.base import Registry, naming_errors
-from alto.cluster.base import Cluster, ClusterEvent, EntryWritten, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome
+from alto.cluster.base import AttemptEnded, Cluster, ClusterEvent, EntryWritten, GpuCame, GpuGone, Launch, Outcome
 from alto.errors import SpecError, UnsupportedError
 from alto.records import Node
 
@@ -31,7 +31,7 @@ class CheckedCluster:
         self._cluster = cluster
         self._name = type(cluster).__name__
         self._attempts: dict[str, int] = {}
-        """Attempt of each task whose executor runs."""
+        """The running attempt at each task that has one."""
         missing = [member for member in _MEMBERS if inspect.getattr_static(cluster, member, _NOTHING) is _NOTHING]
         if missing:
             raise UnsupportedError(
@@ -70,7 +70,7 @@ class CheckedCluster:
             self._cluster.stop(task)
 
     def poll(self, timeout_s: float) -> list[ClusterEvent]:
-        """Return the events since the last call, after checking that each belongs to a running executor."""
+        """Return the events since the last call, after checking that each belongs to a running attempt."""
         with self._naming_errors("poll"):
             events = self._cluster.poll(timeout_s)
         if not isinstance(events, list):
@@ -87,16 +87,16 @@ class CheckedCluster:
     def _check_event(self, event: object) -> None:
         if isinstance(event, GpuGone | GpuCame):
             return
-        if not isinstance(event, EntryWritten | ExecutorEnded):
+        if not isinstance(event, EntryWritten | AttemptEnded):
             raise self._broken("poll", "events of alto.cluster", type(event).__name__)
-        if isinstance(event, ExecutorEnded) and not isinstance(event.outcome, Outcome):
+        if isinstance(event, AttemptEnded) and not isinstance(event.outcome, Outcome):
             raise self._broken("poll", "an outcome of alto.cluster.Outcome", repr(event.outcome))
         attempt = self._attempts.get(event.task)
         if event.attempt != attempt:
             runs = "no attempt" if attempt is None else f"attempt {attempt}"
             found = f"{type(event).__name__} of attempt {event.attempt} at task {event.task!r}, of which {runs} runs"
-            raise self._broken("poll", "events of executors that were started and have not ended", found)
-        if isinstance(event, ExecutorEnded):
+            raise self._broken("poll", "events of attempts that were started and have not ended", found)
+        if isinstance(event, AttemptEnded):
             del self._attempts[event.task]
 
     def _broken(self, member: str, expected: str, found: str) -> UnsupportedError:

@@ -81,7 +81,7 @@ class Controller:
         self._dispatcher.begin(tickets)
 
     def retry_by(self, rules: Retrying) -> None:
-        """Start tasks again by ``rules`` after their executors have ended; must be called before :meth:`start`."""
+        """Start tasks again by ``rules`` after attempts have ended; must be called before :meth:`start`."""
         self._dispatcher.retrying = rules
 
     def on_turn(self, hook: Callable[[], None]) -> None:

@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 from alto.base import is_number
 from alto.cluster.base import (
+    AttemptEnded,
     Cluster,
     ClusterEvent,
     EntryWritten,
-    ExecutorEnded,
     GpuCame,
     GpuGone,
     Launch,
@@ -54,10 +54,10 @@ from alto.scheduler.queue import (
 
 @dataclass(slots=True, kw_only=True)
 class RunningAttempt:
-    """A running executor and its measured speed.
+    """A running attempt and its measured speed.
 
     Attributes:
-        far: Progress of the run on disk when the executor was started.
+        far: Progress of the run on disk when the attempt was started.
         start_s: Seconds from the launch until it began to train.
         began_at: Time when it began to train; None before.
     """
@@ -78,10 +78,10 @@ class TaskStatus(Demand):
 
     Attributes:
         gpus: Its GPUs while it runs; otherwise empty.
-        attempt: Number of executors that were started for it.
+        attempt: Number of attempts so far.
         fraction_done: Fraction of its expected training samples that it has trained, in [0, 1], as last reported.
-        num_failures: Number of executors in a row that ended with a failure that counts.
-        ended: End of its latest executor; None if none has ended.
+        num_failures: Number of attempts in a row that ended with a failure that counts.
+        ended: End of its latest attempt; None if none has ended.
     """
 
     state: TaskState
@@ -90,7 +90,7 @@ class TaskStatus(Demand):
     fraction_done: float
     num_failures: int
     reason: str
-    ended: ExecutorEnded | None
+    ended: AttemptEnded | None
 
     @property
     def has_ended(self) -> bool:
@@ -126,13 +126,13 @@ _PROGRESS_EVENTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retrying:
-    """Rules for starting a task again after its executor has ended.
+    """Rules for starting a task again after an attempt has ended.
 
     Attributes:
-        interrupted: Whether an executor that ended as ``interrupted`` without a request of this controller is started
-            again.
-        how_far: Returns the progress of a run on disk as numbers that only grow. A lost executor that has increased one
-            of them resets the count of failures in a row. With None, no executor resets it.
+        interrupted: Whether a task is started again after an attempt that ended as ``interrupted`` without a request of
+            this controller.
+        how_far: Returns the progress of a run on disk as numbers that only grow. A lost attempt that has increased one
+            of them resets the count of failures in a row. With None, no attempt resets it.
     """
 
     interrupted: bool = True
@@ -152,7 +152,7 @@ class Dispatcher:
         cluster, queue, journal, show, clock: See :class:`alto.cluster.Controller`.
 
     Attributes:
-        retrying: Rules for starting a task again after its executor has ended.
+        retrying: Rules for starting a task again after an attempt has ended.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Dispatcher:
         self._began_at = clock()
         self._tickets: dict[str, TaskTicket] = {}
         self._running: dict[str, RunningAttempt] = {}
-        self._ended: dict[str, ExecutorEnded] = {}
+        self._ended: dict[str, AttemptEnded] = {}
         self._is_draining = False
         self._is_drained = False
         self._broken_by: Exception | None = None
@@ -277,7 +277,7 @@ class Dispatcher:
         match event:
             case EntryWritten():
                 return self._handle_entry(event)
-            case ExecutorEnded():
+            case AttemptEnded():
                 return self._handle_end(event)
             case GpuGone(gpu=gpu):
                 self._journal.append(journaled.GpuLost(node=gpu.node, index=gpu.index))
@@ -332,19 +332,19 @@ class Dispatcher:
             return attempt.expected_s
         return elapsed_s + max(0.0, self._queue.tasks[task].expected_end_s - self._now_s())
 
-    def _handle_end(self, ended: ExecutorEnded) -> QueueEvent | None:
+    def _handle_end(self, ended: AttemptEnded) -> QueueEvent | None:
         attempt = self._running.get(ended.task)
         if attempt is None or attempt.launch.attempt != ended.attempt:
             return None
         del self._running[ended.task]
         ticket = self._tickets[ended.task]
         if ended.outcome is not Outcome.FINISHED and has_result(RunDir(Path(ticket.run_dir))):
-            # A task that has its result is finished, even if its executor fails afterwards.
+            # A task that has its result is finished, even if the attempt fails afterwards.
             notice = f"Ended after its result was complete: {ended.reason}"
             ended = replace(ended, outcome=Outcome.FINISHED, reason="", notices=(notice,))
         self._ended[ended.task] = ended
         self._journal.append(
-            journaled.ExecutorExited(
+            journaled.AttemptEnded(
                 task=ended.task,
                 attempt=ended.attempt,
                 outcome=ended.outcome.value,
@@ -416,7 +416,7 @@ class Dispatcher:
 
     def _start(self, action: StartTask) -> None:
         self._journal.append(
-            journaled.ExecutorStarted(
+            journaled.AttemptStarted(
                 task=action.task, attempt=action.attempt, gpus=tuple(action.gpus), executor=action.executor
             )
         )
@@ -469,7 +469,7 @@ def _fraction_of(state: TaskState, attempt: RunningAttempt | None) -> float:
     return fraction_done(attempt.history) if attempt is not None else 0.0
 
 
-def _state_after_drain(state: TaskState, ended: ExecutorEnded | None) -> TaskState:
+def _state_after_drain(state: TaskState, ended: AttemptEnded | None) -> TaskState:
     if ended is not None and ended.outcome is Outcome.FINISHED:
         return TaskState.FINISHED
     return TaskState.STOPPED if state is TaskState.STOPPING else TaskState.WAITING

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from alto.cluster.attempt import AttemptDir, ending_of_exit
-from alto.cluster.base import ClusterEvent, Ending, EntryWritten, ExecutorEnded, Launch, Outcome
+from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, EntryWritten, Launch, Outcome
 from alto.cluster.orders import Orders
 from alto.cluster.processes import kill_session
 from alto.cluster.rendezvous import FOLDER, Rendezvous
@@ -312,7 +312,7 @@ class WatchedRun:
         )
 
     def watch(self) -> list[ClusterEvent]:
-        """Return the new events; the last event of an executor is :class:`ExecutorEnded`."""
+        """Return the new events; the last event of the attempt is :class:`AttemptEnded`."""
         # First: everything written before the end is read below.
         ending = self.process.ending(self._number, self._attempt)
         if self.was_ignored:  # only now, because the process may end at any time
@@ -332,7 +332,7 @@ class WatchedRun:
         if ending is None:
             return events
         self.process.runs.remove(self)
-        return [*events, ExecutorEnded.of(self.launch, ending)]
+        return [*events, AttemptEnded.of(self.launch, ending)]
 
     def ask_to_stop(self) -> None:
         """Ask the executor to save and stop; kill it if it does not stop in time."""

@@ -117,7 +117,7 @@ def work_alone(ticket: TaskTicket, is_interrupted: Callable[[], bool]) -> Ending
 
 
 def ending_of(end: RunEnd) -> Ending:
-    """Return how an executor ended whose run ended so; print an error's traceback."""
+    """Return how the attempt at a run ended; print an error's traceback."""
     if end.error is None:
         return Ending(outcome=Outcome.FINISHED, notices=end.notices)
     if not isinstance(end.error, _INTERRUPTIONS):
@@ -127,7 +127,7 @@ def ending_of(end: RunEnd) -> Ending:
 
 
 def ending_by(error: BaseException) -> Ending:
-    """Return how an executor ends that raises ``error``."""
+    """Return how an attempt ends that raises ``error``."""
     if isinstance(error, _INTERRUPTIONS):
         reason = str(error) or "stopped on request before it began"
         return Ending(outcome=Outcome.INTERRUPTED, reason=reason, error=type(error).__name__)

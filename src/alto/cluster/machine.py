@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from alto.cluster.base import ClusterEvent, ExecutorEnded, Launch
+from alto.cluster.base import AttemptEnded, ClusterEvent, Launch
 from alto.cluster.executor_process import ExecutorProcess, ProcessShape, Timeouts, WatchedRun
 from alto.cluster.host import ending_by
 from alto.cluster.zygote import Zygote
@@ -118,7 +118,7 @@ class Machine:
         try:
             self._runs[launch.task] = WatchedRun(launch, self._pool.find(launch, shape), self._timeouts), shape
         except OSError as error:
-            self._events.append(ExecutorEnded.of(launch, replace(ending_by(error), reason=str(error))))
+            self._events.append(AttemptEnded.of(launch, replace(ending_by(error), reason=str(error))))
 
     def stop(self, task: str) -> None:
         """Let a run save and end; kill its process if that takes too long."""
@@ -146,7 +146,7 @@ class Machine:
                 with contextlib.suppress(OSError):  # the next watch reports its end
                     run.move(partial(self._pool.find, run.launch, shape))
             self._events += new
-            if new and isinstance(new[-1], ExecutorEnded):
+            if new and isinstance(new[-1], AttemptEnded):
                 del self._runs[task]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alto.cluster.base import ClusterEvent, Ending, ExecutorEnded, GpuCame, GpuGone, Launch, Outcome, check_launch
+from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, GpuCame, GpuGone, Launch, Outcome, check_launch
 from alto.cluster.executor_process import Timeouts
 from alto.cluster.ray_nodes import RayNodes, slot_resource
 from alto.cluster.ray_starter import Starter
@@ -315,7 +315,7 @@ class RayCluster:
             actor.silence_s, actor.watched_at = 0.0, time.monotonic()
             for event in events:
                 yield event
-                if isinstance(event, ExecutorEnded):
+                if isinstance(event, AttemptEnded):
                     actor.launches.pop(event.task, None)
                     actor.idle_since = time.monotonic()
         if actor.launches:
@@ -323,7 +323,7 @@ class RayCluster:
         else:
             actor.reply = None
 
-    def _check_silence(self, actor: _Actor) -> Iterator[ExecutorEnded]:
+    def _check_silence(self, actor: _Actor) -> Iterator[AttemptEnded]:
         now = time.monotonic()
         # Time in which this process itself was stopped or busy counts little: it could not see any sign of life.
         actor.silence_s += min(now - actor.watched_at, 2 * TICK_S)
@@ -338,11 +338,11 @@ class RayCluster:
             )
             yield from self._end(actor, reason)
 
-    def _end(self, actor: _Actor, reason: str, outcome: Outcome = Outcome.LOST) -> Iterator[ExecutorEnded]:
+    def _end(self, actor: _Actor, reason: str, outcome: Outcome = Outcome.LOST) -> Iterator[AttemptEnded]:
         """Release an actor, and report the end of everything that it works on."""
         self._release(actor)
         for launch in actor.launches.values():
-            yield ExecutorEnded.of(launch, Ending(outcome=outcome, reason=reason))
+            yield AttemptEnded.of(launch, Ending(outcome=outcome, reason=reason))
 
     def _end_idle(self) -> None:
         """Release actors without a task that cannot get others, or have waited too long for one."""
@@ -366,14 +366,14 @@ class RayCluster:
         self._counted_at = time.monotonic()
         return changes
 
-    def _end_stranded(self) -> Iterator[ExecutorEnded]:
+    def _end_stranded(self) -> Iterator[AttemptEnded]:
         """Report the end of executors that had a GPU on a node that is gone."""
         for actor in list(self._actors):
             gone = sorted({gpu.node for gpu in actor.first.gpus if self._nodes.id_of(gpu.node) is None})
             if gone:
                 yield from self._end(actor, f"{', '.join(gone)} left the cluster")
 
-    def _end_dead(self) -> Iterator[ExecutorEnded]:
+    def _end_dead(self) -> Iterator[AttemptEnded]:
         """Report the end of executors whose actor died a while ago on a node that lives."""
         for actor in list(self._actors):
             if actor.died_because and time.monotonic() > actor.watched_at + NODE_VERDICT_S:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from alto.cluster.base import ClusterEvent, Ending, ExecutorEnded, Launch, Outcome
+from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, Launch, Outcome
 from alto.cluster.executor_process import ProcessShape, Timeouts
 from alto.cluster.machine import Machine
 
@@ -33,14 +33,14 @@ class Starter:
                 f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found no such machine "
                 "any more; add a node, or lower num_gpus"
             )
-            self._events.append(ExecutorEnded.of(launch, Ending(outcome=Outcome.LOST, reason=reason)))
+            self._events.append(AttemptEnded.of(launch, Ending(outcome=Outcome.LOST, reason=reason)))
             return
         if not Path(launch.run_dir).is_dir():
             reason = (
                 f"expected the folder of the run on every node, found no {launch.run_dir} on "
                 f"{launch.gpus[0].node}; give an --output-dir on storage that all nodes share, at the same path"
             )
-            self._events.append(ExecutorEnded.of(launch, Ending(outcome=Outcome.FAILED, reason=reason)))
+            self._events.append(AttemptEnded.of(launch, Ending(outcome=Outcome.FAILED, reason=reason)))
             return
         shape = ProcessShape(
             devices=tuple(os.environ["CUDA_VISIBLE_DEVICES"].split(",")) if self._has_gpus else (),

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 
 from alto.base import note_resumption, resume_command, scratch_folder
 from alto.cluster import (
+    AttemptEnded,
     Controller,
-    ExecutorEnded,
     Outcome,
     Retrying,
     TaskTicket,
@@ -117,7 +117,7 @@ class LaunchedRunner:
             f"fix the cause, then continue with: {resume_command(run_dir.root)}"
         )
 
-    def _launch(self, host: str, run_dir: RunDir, task: Task) -> tuple[ExecutorEnded, int]:
+    def _launch(self, host: str, run_dir: RunDir, task: Task) -> tuple[AttemptEnded, int]:
         """Run the task with executors, with retries; return how the last one ended, and how many in a row have made no
         progress, including that one."""
         relay = EventRelay(run_dir, self._observers)
@@ -191,7 +191,7 @@ def _entries(run_dir: RunDir) -> Sequence[JournalEntry]:
     return [] if all(isinstance(entry.event, MeasuringBegun) for entry in entries) else entries
 
 
-def _error(ended: ExecutorEnded) -> AltoError | None:
+def _error(ended: AttemptEnded) -> AltoError | None:
     """Return the error that ended the executor as its own class; None if it was not an error of ALTO."""
     found = error_class(ended.error)
     return found(ended.reason) if found is not None else None

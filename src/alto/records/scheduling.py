@@ -153,7 +153,7 @@ class SimulationOutcome:
         mean_completion_s, p99_completion_s: Mean and 99th percentile of the seconds from arrival to end of the finished
             tasks; 0 if none finished.
         utilisation: Share of the available GPU time until the end in which an executor held the GPU, in [0, 1].
-        num_replans, num_attempts: Number of plans made, and of executors started.
+        num_replans, num_attempts: Number of plans made, and of attempts.
         planned: Placement of every task when it was first planned; times count from the first arrival.
         actual: Actual placement of every attempt.
     """

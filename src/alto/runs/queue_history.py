@@ -220,12 +220,12 @@ class QueueHistory(JournalFold):
                     self._end_measuring(time)
             case events.SchedulePlanned():
                 self._on_planned(event, time)
-            case events.ExecutorStarted():
+            case events.AttemptStarted():
                 task = self.tasks[event.task]
                 number = len(task.attempts) + 1
                 task.attempts.append(Attempt(number=number, gpus=event.gpus, start=time, executor=event.executor))
                 task.state, task.failure = TaskStage.RUNNING, ""
-            case events.ExecutorExited():
+            case events.AttemptEnded():
                 task = self.tasks[event.task]
                 self._close(task, time, outcome=event.outcome, reason=event.reason)
                 task.state = TaskStage.FINISHED if event.outcome == "finished" else _unfinished(task)

@@ -318,15 +318,15 @@ def _line(progress: QueueProgress, event: events.Event) -> str | None:
             is_known = len(queue.plans) > 1 and queue.plans[-2].notice == plan.notice
             notice = f"; note: {clean(plan.notice)}" if plan.notice and not is_known else ""
             return f"{made}: about {format_duration(plan.makespan_s)} left{notice}"
-        case events.ExecutorStarted(task=task):
+        case events.AttemptStarted(task=task):
             attempt = queue.tasks[task].attempts[-1].number
             gpus = ", ".join(f"{gpu.node}:{gpu.index}" for gpu in event.gpus)
             again = "" if attempt == 1 else f", attempt {attempt}"
             return f"{clean(task)} started on {clean(gpus)}{again}"
-        case events.ExecutorExited(task=task, outcome="finished"):
+        case events.AttemptEnded(task=task, outcome="finished"):
             loss = progress.best_loss(queue.tasks[task])
             return f"{clean(task)} finished" + ("" if loss is None else f" with validation loss {format_loss(loss)}")
-        case events.ExecutorExited(task=task, reason=reason):
+        case events.AttemptEnded(task=task, reason=reason):
             return f"{clean(task)} ended without a result: {clean(reason)}"
         case events.TaskGivenUp(task=task, reason=reason):
             return f"{clean(task)} given up: {clean(reason)}"

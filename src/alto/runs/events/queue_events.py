@@ -94,8 +94,8 @@ class SchedulePlanned(QueueEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorStarted(QueueEvent):
-    """A task got its GPUs.
+class AttemptStarted(QueueEvent):
+    """An attempt at a task has begun: the task got its GPUs.
 
     Attributes:
         task: Name of the task in the queue.
@@ -111,7 +111,7 @@ class ExecutorStarted(QueueEvent):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExecutorExited(QueueEvent):
+class AttemptEnded(QueueEvent):
     """An attempt at a task has ended completely.
 
     Attributes:

@@ -1,6 +1,6 @@
 """The events that drive a queue. ``time_s`` is on the driver's clock: real or virtual, and never decreasing.
 
-``attempt`` identifies one executor run of a task: an executor that was reported as lost may still send events.
+``attempt`` is the number of an attempt at a task: an attempt that was reported as lost may still send events.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Prioritised(_TaskEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(_AttemptEvent):
-    """The executor of a task has begun to work."""
+    """An attempt at a task has begun to work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class Finished(_AttemptEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed(_AttemptEvent):
-    """The executor of a task ended without a result.
+    """An attempt at a task ended without a result.
 
     Attributes:
         is_retryable: Whether another attempt may end differently.
@@ -135,7 +135,7 @@ QueueEvent = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartTask:
-    """Launch the executor of a task, or resume the task if an earlier attempt left a checkpoint.
+    """Start an attempt at a task; it resumes from the checkpoint of an earlier one if there is any.
 
     Attributes:
         attempt: Number of the attempt; 1 for the first.
