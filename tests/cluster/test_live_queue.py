@@ -33,7 +33,7 @@ def refuse_wide(task: alto.Task) -> None:
 class Bench:
     """A queue without tasks, its mailbox, and the objects that work on it."""
 
-    def __init__(self, folder: Path, *, trusts_commands: bool = False) -> None:
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         self.folder = folder
         self.queue_dir = QueueDir.create(folder / "runs", [], [], SETTINGS)
         self.box = QueueMailbox(self.queue_dir.run)
@@ -42,7 +42,7 @@ class Bench:
         self.cluster = FakeCluster(self.clock, dict.fromkeys(["t", "t-2", "t-3"], 5.0), leaves_results=True)
         self.nodes = (NODE,)
         self.estimate: Callable[[alto.Task], TaskEstimate] = lambda task: TaskEstimate(duration_s=5.0)
-        self._trusts_commands = trusts_commands
+        self._trust_remote_code = trust_remote_code
 
     @contextlib.contextmanager
     def working(self) -> Iterator[tuple[LiveQueue, Controller]]:
@@ -58,7 +58,7 @@ class Bench:
                     check=refuse_wide,
                     estimate=lambda task: self.estimate(task),
                     base_of=lambda task: task.model,
-                    trusts_commands=self._trusts_commands,
+                    trust_remote_code=self._trust_remote_code,
                 )
                 live = LiveQueue(self.queue_dir, journal, intake)
                 live.begin(controller, ())
@@ -115,7 +115,7 @@ def test_a_task_that_is_refused_leaves_nothing(changes: dict[str, Any], tenant: 
 
 
 def test_code_of_a_model_is_run_where_whoever_started_the_queue_allows_it(tmp_path: Path) -> None:
-    bench = Bench(tmp_path, trusts_commands=True)
+    bench = Bench(tmp_path, trust_remote_code=True)
     with bench.working() as (_, controller):
         bench.box.submit(bench.task.replace(trust_remote_code=True).to_dict())
         controller.turn()

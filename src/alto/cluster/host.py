@@ -96,10 +96,9 @@ def run_host(host: str, run_dir: str, is_interrupted: Callable[[], bool]) -> End
         host, run_dir: See :class:`alto.cluster.Launch`.
         is_interrupted: Returns whether to save and end; called between steps.
     """
-    is_trusted = os.environ.get(TRUST_VARIABLE) == "1"
-    return work_alone(
-        TaskTicket(task=Path(run_dir).name, run_dir=run_dir, host=host, trust_remote_code=is_trusted), is_interrupted
-    )
+    trust_remote_code = os.environ.get(TRUST_VARIABLE) == "1"
+    ticket = TaskTicket(task=Path(run_dir).name, run_dir=run_dir, host=host, trust_remote_code=trust_remote_code)
+    return work_alone(ticket, is_interrupted)
 
 
 def work_alone(ticket: TaskTicket, is_interrupted: Callable[[], bool]) -> Ending:

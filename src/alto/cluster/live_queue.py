@@ -36,7 +36,7 @@ class QueueIntake:
         is_parallel: See :class:`alto.cluster.TaskTicket`.
         base_of: Returns the key of a task's base model; see :class:`alto.cluster.TaskTicket`.
         trusted: Tasks of the queue that may run the Python code of their base models.
-        trusts_commands: Whether tasks that other processes submit may do so too.
+        trust_remote_code: Whether tasks that other processes submit may do so too.
     """
 
     host: str
@@ -45,7 +45,7 @@ class QueueIntake:
     estimate: Callable[[Task], TaskEstimate]
     base_of: Callable[[Task], str]
     trusted: Collection[str] = ()
-    trusts_commands: bool = False
+    trust_remote_code: bool = False
 
 
 class LiveQueue:
@@ -81,7 +81,7 @@ class LiveQueue:
     def submit(self, task: Task, *, tenant: str, priority: int) -> str:
         """Submit a task, whose paths are absolute; durable when this returns. Errors as in `TaskQueue.submit`."""
         task, estimate = task.replace(tenant=tenant, priority=priority), self._intake.estimate(task)
-        return self._controller.call(lambda: self._submit(task, estimate, trusts=task.needs_trust))
+        return self._controller.call(lambda: self._submit(task, estimate, trust_remote_code=task.needs_trust))
 
     def cancel(self, task: str) -> None:
         """Cancel a task; see `Controller.cancel`."""
@@ -161,7 +161,7 @@ class LiveQueue:
         if before is not None:  # already submitted, but the answer was lost
             return before
         task, estimate = self._read(command)
-        if task.needs_trust and not self._intake.trusts_commands:
+        if task.needs_trust and not self._intake.trust_remote_code:
             what, which = "trust_remote_code", f"without code of its base model {task.model!r}"
             if not task.trust_remote_code:
                 what, which = "select_by", "whose scorer runs no code and reaches no server"
@@ -169,7 +169,7 @@ class LiveQueue:
                 f"{what}: expected a task {which}, or a queue that "
                 "allows it, found neither; start the queue with: alto run --wait-for-tasks --trust-remote-code"
             )
-        return self._submit(task, estimate, command=command.id, trusts=self._intake.trusts_commands)
+        return self._submit(task, estimate, command=command.id, trust_remote_code=self._intake.trust_remote_code)
 
     def _read(self, command: QueueCommand) -> tuple[Task, TaskEstimate]:
         """Return the task that a command submits, and its estimate.
@@ -188,7 +188,7 @@ class LiveQueue:
                 f"{type(error).__name__}: {error}; correct it, then submit it again"
             ) from error
 
-    def _submit(self, task: Task, estimate: TaskEstimate, *, command: str = "", trusts: bool) -> str:
+    def _submit(self, task: Task, estimate: TaskEstimate, *, command: str = "", trust_remote_code: bool) -> str:
         if self._has_completed:
             raise QueueCommandError("this queue has completed and no longer accepts tasks; start a new queue")
         if not self._takes_tasks:
@@ -200,7 +200,7 @@ class LiveQueue:
         entries, _ = self._queue_dir.read()
         name = unique_name(task.name, {entry.task for entry in entries})
         entry = QueueEntry.new(name, task, estimate, command=command, base=self._intake.base_of(task))
-        ticket = self._ticket(entry, trusts=trusts)
+        ticket = self._ticket(entry, trust_remote_code=trust_remote_code)
         self._controller.check(ticket)
         self._queue_dir.add(entry, task)
         return self._controller.submit(ticket, command=command)
@@ -216,7 +216,7 @@ class LiveQueue:
         self._queue_dir.cancel(task)
         self._controller.cancel(task, command=command)
 
-    def _ticket(self, entry: QueueEntry, *, trusts: bool = False) -> TaskTicket:
+    def _ticket(self, entry: QueueEntry, *, trust_remote_code: bool = False) -> TaskTicket:
         return TaskTicket.of(
             entry,
             run_dir=str(self._queue_dir.run_of(entry.task).root),
@@ -224,7 +224,7 @@ class LiveQueue:
             is_parallel=self._intake.is_parallel,
             sharing=entry.sharing,
             base=entry.base,
-            trust_remote_code=trusts or entry.task in self._intake.trusted,
+            trust_remote_code=trust_remote_code or entry.task in self._intake.trusted,
         )
 
     def _record_pending_cancels(self, finished: Collection[str]) -> None:

@@ -106,7 +106,7 @@ class QueueRunner:
         with (
             self._setup.opened() as cluster,
             self._new_queue(
-                tasks, schedule, output_dir, cluster, method=method, trusts_commands=trust_remote_code
+                tasks, schedule, output_dir, cluster, method=method, trust_remote_code=trust_remote_code
             ) as queue,
         ):
             yield queue
@@ -140,7 +140,7 @@ class QueueRunner:
                 write_report_of(queue_dir)
                 return queue_results(queue_dir)
             with setup.opened() as cluster:
-                intake = _intake(setup, cluster, trusted=trusted, trusts_commands=trust_remote_code)
+                intake = _intake(setup, cluster, trusted=trusted, trust_remote_code=trust_remote_code)
                 with self._working(queue_dir, setup, cluster, settings["method"], intake, tasks=tasks) as queue:
                     if not keep_open:
                         queue.finish()
@@ -206,7 +206,7 @@ class QueueRunner:
         cluster: Cluster,
         *,
         method: str,
-        trusts_commands: bool = False,
+        trust_remote_code: bool,
     ) -> Iterator[TaskQueue]:
         check_has_id(tasks, IN_A_QUEUE)
         names = unique_names(tasks)
@@ -224,7 +224,7 @@ class QueueRunner:
             output_dir, entries, [portable(task) for task in tasks], self._setup.settings(method)
         )
         trusted = [name for name, task in zip(names, tasks, strict=True) if task.needs_trust]
-        intake = _intake(self._setup, cluster, trusted=trusted, trusts_commands=trusts_commands)
+        intake = _intake(self._setup, cluster, trusted=trusted, trust_remote_code=trust_remote_code)
         is_working, by_name = False, dict(zip(names, tasks, strict=True))
         try:
             with (
@@ -328,7 +328,7 @@ def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
         raise
 
 
-def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], trusts_commands: bool) -> QueueIntake:
+def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], trust_remote_code: bool) -> QueueIntake:
     return QueueIntake(
         host=TRAIN,
         is_parallel=setup.is_parallel,
@@ -336,7 +336,7 @@ def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], tr
         estimate=lambda task: setup.known_estimate(task, cluster) or TaskEstimate(duration_s=UNKNOWN_DURATION_S),
         base_of=base_key,
         trusted=trusted,
-        trusts_commands=trusts_commands,
+        trust_remote_code=trust_remote_code,
     )
 
 
