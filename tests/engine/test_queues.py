@@ -26,7 +26,7 @@ from alto.cli import app
 from alto.cluster import AttemptEnded, Cluster, ClusterEvent, EntryWritten, Launch, Outcome, dispatcher
 from alto.early_exit import audit
 from alto.engine.estimates import UNKNOWN_DURATION_S, Measurement, base_key, estimate_of
-from alto.engine.queue_setup import unique_names
+from alto.engine.queue_setup import tasks_by_name
 from alto.engine.queues import _saving
 from alto.engine.work import PLAN_ANEW, PLAN_FILE
 from alto.errors import (
@@ -483,8 +483,9 @@ def test_what_runs_saves_where_an_error_ends_the_block(error: BaseException, sav
 
 def test_names_are_unique(tmp_path: Path) -> None:
     tasks = [make_task(tmp_path, name=name) for name in ("a", "a", "a-2", "a", "b")]
-    names = unique_names(tasks)
-    assert names == ["a", "a-3", "a-2", "a-4", "b"]
+    by_name = tasks_by_name(tasks)
+    assert list(by_name) == ["a", "a-3", "a-2", "a-4", "b"]
+    assert list(by_name.values()) == tasks
 
 
 def test_a_queue_has_its_folder_before_its_tasks_are_measured_and_is_resumed_from_there(

@@ -58,7 +58,7 @@ class ControlPlane:
         Raises:
             SpecError: The task asks for more GPUs than there are.
         """
-        self._setup.check([task], self._cluster)
+        self._setup.check({task.name: task}, self._cluster)
 
     def estimate(self, task: Task) -> TaskEstimate | None:
         """Return the cached estimate of ``task`` on this cluster; None if there is none."""

@@ -84,17 +84,18 @@ class QueueSetup:
         with contextlib.closing(open_cluster(self.cluster, total_gpus=self.total_gpus)) as cluster:
             yield cluster
 
-    def check(self, tasks: Sequence[Task], cluster: Cluster) -> None:
-        """Check that every task can be placed, before anything is measured or written."""
+    def check(self, tasks: Mapping[str, Task], cluster: Cluster) -> None:
+        """Check that every task can be placed, before anything is measured or written; ``tasks`` by name in the
+        queue."""
         self.problem(tasks, [TaskEstimate(duration_s=1.0)] * len(tasks), cluster.nodes)
         most = max(len(node.gpus) for node in cluster.nodes)
-        for task in tasks:
+        for task in tasks.values():
             check_num_gpus(task, self.strategy, most=most, has_gpus=cluster.has_gpus)
 
     def problem(
-        self, tasks: Sequence[Task], estimates: Sequence[TaskEstimate], nodes: Sequence[Node]
+        self, tasks: Mapping[str, Task], estimates: Sequence[TaskEstimate], nodes: Sequence[Node]
     ) -> SchedulingProblem:
-        """Return the scheduling problem of the waiting ``tasks``."""
+        """Return the scheduling problem of the waiting ``tasks``, by name in the queue."""
         return SchedulingProblem(
             nodes=tuple(nodes),
             pending=tuple(
@@ -106,7 +107,7 @@ class QueueSetup:
                     tenant=task.tenant,
                     sharing=estimate.sharing,
                 )
-                for name, task, estimate in zip(unique_names(tasks), tasks, estimates, strict=True)
+                for (name, task), estimate in zip(tasks.items(), estimates, strict=True)
             ),
             quotas=self.quotas,
         )
@@ -146,12 +147,13 @@ def _fastest_division(tasks: Sequence[Task], most: int) -> int:
     return min(makespans, key=lambda num_slots: (makespans[num_slots], -num_slots), default=most)
 
 
-def unique_names(tasks: Sequence[Task]) -> list[str]:
-    """Return a unique name for each task: its own, with a number added if an earlier task has the same name."""
-    own, names = {task.name for task in tasks}, list[str]()
+def tasks_by_name(tasks: Sequence[Task]) -> dict[str, Task]:
+    """Return the tasks by their names in the queue: their own, with a number added if an earlier task has the same
+    name."""
+    own, by_name = {task.name for task in tasks}, dict[str, Task]()
     for task in tasks:
-        names.append(task.name if task.name not in names else unique_name(task.name, own.union(names)))
-    return names
+        by_name[task.name if task.name not in by_name else unique_name(task.name, own.union(by_name))] = task
+    return by_name
 
 
 def first_schedule(problem: SchedulingProblem, method: str) -> Schedule:

@@ -30,7 +30,7 @@ from alto.engine.queue_setup import (
     first_schedule,
     journal_begin,
     replanning,
-    unique_names,
+    tasks_by_name,
 )
 from alto.engine.runner import checked_task, portable
 from alto.engine.task_queue import TaskQueue, past_of_finished, queue_results, write_report_of
@@ -65,12 +65,13 @@ class QueueRunner:
     def schedule(self, tasks: Sequence[Task], method: str, *, refresh: bool = False) -> Schedule:
         """Return a schedule of ``tasks``, under their names in the queue."""
         check_method(method)
-        tasks = _read(tasks)
-        self._setup = self._setup.sized_for(tasks)
-        with self._setup.opened() as cluster:
-            self._setup.check(tasks, cluster)
-            estimates = self._estimates(tasks, self._setup, cluster, self._show_only, refresh=refresh)
-            return first_schedule(self._setup.problem(tasks, estimates, cluster.nodes), method)
+        check_has_id(tasks, IN_A_QUEUE)
+        tasks = [checked_task(task) for task in tasks]
+        by_name, setup = tasks_by_name(tasks), self._setup.sized_for(tasks)
+        with setup.opened() as cluster:
+            setup.check(by_name, cluster)
+            estimates = self._estimates(tasks, setup, cluster, self._show_only, refresh=refresh)
+            return first_schedule(setup.problem(by_name, estimates, cluster.nodes), method)
 
     def begin(self, tasks: Sequence[Task], schedule: Schedule | None, output_dir: Path) -> list[TaskResult]:
         """Run ``tasks`` as a new queue in ``output_dir``.
@@ -99,14 +100,15 @@ class QueueRunner:
             schedule: See :meth:`begin`.
             trust_remote_code: Whether tasks submitted by other processes may run code of their base models.
         """
+        check_has_id(tasks, IN_A_QUEUE)
         if schedule is None:
             check_method(method)
-            tasks = _read(tasks)
-        self._setup = self._setup.sized_for(tasks)
+            tasks = [checked_task(task) for task in tasks]
+        by_name, setup = tasks_by_name(tasks), self._setup.sized_for(tasks)
         with (
-            self._setup.opened() as cluster,
+            setup.opened() as cluster,
             self._new_queue(
-                tasks, schedule, output_dir, cluster, method=method, trust_remote_code=trust_remote_code
+                setup, cluster, by_name, schedule, output_dir, method=method, trust_remote_code=trust_remote_code
             ) as queue,
         ):
             yield queue
@@ -182,11 +184,11 @@ class QueueRunner:
         Args:
             tasks: Tasks without a result, by name in the queue.
         """
-        named = [task.replace(name=name) for name, task in tasks.items()]
-        estimates = self._estimates(named, setup, cluster, journal.append)
-        for task, estimate in zip(named, estimates, strict=True):
-            queue_dir.note_estimate(task.name, estimate)
-        return first_schedule(setup.problem(named, estimates, cluster.nodes), method)
+        renamed = [task.replace(name=name) for name, task in tasks.items()]
+        estimates = self._estimates(renamed, setup, cluster, journal.append)
+        for name, estimate in zip(tasks, estimates, strict=True):
+            queue_dir.note_estimate(name, estimate)
+        return first_schedule(setup.problem(tasks, estimates, cluster.nodes), method)
 
     def _show_only(self, event: MeasuringBegun | TaskMeasured) -> None:
         self._show(JournalEntry(seq=NO_SEQ, time=time.time(), event=event))
@@ -200,44 +202,33 @@ class QueueRunner:
     @contextlib.contextmanager
     def _new_queue(
         self,
-        tasks: Sequence[Task],
+        setup: QueueSetup,
+        cluster: Cluster,
+        tasks: Mapping[str, Task],
         schedule: Schedule | None,
         output_dir: Path,
-        cluster: Cluster,
         *,
         method: str,
         trust_remote_code: bool,
     ) -> Iterator[TaskQueue]:
-        check_has_id(tasks, IN_A_QUEUE)
-        names = unique_names(tasks)
         placements = {} if schedule is None else {placement.task: placement for placement in schedule.placements}
-        if schedule is not None and set(placements) != set(names):
+        if schedule is not None and placements.keys() != tasks.keys():
             raise SpecError(
-                f"schedule: expected a placement for each of the {len(names)} tasks, found {len(placements)} "
+                f"schedule: expected a placement for each of the {len(tasks)} tasks, found {len(placements)} "
                 "for different tasks; make it with engine.schedule(tasks)"
             )
-        self._setup.check(tasks, cluster)
-        entries = [
-            self._entry(name, task, placements.get(name), cluster) for name, task in zip(names, tasks, strict=True)
-        ]
+        setup.check(tasks, cluster)
+        entries = [_entry(name, task, placements.get(name), setup, cluster) for name, task in tasks.items()]
         queue_dir = QueueDir.create(
-            output_dir, entries, [portable(task) for task in tasks], self._setup.settings(method)
+            output_dir, entries, [portable(task) for task in tasks.values()], setup.settings(method)
         )
-        trusted = [name for name, task in zip(names, tasks, strict=True) if task.needs_trust]
-        intake = _intake(self._setup, cluster, trusted=trusted, trust_remote_code=trust_remote_code)
-        is_working, by_name = False, dict(zip(names, tasks, strict=True))
+        trusted = [name for name, task in tasks.items() if task.needs_trust]
+        intake = _intake(setup, cluster, trusted=trusted, trust_remote_code=trust_remote_code)
+        is_working = False
         try:
             with (
                 queue_dir.run.locked(),
-                self._working(
-                    queue_dir,
-                    self._setup,
-                    cluster,
-                    method,
-                    intake,
-                    first=schedule,
-                    tasks=by_name,
-                ) as queue,
+                self._working(queue_dir, setup, cluster, method, intake, first=schedule, tasks=tasks) as queue,
             ):
                 is_working = True
                 yield queue
@@ -245,17 +236,6 @@ class QueueRunner:
             if not is_working:  # the queue has nothing worth resuming
                 shutil.rmtree(queue_dir.root, ignore_errors=True)
             raise
-
-    def _entry(self, name: str, task: Task, placement: Placement | None, cluster: Cluster) -> QueueEntry:
-        """Return a task's entry for the queue's folder. A task without a placement is marked as not measured.
-
-        The duration of a placement in a shared executor is longer than that of the task alone, so the cached estimate
-        replaces it.
-        """
-        estimate = TaskEstimate(duration_s=UNKNOWN_DURATION_S if placement is None else placement.duration_s)
-        if placement is None or placement.executor:
-            estimate = self._setup.known_estimate(task, cluster) or estimate
-        return QueueEntry.new(name, task, estimate, base=base_key(task), is_unmeasured=placement is None)
 
     @contextlib.contextmanager
     def _working(
@@ -328,23 +308,28 @@ def _saving(live: LiveQueue, controller: Controller) -> Iterator[None]:
         raise
 
 
+def _entry(name: str, task: Task, placement: Placement | None, setup: QueueSetup, cluster: Cluster) -> QueueEntry:
+    """Return a task's entry for the queue's folder. A task without a placement is marked as not measured.
+
+    The duration of a placement in a shared executor is longer than that of the task alone, so the cached estimate
+    replaces it.
+    """
+    estimate = TaskEstimate(duration_s=UNKNOWN_DURATION_S if placement is None else placement.duration_s)
+    if placement is None or placement.executor:
+        estimate = setup.known_estimate(task, cluster) or estimate
+    return QueueEntry.new(name, task, estimate, base=base_key(task), is_unmeasured=placement is None)
+
+
 def _intake(setup: QueueSetup, cluster: Cluster, *, trusted: Collection[str], trust_remote_code: bool) -> QueueIntake:
     return QueueIntake(
         host=TRAIN,
         is_parallel=setup.is_parallel,
-        check=lambda task: setup.check([task], cluster),
+        check=lambda task: setup.check({task.name: task}, cluster),
         estimate=lambda task: setup.known_estimate(task, cluster) or TaskEstimate(duration_s=UNKNOWN_DURATION_S),
         base_of=base_key,
         trusted=trusted,
         trust_remote_code=trust_remote_code,
     )
-
-
-def _read(tasks: Sequence[Task]) -> list[Task]:
-    """Return ``tasks`` with absolute paths, so that any process can run them; raise errors in their rows now, with the
-    task's name."""
-    check_has_id(tasks, IN_A_QUEUE)
-    return [checked_task(task) for task in tasks]
 
 
 def _trusted_cluster(named: str, began_on: str, queue_dir: QueueDir) -> str:
