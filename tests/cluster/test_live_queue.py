@@ -17,7 +17,7 @@ import alto
 from alto.cluster import Controller, LiveQueue, QueueIntake, answer_past_ends, past_ends
 from alto.errors import DiskFullError, QueueCommandError, SpecError, TaskInterruptedError, UnsupportedError
 from alto.records import Node, TaskEstimate
-from alto.runs import CommandAnswer, Journal, QueueAction, QueueDir, QueueEntry, QueueMailbox, read_events
+from alto.runs import CommandAnswer, Journal, QueueAction, QueueContent, QueueDir, QueueEntry, QueueMailbox, read_events
 from alto.runs.events import Event, TaskSubmitted
 from alto.scheduler import schedule_tasks
 from alto.scheduler.queue import Queue, QueueSettings
@@ -333,7 +333,7 @@ def test_a_disk_without_room_for_a_new_task_is_no_end_of_the_others(
 ) -> None:
     bench = Bench(tmp_path)
 
-    def add(queue: QueueDir, entry: QueueEntry, task: alto.Task) -> None:
+    def add(queue: QueueDir, entry: QueueEntry, task: alto.Task, *, to: QueueContent) -> None:
         raise DiskFullError("expected to write task.yaml, found: No space left on device")
 
     with bench.working() as (live, controller):

@@ -19,6 +19,7 @@ from alto.runs import (
     Journal,
     QueueAction,
     QueueCommand,
+    QueueContent,
     QueueDir,
     QueueEntry,
     QueueMailbox,
@@ -81,7 +82,9 @@ class LiveQueue:
     def submit(self, task: Task, *, tenant: str, priority: int) -> str:
         """Submit a task, whose paths are absolute; durable when this returns. Errors as in `TaskQueue.submit`."""
         task, estimate = task.replace(tenant=tenant, priority=priority), self._intake.estimate(task)
-        return self._controller.call(lambda: self._submit(task, estimate, trust_remote_code=task.needs_trust))
+        return self._controller.call(
+            lambda: self._submit(task, estimate, self._queue_dir.read(), trust_remote_code=task.needs_trust)
+        )
 
     def cancel(self, task: str) -> None:
         """Cancel a task; see `Controller.cancel`."""
@@ -156,8 +159,8 @@ class LiveQueue:
                 return "Running tasks save and end."
 
     def _submit_once(self, command: QueueCommand) -> str:
-        entries, _ = self._queue_dir.read()
-        before = next((entry.task for entry in entries if entry.command == command.id), None)
+        content = self._queue_dir.read()
+        before = next((entry.task for entry in content[0] if entry.command == command.id), None)
         if before is not None:  # already submitted, but the answer was lost
             return before
         task, estimate = self._read(command)
@@ -169,7 +172,9 @@ class LiveQueue:
                 f"{what}: expected a task {which}, or a queue that "
                 "allows it, found neither; start the queue with: alto run --wait-for-tasks --trust-remote-code"
             )
-        return self._submit(task, estimate, command=command.id, trust_remote_code=self._intake.trust_remote_code)
+        return self._submit(
+            task, estimate, content, command=command.id, trust_remote_code=self._intake.trust_remote_code
+        )
 
     def _read(self, command: QueueCommand) -> tuple[Task, TaskEstimate]:
         """Return the task that a command submits, and its estimate.
@@ -188,7 +193,10 @@ class LiveQueue:
                 f"{type(error).__name__}: {error}; correct it, then submit it again"
             ) from error
 
-    def _submit(self, task: Task, estimate: TaskEstimate, *, command: str = "", trust_remote_code: bool) -> str:
+    def _submit(
+        self, task: Task, estimate: TaskEstimate, content: QueueContent, *, command: str = "", trust_remote_code: bool
+    ) -> str:
+        """Submit a task to the queue, whose file has ``content``."""
         if self._has_completed:
             raise QueueCommandError("this queue has completed and no longer accepts tasks; start a new queue")
         if not self._takes_tasks:
@@ -197,12 +205,11 @@ class LiveQueue:
                 "(alto drain --when-done); start a new queue"
             )
         self._intake.check(task)
-        entries, _ = self._queue_dir.read()
-        name = unique_name(task.name, {entry.task for entry in entries})
+        name = unique_name(task.name, {entry.task for entry in content[0]})
         entry = QueueEntry.new(name, task, estimate, command=command, base=self._intake.base_of(task))
         ticket = self._ticket(entry, trust_remote_code=trust_remote_code)
         self._controller.check(ticket)
-        self._queue_dir.add(entry, task)
+        self._queue_dir.add(entry, task, to=content)
         return self._controller.submit(ticket, command=command)
 
     def _cancel_once(self, command: QueueCommand) -> str:

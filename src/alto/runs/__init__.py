@@ -20,7 +20,7 @@ from alto.runs.journal import (
 )
 from alto.runs.mailbox import Command, CommandAnswer, JobAction, Mailbox, QueueAction, QueueCommand, QueueMailbox
 from alto.runs.overview import RunState, RunSummary, find_runs, latest_run, summarise
-from alto.runs.queue_dir import QueueDir, QueueEntry
+from alto.runs.queue_dir import QueueContent, QueueDir, QueueEntry
 from alto.runs.queue_history import (
     Attempt,
     QueueHistory,
@@ -51,6 +51,7 @@ __all__ = [
     "Observer",
     "QueueAction",
     "QueueCommand",
+    "QueueContent",
     "QueueDir",
     "QueueEntry",
     "QueueHistory",

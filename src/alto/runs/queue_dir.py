@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -70,6 +70,10 @@ class QueueEntry(Demand):
         )
 
 
+QueueContent: TypeAlias = tuple[list[QueueEntry], dict[str, Any]]
+"""The tasks and the settings of a queue."""
+
+
 class QueueDir:
     """Names of the files of a queue; the journal and the lock are the same as those of a run."""
 
@@ -119,7 +123,7 @@ class QueueDir:
         """Return whether the folder is that of a queue rather than of a run."""
         return (Path(root) / _SPEC).is_file()
 
-    def read(self) -> tuple[list[QueueEntry], dict[str, Any]]:
+    def read(self) -> QueueContent:
         """Return the tasks and the settings of the queue.
 
         Raises:
@@ -139,15 +143,15 @@ class QueueDir:
                 "original file, or run the tasks in a new queue"
             ) from error
 
-    def add(self, entry: QueueEntry, task: Task) -> None:
-        """Add a task durably.
+    def add(self, entry: QueueEntry, task: Task, *, to: QueueContent) -> None:
+        """Add a task durably to the content that was read since this process took the lock.
 
         Raises:
             RunBusyError: See :meth:`RunDir.check_lock`.
             RunWriteError: The folder cannot be written.
         """
         run = self.run_of(entry.task)
-        entries, settings = self.read()
+        entries, settings = to
         self.run.check_lock()
         with writing(self.root, run.root):
             if run.root.exists():  # left by an attempt that failed before the task was added
