@@ -315,7 +315,7 @@ def test_memory_that_runs_out_in_a_step_changes_it_by_rounding(monkeypatch: pyte
     monkeypatch.setattr(bank.backbone, "token_losses", token_losses)
     found = bank.step()
     assert len(refused) > 1
-    assert num_tokens > bank.trainer.micro_batches.max_tokens
+    assert num_tokens > bank.trainer.passes.micro_batches.max_tokens
     found_values, expected_values = (one.trainer.added_losses(one.jobs) for one in (bank, plenty))
     assert found_values[:3] == pytest.approx(expected_values[:3], rel=1e-5)
     assert found_values[3:] == expected_values[3:] == [None]

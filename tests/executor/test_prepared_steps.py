@@ -96,7 +96,7 @@ def test_a_step_of_other_jobs_or_smaller_micro_batches_makes_its_own(events: lis
     events.clear()
     assert step(prepared) == step(plain, prepares=False)
     assert events == ["collate", "collate", "read", "collate", "read"]
-    prepared.trainer.micro_batches.max_tokens = plain.trainer.micro_batches.max_tokens = 60
+    prepared.trainer.passes.micro_batches.max_tokens = plain.trainer.passes.micro_batches.max_tokens = 60
     assert step(prepared) == step(plain, prepares=False)
     assert torch.equal(prepared.trainer.bank.params_ZP, plain.trainer.bank.params_ZP)
 

@@ -316,7 +316,7 @@ def test_memory_that_runs_out_is_in_the_journals_of_those_it_ran_out_for(tmp_pat
             shared.attach(name, *tasks()[name])
         shared.turn()
         (job,) = shared.executor.sessions["cedar"].state.jobs.values()
-        shared.executor.bank.trainer.micro_batches.report("forward", [job.slot], num_tokens=50)
+        shared.executor.bank.trainer.passes.micro_batches.report("forward", [job.slot], num_tokens=50)
     events = {
         name: [event for event in events_of(tmp_path / name) if event["event"] == "oom"] for name in ("ash", "cedar")
     }
@@ -375,9 +375,9 @@ def test_a_limit_of_tokens_leaves_with_its_task(tmp_path: Path) -> None:
         shared.attach("ash", ash.replace(max_tokens_per_pass=4096, num_train_epochs=4), data)
         elm, data = tasks()["elm"]
         shared.attach("elm", elm.replace(max_tokens_per_pass=50), data)
-        micro_batches = shared.executor.bank.trainer.micro_batches
+        micro_batches = shared.executor.bank.trainer.passes.micro_batches
         assert micro_batches.max_tokens == 50
         while "elm" in shared.executor.sessions:
             shared.turn()
-        assert shared.executor.bank.trainer.micro_batches.max_tokens == 4096
+        assert shared.executor.bank.trainer.passes.micro_batches.max_tokens == 4096
         shared.finish()

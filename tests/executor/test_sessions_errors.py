@@ -159,13 +159,13 @@ def test_what_has_fitted_into_memory_is_known_to_those_who_come_later(tmp_path: 
     with SharedExecutor(tmp_path) as shared:
         shared.attach("ash", *tasks()["ash"])
         shared.turn()
-        shared.executor.bank.trainer.micro_batches.max_tokens = 60  # as after memory has run out
+        shared.executor.bank.trainer.passes.micro_batches.max_tokens = 60  # as after memory has run out
         for name in ("elm", "birch"):  # the second needs a new bank
             shared.attach(name, *tasks()[name])
-            assert shared.executor.bank.trainer.micro_batches.max_tokens == 60
+            assert shared.executor.bank.trainer.passes.micro_batches.max_tokens == 60
         while "birch" in shared.executor.sessions:
             shared.turn()
-        assert shared.executor.bank.trainer.micro_batches.max_tokens == 60
+        assert shared.executor.bank.trainer.passes.micro_batches.max_tokens == 60
 
 
 def test_a_run_whose_lock_is_lost_is_not_written_for_the_sake_of_another(
@@ -241,7 +241,7 @@ def test_a_run_that_cannot_be_built_leaves_no_limit_behind(tmp_path: Path, monke
             patch.setattr("alto.executor.session.Control", fail)
             with pytest.raises(RunError):
                 shared.attach("elm", elm.replace(max_tokens_per_pass=50), data)
-        assert shared.executor.bank.trainer.micro_batches.max_tokens == SETTINGS["max_tokens_per_pass"]
+        assert shared.executor.bank.trainer.passes.micro_batches.max_tokens == SETTINGS["max_tokens_per_pass"]
 
 
 def test_a_task_that_cannot_leave_a_bank_takes_no_step_before_it_ends(

@@ -115,13 +115,13 @@ class TestTheBank:
         assert list(state.jobs) == list(state.selection.training) == ["job-000", "job-001"]
         assert state.slot_manager.num_slots == 1
         assert state.active() == []
-        assert state.trainer.micro_batches.largest == 0
+        assert state.trainer.passes.micro_batches.largest == 0
         job = state.jobs["job-001"]
         state.slot_manager.admit(job, 0)
         assert state.active() == [job] == [state.in_slot(0)]
         (loss,) = state.trainer.step([job])
         assert loss > 0
-        assert 0 < state.trainer.micro_batches.largest <= 300
+        assert 0 < state.trainer.passes.micro_batches.largest <= 300
 
     def test_begins_with_what_was_left_after_memory_ran_out(self) -> None:
         context = context_of(make_task(JOBS, max_tokens_per_pass=300))

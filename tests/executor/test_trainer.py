@@ -72,7 +72,7 @@ class Jobs(Bank):
 
     def go_back(self, state: State) -> None:
         """Restore a saved state, with enough memory for everything."""
-        self.trainer.micro_batches.max_tokens = PLENTY
+        self.trainer.passes.micro_batches.max_tokens = PLENTY
         self.memory_events.clear()
         for job, (weights, optimizer) in zip(self.jobs, state, strict=True):
             job.step = optimizer.step
@@ -128,7 +128,7 @@ def test_a_step_that_runs_out_of_memory_anywhere_is_taken_once(num_jobs: int) ->
         if event.phase == "update":
             assert event.max_tokens_per_pass == PLENTY
         else:
-            assert event.num_tokens // 2 == event.max_tokens_per_pass == bank.trainer.micro_batches.max_tokens
+            assert event.num_tokens // 2 == event.max_tokens_per_pass == bank.trainer.passes.micro_batches.max_tokens
     assert phases == {"forward", "backward", "update"}
 
 
@@ -193,16 +193,16 @@ def test_an_evaluation_that_runs_out_of_memory_anywhere_gives_the_same_losses(nu
     bank = adamw(num_jobs)
     bank.train()
     expected = bank.validation_losses()
-    bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
+    bank.trainer.passes.micro_batches.max_tokens = SEVERAL_PASSES
     with ShortOfMemory() as enough:
         bank.validation_losses()
     for place in places(enough.num_requests, 5):
-        bank.trainer.micro_batches.max_tokens = SEVERAL_PASSES
+        bank.trainer.passes.micro_batches.max_tokens = SEVERAL_PASSES
         bank.memory_events.clear()
         with ShortOfMemory(place):
             assert bank.validation_losses() == pytest.approx(expected, rel=LOSS_TOLERANCE)
         assert [event.phase for event in bank.memory_events] == ["evaluation"]
-        assert bank.trainer.micro_batches.max_tokens < SEVERAL_PASSES
+        assert bank.trainer.passes.micro_batches.max_tokens < SEVERAL_PASSES
 
 
 @pytest.mark.parametrize("max_tokens", [SEVERAL_PASSES, 1])
@@ -213,7 +213,7 @@ def test_a_job_larger_than_a_pass_is_trained_in_several(max_tokens: int) -> None
     assert parts.train(3) == pytest.approx(whole.train(3), rel=LOSS_TOLERANCE)
     assert_same_change(parts.state(), whole.state(), before)
     longest = 40
-    assert parts.trainer.micro_batches.largest <= max(max_tokens, longest)
+    assert parts.trainer.passes.micro_batches.largest <= max(max_tokens, longest)
 
 
 def test_other_errors_are_let_through(monkeypatch: pytest.MonkeyPatch) -> None:

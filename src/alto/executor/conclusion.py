@@ -153,7 +153,7 @@ def _no_winner_reason(state: TrainingState) -> str:
         )
     if not failed:
         return f"all {len(decisions)} jobs diverged before that; lower the learning rates"
-    row, fits = failed[0].evidence["row_tokens"], state.trainer.micro_batches.largest
+    row, fits = failed[0].evidence["row_tokens"], state.trainer.passes.micro_batches.largest
     remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
     return (
         f"{len(failed)} of {len(decisions)} jobs have a row that does not fit into memory even alone: it has {row:,} "

@@ -16,7 +16,7 @@ from alto.executor.context import JobState
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
 from alto.kernels import DropoutKey, NoiseKey, TokenNoise, TokenSchedule
-from alto.lora import AdapterBank, BankHeads, ForwardContext, adapter_scale
+from alto.lora import AdapterBank, BankHeads, adapter_scale, inject
 from alto.objectives import Learners
 from alto.scheduler import RankSlots
 
@@ -71,11 +71,11 @@ class Passes:
     """The forward passes of the jobs in a bank, on this rank. All ranks are given the same work.
 
     Args:
-        backbone: The base model, whose targeted modules are wrapped for ``bank``.
+        backbone: The base model; its targeted modules are wrapped in place.
         bank: Bank of this rank; the banks of all ranks have the same number of slots.
-        forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
 
     Attributes:
+        forward_context: Gives the wrapped modules the slots of a micro-batch's tokens.
         prepared: The micro-batches that are expected next.
     """
 
@@ -83,18 +83,21 @@ class Passes:
         self,
         backbone: Backbone,
         bank: AdapterBank,
-        forward_context: ForwardContext,
         micro_batches: MicroBatches,
         ranks: Ranks,
     ) -> None:
         self.backbone = backbone
         self.bank = bank
-        self.forward_context = forward_context
         self.micro_batches = micro_batches
         self.ranks = ranks
         self.slots = RankSlots(num_ranks=ranks.size, per_rank=bank.num_slots)
         self.heads = BankHeads(bank)
         self.prepared = PreparedStep()
+        self.inject()
+
+    def inject(self) -> None:
+        """Wrap the targeted modules of the base model for the bank, in place of a bank that was injected before."""
+        self.forward_context = inject(self.backbone.model, self.bank, self.backbone.rows_in_pass)
 
     def local_slot(self, job: JobState) -> int | None:
         """Return the local slot of a resident job in this rank's bank; None if the job is on another rank."""

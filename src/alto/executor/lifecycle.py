@@ -85,7 +85,7 @@ class JobLifecycle:
 
     def fail(self, error: RowTooLargeError) -> None:
         """End the job whose row does not fit into memory."""
-        job, largest = self._state.in_slot(error.slot), self._state.trainer.micro_batches.largest
+        job, largest = self._state.in_slot(error.slot), self._state.trainer.passes.micro_batches.largest
         self.exit(job, ExitReason.FAILED, row_tokens=error.num_tokens, largest_micro_batch=largest)
 
     def reopen(self, job: JobState, command: str) -> None:

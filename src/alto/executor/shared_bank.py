@@ -31,7 +31,6 @@ from alto.lora import (
     eject,
     find_shared_inputs,
     initial_values,
-    inject,
 )
 from alto.spec import AdapterDtype, OptimizerName
 
@@ -138,8 +137,7 @@ def build_trainer(
     bank.keep_copies(size.working_dtype)
     bank.keep_square_sums(bank.ops.gradient_tiles(backbone.dtype, bank.params_ZP.dtype))
     optimizer = BankOptimizer(bank, size.optims, size.state_dtype)
-    forward_context = inject(backbone.model, bank, backbone.rows_in_pass)
-    return Trainer(Passes(backbone, bank, forward_context, micro_batches, ranks or Ranks()), optimizer)
+    return Trainer(Passes(backbone, bank, micro_batches, ranks or Ranks()), optimizer)
 
 
 class BankMember(Protocol):
@@ -203,7 +201,7 @@ class SharedBank:
     @property
     def num_slots(self) -> int:
         """Number of slots of all ranks together."""
-        return self.trainer.slots.num_slots
+        return self.trainer.passes.slots.num_slots
 
     def attach(self, member: BankMember, *, max_tokens: int) -> None:
         """Add the jobs of another task; the bank grows if they need more slots, more modules or a larger rank.
@@ -221,13 +219,13 @@ class SharedBank:
         except BaseException:
             del self._members[member]
             raise
-        self.trainer.micro_batches.max_tokens = self._max_tokens
+        self.trainer.passes.micro_batches.max_tokens = self._max_tokens
 
     def detach(self, member: BankMember) -> None:
         """Remove a task, none of whose jobs has a slot; the bank keeps its size."""
         self._remember_pass_size()
         del self._members[member]
-        self.trainer.micro_batches.max_tokens = self._max_tokens
+        self.trainer.passes.micro_batches.max_tokens = self._max_tokens
 
     def fit(self) -> None:
         """Make the bank large enough for the jobs of all members; resident jobs stay if there are enough slots.
@@ -262,8 +260,7 @@ class SharedBank:
 
     def reinject(self) -> None:
         """Wrap the base model's modules again after other code has wrapped or unwrapped them."""
-        context = inject(self._backbone.model, self.trainer.bank, self._backbone.rows_in_pass)
-        self.trainer.passes.forward_context = context
+        self.trainer.passes.inject()
 
     @property
     def _max_tokens(self) -> int:
@@ -273,7 +270,7 @@ class SharedBank:
     def _remember_pass_size(self) -> None:
         """Remember the current size of micro-batches if out-of-memory events have made it smaller than the members
         allow."""
-        if self._size is not None and (tokens := self.trainer.micro_batches.max_tokens) < self._max_tokens:
+        if self._size is not None and (tokens := self.trainer.passes.micro_batches.max_tokens) < self._max_tokens:
             self._fitting_tokens = tokens
 
     def _readmit(self, residents: Iterable[tuple[BankMember, JobState, int]]) -> None:

@@ -121,7 +121,7 @@ class SlotManager:
         """
         if slot >= self.num_slots:
             return False
-        slots = self.trainer.slots
+        slots = self.trainer.passes.slots
         return slots.rank_of(slot) != self._ranks.rank or self.trainer.bank.is_free(slots.local_slot_of(slot))
 
     def ranks_of(self, job: JobState) -> list[int]:
@@ -313,7 +313,7 @@ class SlotManager:
         return slot
 
     def _rank_of(self, job: JobState) -> int:
-        return self.trainer.slots.rank_of(slot_of(job))
+        return self.trainer.passes.slots.rank_of(slot_of(job))
 
     def _is_written_here(self, job: JobState) -> bool:
         """Return whether this rank writes the states of a resident job. For a data-parallel job, the first rank that
@@ -321,7 +321,7 @@ class SlotManager:
         return self._rank_of(job) == self._ranks.rank
 
     def _local_slot(self, job: JobState) -> int:
-        return self.trainer.slots.local_slot_of(slot_of(job))
+        return self.trainer.passes.slots.local_slot_of(slot_of(job))
 
     def _write_adapter(self, folder: Path, job: JobState, weights: AdapterWeights) -> None:
         write_adapter(folder, weights, job.config, self.context.backbone.path, self._names)

@@ -38,8 +38,6 @@ class Trainer(Evaluator):
     def __init__(self, passes: Passes, optimizer: BankOptimizer) -> None:
         super().__init__(passes)
         self.bank = passes.bank
-        self.micro_batches = passes.micro_batches
-        self.slots = passes.slots
         self.optimizer = optimizer
         self._terms: Sequence[AuxiliaryTerm] = ()
 
@@ -159,7 +157,7 @@ class Trainer(Evaluator):
                 term.forget()
             self.bank.clear_gradients(list(here))
 
-        self.micro_batches.run(work, train, forget=forget, prepare=prepare, num_micro_batches=num_micro_batches)
+        self.passes.micro_batches.run(work, train, forget=forget, prepare=prepare, num_micro_batches=num_micro_batches)
         self.bank.complete_gradients(here)
         self._share_gradients([job for job in jobs if job.is_data_parallel])
         assert losses is not None, "at least one job trains"
@@ -195,7 +193,7 @@ class Trainer(Evaluator):
             except NoMemoryError:
                 pass  # retry outside of this clause, because the error keeps the tensors that must be released
             release_memory()
-            self.micro_batches.report("update", list(left))
+            self.passes.micro_batches.report("update", list(left))
             num_before = len(left)
             left = {local_slot: job for local_slot, job in left.items() if not self.has_stepped(job)}
             if is_last_try and len(left) == num_before:
@@ -223,7 +221,7 @@ class Trainer(Evaluator):
         here = passes.here(jobs)
         try:
             work, _ = passes.work(_batches(jobs, steps_ahead=1), is_step=True)
-            for parts in self.micro_batches.split(work):
+            for parts in self.passes.micro_batches.split(work):
                 batch = passes.collate(parts)
                 prepared.add(parts, batch, schedule_of(batch, here, training=True, steps_ahead=1))
         except Exception as error:

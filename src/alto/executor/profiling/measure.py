@@ -160,7 +160,7 @@ def measure(
             admitted = _admitted(chosen, shape, len(rows.train), ranks)
             of_all = sum(rows.train.num_row_tokens[row] for job in admitted for row in job.order.rows_of_step(0))
             parts = [JobRows(rows.train, slot, tuple(job.order.rows_of_step(0))) for slot, job in enumerate(admitted)]
-            num_tokens = trainer.micro_batches.num_tokens(parts) // ranks.size
+            num_tokens = trainer.passes.micro_batches.num_tokens(parts) // ranks.size
             if _has_two_sizes(memory) and ranks.any(
                 num_tokens > max_tokens
                 or not budget.allows(of_all, token_s=token_s, spent_s=clock() - began)
