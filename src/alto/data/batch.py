@@ -160,6 +160,7 @@ class JobRows:
 
     Attributes:
         dataset: Rows of the job's task.
+        slot: Slot of the job in the bank of this process; with several ranks, its local slot.
         rows: Indices into ``dataset``.
         first_token: Number of tokens of the job's batch before these rows, in other micro-batches or on other ranks.
         whole: Sums over the job's whole batch; None if ``rows`` is the whole batch.
@@ -239,7 +240,7 @@ class TokenBatch:
     """Tokens of one forward pass, job after job, row after row.
 
     Attributes:
-        slots: Slot of each of the ``J`` jobs, in token order.
+        slots: Slot of each of the ``J`` jobs in the bank of this process, in token order.
         input_ids_T, position_ids_T: Token ids and positions; positions continue after the prefix of a sequence.
         sequence_lengths: Number of tokens of each sequence: a row, or one side of a pair.
         sequence_prefixes: Length of the prefix of each sequence: 0, a pair's prompt, or the beginning that a row shares

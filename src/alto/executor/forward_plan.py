@@ -118,7 +118,8 @@ class Passes:
     def work(
         self, batches: Sequence[JobBatch], *, split_jobs: bool = False, is_step: bool = False
     ) -> tuple[list[JobRows], int]:
-        """Return this rank's share of ``batches``, and the largest number of micro-batches of any rank.
+        """Return this rank's share of ``batches``, with local slots, and the largest number of micro-batches of any
+        rank.
 
         Args:
             split_jobs: Whether the rows of a job may be split over micro-batches.
