@@ -14,7 +14,7 @@ from journals import entries
 from tiny import make_task, save_model
 
 import alto
-from alto.cluster import AttemptEnded, Cluster, EntryWritten, GpuGone, Launch, Outcome, TaskTicket, open_cluster
+from alto.cluster import AttemptEnded, Cluster, EntryWritten, GpuLost, Launch, Outcome, TaskTicket, open_cluster
 from alto.cluster.choice import CheckedCluster
 from alto.cluster.local import LocalCluster
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
@@ -119,7 +119,7 @@ def test_a_cluster_that_does_as_it_should_is_passed_on() -> None:
 
 
 def test_lost_gpus_are_passed_on() -> None:
-    gone = GpuGone(gpu=Gpu("n", 1))
+    gone = GpuLost(gpu=Gpu("n", 1))
     assert CheckedCluster(cluster(script=lambda _: [gone])).poll(0) == [gone]
 
 

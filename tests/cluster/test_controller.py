@@ -13,7 +13,17 @@ from controller_bench import SETTINGS, Bench, new_run
 from fake_cluster import FakeCluster, leave_result
 from journals import event
 
-from alto.cluster import ClusterEvent, Controller, EntryWritten, GpuCame, GpuGone, Launch, Outcome, Retrying, TaskTicket
+from alto.cluster import (
+    ClusterEvent,
+    Controller,
+    EntryWritten,
+    GpuAdded,
+    GpuLost,
+    Launch,
+    Outcome,
+    Retrying,
+    TaskTicket,
+)
 from alto.errors import QueueCommandError, SpecError, TaskInterruptedError
 from alto.records import Gpu
 from alto.runs import (
@@ -95,12 +105,12 @@ def test_a_task_whose_node_is_lost_runs_again_where_gpus_are(tmp_path: Path) -> 
             cluster.script = bring_back
             gone = next(launch for _, launch in cluster.running.values() if launch.gpus == (Gpu("n", 1),))
             yield cluster.end(gone, Outcome.LOST)
-            yield GpuGone(gpu=Gpu("n", 1))
+            yield GpuLost(gpu=Gpu("n", 1))
 
     def bring_back(cluster: FakeCluster) -> Iterable[ClusterEvent]:
         if cluster.clock() > 110.0:
             cluster.script = lambda cluster: ()
-            yield GpuCame(gpu=Gpu("n", 1))
+            yield GpuAdded(gpu=Gpu("n", 1))
 
     bench.cluster.script = lose
     bench.run()
@@ -127,15 +137,15 @@ def test_nothing_is_started_on_a_gpu_that_is_lost_with_another(tmp_path: Path) -
             present.clear()
             for _, launch in list(cluster.running.values()):
                 yield cluster.end(launch, Outcome.LOST)
-            yield GpuGone(gpu=Gpu("n", 0))
-            yield GpuGone(gpu=Gpu("n", 1))
+            yield GpuLost(gpu=Gpu("n", 0))
+            yield GpuLost(gpu=Gpu("n", 1))
 
     def bring_back(cluster: FakeCluster) -> Iterable[ClusterEvent]:
         if cluster.clock() > 110.0:
             cluster.script = lambda cluster: ()
             present.update({Gpu("n", 0), Gpu("n", 1)})
-            yield GpuCame(gpu=Gpu("n", 0))
-            yield GpuCame(gpu=Gpu("n", 1))
+            yield GpuAdded(gpu=Gpu("n", 0))
+            yield GpuAdded(gpu=Gpu("n", 1))
 
     bench.cluster.script = lose
     with pytest.MonkeyPatch.context() as patch:

@@ -27,8 +27,8 @@ from alto.cluster import (
     AttemptEnded,
     ClusterEvent,
     Controller,
-    GpuCame,
-    GpuGone,
+    GpuAdded,
+    GpuLost,
     Launch,
     LiveQueue,
     Outcome,
@@ -166,9 +166,9 @@ class Executors:
             gpu = Gpu("n", index)
             self._dying += [task for task, (_, launch) in self.running.items() if gpu in launch.gpus]
             yield from self._deaths()
-            yield GpuGone(gpu=gpu)
+            yield GpuLost(gpu=gpu)
         for index in sorted(came):
-            yield GpuCame(gpu=Gpu("n", index))
+            yield GpuAdded(gpu=Gpu("n", index))
 
     def close(self) -> None:
         self.running.clear()

@@ -20,7 +20,7 @@ import ray
 from clusters import Started, is_alive, wait_for
 from ray_machine import RayMachine
 
-from alto.cluster import AttemptEnded, GpuCame, GpuGone, Outcome
+from alto.cluster import AttemptEnded, GpuAdded, GpuLost, Outcome
 from alto.cluster import ray as of_ray
 from alto.cluster.ray import RayCluster
 from alto.errors import ClusterLostError, SpecError, UnsupportedError
@@ -134,7 +134,7 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     started = start_cluster("counts")
     node = ray_nodes.add_node(num_cpus=1)
     gpu = wait_for(
-        lambda: next((event.gpu for event in started.events if isinstance(event, GpuCame)), None),
+        lambda: next((event.gpu for event in started.events if isinstance(event, GpuAdded)), None),
         "a node",
         meanwhile=started.poll,
     )
@@ -146,11 +146,11 @@ def test_a_node_that_joins_is_used_and_a_task_that_is_lost_with_it_goes_on_elsew
     os.kill(actor_of(executor), signal.SIGKILL)
     wait_for(lambda: has_lost_actor(started), "the death of the actor", meanwhile=started.poll)
     started.poll()
-    assert not any(isinstance(event, GpuGone | AttemptEnded) for event in started.events)
+    assert not any(isinstance(event, GpuLost | AttemptEnded) for event in started.events)
     ray_nodes.kill_node(node)
     assert started.until_ended().outcome is Outcome.LOST
-    assert [event for event in started.events if isinstance(event, GpuGone | AttemptEnded)] == [
-        GpuGone(gpu=gpu),
+    assert [event for event in started.events if isinstance(event, GpuLost | AttemptEnded)] == [
+        GpuLost(gpu=gpu),
         started.until_ended(),
     ]
     assert gpu not in started.gpus()

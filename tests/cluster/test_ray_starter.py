@@ -15,8 +15,8 @@ from alto.cluster import (
     AttemptEnded,
     ClusterEvent,
     EntryWritten,
-    GpuCame,
-    GpuGone,
+    GpuAdded,
+    GpuLost,
     Launch,
     Outcome,
     TaskTicket,
@@ -156,8 +156,8 @@ def test_nodes_that_come_and_go_are_reported_once() -> None:
     first, second = row("a", GPU=2), row("b", GPU=1)
     nodes.update([first])
     assert nodes.update([first]) == []
-    gone = [GpuGone(gpu=Gpu("host-aaaaaaaa", index)) for index in (0, 1)]
-    came = [GpuCame(gpu=Gpu("host-bbbbbbbb", 0))]
+    gone = [GpuLost(gpu=Gpu("host-aaaaaaaa", index)) for index in (0, 1)]
+    came = [GpuAdded(gpu=Gpu("host-bbbbbbbb", 0))]
     assert nodes.update([{**first, "Alive": False}, second]) == [*gone, *came]
     assert nodes.update([second]) == []
 

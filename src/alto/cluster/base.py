@@ -142,20 +142,20 @@ class AttemptEnded(Ending):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuGone:
+class GpuLost:
     """A GPU left the cluster, with its node."""
 
     gpu: Gpu
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuCame:
+class GpuAdded:
     """A GPU joined the cluster."""
 
     gpu: Gpu
 
 
-ClusterEvent = EntryWritten | AttemptEnded | GpuGone | GpuCame
+ClusterEvent = EntryWritten | AttemptEnded | GpuLost | GpuAdded
 
 
 class Cluster(Protocol):

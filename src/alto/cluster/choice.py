@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TypeAlias, cast
 
 from alto.base import Registry, naming_errors
-from alto.cluster.base import AttemptEnded, Cluster, ClusterEvent, EntryWritten, GpuCame, GpuGone, Launch, Outcome
+from alto.cluster.base import AttemptEnded, Cluster, ClusterEvent, EntryWritten, GpuAdded, GpuLost, Launch, Outcome
 from alto.errors import SpecError, UnsupportedError
 from alto.records import Node
 
@@ -85,7 +85,7 @@ class CheckedCluster:
             self._cluster.close()
 
     def _check_event(self, event: object) -> None:
-        if isinstance(event, GpuGone | GpuCame):
+        if isinstance(event, GpuLost | GpuAdded):
             return
         if not isinstance(event, EntryWritten | AttemptEnded):
             raise self._broken("poll", "events of alto.cluster", type(event).__name__)

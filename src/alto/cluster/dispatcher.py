@@ -16,8 +16,8 @@ from alto.cluster.base import (
     Cluster,
     ClusterEvent,
     EntryWritten,
-    GpuCame,
-    GpuGone,
+    GpuAdded,
+    GpuLost,
     Launch,
     Outcome,
     TaskTicket,
@@ -28,20 +28,19 @@ from alto.runs import NOT_FOLDABLE, Journal, JournalEntry, Observer, RunDir, Run
 from alto.runs import events as journaled
 from alto.runs.events import NO_SEQ, TaskRelayed
 from alto.runs.progress import fraction_done, remaining_duration_s
+from alto.scheduler import queue as planning
 from alto.scheduler.queue import (
     Action,
     Cancelled,
     Failed,
     Finished,
     GaveUp,
-    GpuAdded,
-    GpuLost,
     Offered,
     Planned,
     Prioritised,
     Progressed,
     Queue,
-    QueueEvent,
+    QueueInput,
     ScheduledTask,
     Started,
     StartTask,
@@ -272,21 +271,21 @@ class Dispatcher:
 
     # -- from the cluster to the queue -----------------------------------------------------------------------------
 
-    def _handle(self, event: ClusterEvent) -> QueueEvent | None:
+    def _handle(self, event: ClusterEvent) -> QueueInput | None:
         """Journal ``event``; return the queue's event for it."""
         match event:
             case EntryWritten():
                 return self._handle_entry(event)
             case AttemptEnded():
                 return self._handle_end(event)
-            case GpuGone(gpu=gpu):
+            case GpuLost(gpu=gpu):
                 self._journal.append(journaled.GpuLost(node=gpu.node, index=gpu.index))
-                return GpuLost(time_s=self._now_s(), gpu=gpu)
-            case GpuCame(gpu=gpu):
+                return planning.GpuLost(time_s=self._now_s(), gpu=gpu)
+            case GpuAdded(gpu=gpu):
                 self._journal.append(journaled.GpuAdded(node=gpu.node, index=gpu.index))
-                return GpuAdded(time_s=self._now_s(), gpu=gpu)
+                return planning.GpuAdded(time_s=self._now_s(), gpu=gpu)
 
-    def _handle_entry(self, written: EntryWritten) -> QueueEvent | None:
+    def _handle_entry(self, written: EntryWritten) -> QueueInput | None:
         attempt = self._running.get(written.task)
         if attempt is None or attempt.launch.attempt != written.attempt:
             return None
@@ -332,7 +331,7 @@ class Dispatcher:
             return attempt.expected_s
         return elapsed_s + max(0.0, self._queue.tasks[task].expected_end_s - self._now_s())
 
-    def _handle_end(self, ended: AttemptEnded) -> QueueEvent | None:
+    def _handle_end(self, ended: AttemptEnded) -> QueueInput | None:
         attempt = self._running.get(ended.task)
         if attempt is None or attempt.launch.attempt != ended.attempt:
             return None

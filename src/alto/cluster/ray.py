@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, GpuCame, GpuGone, Launch, Outcome, check_launch
+from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, GpuAdded, GpuLost, Launch, Outcome, check_launch
 from alto.cluster.executor_process import Timeouts
 from alto.cluster.ray_nodes import RayNodes, slot_resource
 from alto.cluster.ray_starter import Starter
@@ -359,7 +359,7 @@ class RayCluster:
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
-    def _count_nodes(self) -> list[GpuGone | GpuCame]:
+    def _count_nodes(self) -> list[GpuLost | GpuAdded]:
         if time.monotonic() < self._counted_at + TICK_S or not self._is_head_there():
             return []
         changes = self._nodes.update(ray.nodes())

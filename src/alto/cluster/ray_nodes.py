@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from alto.cluster.base import GpuCame, GpuGone
+from alto.cluster.base import GpuAdded, GpuLost
 from alto.records import Gpu, Node
 
 Table = Sequence[Mapping[str, Any]]
@@ -49,7 +49,7 @@ class RayNodes:
         """Return the number of all slots of a node, including those not used here."""
         return self._num_slots[name]
 
-    def update(self, table: Table) -> list[GpuGone | GpuCame]:
+    def update(self, table: Table) -> list[GpuLost | GpuAdded]:
         """Update the nodes from Ray's node table; return the changes, losses first."""
         slots = {row["NodeID"]: _num_slots(row, self._resource) for row in table}
         gone = [ray_id for ray_id in self._nodes if not slots.get(ray_id)]
@@ -66,7 +66,7 @@ class RayNodes:
                 self._nodes[row["NodeID"]] = node
                 self._num_slots[node.name] = slots[row["NodeID"]]
                 came += _gpus(node)
-        return [*(GpuGone(gpu=gpu) for gpu in lost), *(GpuCame(gpu=gpu) for gpu in came)]
+        return [*(GpuLost(gpu=gpu) for gpu in lost), *(GpuAdded(gpu=gpu) for gpu in came)]
 
 
 def _num_slots(row: Mapping[str, Any], resource: str) -> int:

@@ -25,7 +25,7 @@ from alto.scheduler.queue import (
     Planned,
     Progressed,
     Queue,
-    QueueEvent,
+    QueueInput,
     QueueSettings,
     Started,
     StartTask,
@@ -58,7 +58,7 @@ class World(RuleBasedStateMachine):
     def gpus(cls) -> list[Gpu]:
         return [Gpu(node.name, index) for node in cls.nodes for index in node.gpus]
 
-    def tell(self, *events: QueueEvent) -> Sequence[Action]:
+    def tell(self, *events: QueueInput) -> Sequence[Action]:
         actions = self.queue.apply(*events)
         for action in actions:
             self.check(action)
@@ -138,7 +138,7 @@ class QueueMachine(World):
     def __init__(self) -> None:
         super().__init__(lambda problem, _: schedule_tasks(problem, method="lpt"))
 
-    def tell(self, *events: QueueEvent) -> Sequence[Action]:
+    def tell(self, *events: QueueInput) -> Sequence[Action]:
         num_waiting = sum(task.state is TaskState.WAITING for task in self.queue.tasks.values())
         actions = super().tell(*events)
         planned = [action for action in actions if isinstance(action, Planned)]

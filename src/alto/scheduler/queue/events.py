@@ -118,7 +118,7 @@ class Woken(_Event):
     """The wake-up time requested by the queue has come."""
 
 
-QueueEvent = (
+QueueInput = (
     Submitted
     | Prioritised
     | Started

@@ -24,7 +24,7 @@ from alto.scheduler.queue.events import (
     Planned,
     Prioritised,
     Progressed,
-    QueueEvent,
+    QueueInput,
     Started,
     StartTask,
     StopTask,
@@ -85,7 +85,7 @@ class Queue:
         wakes += [placement.start_s for placement in planned][:1]
         return min(wakes, default=None)
 
-    def apply(self, *events: QueueEvent) -> list[Action]:
+    def apply(self, *events: QueueInput) -> list[Action]:
         """Handle events and return the actions to carry out. The events of one call lead to one plan.
 
         Late events are ignored: events of an old attempt or of a task that has ended, a priority of a task that no
@@ -115,7 +115,7 @@ class Queue:
 
     # Events.
 
-    def check(self, *events: QueueEvent) -> None:
+    def check(self, *events: QueueInput) -> None:
         """Check that :meth:`apply` would accept ``events``; raise the same errors."""
         known = set()
         for event in events:
@@ -140,7 +140,7 @@ class Queue:
                 case Failed(remaining_s=estimate_s) if estimate_s is not None:
                     _check_estimate(event.task, estimate_s)
 
-    def _take_in(self, event: QueueEvent, actions: list[Action]) -> str:
+    def _take_in(self, event: QueueInput, actions: list[Action]) -> str:
         """Handle ``event`` and return why it needs a new plan; empty if it does not."""
         match event:
             case Submitted():

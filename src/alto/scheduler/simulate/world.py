@@ -20,7 +20,7 @@ from alto.scheduler.queue import (
     Planned,
     Progressed,
     Queue,
-    QueueEvent,
+    QueueInput,
     Started,
     StartTask,
     Submitted,
@@ -158,7 +158,7 @@ class World:
         self._num_running = 0
         self._num_gpu_changes = 0
         self._order = itertools.count()
-        self._to_come: list[tuple[float, int, QueueEvent, SimulatedExecutor | None, int]] = []
+        self._to_come: list[tuple[float, int, QueueInput, SimulatedExecutor | None, int]] = []
         self._gpu_rngs = {
             gpu: random.Random(f"{gpu.node} {gpu.index} {simulation.seed}")
             for node in nodes
@@ -201,7 +201,7 @@ class World:
         if wake_s is not None and (not self._to_come or wake_s < self._to_come[0][0]):
             self._at(wake_s, Woken(time_s=wake_s))
         self.now_s = self._to_come[0][0]
-        events: list[QueueEvent] = []
+        events: list[QueueInput] = []
         while self._to_come and self._to_come[0][0] <= self.now_s:
             *_, event, executor, version = heapq.heappop(self._to_come)
             if executor is None or executor.version == version:
@@ -216,7 +216,7 @@ class World:
                 waiting = self._open & self._queue.tasks.keys()
                 self._apply([Cancelled(time_s=self.now_s, task=name) for name in sorted(waiting)])
 
-    def _apply(self, events: Sequence[QueueEvent]) -> None:
+    def _apply(self, events: Sequence[QueueInput]) -> None:
         touched = {event.task for event in events if isinstance(event, Finished | Failed | Cancelled)}
         for action in self._queue.apply(*events) if events else ():
             if isinstance(action, Planned):
@@ -231,7 +231,7 @@ class World:
                 touched.add(action.task)  # given up at its last failure, or at the end of the pause after it
         self._open -= {name for name in touched if self._queue.tasks[name].has_ended}
 
-    def _at(self, time_s: float, event: QueueEvent, executor: SimulatedExecutor | None = None) -> None:
+    def _at(self, time_s: float, event: QueueInput, executor: SimulatedExecutor | None = None) -> None:
         """Schedule ``event`` for ``time_s``; if ``executor`` is given, only if no task joins or leaves it before."""
         version = executor.version if executor is not None else 0
         heapq.heappush(self._to_come, (time_s, next(self._order), event, executor, version))
@@ -264,12 +264,12 @@ class World:
                     time_s=forecast.reported_s, task=name, attempt=attempt, remaining_s=forecast.remaining_s
                 )
                 self._at(forecast.reported_s, progress, executor)
-            end: QueueEvent = Finished(time_s=end_s, task=name, attempt=attempt)
+            end: QueueInput = Finished(time_s=end_s, task=name, attempt=attempt)
             if forecast.is_lost:
                 end = Failed(time_s=end_s, task=name, attempt=attempt, reason="crashed", is_retryable=True)
             self._at(end_s, end, executor)
 
-    def _apply_event(self, event: QueueEvent) -> list[QueueEvent]:
+    def _apply_event(self, event: QueueInput) -> list[QueueInput]:
         """Apply ``event`` to the simulated cluster and return the resulting events for the queue."""
         match event:
             case Finished(task=task) | Failed(task=task) | Progressed(task=task) | Started(task=task):
