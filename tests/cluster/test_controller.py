@@ -216,7 +216,7 @@ def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(
     bench = Bench(tmp_path, {})
     bench.cluster.outcomes["d"] = deque([Outcome.LOST] * 40)
     steps = iter([0, 1, 1, 2, 2, 3, *[3] * 20])  # before and after each attempt: three get further
-    with bench.controller(retrying=Retrying(how_far=lambda run: (next(steps),))) as controller:
+    with bench.controller(retrying=Retrying(progress_of=lambda run: (next(steps),))) as controller:
         controller.submit(new_run(bench, "d", 1.0))
         controller.wait()
         assert controller.status().tasks["d"].num_failures == SETTINGS.max_attempts

@@ -180,4 +180,4 @@ def test_a_row_that_is_trained_and_validated_on_is_counted_with_its_label(tmp_pa
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(train[0]) + "\n" + json.dumps({"text": "two", "label": "a"}) + "\n")
     found = read(tmp_path, train, validation_split=None, validation_dataset=str(other))
-    assert found.encode(load_tokenizer()).num_shared == 1
+    assert found.encode(load_tokenizer()).num_repeated == 1

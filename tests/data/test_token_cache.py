@@ -170,7 +170,7 @@ def test_mixtures(tmp_path: Path) -> None:
 def test_validation_rows_that_are_trained_too_are_counted(tmp_path: Path) -> None:
     twice = write(tmp_path / "twice.jsonl", sums(11) + sums(3))
     in_memory, on_disk = both(write(tmp_path / "rows.jsonl", sums(20)), validation_dataset=twice, test_dataset=twice)
-    assert in_memory.num_shared == on_disk.num_shared == 14
+    assert in_memory.num_repeated == on_disk.num_repeated == 14
     assert_equal(in_memory, on_disk)
 
 

@@ -56,7 +56,7 @@ class RunningAttempt:
     """A running attempt and its measured speed.
 
     Attributes:
-        far: Progress of the run on disk when the attempt was started.
+        progress_before: Progress of the run on disk when the attempt was started.
         start_s: Seconds from the launch until it began to train.
         began_at: Time when it began to train; None before.
     """
@@ -64,7 +64,7 @@ class RunningAttempt:
     launch: Launch
     expected_s: float
     launched_at: float
-    far: tuple[float, ...] = ()
+    progress_before: tuple[float, ...] = ()
     start_s: float = 0.0
     history: RunHistory = field(default_factory=RunHistory)
     began_at: float | None = None
@@ -130,16 +130,16 @@ class Retrying:
     Attributes:
         interrupted: Whether a task is started again after an attempt that ended as ``interrupted`` without a request of
             this controller.
-        how_far: Returns the progress of a run on disk as numbers that only grow. A lost attempt that has increased one
-            of them resets the count of failures in a row. With None, no attempt resets it.
+        progress_of: Returns the progress of a run on disk as numbers that only grow. A lost attempt that has increased
+            one of them resets the count of failures in a row. With None, no attempt resets it.
     """
 
     interrupted: bool = True
-    how_far: Callable[[RunDir], tuple[float, ...]] | None = None
+    progress_of: Callable[[RunDir], tuple[float, ...]] | None = None
 
     def progress(self, ticket: TaskTicket) -> tuple[float, ...]:
         """Return the progress of a task's run; empty if it is not asked for."""
-        return () if self.how_far is None else self.how_far(RunDir(Path(ticket.run_dir)))
+        return () if self.progress_of is None else self.progress_of(RunDir(Path(ticket.run_dir)))
 
 
 class Dispatcher:
@@ -360,7 +360,9 @@ class Dispatcher:
             is_retryable=ended.outcome is Outcome.LOST
             or (ended.outcome is Outcome.INTERRUPTED and self.retrying.interrupted),
             remaining_s=max(attempt.expected_s * (1.0 - fraction_done(attempt.history)), 1.0),
-            came_further=any(new > old for new, old in zip(self.retrying.progress(ticket), attempt.far, strict=True)),
+            has_progressed=any(
+                new > old for new, old in zip(self.retrying.progress(ticket), attempt.progress_before, strict=True)
+            ),
         )
 
     def _end_drain(self) -> None:
@@ -426,7 +428,7 @@ class Dispatcher:
             launch=launch,
             expected_s=demand.duration_s,
             launched_at=self._clock(),
-            far=self.retrying.progress(ticket),
+            progress_before=self.retrying.progress(ticket),
         )
         self._cluster.start(launch)
 

@@ -38,7 +38,7 @@ def preview_rows(
     data = rows.encode(tokenizer, limits)
     is_cut = head is not None and head.is_cut
     # A part of the rows does not show how many validation rows there are, and how many of them are trained too.
-    unreliable = reading_notes(len(rows.validation), data.num_shared) if is_cut else []
+    unreliable = reading_notes(len(rows.validation), data.num_repeated) if is_cut else []
     lengths = data.train.sequence_lengths
     return DataPreview(
         dataset=task.dataset_name,

@@ -297,33 +297,33 @@ class Source:
     max_length: int = DEFAULT_MAX_LENGTH
 
 
-def open_source(name: str, key: str, task: DataKeys) -> Source:
-    """Find the dataset that ``task`` calls ``name``; an existing file wins over any other meaning.
+def open_source(name: str, key: str, keys: DataKeys) -> Source:
+    """Find the dataset that ``keys`` call ``name``; an existing file wins over any other meaning.
 
     Args:
         name: Name of the dataset. If it is the task's own dataset, the task's configuration and splits apply.
         key: The task's key that holds ``name``, for messages.
-        task: Data keys of the task, or of one source of its mixture.
+        keys: Data keys of the task, or of one source of its mixture.
 
     Raises:
         DataFileNotFoundError: There is no such file, preset or hub dataset.
         DataError: The dataset cannot be reached, or lacks a split.
         UnsupportedError: A package that reads it is not installed.
     """
-    is_own = name == task.dataset
+    is_own = name == keys.dataset
     path = Path(name).expanduser()
     if _exists(path):
-        return _file(path, name, key, task if is_own else None)
+        return _file(path, name, key, keys if is_own else None)
     preset = find_preset(name)
     if preset is None:
         if not _is_hub_id(name):
             raise _not_found(name, path, key)
         preset = DatasetPreset(names=(), hub_id=name, form="auto", max_length=DEFAULT_MAX_LENGTH)
-    config = task.dataset_config if is_own else None
+    config = keys.dataset_config if is_own else None
     splits = load_hub_dataset(preset.hub_id, config or preset.config, key)
-    own_split = task.dataset_train_split if is_own else None
+    own_split = keys.dataset_train_split if is_own else None
     train_split = own_split or preset.train_split
-    test_split = (task.dataset_test_split if is_own else None) or preset.test_split
+    test_split = (keys.dataset_test_split if is_own else None) or preset.test_split
 
     train = _split(splits, train_split, "dataset_train_split", name)
     validation, test = (splits.get(split) if split != train_split else None for split in ("validation", "test"))
@@ -334,7 +334,7 @@ def open_source(name: str, key: str, task: DataKeys) -> Source:
     def read(store: RowStore) -> Splits:
         if counts is None:
             return Splits(train=train, validation=validation, test=test)
-        carved = carve_rows(train, counts, task.data_seed, store=store)
+        carved = carve_rows(train, counts, keys.data_seed, store=store)
         return Splits(train=carved[0], validation=carved[1], test=carved[2] if test_split is None else test)
 
     used = [split for split in (train, validation, test) if split is not None]
@@ -354,8 +354,8 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
-    """Return the source of the file ``path``; ``task`` is given if its keys about splits apply to the file."""
+def _file(path: Path, name: str, key: str, keys: DataKeys | None) -> Source:
+    """Return the source of the file ``path``; ``keys`` are given if those about splits apply to the file."""
     if not path.is_file() and not path.is_dir():
         raise DataFileNotFoundError(
             f"{key}: expected a file, found a pipe or device at {path}; save the rows in a file and name that"
@@ -372,7 +372,7 @@ def _file(path: Path, name: str, key: str, task: DataKeys | None) -> Source:
             "start ALTO in another folder"
         )
     for field in ("dataset_config", "dataset_train_split", "dataset_test_split"):
-        if task is not None and getattr(task, field) is not None:
+        if keys is not None and getattr(keys, field) is not None:
             raise DataError(
                 f"{field}: expected a hub dataset, which has configurations and splits, found the file {name}; remove "
                 "the key, and name the rows to validate on with validation_dataset"

@@ -24,16 +24,16 @@ MUCH_CUT = 0.5
 """Share of truncated rows above which ``max_length`` is probably a mistake."""
 
 
-def reading_notes(num_validation: int, num_shared: int) -> list[str]:
+def reading_notes(num_validation: int, num_repeated: int) -> list[str]:
     """Return notices about the rows before tokenisation.
 
     Args:
-        num_shared: Number of validation rows that are also training rows.
+        num_repeated: Number of validation rows that are also training rows.
     """
     notes = []
-    if num_shared:
+    if num_repeated:
         notes.append(
-            f"{_counted(num_shared, 'validation row')} of {num_validation} also in the training data: the validation "
+            f"{_counted(num_repeated, 'validation row')} of {num_validation} also in the training data: the validation "
             "loss looks better than it is, and overfitting is seen late."
         )
     if num_validation < FEW_ROWS:
@@ -228,7 +228,7 @@ class TaskData:
     Attributes:
         validation: Validation rows; empty if a winner is trained again on all rows.
         test: Rows that are used neither for training nor for selection; None if there are none.
-        num_shared: Number of validation rows that are also training rows.
+        num_repeated: Number of validation rows that are also training rows.
         num_bad: Number of rows left out because they cannot be used.
         notes: Notices about the data, as sentences.
         layout: Form and columns of the training rows; for a mixture, those of the first source. None if unknown.
@@ -238,7 +238,7 @@ class TaskData:
     train: EncodedDataset
     validation: EncodedDataset
     test: EncodedDataset | None = None
-    num_shared: int = 0
+    num_repeated: int = 0
     num_bad: int = 0
     notes: tuple[str, ...] = ()
     layout: Layout | None = None
@@ -275,12 +275,12 @@ class TaskData:
     def with_all_rows(self) -> Self:
         """Return the same data with the validation rows behind the training rows, source by source, and no validation
         rows."""
-        notes = reading_notes(len(self.validation), self.num_shared)
+        notes = reading_notes(len(self.validation), self.num_repeated)
         return replace(
             self,
             train=_together(self.train, self.validation),
             validation=EncodedDataset(input_ids=(), targets=()),
-            num_shared=0,
+            num_repeated=0,
             notes=tuple(note for note in self.notes if note not in notes),
         )
 
@@ -300,7 +300,7 @@ class TaskData:
                 ("alike_rows", split.num_alike),
             )
         }
-        return {**counts, "shared_rows": self.num_shared, "bad_rows": self.num_bad}
+        return {**counts, "shared_rows": self.num_repeated, "bad_rows": self.num_bad}
 
 
 def _together(train: EncodedDataset, validation: EncodedDataset) -> EncodedDataset:

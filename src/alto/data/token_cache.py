@@ -439,7 +439,7 @@ def _stored(data: TaskData, parts: Sequence[Sequence[tuple[str, TokenWriter]]]) 
         )
         for split, of_split in zip(data.splits, parts, strict=False)
     )
-    return _StoredData(splits=splits, num_shared=data.num_shared, num_bad=data.num_bad, notes=tuple(data.notes))
+    return _StoredData(splits=splits, num_shared=data.num_repeated, num_bad=data.num_bad, notes=tuple(data.notes))
 
 
 def _open(entry: Path, layout: Layout, max_length: int) -> tuple[_StoredData, TaskData]:
@@ -458,7 +458,7 @@ def _open(entry: Path, layout: Layout, max_length: int) -> tuple[_StoredData, Ta
         train=train,
         validation=validation,
         test=test[0] if test else None,
-        num_shared=stored.num_shared,
+        num_repeated=stored.num_shared,
         num_bad=stored.num_bad,
         notes=(*stored.notes, note),
         layout=layout,

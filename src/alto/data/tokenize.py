@@ -421,21 +421,21 @@ class TaskRows:
         validation = encoded(self.validation, "validation", "validation", self.validation_sources)
         test = encoded(self.test, "test", "test") if self.test else None
         splits = {"training": train, "validation": validation, **({"test": test} if test else {})}
-        num_known_validation = num_known(self.validation, self.train)
+        num_repeated = num_known(self.validation, self.train)
         num_known_test = num_known(self.test or (), itertools.chain(self.train, self.validation))
         bad_rows = (*self.bad_rows, *(bad for split in splits.values() for bad in split.refused))
         return TaskData(
             train=train,
             validation=validation,
             test=test,
-            num_shared=num_known_validation,
+            num_repeated=num_repeated,
             num_bad=sum(bad.num_bad for bad in bad_rows),
             notes=(
                 *mixture_notes(train, validation),
                 *label_notes(train, validation),
                 *(bad.note for bad in self.bad_rows),
                 *unread_notes(self.unread_columns, train.unread, tokenizer, self.layout.form),
-                *reading_notes(len(self.validation), num_known_validation),
+                *reading_notes(len(self.validation), num_repeated),
                 *test_notes(len(self.test or ()), num_known_test),
                 *about_tokenizer,
                 *(note for what, split in splits.items() for note in encoding_notes(split, what, encoding.limit)),

@@ -23,13 +23,13 @@ solver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OrderState:
+class SubmittedRun:
     """The current state of a submitted run.
 
     Attributes:
         outcome: ``finished``, ``failed`` or ``stopped``; None while the run has not ended.
         is_new: Whether it waits and no executor has started it yet.
-        error: Class of the error that ended its latest executor; empty if there was none, or it is unknown.
+        error: Class of the error that ended its latest attempt; empty if there was none, or it is unknown.
     """
 
     outcome: Literal["finished", "failed", "stopped"] | None
@@ -125,7 +125,7 @@ class ControlPlane:
 
         self._controller.call(change)
 
-    def states(self) -> dict[str, OrderState]:
+    def states(self) -> dict[str, SubmittedRun]:
         """Return the current state of all runs, by name."""
         return {name: _state_of(task) for name, task in self._controller.status().tasks.items()}
 
@@ -162,13 +162,13 @@ def opened_control_plane(setup: QueueSetup, root: Path, *, method: str = "cp-sat
             yield ControlPlane(setup, cluster, controller, quotas)
 
 
-def _state_of(task: TaskStatus) -> OrderState:
+def _state_of(task: TaskStatus) -> SubmittedRun:
     outcomes: dict[TaskState, Literal["finished", "failed", "stopped"]] = {
         TaskState.FINISHED: "finished",
         TaskState.FAILED: "failed",
         TaskState.STOPPED: "stopped",
     }
-    return OrderState(
+    return SubmittedRun(
         outcome=outcomes.get(task.state),
         is_running=task.state in (TaskState.STARTING, TaskState.RUNNING),
         is_new=task.state is TaskState.WAITING and task.attempt == 0,

@@ -131,7 +131,7 @@ class LaunchedRunner:
         )
 
         def begin(controller: Controller) -> None:
-            controller.retry_by(Retrying(interrupted=False, how_far=how_far))
+            controller.retry_by(Retrying(interrupted=False, progress_of=progress_of))
             controller.begin([ticket])
 
         with (
@@ -172,7 +172,7 @@ class EventRelay:
             observer(entry)
 
 
-def how_far(run_dir: RunDir) -> tuple[float, float]:
+def progress_of(run_dir: RunDir) -> tuple[float, float]:
     """Return the progress of a run on disk: its last checkpoint, and the negative limit of its micro-batches. An
     attempt that changes one of the two has made progress."""
     checkpoints = (entry.seq for entry in _entries(run_dir) if isinstance(entry.event, CheckpointSaved))

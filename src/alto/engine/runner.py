@@ -145,7 +145,7 @@ class TaskRunner:
                 yield run
                 task = read_run_task(run_dir.task_file)
                 run.finish(
-                    self._conclude(task if task.base_model.is_loadable else self._with_model_object(task), run_dir)
+                    self._exported(task if task.base_model.is_loadable else self._with_model_object(task), run_dir)
                 )
                 return
             named = load_run_task(run_dir, trust_remote_code=trust_remote_code)
@@ -296,7 +296,7 @@ class TaskRunner:
                 shutil.rmtree(run_dir.best, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     run_dir.report_file.unlink()
-            run.finish(self._conclude(task, run_dir))  # before waiting for trackers, which may hang
+            run.finish(self._exported(task, run_dir))  # before waiting for trackers, which may hang
 
     def _hooks(self, prepared: _Prepared) -> Hooks:
         return Hooks(
@@ -311,7 +311,7 @@ class TaskRunner:
             return SilentJournal()
         return Journal(run_dir.journal_file, observers, past=resume_state.entries, check=run_dir.check_lock)
 
-    def _conclude(self, task: Task, run_dir: RunDir) -> TaskOutcome:
+    def _exported(self, task: Task, run_dir: RunDir) -> TaskOutcome:
         """Export the result of a finished run if needed, and write its report; only the first rank writes."""
         result = self._export(task, run_dir) if self.ranks.is_first else None
         result = self.ranks.broadcast(result, TaskOutcome | None)

@@ -109,7 +109,7 @@ class Executor:
 
     def _apply_commands_and_decide_rungs(self) -> None:
         for name, session in list(self.sessions.items()):
-            self._run_isolated(name, session.prepare)
+            self._run_isolated(name, session.decide)
 
     def _conclude_finished(self) -> None:
         for name, session in list(self.sessions.items()):

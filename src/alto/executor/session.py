@@ -111,7 +111,7 @@ class TaskSession:
 
     # -- one turn of the executor ----------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
+    def decide(self) -> None:
         """Apply user commands, decide the rungs that all jobs have reached, and end jobs that the budget cannot pay
         for. Once no job is left to train, :attr:`is_finished` is set.
 

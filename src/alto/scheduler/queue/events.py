@@ -85,13 +85,13 @@ class Failed(_AttemptEvent):
     Attributes:
         is_retryable: Whether another attempt may end differently.
         remaining_s: Estimated seconds of the next attempt; None keeps the estimate.
-        came_further: Whether the attempt saved progress; the count of consecutive failures then restarts at 0.
+        has_progressed: Whether the attempt saved progress; the count of consecutive failures then restarts at 0.
     """
 
     reason: str
     is_retryable: bool
     remaining_s: float | None = None
-    came_further: bool = False
+    has_progressed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -238,7 +238,7 @@ class Queue:
             return f"{task.name} was stopped"
         if is_shrinking and task.offer is not None and event.is_retryable and not task.has_lost_gpu:
             return self._shrink(task, task.offer)
-        task.num_failures = 0 if event.came_further else task.num_failures + (not task.has_lost_gpu)
+        task.num_failures = 0 if event.has_progressed else task.num_failures + (not task.has_lost_gpu)
         verdict = self._verdict(task, event)
         if verdict:
             return self._give_up(task, verdict, actions)
@@ -258,7 +258,7 @@ class Queue:
         loss."""
         if not event.is_retryable and not task.has_lost_gpu:
             return f"{event.reason} (another attempt would fail in the same way)"
-        if not event.came_further and task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
+        if not event.has_progressed and task.attempt >= MAX_ATTEMPTS_IN_ALL * self._settings.max_attempts:
             return f"{event.reason} (attempt {task.attempt}, counting attempts whose GPUs were lost)"
         return ""
 

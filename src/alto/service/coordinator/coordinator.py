@@ -17,7 +17,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from alto.engine.control_plane import ControlPlane, OrderState
+from alto.engine.control_plane import ControlPlane, SubmittedRun
 from alto.engine.runner import portable
 from alto.errors import AltoError, QueueCommandError
 from alto.records import ExitReason
@@ -120,9 +120,9 @@ OpenPlane: TypeAlias = Callable[[int], AbstractContextManager[ControlPlane]]
 
 @dataclass(slots=True)
 class _Live:
-    """A job that was submitted to the control plane."""
+    """A job that was submitted to the control plane, where its run is called ``run_name``."""
 
-    order: str
+    run_name: str
     task: Task
     projection: Projection
     level: int
@@ -296,7 +296,7 @@ class Coordinator:
         """Submit the jobs whose turn it is, and take back waiting jobs whose turn it is not."""
         _, num_gpus = plane.num_gpus()
         states = plane.states()
-        begun = {job: live for job, live in self._live.items() if not states[live.order].is_new}
+        begun = {job: live for job, live in self._live.items() if not states[live.run_name].is_new}
         # Ended jobs whose results cannot be stored yet do not count towards the limit.
         working = [live for live in begun.values() if not live.has_ended]
         with self._service.store.reading() as session:
@@ -308,10 +308,10 @@ class Coordinator:
         for job in self._live.keys() - begun.keys():
             live = self._live[job]
             if job not in next_ones:
-                if plane.take_back(live.order):
+                if plane.take_back(live.run_name):
                     del self._live[job]
             elif live.level != levels[job]:
-                live.level = moved[live.order] = levels[job]
+                live.level = moved[live.run_name] = levels[job]
         if moved:
             plane.prioritise(moved)
         for job in next_ones:
@@ -340,9 +340,9 @@ class Coordinator:
                 # Before the commit, while no other server can become the leader: so a former leader, which fails above,
                 # cannot overwrite a newer lease.
                 run.lease(lease)
-            order = f"{job.id}.{lease}"
-            plane.submit(order, root, task, priority=level, shares_with=self._shares_with(job.tenant))
-            self._live[job.id] = _Live(order, task, projection, level)
+            run_name = f"{job.id}.{lease}"
+            plane.submit(run_name, root, task, priority=level, shares_with=self._shares_with(job.tenant))
+            self._live[job.id] = _Live(run_name, task, projection, level)
 
     def _shares_with(self, tenant: str) -> str:
         """Return the sharing group of a tenant's tasks: empty if they may be trained with other tenants' tasks."""
@@ -363,7 +363,7 @@ class Coordinator:
             if not live.is_cancelled:
                 live.is_cancelled = True
                 with contextlib.suppress(QueueCommandError):  # the task has ended in the meantime
-                    plane.cancel(live.order)
+                    plane.cancel(live.run_name)
 
     def _note_ends(self, plane: ControlPlane) -> None:
         if not self._live:
@@ -372,7 +372,7 @@ class Coordinator:
         with self._service.store.reading() as session:
             rows = {row.id: row for row in session.scalars(select(JobRow).where(JobRow.id.in_(list(self._live))))}
         for job, live in list(self._live.items()):
-            state = states[live.order]
+            state = states[live.run_name]
             if job in self._put_off:
                 continue
             with self._alone(rows[job], "cannot_run"):
@@ -384,7 +384,7 @@ class Coordinator:
                 if job not in self._put_off:
                     del self._live[job]
 
-    def _note_progress(self, job: str, live: _Live, state: OrderState) -> None:
+    def _note_progress(self, job: str, live: _Live, state: SubmittedRun) -> None:
         is_due = state.is_running and time.monotonic() - live.forecast_at > _FORECAST_S
         has_unwritten = live.projection.has_unwritten()
         if not (has_unwritten or is_due):
@@ -402,7 +402,7 @@ class Coordinator:
             if row.status == "running":
                 row.estimated_finish = None if remaining_s is None else now() + int(remaining_s)
 
-    def _note_end(self, job: JobRow, live: _Live, state: OrderState) -> None:
+    def _note_end(self, job: JobRow, live: _Live, state: SubmittedRun) -> None:
         while live.projection.has_unwritten():
             with self._changing(job.id) as (session, row):
                 live.projection.write(session, row)
