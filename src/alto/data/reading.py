@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from alto.data.convert import (
 from alto.data.dataset import MEMORY, DiskStore, HeadStore, RowStore, writing_cache
 from alto.data.formats import Layout, find_layout
 from alto.data.messages import Conversation, Row, unpaired
-from alto.data.rows import FaultList, RawRow, RowError, listed
+from alto.data.rows import BadRows, FaultList, RawRow, RowError, listed
 from alto.data.source import (
     Source,
     changed,
@@ -165,11 +165,11 @@ class TaskSources:
         validation_sources = _sizes(names, [part.validation for part in parts])
         if task.validation_dataset is not None:
             other = reader.of_other(task.validation_dataset, "validation_dataset", task, parts[0])
-            validation, validation_sources = reader.learned(other.train), ()
+            validation, validation_sources = reader.learned(other.rows), ()
             bad += other.bad_rows
         if task.test_dataset is not None:
             other = reader.of_other(task.test_dataset, "test_dataset", task, parts[0])
-            test = reader.learned(other.train)
+            test = reader.learned(other.rows)
             bad += other.bad_rows
         unread: Counter[str] = Counter()
         for part in parts:
@@ -201,6 +201,17 @@ def _check_same_labels(parts: Sequence[TaskRows]) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Converted:
+    """The converted rows of a dataset, or of one of its splits; see :class:`TaskRows`."""
+
+    rows: Sequence[Row]
+    layout: Layout
+    labels: LabelReader | None
+    unread_columns: Mapping[str, int]
+    bad_rows: tuple[BadRows, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """A reader of single datasets of a task into a store.
@@ -224,38 +235,44 @@ class _Reader:
         source = self.find(keys.dataset_name, key, keys)
         splits = source.read(self.store)
         rows = sample_rows(splits.train, keys.max_samples, keys.data_seed, store=self.store)
-        dataset_rows = self.converted(rows, source, keys, key, is_paired=find_method(self.task.method).entry.is_paired)
-        train, bad = dataset_rows.train, [*dataset_rows.bad_rows]
+        own = self.converted(rows, source, keys, key, is_paired=find_method(self.task.method).entry.is_paired)
+        train, bad = own.rows, [*own.bad_rows]
         num_rows, test = len(train), None
         if keys.test_split is not None:
             train, test = split_rows(train, keys.test_split, keys.data_seed, key="test_split", store=self.store)
         elif keys.test_dataset is not None:
-            other = self.of_other(keys.test_dataset, "test_dataset", keys, dataset_rows)
-            test = other.train
+            other = self.of_other(keys.test_dataset, "test_dataset", keys, own)
+            test = other.rows
             bad += other.bad_rows
         validation: Sequence[Row] = []
         if is_validated_apart:
             pass
         elif keys.validation_dataset is not None:
-            other = self.of_other(keys.validation_dataset, "validation_dataset", keys, dataset_rows)
-            validation = other.train
+            other = self.of_other(keys.validation_dataset, "validation_dataset", keys, own)
+            validation = other.rows
             bad += other.bad_rows
         elif splits.validation is not None and keys.validation_split is None:
-            other = self._converted_like(dataset_rows, splits.validation, source, keys, key)
-            validation = other.train
+            other = self._converted_like(own, splits.validation, source, keys, key)
+            validation = other.rows
             bad += other.bad_rows
         else:
             fraction = (keys.validation_split or DEFAULT_VALIDATION_SPLIT) * num_rows / len(train)
             train, validation = split_rows(train, fraction, keys.data_seed, store=self.store)
-        return replace(
-            dataset_rows,
+        return TaskRows(
             train=self.learned(train),
             validation=self.learned(validation),
             test=None if test is None else self.learned(test),
+            layout=own.layout,
+            max_length=keys.max_length or source.max_length,
+            unread_columns=own.unread_columns,
             bad_rows=tuple(bad),
+            on_bad_row=keys.on_bad_row,
+            train_on=keys.train_on,
+            labels=own.labels,
+            store=self.store,
         )
 
-    def of_other(self, name: str, key: str, keys: DataKeys, like: TaskRows) -> TaskRows:
+    def of_other(self, name: str, key: str, keys: DataKeys, like: _Converted | TaskRows) -> _Converted:
         """Read the dataset that the task names under ``key``, as rows of the same kind and with the same labels as
         ``like``; if it has a validation or test split (whichever ``key`` asks for), only that split."""
         source = self.find(name, key, keys)
@@ -264,8 +281,8 @@ class _Reader:
         return self._converted_like(like, splits.train if own is None else own, source, keys, key)
 
     def _converted_like(
-        self, like: TaskRows, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str
-    ) -> TaskRows:
+        self, like: _Converted | TaskRows, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str
+    ) -> _Converted:
         return self.converted(rows, source, keys, key, is_paired=like.layout.is_paired, labels=like.labels)
 
     def converted(
@@ -277,8 +294,8 @@ class _Reader:
         *,
         is_paired: bool | None = None,
         labels: LabelReader | None = None,
-    ) -> TaskRows:
-        """Return rows of ``source`` as training rows; their form is the task's, or else that of the dataset's preset.
+    ) -> _Converted:
+        """Return converted rows of ``source``; their form is the task's, or else that of the dataset's preset.
 
         Args:
             rows: Rows of the dataset; they are read more than once.
@@ -327,18 +344,10 @@ class _Reader:
                 except RowError as error:
                     faults.add_error(error)
 
-        kept = self.store.keep(convert_all())
+        kept = self.store.keep(convert_all())  # fills ``unread`` and ``faults``
         bad = faults.settle(len(rows), keys.on_bad_row)
-        return TaskRows(
-            train=kept,
-            layout=layout,
-            max_length=keys.max_length or source.max_length,
-            unread_columns=unread,
-            bad_rows=() if bad is None else (bad,),
-            on_bad_row=keys.on_bad_row,
-            train_on=keys.train_on,
-            labels=labels,
-            store=self.store,
+        return _Converted(
+            rows=kept, layout=layout, labels=labels, unread_columns=unread, bad_rows=() if bad is None else (bad,)
         )
 
     def learned(self, rows: Sequence[Row]) -> Sequence[Row]:
@@ -514,7 +523,7 @@ def read_heldout_rows(task: Task, dataset: str | None) -> HeldoutRows:
     found = reader.converted(splits.train if splits.test is None else splits.test, source, task, "dataset")
     name = (dataset or task.dataset_name) + ("" if splits.test is None else " (test split)")
     name += "".join(f" ({bad.num_bad:,} bad rows left out)" for bad in found.bad_rows)
-    return _held_out(task, name, reader.learned(found.train), found.max_length)
+    return _held_out(task, name, reader.learned(found.rows), task.max_length or source.max_length)
 
 
 def _own_heldout_rows(task: Task) -> HeldoutRows:
