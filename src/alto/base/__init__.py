@@ -19,7 +19,7 @@ from alto.base.files import (
     writing,
 )
 from alto.base.plugins import Registry, described, load_attribute, naming_errors
-from alto.base.text import nearest_key, quoted
+from alto.base.text import first_line, nearest_key, quoted
 
 __all__ = [
     "MAX_JSON_BYTES",
@@ -27,6 +27,7 @@ __all__ = [
     "Registry",
     "cache_home",
     "described",
+    "first_line",
     "is_disk_full",
     "is_number",
     "load_attribute",

@@ -1,4 +1,4 @@
-"""Text in messages: quoted values, and suggestions for misspelled keys."""
+"""Text in messages: quoted values, first lines of errors, and suggestions for misspelled keys."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 _MAX_CHARS = 80
 _MAX_ITEMS = 12
 _MAX_DIGITS = 40
+_MAX_LINE_CHARS = 300
 
 
 class _Quoting(reprlib.Repr):
@@ -31,6 +32,12 @@ def quoted(value: object) -> str:
     """Return the ``repr`` of ``value``, shortened; control characters and terminal escapes are escaped."""
     text = _Quoting().repr(value)
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, shortened; the error's class if it has no message."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return line[:_MAX_LINE_CHARS]
 
 
 _MAX_KEY_CHARS = 64

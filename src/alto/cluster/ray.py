@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alto.base import first_line
 from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, GpuAdded, GpuLost, Launch, Outcome, check_launch
 from alto.cluster.executor_process import Timeouts
 from alto.cluster.ray_nodes import RayNodes, slot_resource
@@ -266,7 +267,7 @@ class RayCluster:
         except (ConnectionError, RaySystemError, RpcError) as error:
             self._is_lost = True
             raise ClusterLostError(
-                f"expected the Ray cluster to answer, found the connection lost ({_first_line(error)}); executors "
+                f"expected the Ray cluster to answer, found the connection lost ({first_line(error)}); executors "
                 "that still run save their work and end. Check that the cluster is up (ray status), then continue "
                 "with: alto resume runs/queue-<id>"
             ) from error
@@ -308,7 +309,7 @@ class RayCluster:
                     yield from self._end(actor, _start_failure(actor.first, error), Outcome.FAILED)
                     return
                 actor.reply = None
-                actor.died_because, actor.watched_at = f"its actor ended: {_first_line(error)}", time.monotonic()
+                actor.died_because, actor.watched_at = f"its actor ended: {first_line(error)}", time.monotonic()
                 return
             actor.num_heard += len(events)
             actor.is_placed = True
@@ -397,7 +398,7 @@ def _connect(address: str) -> bool:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise SpecError(
-            f"cluster: expected a Ray cluster at {address!r}, found none ({_first_line(error)}); "
+            f"cluster: expected a Ray cluster at {address!r}, found none ({first_line(error)}); "
             "start one with: ray start --head, or give its address as ray://HOST:10001; if it needs a token, set "
             "RAY_AUTH_MODE=token"
         ) from error
@@ -423,7 +424,3 @@ def _start_failure(launch: Launch, error: ActorDiedError) -> str:
         f"expected the same version of ALTO on every node, found that {launch.gpus[0].node} cannot start it ({cause}); "
         'pip install "alto-lora[ray]" there, into the Python environment of Ray'
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

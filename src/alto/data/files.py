@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from alto.base import first_line
 from alto.data.dataset import MEMORY, RowStore
 from alto.data.rows import FaultKind, LazySequence, RawRow, RowFault, listed, quoted
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
@@ -126,7 +127,7 @@ def load_hub_dataset(name: str, config: str | None, key: str) -> Mapping[str, Hu
         raise _unreachable(name, key, error) from None
     except (ValueError, OSError, datasets.exceptions.DatasetGenerationError) as error:
         raise DataError(
-            f"{key}: expected a dataset that can be loaded, found {name} ({_first_line(error)}); "
+            f"{key}: expected a dataset that can be loaded, found {name} ({first_line(error)}); "
             "check dataset_config and the dataset's page"
         ) from error
     return {str(split): HubRows(rows, f"{name} ({split})") for split, rows in splits.items()}
@@ -153,20 +154,16 @@ def _missing(what: str) -> UnsupportedError:
 
 def _unknown(name: str, key: str, error: Exception) -> DataFileNotFoundError:
     return DataFileNotFoundError(
-        f"{key}: expected a dataset of the hub, found none under {name} ({_first_line(error)}); check the spelling, "
+        f"{key}: expected a dataset of the hub, found none under {name} ({first_line(error)}); check the spelling, "
         "and log in with `hf auth login` if it is private or gated"
     )
 
 
 def _unreachable(name: str, key: str, error: Exception) -> DataError:
     return DataError(
-        f"{key}: expected to reach the hub for {name}, found no connection ({_first_line(error)}); go online, set "
+        f"{key}: expected to reach the hub for {name}, found no connection ({first_line(error)}); go online, set "
         "HF_HUB_OFFLINE=1 to use what was downloaded before, or name a file"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:200]
 
 
 _MAX_GROWTH = 50

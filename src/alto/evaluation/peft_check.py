@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from alto.backbone import LOGIT_TOLERANCES, Backbone, classifier_of, is_out_of_memory
+from alto.base import first_line
 from alto.evaluation.target import loaded_adapters
 from alto.lora import (
     HEAD,
@@ -57,7 +58,7 @@ class PeftCheck:
             with silent_peft():
                 import peft
         except ImportError as error:
-            why = "peft is not installed" if error.name == "peft" else f"peft cannot be imported ({_first_line(error)})"
+            why = "peft is not installed" if error.name == "peft" else f"peft cannot be imported ({first_line(error)})"
             return AdapterCheck(status="unchecked", why=why)
         version = str(peft.__version__)
         try:
@@ -75,7 +76,7 @@ class PeftCheck:
         except Exception as error:  # no error here may fail the task: its adapter is already saved
             if is_out_of_memory(error):
                 return AdapterCheck(status="unchecked", why="there was not enough memory for the check", peft=version)
-            why = f"loading the adapter fails with {type(error).__name__}: {_first_line(error)}"
+            why = f"loading the adapter fails with {type(error).__name__}: {first_line(error)}"
             return AdapterCheck(status="different", why=why, peft=version)
         difference = ((theirs_TV - ours_TV).norm() / ours_TV.norm()).item()
         # Rounding to 16 bits may hide the effect of an adapter, so its modules and numbers are compared exactly, too.
@@ -176,10 +177,6 @@ def _is_same(matrices: tuple[Tensor, Tensor], scale: float, layer: Any) -> bool:
 def _named(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_MAX_SHOWN])
     return shown + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0][:300]
 
 
 @contextmanager

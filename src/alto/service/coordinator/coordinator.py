@@ -17,6 +17,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from alto.base import first_line
 from alto.engine.control_plane import ControlPlane, SubmittedRun
 from alto.engine.runner import portable
 from alto.errors import AltoError, QueueCommandError
@@ -178,7 +179,7 @@ class Coordinator:
                 # No state is lost on an error: the next iteration starts from the database.
                 self.failure = error
                 if is_of_service(error):
-                    _LOG.warning("no server can lead: %s", str(error).partition("\n")[0])
+                    _LOG.warning("no server can lead: %s", first_line(error))
                 else:
                     _LOG.error("the coordinator restarts after an error", exc_info=error)
             self._is_stopping.wait(_RETRY_S)
@@ -218,7 +219,7 @@ class Coordinator:
             self.failure = error
             if self._silent_since is None:
                 self._silent_since = time.monotonic()
-                _LOG.warning("the database does not answer: %s", str(error).partition("\n")[0])
+                _LOG.warning("the database does not answer: %s", first_line(error))
             elif time.monotonic() - self._silent_since > LEASE_S:
                 # Another server may lead from now on: save what runs before giving it up.
                 plane.drain()

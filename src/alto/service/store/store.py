@@ -20,6 +20,7 @@ from sqlalchemy.engine import URL, Connection
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from alto.base import first_line
 from alto.errors import ServiceError
 from alto.service.errors import ReusedKeyError
 from alto.service.ids import now
@@ -74,7 +75,7 @@ class Store:
                 config.attributes["connection"] = connection
                 command.upgrade(config, "head")
         except SQLAlchemyError as error:
-            cause = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            cause = first_line(getattr(error, "orig", None) or error)
             raise ServiceError(
                 f"database: cannot connect to or write to {self.url.render_as_string(hide_password=True)}: {cause}. "
                 "Check the URL and that the database server is running"
