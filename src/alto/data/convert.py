@@ -18,7 +18,7 @@ from alto.data.messages import (
     read_template_options,
     read_tools,
 )
-from alto.data.rows import FaultKind, RawRow, RowError, RowFault, listed, quoted
+from alto.data.rows import FaultKind, RawRow, RowError, RowFault, broken_part, listed, quoted
 from alto.errors import DataFormatError
 from alto.records import LabelSet, ProblemType, RowLabel
 from alto.spec import DataKeys
@@ -327,11 +327,8 @@ class _Fields:
     def checked(self, value: object, what: str) -> str:
         if not isinstance(value, str):
             raise self.wrong(f"{what} to be a text", value)
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            part = value[max(0, error.start - 20) : error.start + 20]
-            raise self.wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8) from None
+        if (part := broken_part(value)) is not None:
+            raise self.wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8)
         return value
 
     def turns_or_text(self, role: str, speaker: str) -> list[Message]:

@@ -13,12 +13,12 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 
 from alto.base import write_error
-from alto.data.rows import BadRows, Chain, LazySequence, View
+from alto.data.rows import BadRows, Chain, Item, LazySequence, View
 from alto.records import LabelSet, RowLabel
 
 _REMEDY = (
@@ -26,8 +26,6 @@ _REMEDY = (
     "memory with token_cache: memory"
 )
 _CHUNK_ROWS = 64
-
-Item = TypeVar("Item")
 
 
 @contextlib.contextmanager

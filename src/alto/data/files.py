@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from alto.base import first_line
 from alto.data.dataset import MEMORY, RowStore
-from alto.data.rows import FaultKind, LazySequence, RawRow, RowFault, listed, quoted
+from alto.data.rows import FaultKind, LazySequence, RawRow, RowFault, broken_part, listed, quoted
 from alto.errors import DataError, DataFileNotFoundError, DataFormatError, UnsupportedError
 
 _BATCH_ROWS = 1024
@@ -254,13 +254,10 @@ class _Unpacked(gzip.GzipFile):
 
 def _text_fault(text: str) -> RowFault | None:
     """Return the fault of a text that is not UTF-8; None if it is."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        place = quoted(text[max(0, error.start - 20) : error.start + 20])
-        reason = f"expected UTF-8 text, found invalid bytes in {place}; save it as UTF-8"
-        return RowFault(FaultKind.NOT_UTF8, reason)
-    return None
+    part = broken_part(text)
+    if part is None:
+        return None
+    return RowFault(FaultKind.NOT_UTF8, f"expected UTF-8 text, found invalid bytes in {quoted(part)}; save it as UTF-8")
 
 
 def _json_lines(lines: IO[str], path: str) -> Iterator[RawRow]:

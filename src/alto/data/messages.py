@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, SupportsIndex, TypeAlias, overload
 
-from alto.data.rows import FaultKind, RowError
+from alto.data.rows import FaultKind, RowError, broken_part
 from alto.records import RowLabel
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
@@ -335,8 +335,5 @@ def _parsed(text: Any, expected: str, wrong: Wrong) -> Any:
 
 
 def _check_whole(text: str, what: str, wrong: Wrong) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        part = text[max(0, error.start - 20) : error.start + 20]
-        raise wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8) from None
+    if (part := broken_part(text)) is not None:
+        raise wrong(f"{what} to be a text without broken characters", part, FaultKind.NOT_UTF8)

@@ -84,6 +84,20 @@ def quoted(value: object) -> str:
     return _repr.repr(value)
 
 
+def broken_part(text: str) -> str | None:
+    """Return the part of ``text`` around its first character that UTF-8 cannot hold; None if there is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return text[max(0, error.start - 20) : error.start + 20]
+    return None
+
+
+def counted(count: int, what: str) -> str:
+    """Return a count of things with their name, in the plural unless there is one."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def listed(names: Iterable[str]) -> str:
     """Return names of columns, cleaned as :func:`quoted` does; ``none`` if there are none.
 
@@ -233,8 +247,8 @@ class BadRows:
     def note(self) -> str:
         """A notice for the user, one sentence."""
         return (
-            f"{_rows(self.num_bad)} of {self.num_rows:,} of {self.key} left out ({_LEAVE_OUT}): {_counts(self.kinds)}; "
-            f"the first is {self.first}."
+            f"{counted(self.num_bad, 'row')} of {self.num_rows:,} of {self.key} left out ({_LEAVE_OUT}): "
+            f"{_counts(self.kinds)}; the first is {self.first}."
         )
 
 
@@ -334,7 +348,3 @@ def _places(places: Sequence[str]) -> str:
 
 def _counts(kinds: Mapping[FaultKind, int]) -> str:
     return ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-
-
-def _rows(count: int) -> str:
-    return f"{count:,} row{'' if count == 1 else 's'}"

@@ -15,12 +15,12 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from alto.base import replace_file
 from alto.data.dataset import MEMORY, RowStore, writing_cache
 from alto.data.files import FILE_ENDINGS, HubRows, load_hub_dataset, read_file, unpacked_bytes
-from alto.data.rows import RawRow, listed
+from alto.data.rows import Item, RawRow, listed
 from alto.errors import DataError, DataFileNotFoundError, UnsupportedError
 from alto.spec import DataKeys, RowFormName
 from alto.version import version_of
@@ -201,9 +201,6 @@ def tokenizer_digest(tokenizer: Any) -> str:
     for special in (False, True):
         digest.update(repr(list(tokenizer(_PROBE, add_special_tokens=special, verbose=False)["input_ids"])).encode())
     return digest.hexdigest()
-
-
-Item = TypeVar("Item")
 
 
 def sample_rows(rows: Sequence[Item], count: int | None, seed: int, *, store: RowStore = MEMORY) -> Sequence[Item]:

@@ -11,7 +11,7 @@ from alto.data.dataset import VIEWS, EncodedDataset, Unread, joined
 from alto.data.encode import closing_text, tools_remedy
 from alto.data.formats import Layout
 from alto.data.messages import Conversation
-from alto.data.rows import RowLimit, listed, quoted
+from alto.data.rows import RowLimit, counted, listed, quoted
 from alto.data.template import PARALLEL_CALLS
 from alto.errors import DataError
 
@@ -33,12 +33,12 @@ def reading_notes(num_validation: int, num_repeated: int) -> list[str]:
     notes = []
     if num_repeated:
         notes.append(
-            f"{_counted(num_repeated, 'validation row')} of {num_validation} also in the training data: the validation "
+            f"{counted(num_repeated, 'validation row')} of {num_validation} also in the training data: the validation "
             "loss looks better than it is, and overfitting is seen late."
         )
     if num_validation < FEW_ROWS:
         notes.append(
-            f"The validation data is only {_counted(num_validation, 'row')}: configurations are ranked by little more "
+            f"The validation data is only {counted(num_validation, 'row')}: configurations are ranked by little more "
             "than chance; raise validation_split or name a validation_dataset."
         )
     return notes
@@ -108,7 +108,7 @@ def test_notes(num_rows: int, num_known: int) -> list[str]:
     if not num_known:
         return []
     return [
-        f"{_counted(num_known, 'test row')} of {num_rows} also in the training or validation data: the test loss looks "
+        f"{counted(num_known, 'test row')} of {num_rows} also in the training or validation data: the test loss looks "
         "better than it is."
     ]
 
@@ -121,7 +121,7 @@ def unread_notes(columns: Mapping[str, int], unread: Sequence[Unread], tokenizer
         is_text = form in ("text", "messages", "sharegpt")
         way = f"; set method: classification (for numbers: regression) if {label} is to be learned"
         unread_columns = ", ".join(
-            f"{quoted(name)[1:-1]} (in {_counted(count, 'row')})" for name, count in columns.items()
+            f"{quoted(name)[1:-1]} (in {counted(count, 'row')})" for name, count in columns.items()
         )
         notes.append(
             f"Columns that nothing reads: {unread_columns}; assign one to a role with columns if it should be read"
@@ -182,13 +182,13 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
     row = f"{what} {'pair' if dataset.is_paired else 'row'}"
     if dataset.num_unrolled:
         notes.append(
-            f"{_counted(dataset.num_unrolled, row)} with several replies trained one reply at a time: the chat "
+            f"{counted(dataset.num_unrolled, row)} with several replies trained one reply at a time: the chat "
             f"template rewrites earlier turns. So there are {total} examples."
         )
     if dataset.num_truncated:
         fraction = dataset.num_truncated / total
         advice = f"; {limit.remedy}" if fraction > MUCH_CUT else ""
-        notes.append(f"{_counted(dataset.num_truncated, row)} of {total} ({fraction:.1%}) cut at {limit.name}{advice}.")
+        notes.append(f"{counted(dataset.num_truncated, row)} of {total} ({fraction:.1%}) cut at {limit.name}{advice}.")
     if dataset.num_shortened:
         replies = "reply" if dataset.num_shortened == 1 else "replies"
         notes.append(
@@ -206,12 +206,8 @@ def encoding_notes(dataset: EncodedDataset, what: str, limit: RowLimit) -> list[
             (dataset.num_masked, "a reply is empty, or is not to be trained"),
             (dataset.num_alike, "chosen and rejected are the same"),
         )
-    notes += [f"{_counted(count, row)} of {total} left out: {reason}." for count, reason in reasons if count]
+    notes += [f"{counted(count, row)} of {total} left out: {reason}." for count, reason in reasons if count]
     return notes
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 EvaluationSplit: TypeAlias = Literal["validation", "test"]

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeAlias, TypeVar
+from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -41,7 +41,7 @@ from alto.data.dataset import (
     writing_cache,
 )
 from alto.data.formats import Layout
-from alto.data.rows import BadRows, LazySequence
+from alto.data.rows import BadRows, Item, LazySequence
 from alto.data.task_data import SPLITS, TaskData
 from alto.errors import RunWriteError
 from alto.records import RowLabel
@@ -59,8 +59,6 @@ _FAULT_BYTES = 2**16
 
 FileFacts = Mapping[str, tuple[int, str]]
 """Size in bytes and SHA-256 of each file, by its name."""
-
-Item = TypeVar("Item")
 
 
 class _Row(NamedTuple):
