@@ -7,6 +7,7 @@ import errno
 import fcntl
 import glob
 import json
+import math
 import os
 import re
 import shlex
@@ -220,6 +221,11 @@ def strict_json(data: bytes | str) -> Any:
 def is_number(value: object, *, least: float, most: float) -> bool:
     """Return whether ``value`` is a number from ``least`` to ``most``; NaN and booleans do not count."""
     return isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+
+
+def finite(value: float | None) -> float | None:
+    """Return ``value``; None if it is not a finite number."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _refuse(constant: str) -> NoReturn:

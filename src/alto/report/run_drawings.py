@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from alto.base import finite
 from alto.report.figures import (
     TRAINING_LOSS,
     VALIDATION_LOSS,
@@ -135,14 +136,10 @@ def _trace(
     return {
         "name": best if role == "best" else f"{html.escape(role)} ({len(jobs)})",
         "x": [rates[job] for job in jobs],
-        "y": [[_finite(found[job]) for job in jobs] for found in values],
+        "y": [[finite(found[job]) for job in jobs] for found in values],
         "text": [[text(job, found[job]) for job in jobs] for found in values],
         "meta": {"role": role},
     }
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 # Parallel coordinates: one line per job through its settings to its best value.

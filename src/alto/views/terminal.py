@@ -22,6 +22,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from alto.base import finite
 from alto.runs import JobHistory, JournalEntry, RunDir, RunHistory, RunStatus, Stage, events, read_history
 from alto.runs.history import Pace
 from alto.runs.progress import exit_totals, next_stop, outlook
@@ -129,7 +130,7 @@ class JobGrid:
             "done": ([wording.format_percent(row.progress) for row in rows], STAYS),
             "train": ([_loss(row.history.train_loss) for row in rows], TRAIN),
             "val": ([_loss(row.history.validation_loss) for row in rows], LATEST),
-            "best val": ([_loss(_finite(row.history.best_validation_loss)) for row in rows], STAYS),
+            "best val": ([_loss(finite(row.history.best_validation_loss)) for row in rows], STAYS),
         }
         for name, (cells, level) in losses.items():
             columns.append(_text_column(name, cells, priority=(level, 0), narrowest=6, is_number=True))
@@ -195,11 +196,6 @@ def _bar(row: JobTableRow) -> ProgressBar:
 
 def _loss(loss: float | None) -> str:
     return wording.format_loss(loss) if loss is None or math.isfinite(loss) else f"{loss}"
-
-
-def _finite(loss: float) -> float | None:
-    """Return a job's best loss; None if there is none yet, or no validation."""
-    return loss if math.isfinite(loss) else None
 
 
 REFRESHES_PER_SECOND = 2

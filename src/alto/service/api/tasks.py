@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import threading
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +12,7 @@ from fastapi.responses import HTMLResponse
 from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy import select
 
+from alto.base import finite
 from alto.errors import MailboxFullError
 from alto.report import report_page
 from alto.runs import METRICS_NAME, JobAction, Mailbox, RunDir, RunHistory
@@ -185,11 +185,11 @@ def _figures_of(history: RunHistory, status: str) -> dict[str, Any]:
         "num_ended": sum(job.has_ended for job in history.jobs.values()),
         "share_done": round(history.decided_share, 4),
         "best_job": None if best is None else best.job,
-        "best_valid_loss": None if best is None else _finite(best.best_validation_loss),
+        "best_valid_loss": None if best is None else finite(best.best_validation_loss),
         "samples_trained": history.samples_trained,
         "samples_saved": savings.samples,
         "samples_budgeted": history.samples_budgeted,
-        "time_saved_s": _finite(savings.time_s),
+        "time_saved_s": finite(savings.time_s),
         "device": None if hours is None else hours.device,
         "device_hours": None if hours is None else round(hours.spent_h, 5),
         "device_hours_saved": None if savings.device_h is None else round(savings.device_h, 5),
@@ -216,13 +216,13 @@ def _job_object(job: JobHistory, rank: int) -> dict[str, Any]:
         "step": job.step,
         "total_steps": job.total_steps,
         "best_step": job.best_step,
-        "best_valid_loss": _finite(job.best_validation_loss) if job.best_step else None,
-        "best_metrics": {key: _finite(value) for key, value in job.best_metrics.items()},
-        "test_loss": _finite(job.best_test_loss),
-        "test_metrics": {key: _finite(value) for key, value in job.best_test_metrics.items()},
+        "best_valid_loss": finite(job.best_validation_loss) if job.best_step else None,
+        "best_metrics": {key: finite(value) for key, value in job.best_metrics.items()},
+        "test_loss": finite(job.best_test_loss),
+        "test_metrics": {key: finite(value) for key, value in job.best_test_metrics.items()},
         "exit_reason": job.exit_reason,
         "exit_evidence": {
-            key: _finite(value) if isinstance(value, float) else value for key, value in job.exit_evidence.items()
+            key: finite(value) if isinstance(value, float) else value for key, value in job.exit_evidence.items()
         },
         "samples_trained": job.samples_trained,
         "samples_saved": job.samples_saved,
@@ -235,9 +235,9 @@ def _curve(job: JobHistory) -> dict[str, Any]:
         "exit_reason": job.exit_reason,
         "step": [point.step for point in job.evaluations],
         "progress": [round(point.step / point.total_steps, 6) for point in job.evaluations],
-        "train_loss": [_finite(point.train_ema) for point in job.evaluations],
-        "valid_loss": [_finite(point.validation_loss) for point in job.evaluations],
-        "test_loss": [_finite(job.test_losses.get(point.step)) for point in job.evaluations],
+        "train_loss": [finite(point.train_ema) for point in job.evaluations],
+        "valid_loss": [finite(point.validation_loss) for point in job.evaluations],
+        "test_loss": [finite(job.test_losses.get(point.step)) for point in job.evaluations],
     }
 
 
@@ -294,7 +294,3 @@ def _check_num_jobs(service: Service, history: RunHistory, num_waiting: int) -> 
             "job",
             "too_many_configurations",
         )
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

@@ -14,6 +14,7 @@ from typing import Any
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from alto.base import finite
 from alto.records import ExitReason
 from alto.results import TaskResult, load_run
 from alto.runs import JournalEntry, JournalTail
@@ -157,9 +158,7 @@ def _ended(job: str, reason: str) -> str:
 
 def _finite(values: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` with None for numbers that are not finite, which JSON cannot hold."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in values.items()
-    }
+    return {key: finite(value) if isinstance(value, float) else value for key, value in values.items()}
 
 
 _COLUMNS = ("job", "step", "progress", "train_loss", "valid_loss", "test_loss")
@@ -214,8 +213,8 @@ def publish(service: Service, job: JobRow) -> Publication:
     facts = {
         "job": result.best_job,
         "best_step": best.best_step,
-        "best_valid_loss": _finite_cell(result.best_validation_loss),
-        "test_loss": _finite_cell(best.test_loss),
+        "best_valid_loss": finite(result.best_validation_loss),
+        "test_loss": finite(best.test_loss),
         "configurations": len(result.job_results),
         "samples_trained": history.samples_trained,
         "samples_budgeted": history.samples_budgeted,
@@ -287,7 +286,3 @@ def _curves(result: TaskResult) -> str:
 
 def _text(value: float | None) -> str:
     return "" if value is None or not math.isfinite(value) else f"{value:.7g}"
-
-
-def _finite_cell(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
