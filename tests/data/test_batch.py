@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from alto.backbone.sequences import Sequences
-from alto.data import EncodedDataset, JobRows, collate, dummy_batch, share_rows, split_into_micro_batches
+from alto.data import EncodedDataset, JobRows, collate, share_rows, split_into_micro_batches
 from alto.data.batch import BatchTotals
 
 
@@ -147,7 +147,7 @@ def test_shares_are_cut_into_passes_that_know_where_they_are_in_the_batch() -> N
 
 
 def test_an_idle_batch_is_one_token_of_no_job() -> None:
-    batch = dummy_batch()
+    batch = collate([])
     assert (batch.slots, batch.job_tokens, batch.job_first_tokens) == ((), (), ())
     assert batch.sequence_lengths == (1,)
     assert batch.input_ids_T.shape == batch.position_ids_T.shape == (1,)

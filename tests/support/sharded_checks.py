@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from alto.backbone import load_backbone, load_network
 from alto.backbone.quantised import QuantisedLinear
 from alto.backbone.sharding import held_bytes
-from alto.data import EncodedDataset, TaskData, dummy_batch
+from alto.data import EncodedDataset, TaskData, collate
 from alto.executor import JobState, TaskContext, Trainer, initial_states
 from alto.executor.ranks import Ranks
 from alto.kernels import TokenSchedule
@@ -193,7 +193,7 @@ class Adapted:
         """Return the same for a pass without rows."""
         self.bank.grads_ZP.zero_()
         with self.context.use(TokenSchedule.build([], [], [])):
-            losses = job_losses(self.backbone, dummy_batch(), [])
+            losses = job_losses(self.backbone, collate([]), [])
             losses.sum().backward()
         return losses.detach(), self.bank.grads_ZP.clone()
 

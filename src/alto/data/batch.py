@@ -332,7 +332,13 @@ class TokenBatch:
 
 
 def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> TokenBatch:
-    """Concatenate the rows of ``jobs`` into one batch; jobs of the same task have to be adjacent."""
+    """Concatenate the rows of ``jobs`` into one batch; jobs of the same task have to be adjacent.
+
+    Without jobs, return one token that belongs to no job and whose loss reaches no adapter: a rank without rows takes
+    part in gathering the base model too.
+    """
+    if not jobs:
+        return _idle_batch(device)
     laid_J = [list(_sequences_of(job)) for job in jobs]
     input_ids, targets, _ = zip(*(row for of_job in laid_J for row in of_job), strict=True)
     spans_J = [[span for _, _, of_row in of_job for span in of_row] for of_job in laid_J]
@@ -400,10 +406,7 @@ def _positions(lengths: Sequence[int], prefixes: Sequence[int], ends_N: Tensor) 
     return torch.arange(sum(lengths)) - firsts_N.repeat_interleave(lengths_N)
 
 
-def dummy_batch(device: torch.device | str = "cpu") -> TokenBatch:
-    """Return a batch of one token that belongs to no job and whose loss reaches no adapter.
-
-    A rank without rows in a micro-batch uses it, because every rank takes part in gathering the base model."""
+def _idle_batch(device: torch.device | str) -> TokenBatch:
     token = torch.zeros(1, dtype=torch.long)
     return TokenBatch(
         slots=(),

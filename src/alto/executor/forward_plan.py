@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from alto.backbone import Backbone, changed_embeddings
-from alto.data import EncodedDataset, JobRows, TokenBatch, collate, dummy_batch, share_rows
+from alto.data import EncodedDataset, JobRows, TokenBatch, collate, share_rows
 from alto.executor.context import JobState
 from alto.executor.micro_batches import MicroBatches
 from alto.executor.ranks import Ranks
@@ -143,8 +143,8 @@ class Passes:
         return of_rank[self.ranks.rank], num_micro_batches
 
     def collate(self, parts: Sequence[JobRows]) -> TokenBatch:
-        """Return a micro-batch of ``parts``; a dummy batch if this rank has none."""
-        return collate(parts, self.backbone.device) if parts else dummy_batch(self.backbone.device)
+        """Return a micro-batch of ``parts`` on the device; this rank may have none."""
+        return collate(parts, self.backbone.device)
 
     def learners(self, jobs: Sequence[JobState]) -> list[Learners]:
         """Return the jobs of a micro-batch, grouped by task."""

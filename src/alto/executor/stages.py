@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alto.backbone import Backbone, is_out_of_memory, load_backbone
 from alto.base import resume_command
-from alto.data import EncodedDataset, JobRows, collate, digest_of, dummy_batch
+from alto.data import EncodedDataset, JobRows, collate, digest_of
 from alto.early_exit import Selection, selection_of
 from alto.errors import DeviceMemoryError, ModelError, TaskInterruptedError
 from alto.executor import cache
@@ -279,7 +279,7 @@ def _computed_references(
     def compute(parts: Sequence[JobRows], within: Within) -> None:
         on_turn()
         with watching("evaluation"):
-            batch = collate(parts, backbone.device) if parts else dummy_batch(backbone.device)
+            batch = collate(parts, backbone.device)
             with within(sum(batch.job_tokens)):
                 log_probs = torch.cat(reference_sums(backbone, batch), dim=1).tolist()
         by_row.update(zip((row for part in parts for row in part.rows), log_probs, strict=bool(parts)))
