@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import load_tokenizer
 
-from alto.data import TaskData, dataset, digest_of, read_task_rows, reading, source, token_cache
+from alto.data import TaskData, dataset, digest_of, digests, read_task_rows, reading, token_cache
 from alto.data import files as files_module
-from alto.data.source import tokenizer_digest
+from alto.data.digests import tokenizer_digest
 from alto.errors import BadRowsError, DataError, DiskFullError, RunWriteError
 from alto.executor.profiling.sketch import lengths_of
 from alto.records import ModelLimits
@@ -273,7 +273,7 @@ def test_other_content_of_the_same_size_and_time_is_other_data(
     task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The file keeps its modification time, and digests of files are cached by it from the first read on."""
-    monkeypatch.setattr(source, "_SETTLED_S", -1e9)
+    monkeypatch.setattr(digests, "_SETTLED_S", -1e9)
     file = tmp_path / "rows.jsonl"
     first = encode(task)
     before = file.stat()

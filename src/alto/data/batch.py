@@ -338,7 +338,7 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
     part in gathering the base model too.
     """
     if not jobs:
-        return _idle_batch(device)
+        return _dummy_batch(device)
     laid_J = [list(_sequences_of(job)) for job in jobs]
     input_ids, targets, _ = zip(*(row for of_job in laid_J for row in of_job), strict=True)
     spans_J = [[span for _, _, of_row in of_job for span in of_row] for of_job in laid_J]
@@ -406,7 +406,7 @@ def _positions(lengths: Sequence[int], prefixes: Sequence[int], ends_N: Tensor) 
     return torch.arange(sum(lengths)) - firsts_N.repeat_interleave(lengths_N)
 
 
-def _idle_batch(device: torch.device | str) -> TokenBatch:
+def _dummy_batch(device: torch.device | str) -> TokenBatch:
     token = torch.zeros(1, dtype=torch.long)
     return TokenBatch(
         slots=(),

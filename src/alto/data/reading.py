@@ -25,19 +25,11 @@ from alto.data.convert import (
     to_pair,
 )
 from alto.data.dataset import MEMORY, DiskStore, HeadStore, RowStore, writing_cache
+from alto.data.digests import changed, code_digest, digest_of_json, tokenizer_digest
 from alto.data.formats import Layout, find_layout
 from alto.data.messages import Conversation, Row, unpaired
 from alto.data.rows import BadRows, FaultList, RawRow, RowError, listed
-from alto.data.source import (
-    Source,
-    changed,
-    code_digest,
-    digest_of_json,
-    open_source,
-    sample_rows,
-    split_rows,
-    tokenizer_digest,
-)
+from alto.data.source import Source, open_source, sample_rows, split_rows
 from alto.data.task_data import TaskData
 from alto.data.token_cache import TokenCache
 from alto.data.tokenize import TaskRows
@@ -137,7 +129,7 @@ class TaskSources:
             folder: Folder for digests of files.
 
         Raises:
-            DataError: See :func:`alto.data.source.file_digest`.
+            DataError: See :func:`alto.data.digests.file_digest`.
         """
         return [[*map(str, place), source.identity(folder)] for place, source in self._opened.items()]
 
