@@ -216,23 +216,9 @@ def find_layout(
     }
     if not any(num_fitting.values()):
         raise _no_form(next(iter(first_with.values())), _of_kind(candidates, is_paired), form)
-    common = _fitting_most(num_fitting)
-    wanted = {layout: count for layout, count in num_fitting.items() if layout.is_paired == is_paired}
-    if (
-        wanted
-        and all(layout.is_paired != is_paired for layout in common)
-        and 2 * max(wanted.values()) >= counts.total()
-    ):
-        common = _fitting_most(wanted)
-    common = _of_kind(common, is_paired)
-    if is_labelled:
-        common = [layout for layout in common if layout.is_labelled] or common
-        common = [layout for layout in common if layout.column("messages") is None] or common
-    if is_classified:
-        most_texts = max(layout.num_texts for layout in common)
-        common = [layout for layout in common if layout.num_texts == most_texts]
-    if len(common) > 1:
-        common = [layout for layout in common if layout.form != "text"]
+    common = _preferred(
+        num_fitting, counts.total(), is_paired=is_paired, is_labelled=is_labelled, is_classified=is_classified
+    )
     first = next(row for row in first_with.values() if any(layout.misfit(row) is None for layout in common))
     common = [layout for layout in common if layout.misfit(first) is None]
     if len(common) > 1:
@@ -241,6 +227,27 @@ def find_layout(
             f"{_choose(common)}"
         )
     return _completed(common[0], rows, {name for names in counts for name in names}, form, columns)
+
+
+def _preferred(
+    num_fitting: Mapping[Layout, int], num_rows: int, *, is_paired: bool | None, is_labelled: bool, is_classified: bool
+) -> list[Layout]:
+    """Return the layouts that fit most of the rows; among equals, those that use more of the columns."""
+    found = _fitting_most(num_fitting)
+    wanted = {layout: count for layout, count in num_fitting.items() if layout.is_paired == is_paired}
+    is_other_kind = all(layout.is_paired != is_paired for layout in found)
+    if wanted and is_other_kind and 2 * max(wanted.values()) >= num_rows:
+        found = _fitting_most(wanted)  # for the wanted kind, half of the rows are enough
+    found = _of_kind(found, is_paired)
+    if is_labelled:
+        found = [layout for layout in found if layout.is_labelled] or found
+        found = [layout for layout in found if layout.column("messages") is None] or found
+    if is_classified:
+        most_texts = max(layout.num_texts for layout in found)
+        found = [layout for layout in found if layout.num_texts == most_texts]
+    if len(found) > 1:
+        found = [layout for layout in found if layout.form != "text"]
+    return found
 
 
 def _fitting_most(num_fitting: Mapping[Layout, int]) -> list[Layout]:

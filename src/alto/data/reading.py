@@ -302,26 +302,14 @@ class _Reader:
             DataFormatError: See :func:`find_layout` and :func:`find_labels`; or the rows are not of the kind that the
                 task's method learns from.
         """
-        form = source.form if keys.dataset_format == "auto" and not keys.columns else keys.dataset_format
         faults = FaultList(key)
         if all(row.fault is not None for row in rows):
             for row in rows:
                 assert row.fault is not None
                 faults.add(row.where, row.fault)
             faults.settle(len(rows), keys.on_bad_row)
-        method = self.task.method
-        entry = find_method(method).entry
-        meant = entry.is_paired if is_paired is None else is_paired
-        layout = find_layout(
-            rows,
-            form,
-            keys.columns,
-            is_paired=None if entry.is_labelled else meant,
-            is_labelled=entry.is_labelled,
-            is_classified=bool(entry.problem_types),
-        )
-        if not entry.is_labelled and is_paired is not None and layout.is_paired != is_paired:
-            raise _wrong_kind(layout, method, key)
+        entry = find_method(self.task.method).entry
+        layout = self._layout_of(rows, source, keys, key, is_paired)
         if layout.is_classified and labels is None:
             values = [label_of(row, layout) for row in rows if row.fault is None]
             labels = find_labels(values, keys, entry.problem_types, key)
@@ -341,6 +329,24 @@ class _Reader:
         return _Converted(
             rows=kept, layout=layout, labels=labels, unread_columns=unread, bad_rows=() if bad is None else (bad,)
         )
+
+    def _layout_of(
+        self, rows: Sequence[RawRow], source: Source, keys: DataKeys, key: str, is_paired: bool | None
+    ) -> Layout:
+        form = source.form if keys.dataset_format == "auto" and not keys.columns else keys.dataset_format
+        entry = find_method(self.task.method).entry
+        meant = entry.is_paired if is_paired is None else is_paired
+        layout = find_layout(
+            rows,
+            form,
+            keys.columns,
+            is_paired=None if entry.is_labelled else meant,
+            is_labelled=entry.is_labelled,
+            is_classified=bool(entry.problem_types),
+        )
+        if not entry.is_labelled and is_paired is not None and layout.is_paired != is_paired:
+            raise _wrong_kind(layout, self.task.method, key)
+        return layout
 
     def learned(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return ``rows`` as the task's method learns from them.
