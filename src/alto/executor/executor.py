@@ -152,7 +152,12 @@ class Executor:
         return {name: ready[name] for name in self._shares.choose(costs, self._weights)}
 
     def _step_and_evaluate(self) -> None:
-        """Run one training step of the sessions whose turn it is, then evaluate the jobs that are due."""
+        """Run one training step of the sessions whose turn it is, then evaluate the jobs that are due.
+
+        The order matters. While the device computes the backward pass and the optimizer step, the host makes the next
+        batches; only then are losses read, which waits for the device. The step is timed and counted before jobs are
+        evaluated, and before an error of a single session ends it.
+        """
         active_of = {name: session.state.active() for name, session in self.sessions.items()}
         ready = {name: active for name, active in active_of.items() if active}
         jobs_of = self._choose(ready)

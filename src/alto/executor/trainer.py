@@ -88,7 +88,7 @@ class Trainer(Evaluator):
 
     def step(self, jobs: Sequence[JobState]) -> list[float]:
         """Run one optimizer step of every resident job in ``jobs`` on its next batch; the job's step count is not
-        changed.
+        changed. For profiling and benchmarks; the executor calls the parts of a step itself.
 
         Returns:
             The training loss of each job before the step, as its objective defines it.
