@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,21 @@ def test_a_task_that_has_its_result_is_finished_however_its_executor_ended(
     assert ended["outcome"] == "finished"
     assert ended["reason"].startswith("Ended after its result was complete: was ")
     assert read_queue_history(bench.queue_dir.root).tasks["a"].state is TaskStage.FINISHED
+
+
+def test_each_notice_of_a_result_is_kept_and_the_journal_has_all_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, end = Bench(tmp_path, {}), FakeCluster.end
+    notices = ("There is no report.", "There is no page.")
+    monkeypatch.setattr(FakeCluster, "end", lambda *args: replace(end(*args), notices=notices))
+    with bench.controller() as controller:
+        controller.submit(new_run(bench, "d", 1.0))
+        controller.wait()
+        ended = controller.status().tasks["d"].ended
+    assert ended is not None
+    assert (ended.reason, ended.notices) == ("", notices)
+    assert [event["reason"] for event in bench.events("executor_ended")] == [" ".join(notices)]
 
 
 def test_an_executor_that_was_lost_is_no_failure_in_a_row_where_it_came_further(tmp_path: Path) -> None:
