@@ -103,7 +103,6 @@ def run_host(host: str, run_dir: str, is_interrupted: Callable[[], bool]) -> End
 
 def work_alone(ticket: TaskTicket, is_interrupted: Callable[[], bool]) -> Ending:
     """Work on one run to its end; arguments and result as in :func:`run_host`."""
-
     try:
         host = load_host(ticket.host)()
         host.attach(HostedRun(number=0, ticket=ticket, is_interrupted=is_interrupted))

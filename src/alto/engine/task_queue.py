@@ -91,8 +91,8 @@ def write_report_of(queue_dir: QueueDir) -> None:
 
 
 def _notices_of(task: TaskHistory, run: RunDir) -> tuple[str, ...]:
-    """Return the notices of a finished task, which its last attempt has as the reason of its end; none once a report is
-    written."""
+    """Return the notices of a finished task; none once a report is written. The journal has them as the reason of the
+    last attempt's end."""
     reasons = [attempt.reason for attempt in task.attempts[-1:] if attempt.reason]
     return () if run.report_file.exists() else tuple(reasons)
 

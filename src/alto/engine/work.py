@@ -138,7 +138,7 @@ class _AttachedRun:
             raise found from (None if found is error else error)
 
     def close(self, error: BaseException | None) -> RunEnd:
-        """Close the run after its end, or after ``error``; return its end, an error with the message meant for the
+        """Close the run after its end, or after ``error``; return its end. An error has the message meant for the
         user."""
         if isinstance(error, Exception) and self._opened is not None and not self._opened.is_finished:
             error = self._opened.session.explained(error)
