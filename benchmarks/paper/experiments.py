@@ -235,6 +235,11 @@ OTHERS: Mapping[str, Experiment] = {
         topic="generate",
         program="benchmarks.generate:main",
     ),
+    "grpo": Experiment(
+        title="Reinforcement learning with rewards",
+        topic="grpo",
+        program="benchmarks.grpo:main",
+    ),
     "servers": Experiment(
         title="What ALTO exports, in the servers that people use",
         topic="servers",

@@ -77,6 +77,6 @@ def checked(code: object, out: str, err: str, *, is_unchanged: bool) -> str:
     assert out == ""
     assert err.partition(":")[0].endswith("Error"), err
     assert err.replace("\n", "").isprintable()
-    assert len(err) < 1600
+    assert len(err) < 2000
     assert is_unchanged, "a half-written file was left"
     return err

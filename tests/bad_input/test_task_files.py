@@ -114,9 +114,9 @@ def test_nothing_is_no_value_unless_the_key_says_so(model: type[BaseModel], key:
         (f"seed: {BITS}", "found a number of 20000 bits"),
         (f"early_exit: {{rungs: [[{BITS}, 1]]}}", "found [[a number of 20000 bits, 1]]"),
         ("seed: " + "9" * 5000, "the int '999"),
-        ("method: simpo", "method should be one of sft, dpo, orpo, cpo, kto, classification, regression, found "
-         "'simpo'. Set method: cpo"),
-        ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo, orpo, cpo and kto"),
+        ("method: simpo", "method should be one of sft, dpo, orpo, cpo, kto, classification, regression, grpo, "
+         "found 'simpo'. Set method: cpo"),
+        ("beta: 0.1", "UnknownKeyError: In task.yaml: 'beta' is a setting of method dpo, orpo, cpo, kto and grpo"),
         ("method: orpo\nlabel_smoothing: 0.1", "'label_smoothing' is a setting of method dpo and cpo"),
         ("method: dpo\nbeta: 0", "beta (strength of the penalty for deviating from the base model) should be a finite"),
         ("method: dpo\nbeta: .nan", "Write a finite number"),

@@ -104,7 +104,7 @@ def test_a_row_that_is_refused_twice_in_a_step_is_too_large() -> None:
     device = Device(lambda jobs: (1, 3) not in rows_of(jobs))
     with pytest.raises(RowTooLargeError) as caught:
         device.run()
-    assert (caught.value.slot, caught.value.num_tokens) == (1, 20)
+    assert (caught.value.slot, caught.value.evidence["row_tokens"]) == (1, 20)
     assert device.done == []
     device.run(WORK[:1])
     assert device.done == EVERY_ROW_ONCE[:2]

@@ -53,7 +53,7 @@ def test_a_row_that_does_not_fit_fails_a_job_of_its_task(
         (job,) = cedar.state.jobs.values()
         if job in jobs:
             assert job.slot is not None
-            raise RowTooLargeError(job.slot, 77)
+            raise RowTooLargeError(job.slot, 77, 0)
         return backward(self, jobs)
 
     with SharedExecutor(tmp_path) as shared:

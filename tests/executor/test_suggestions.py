@@ -175,7 +175,7 @@ def test_the_search_gets_the_results_of_every_job(tmp_path: Path, monkeypatch: p
     def little_memory(trainer: Trainer, jobs: Any, split: str = "validation", **options: Any) -> Any:
         wide = next((job for job in jobs if job.config.r == 8), None)
         if wide is not None:
-            raise RowTooLargeError(wide.slot, 40)
+            raise RowTooLargeError(wide.slot, 40, 0)
         return evaluate(trainer, jobs, split, **options)
 
     monkeypatch.setattr(Trainer, "evaluate", little_memory)

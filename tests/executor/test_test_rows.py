@@ -166,7 +166,7 @@ def test_a_test_row_that_does_not_fit_ends_no_job(tmp_path: Path, monkeypatch: p
 
     def no_memory(trainer: Trainer, jobs: Sequence[Any], split: str = "validation", **options: Any) -> Any:
         if split == "test" and any(job.config.r == 8 for job in jobs):
-            raise RowTooLargeError(next(job.slot for job in jobs if job.config.r == 8), 40)
+            raise RowTooLargeError(next(job.slot for job in jobs if job.config.r == 8), 40, 0)
         return evaluate(trainer, jobs, split, **options)
 
     monkeypatch.setattr(Trainer, "evaluate", no_memory)

@@ -178,7 +178,9 @@ def test_its_settings_are_checked_where_the_task_is_read(task: Task) -> None:
         SpecError, match=r"^In search_space.target_margin\[1\]: target_margin \(lead .* <= 100, found 200"
     ):
         task.replace(search_space={"target_margin": [1.0, 200.0]})
-    with pytest.raises(UnknownKeyError, match=r"^'loss_type' is a setting of method dpo, cpo and kto, found with"):
+    with pytest.raises(
+        UnknownKeyError, match=r"^'loss_type' is a setting of method dpo, cpo, kto and grpo, found with"
+    ):
         task.replace(loss_type="ipo")
     with pytest.raises(
         SpecError, match=r"metric 'kl' is .* with method 'simpo' \(available: loss, reward_accuracy, reward_margin\)"

@@ -26,7 +26,7 @@ REFUSED_TASK_KEYS = {
     # set by the service itself
     *("name", "method", "tenant", "share_executor", "checkpoint_interval_s", "keep", "token_cache", "test_jobs"),
     # Requests cannot name these methods.
-    *("problem_type", "num_labels", "id2label"),
+    *("problem_type", "num_labels", "id2label", "reward_funcs", "reward_weights"),
 }
 
 

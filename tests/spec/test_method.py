@@ -13,7 +13,8 @@ from alto.spec.task_checks import check_selection
 
 
 def test_methods_of_alto() -> None:
-    assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo", "kto", "classification", "regression")
+    assert OWN_METHODS == ("sft", "dpo", "orpo", "cpo", "kto", "classification", "regression", "grpo")
+    assert [name for name in OWN_METHODS if find_method(name).entry.generates] == ["grpo"]
     assert [name for name in OWN_METHODS if find_method(name).entry.needs_reference] == ["dpo", "kto"]
     assert [name for name in OWN_METHODS if find_method(name).entry.is_paired] == ["dpo", "orpo", "cpo"]
     assert [name for name in OWN_METHODS if find_method(name).entry.problem_types] == ["classification", "regression"]
@@ -33,7 +34,7 @@ def test_a_form_of_a_loss_is_no_method() -> None:
 def test_settings_of_other_methods_may_be_there_if_they_are_null() -> None:
     orpo = find_method("orpo")
     assert orpo.without_others({"beta": 0.2, "loss_type": None, "seed": 3}) == {"beta": 0.2, "seed": 3}
-    with pytest.raises(UnknownKeyError, match="'loss_type' is a setting of method dpo, cpo and kto"):
+    with pytest.raises(UnknownKeyError, match="'loss_type' is a setting of method dpo, cpo, kto and grpo"):
         orpo.without_others({"loss_type": "ipo"})
 
 
@@ -79,7 +80,7 @@ def test_labels_without_a_score_are_chosen_by_the_metric() -> None:
     [
         ("bayes", "a sweep of W&B searches. Put its parameters under 'search_space', and set 'search: tpe'"),
         ("random", "and set 'search: random'"),
-        ("grpo", "found 'grpo', which generates text during training; ALTO does not"),
+        ("rloo", "found 'rloo', which ALTO does not have. Choose one of these methods; grpo also learns from rewards."),
     ],
 )
 def test_what_other_programs_call_a_method_is_answered(name: str, match: str) -> None:

@@ -171,17 +171,17 @@ def test_unsafe_names(name):
         (
             {"beta": 0.1},
             UnknownKeyError,
-            r"^'beta' is a setting of method dpo, orpo, cpo and kto, found with",
+            r"^'beta' is a setting of method dpo, orpo, cpo, kto and grpo, found with",
         ),
         (
             {"method": "orpo", "loss_type": "ipo"},
             UnknownKeyError,
-            r"^'loss_type' is a setting of method dpo, cpo and kto",
+            r"^'loss_type' is a setting of method dpo, cpo, kto and grpo",
         ),
         (
             {"search_space": {"beta": [0.1, 0.2]}},
             UnknownKeyError,
-            r"^'beta' is a setting of method dpo, orpo, cpo and kto",
+            r"^'beta' is a setting of method dpo, orpo, cpo, kto and grpo",
         ),
         ({"method": "dpo", "beta": "0.1"}, SpecError, r"^beta .*Write 0\.1 without quotes"),
         ({"method": "dpo", "loss_type": "kto"}, SpecError, r"^loss_type should be one of sigmoid, .*, found 'kto'"),

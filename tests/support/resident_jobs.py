@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -175,10 +176,11 @@ class Bank:
         slots: list[int] | None = None,
         data: TaskData = DATA,
         saved: Path | None = None,
+        rewards: Any = None,
     ) -> None:
         self.backbone = backbone = Backbone(model, None, "unused")
         start = None if saved is None else InitAdapter.read(saved, backbone, model="unused")
-        context = TaskContext.of(task, backbone, data, start=start)
+        context = TaskContext.of(task, backbone, data, start=start, rewards=rewards)
         if context.objective.needs_reference:
             if start is None:
                 context = replace(context, data=with_references(backbone, data))

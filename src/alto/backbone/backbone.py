@@ -148,6 +148,11 @@ class Backbone:
         return self.model.device
 
     @property
+    def scales_logits(self) -> bool:
+        """Whether logits are proportional to the hidden states that enter the head: it has neither cap nor bias."""
+        return self._head.softcap is None and self._head.linear.bias is None
+
+    @property
     def shares_beginnings(self) -> bool:
         """Whether a forward pass can compute the common beginning of several sequences once. False for padded rows and
         for models that attend in chunks."""

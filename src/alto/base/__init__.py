@@ -19,17 +19,29 @@ from alto.base.files import (
     write_error,
     writing,
 )
+from alto.base.function_process import (
+    FunctionFailedError,
+    FunctionProcess,
+    FunctionRaisedError,
+    described_error,
+    imported_function,
+)
 from alto.base.plugins import Registry, described, load_attribute, naming_errors
 from alto.base.text import first_line, nearest_key, quoted
 
 __all__ = [
     "MAX_JSON_BYTES",
+    "FunctionFailedError",
+    "FunctionProcess",
+    "FunctionRaisedError",
     "LockFile",
     "Registry",
     "cache_home",
     "described",
+    "described_error",
     "finite",
     "first_line",
+    "imported_function",
     "is_disk_full",
     "is_number",
     "load_attribute",

@@ -11,7 +11,7 @@ from alto.data.batch import (
     share_rows,
     split_into_micro_batches,
 )
-from alto.data.dataset import IGNORED, EncodedDataset, HeadStore, Span, digest_of, running_digests
+from alto.data.dataset import IGNORED, Advantage, EncodedDataset, HeadStore, Span, digest_of, running_digests
 from alto.data.encode import encode_prompt
 from alto.data.messages import Conversation, LabelledText, Message, Pair, Row
 from alto.data.preview import preview_rows
@@ -22,6 +22,7 @@ from alto.data.tokenize import Encoding, TaskRows, tokenize
 
 __all__ = [
     "IGNORED",
+    "Advantage",
     "CachedRows",
     "ChatTemplate",
     "Conversation",

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from alto.data.dataset import IGNORED, EncodedDataset, Span
+from alto.data.dataset import IGNORED, Advantage, EncodedDataset, Span
 from alto.records import LabelSet, RowLabel
 
 _LEAST_SHARED = 8
@@ -213,6 +213,12 @@ class JobRows:
         known = self.dataset.classes
         return () if known is None else tuple(known[row] for row in self.rows)
 
+    @property
+    def advantages(self) -> tuple[Advantage, ...]:
+        """The weight of each row; empty if the rows are not sampled completions."""
+        known = self.dataset.advantages
+        return () if known is None else tuple(known[row] for row in self.rows)
+
     def _is_desirable(self, row: int) -> bool:
         return self.dataset.labels is not None and self.dataset.labels[row]
 
@@ -257,6 +263,8 @@ class TokenBatch:
         job_label_sets: The label set of each job; None if its rows are not labelled texts.
         row_classes: The class label of each labelled text, in row order.
         row_factors: Factor on the weight of each row in the mean loss of its job's whole batch.
+        job_sampled: Number of rows of each job in ``row_advantages``: all its rows, or 0 if they were not sampled.
+        row_advantages: The weight of each sampled completion, in row order.
         job_first_tokens: Number of tokens of each job's batch before these rows.
         job_references: Number of rows of each job in ``references_Q2``: all its rows, or 0 if its data has no
             references.
@@ -266,6 +274,8 @@ class TokenBatch:
             reply.
         kl_J: Estimated divergence of each job's adapter from the base model over its whole batch, float64 nats; 0 for
             jobs that do not need it, None if no job does.
+        reference_losses_S: Cross-entropy of every trained token under the base model, float32 nats; None if no job
+            needs it.
     """
 
     slots: tuple[int, ...]
@@ -288,10 +298,13 @@ class TokenBatch:
     job_label_sets: tuple[LabelSet | None, ...] = ()
     row_classes: tuple[RowLabel, ...] = ()
     row_factors: tuple[float, ...] = ()
+    job_sampled: tuple[int, ...] = ()
+    row_advantages: tuple[Advantage, ...] = ()
     job_references: tuple[int, ...] = ()
     references_Q2: Tensor | None = None
     reference_tails_Q2: Tensor | None = None
     kl_J: Tensor | None = None
+    reference_losses_S: Tensor | None = None
 
     @property
     def _classified_rows(self) -> tuple[int, ...]:
@@ -324,10 +337,13 @@ class TokenBatch:
             job_label_sets=self.job_label_sets[first:last],
             row_classes=self.row_classes[_range(self._classified_rows, first, last)],
             row_factors=self.row_factors[_range(self.job_rows, first, last)],
+            job_sampled=self.job_sampled[first:last],
+            row_advantages=self.row_advantages[_range(self.job_sampled, first, last)],
             job_references=self.job_references[first:last],
             references_Q2=_rows(self.references_Q2, references),
             reference_tails_Q2=_rows(self.reference_tails_Q2, references),
             kl_J=None if self.kl_J is None else self.kl_J[first:last],
+            reference_losses_S=None if self.reference_losses_S is None else self.reference_losses_S[targets],
         )
 
 
@@ -370,6 +386,8 @@ def collate(jobs: Sequence[JobRows], device: torch.device | str = "cpu") -> Toke
         job_label_sets=tuple(job.dataset.label_set for job in jobs),
         row_classes=tuple(label for job in jobs for label in job.classes),
         row_factors=tuple(factor for job in jobs for factor in job.factors or (1.0,) * len(job.rows)),
+        job_sampled=tuple(len(job.advantages) for job in jobs),
+        row_advantages=tuple(advantage for job in jobs for advantage in job.advantages),
         job_first_tokens=tuple(job.first_token for job in jobs),
         job_references=tuple(0 if job.dataset.references is None else len(job.rows) for job in jobs),
         references_Q2=_gathered(referring, [job.dataset.references for job in referring], device),

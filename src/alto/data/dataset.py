@@ -167,6 +167,18 @@ class Span:
     prefix: int = 0
 
 
+class Advantage(NamedTuple):
+    """The weight of a sampled completion in the loss of its job.
+
+    Attributes:
+        value: How much better its reward is than that of the other completions of its prompt.
+        factor: Factor on the sum over its tokens in the mean over the rows of a step.
+    """
+
+    value: float
+    factor: float
+
+
 class RowCounts(NamedTuple):
     """Counts for every row, as in :class:`EncodedDataset`."""
 
@@ -252,6 +264,7 @@ class EncodedDataset:
         labels: Whether the reply of each row is desirable; None if replies have no labels.
         classes: The class label of each row; None if the rows are not labelled texts.
         label_set: All labels; None if the rows are not labelled texts.
+        advantages: The weight of every row, if rows are sampled completions; None for other rows.
         max_length: Number of tokens at which rows were cut; None if unknown.
         references: ``[rows, 2]`` float64, nats: reference log-probs of the chosen and the rejected reply of every pair;
             for other rows, that of the trained tokens, and 0. None until they are computed.
@@ -259,8 +272,8 @@ class EncodedDataset:
             length of the pair's shorter reply; None if unknown.
         num_trained: Number of trained tokens of every row.
         num_chosen: Number of trained tokens in the chosen reply of every pair; for other rows, of all trained tokens.
-        weights: Weight of every row in a mean over rows: its number of trained tokens; 1 for pairs and rows with
-            labels.
+        weights: Weight of every row in a mean over rows: its number of trained tokens; 1 for pairs, rows with labels
+            and sampled completions.
         counts: Known values of the three numbers of every row; None counts them.
     """
 
@@ -279,6 +292,7 @@ class EncodedDataset:
     labels: Sequence[bool] | None = None
     classes: tuple[RowLabel, ...] | None = None
     label_set: LabelSet | None = None
+    advantages: tuple[Advantage, ...] | None = None
     max_length: int | None = None
     references: Tensor | None = None
     reference_tails: Tensor | None = None
@@ -298,7 +312,8 @@ class EncodedDataset:
         object.__setattr__(self, "num_trained", num_trained)
         num_chosen = num_trained if not self.is_paired else counts.num_chosen if counts else self._count_chosen()
         object.__setattr__(self, "num_chosen", num_chosen)
-        is_mean_of_rows = self.is_paired or self.labels is not None or self.classes is not None
+        known = (self.labels, self.classes, self.advantages)
+        is_mean_of_rows = self.is_paired or any(column is not None for column in known)
         object.__setattr__(self, "weights", (1,) * len(self) if is_mean_of_rows else self.num_trained)
 
     @property

@@ -199,7 +199,9 @@ def _job_from_curves(planned: JobDescription, curves: Curves) -> RecordedJob:
         job=job,
         config=config,
         total_steps=planned.total_steps,
-        rows_per_step=config["per_device_train_batch_size"] * config.get("gradient_accumulation_steps", 1),
+        rows_per_step=config["per_device_train_batch_size"]
+        * config.get("gradient_accumulation_steps", 1)
+        // config.get("num_generations", 1),
         train_losses=tuple(curves.train[step] for step in steps),
         evaluations=tuple(sorted(curves.validation.items())),
         scores=tuple(curves.scores[step] for step in sorted(curves.scores)) if any(curves.scores.values()) else (),

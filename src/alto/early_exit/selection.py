@@ -228,7 +228,7 @@ class Selection:
         _require(track.decision is not None, f"{job} to have been ended early, found that it has not")
         assert track.decision is not None
         _require(
-            all(map(math.isfinite, track.decision.evidence.values())),
+            all(math.isfinite(value) for value in track.decision.evidence.values() if not isinstance(value, str)),
             f"{job} to have finite losses, found that it ended with a loss that is not finite, so it cannot be resumed",
         )
         self._num_changes += 1

@@ -33,7 +33,7 @@ from alto.engine.objects import borrowing
 from alto.engine.resident_base import ResidentBase
 from alto.engine.start import read_start, with_start, with_targets, with_usual_rate
 from alto.errors import AltoError, RunWriteError
-from alto.evaluation import FinalistJudge, PeftCheck, Sampler
+from alto.evaluation import FinalistJudge, PeftCheck, Rewards, Sampler
 from alto.executor import (
     Hooks,
     Ranks,
@@ -176,6 +176,8 @@ class TaskRunner:
         with borrowing(task, self.device) as named:
             task = portable(named)
             context = self._prepare(task).context
+            if context.rewards is not None:
+                context.rewards.close()
             about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
             found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
             about_start = () if context.start is None else context.start.notes
@@ -211,7 +213,10 @@ class TaskRunner:
         requested = task.early_exit if begins else None
         task = resolve_early_exit(task, data, begins=begins)
         start = read_start(task, backbone)
-        context = TaskContext.of(task, backbone, data, self.ranks, start=start, requested_early_exit=requested)
+        rewards = Rewards(task.reward_funcs, task.reward_weights) if task.reward_funcs else None
+        context = TaskContext.of(
+            task, backbone, data, self.ranks, start=start, requested_early_exit=requested, rewards=rewards
+        )
         sampler = None
         if task.num_samples:
             num_tokens = task.sample_max_new_tokens
@@ -291,6 +296,9 @@ class TaskRunner:
                         run_dir.check_lock()
                         write_report(run_dir.root)
                 raise
+            finally:
+                if context.rewards is not None:
+                    context.rewards.close()
             if self.ranks.is_first:  # files of an earlier attempt do not belong to this result
                 run_dir.check_lock()
                 shutil.rmtree(run_dir.best, ignore_errors=True)

@@ -1,25 +1,38 @@
 """Evaluation of adapters on held-out rows: loss, exact match, preference, sample generations."""
 
 from alto.evaluation.finalists import FinalistJudge, usable_rows
+from alto.evaluation.generate import Sampling, Text, budget_of, max_positions, uniform_numbers, write
 from alto.evaluation.measure import OnProgress, measure
 from alto.evaluation.metrics_file import add_evaluation, check_metrics
 from alto.evaluation.peft_check import PeftCheck
+from alto.evaluation.rewards import Completion, Rewards
 from alto.evaluation.samples import Sampler
+from alto.evaluation.scorers import Answer, ScorerFailedError
 from alto.evaluation.settings import EvaluationSettings
 from alto.evaluation.target import adapter_folder, best_of_jobs, chat_template_beside, find_target
 
 __all__ = [
+    "Answer",
+    "Completion",
     "EvaluationSettings",
     "FinalistJudge",
     "OnProgress",
     "PeftCheck",
+    "Rewards",
     "Sampler",
+    "Sampling",
+    "ScorerFailedError",
+    "Text",
     "adapter_folder",
     "add_evaluation",
     "best_of_jobs",
+    "budget_of",
     "chat_template_beside",
     "check_metrics",
     "find_target",
+    "max_positions",
     "measure",
+    "uniform_numbers",
     "usable_rows",
+    "write",
 ]

@@ -1,30 +1,34 @@
-"""Greedy completions of many prompts by many adapters in shared batches.
+"""Completions of many prompts by many adapters in shared batches: greedy, or sampled.
 
 Each completion equals the one that its adapter would write alone, unless rounding decides between two tokens of equal
-likelihood.
+likelihood. A sampled completion draws from random numbers of its own, so it does not depend on the rest of its batch
+either.
+
+Shapes: ``B`` texts of a batch, ``V`` vocabulary, ``T`` new tokens of a text, ``L`` all of its tokens.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedConfig
+from transformers import DynamicCache, PreTrainedConfig, TopKLogitsWarper, TopPLogitsWarper
 from transformers.cache_utils import DynamicLayer
 
 from alto.backbone import Backbone, end_tokens, is_out_of_memory, limits_of, release_memory
 from alto.data import LabelledText, Message, Pair, Row, encode_prompt
 from alto.errors import DataError, DeviceMemoryError
 from alto.evaluation.scorers import Answer
-from alto.lora import ServedAdapters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,10 +192,105 @@ def check_prompts(prompts: Sequence[Sequence[int]], limit: int | None) -> None:
             )
 
 
-@torch.no_grad()
+Schedule = TypeVar("Schedule")
+
+NO_TOKEN = -1
+"""Stands for the next token of a text whose logits are not finite."""
+
+
+class Adapters(Protocol[Schedule]):
+    """Adapters on a model, one per slot: :class:`alto.lora.ServedAdapters`, or the jobs that train."""
+
+    def __len__(self) -> int: ...
+
+    def schedule(self, num_tokens: Sequence[int]) -> Schedule:
+        """Return the schedule of forward passes with ``num_tokens`` tokens per slot, slot after slot."""
+        ...
+
+    def use(self, schedule: Schedule) -> AbstractContextManager[None]:
+        """Run the enclosed forward pass under ``schedule``."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Settings of sampled tokens: first the temperature, then the ``top_k`` most likely tokens (0: all), then the most
+    likely tokens with together a probability of ``top_p``."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+
+    def tokens(self, logits_BV: Tensor, numbers_B: Sequence[float]) -> Tensor:
+        """Return a token for every row, ``[B]``: the first one at which the sum of the probabilities exceeds the row's
+        number, which is uniform in [0, 1); :data:`NO_TOKEN` if its logits are not finite."""
+        scores_BV = logits_BV.float() / self.temperature
+        if self.top_k:
+            scores_BV = TopKLogitsWarper(min(self.top_k, scores_BV.shape[1]))(None, scores_BV)
+        if self.top_p < 1:
+            scores_BV = TopPLogitsWarper(self.top_p)(None, scores_BV)
+        sums_BV = scores_BV.softmax(-1).double().cumsum(-1)
+        drawn_B1 = torch.tensor(numbers_B, dtype=torch.float64, device=sums_BV.device)[:, None] * sums_BV[:, -1:]
+        drawn_B = torch.searchsorted(sums_BV, drawn_B1, right=True).squeeze(1).clamp_(max=sums_BV.shape[1] - 1)
+        return drawn_B.where(drawn_B1.squeeze(1).isfinite(), NO_TOKEN)
+
+
+def uniform_numbers(count: int, *seeds: int) -> list[float]:
+    """Return ``count`` numbers in [0, 1) that depend on ``seeds`` alone."""
+    digest = hashlib.sha256("/".join(map(str, seeds)).encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+
+
+@dataclass(slots=True)
+class Text:
+    """A completion of ``prompt`` by the adapter in ``slot``.
+
+    Attributes:
+        budget: Maximum number of tokens.
+        sampling: How tokens are drawn; None for the most likely ones.
+        numbers: A uniform number for every token, if they are drawn.
+        tokens: The generated tokens, without the end token.
+        end: The end token; None if the text was cut at its budget, or is not finished.
+        is_broken: Whether it was cut because logits were not finite.
+    """
+
+    slot: int
+    prompt: Sequence[int]
+    budget: int
+    sampling: Sampling | None = None
+    numbers: Sequence[float] = ()
+    tokens: list[int] = field(default_factory=list)
+    end: int | None = None
+    is_broken: bool = False
+    is_finished: bool = False
+
+    def take(self, token: int, ends: AbstractSet[int]) -> bool:
+        """Add the next token, and return whether the text needs another one."""
+        if token in ends:
+            self.end = token
+        elif token == NO_TOKEN:
+            self.is_broken = True
+        else:
+            self.tokens.append(token)
+        self.is_finished = token in ends or self.is_broken or len(self.tokens) == self.budget
+        return not self.is_finished
+
+    def start_again(self) -> bool:
+        """Clear the generated tokens, and return whether the text was finished."""
+        self.tokens.clear()
+        was_finished, self.is_finished, self.is_broken, self.end = self.is_finished, False, False, None
+        return was_finished
+
+
+def budget_of(prompt: Sequence[int], max_new_tokens: int, limit: int | None) -> int:
+    """Return how many tokens may follow ``prompt`` on a model with ``limit`` positions."""
+    return max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
+
+
 def complete(
     backbone: Backbone,
-    served: ServedAdapters,
+    served: Adapters[Any],
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
@@ -204,9 +303,7 @@ def complete(
 
     Args:
         prompts: Token ids of each prompt, checked by :func:`check_prompts`.
-        batch_size: Number of texts generated at a time; halved whenever memory runs out.
-        on_done: Called after every forward pass with the number of texts that it finished, often 0. If memory runs out,
-            it is called with a negative number: finished texts that must be generated again.
+        batch_size, on_done: See :func:`write`.
 
     Returns:
         For each adapter, the new tokens for each prompt, without the end token.
@@ -216,21 +313,49 @@ def complete(
     """
     limit = max_positions(backbone)
     texts = [
-        [
-            _Text(slot, prompt, max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt)))
-            for prompt in prompts
-        ]
+        [Text(slot, prompt, budget_of(prompt, max_new_tokens, limit)) for prompt in prompts]
         for slot in range(len(served))
     ]
     # Prompts of similar length share a batch, because shorter prompts are padded.
     by_length = sorted(range(len(prompts)), key=lambda number: -len(prompts[number]))
-    queue = [of_slot[number] for number in by_length for of_slot in texts]
+    write(
+        backbone,
+        served,
+        [of_slot[number] for number in by_length for of_slot in texts],
+        batch_size=batch_size,
+        on_done=on_done,
+    )
+    return [[text.tokens for text in of_slot] for of_slot in texts]
+
+
+@torch.no_grad()
+def write(
+    backbone: Backbone,
+    adapters: Adapters[Any],
+    texts: Sequence[Text],
+    *,
+    batch_size: int,
+    on_done: Callable[[int], None] = lambda num_texts: None,
+) -> None:
+    """Generate ``texts``, in batches of consecutive ones.
+
+    Args:
+        texts: Texts with a budget of at least one token. Texts of one slot with the same prompt (the same object) that
+            follow each other compute it once.
+        batch_size: Number of texts generated at a time; halved whenever memory runs out.
+        on_done: Called after every forward pass with the number of texts that it finished, often 0. If memory runs out,
+            it is called with a negative number: finished texts that must be generated again.
+
+    Raises:
+        DeviceMemoryError: Memory is too small for a single text.
+    """
+    queue = list(texts)
     ends = end_tokens(backbone.model.generation_config, backbone.tokenizer)
     with backbone.own_attention():
         while queue:
             batch = sorted(queue[:batch_size], key=lambda text: text.slot)
-            write = _write_uncached if backbone.is_padded else _write
-            if _has_room(partial(write, backbone, served, batch, ends, on_done)):
+            write_batch = _write_uncached if backbone.is_padded else _write
+            if _has_room(partial(write_batch, backbone, adapters, batch, ends, on_done)):
                 del queue[:batch_size]
                 continue
             release_memory()
@@ -242,31 +367,6 @@ def complete(
                 )
             on_done(-sum(text.start_again() for text in batch))
             batch_size = len(batch) // 2
-    return [[text.tokens for text in of_slot] for of_slot in texts]
-
-
-@dataclass(slots=True)
-class _Text:
-    """A completion of ``prompt`` by the adapter in ``slot``; ``budget`` is its maximum number of tokens."""
-
-    slot: int
-    prompt: Sequence[int]
-    budget: int
-    tokens: list[int] = field(default_factory=list)
-    is_finished: bool = False
-
-    def take(self, token: int, ends: AbstractSet[int]) -> bool:
-        """Add the next token, and return whether the text needs another one."""
-        if token not in ends:
-            self.tokens.append(token)
-        self.is_finished = token in ends or len(self.tokens) == self.budget
-        return not self.is_finished
-
-    def start_again(self) -> bool:
-        """Clear the generated tokens, and return whether the text was finished."""
-        self.tokens.clear()
-        was_finished, self.is_finished = self.is_finished, False
-        return was_finished
 
 
 def _has_room(work: Callable[[], None]) -> bool:
@@ -285,23 +385,26 @@ def _has_room(work: Callable[[], None]) -> bool:
 
 def _write(
     backbone: Backbone,
-    served: ServedAdapters,
-    texts: Sequence[_Text],
+    adapters: Adapters[Any],
+    texts: Sequence[Text],
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
     """Generate ``texts``, which are sorted by slot, in one batch. Finished texts leave the batch."""
-    device, width = backbone.device, max(len(text.prompt) for text in texts)
-    lengths = [len(text.prompt) for text in texts]
-    padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in texts]
+    device = backbone.device
+    firsts = [text for before, text in zip([None, *texts], texts, strict=False) if not _is_same_prompt(before, text)]
+    width = max(len(text.prompt) for text in firsts)
+    lengths = [len(text.prompt) for text in firsts]
+    padded = [[0] * (width - len(text.prompt)) + list(text.prompt) for text in firsts]
     ids_BT = torch.tensor(padded, device=device)
     mask_BL = torch.tensor([[0] * (width - length) + [1] * length for length in lengths], device=device)
     positions_BT = (mask_BL.cumsum(1) - 1).clamp(min=0)
     cache = roomy_cache(backbone.model.config)
     cache_setting = {cache_argument(backbone.model): cache}
-    schedule = served.schedule(_tokens_of_slots(texts, width, len(served)))
+    schedule = adapters.schedule(_tokens_of_slots(firsts, width, len(adapters)))
+    going = _rows_of_prompts(texts)
     while True:
-        with served.use(schedule):
+        with adapters.use(schedule):
             logits_B1V = backbone.model(
                 input_ids=ids_BT,
                 attention_mask=mask_BL,
@@ -310,28 +413,42 @@ def _write(
                 logits_to_keep=1,
                 **cache_setting,
             ).logits
-        next_B = logits_B1V[:, -1].argmax(-1)
+        logits_BV, positions_B = logits_B1V[:, -1], positions_BT[:, -1] + 1
+        if len(texts) > len(logits_BV):  # after the prompts, every text has a row of its own
+            rows = torch.tensor(going, device=device)
+            cache.batch_select_indices(rows)
+            logits_BV, mask_BL, positions_B = logits_BV[rows], mask_BL[rows], positions_B[rows]
+        next_B = _next_tokens(logits_BV, texts)
         going = [row for row, token in enumerate(next_B.tolist()) if texts[row].take(token, ends)]
         on_done(len(texts) - len(going))
         if not going:
             return
         is_first, is_smaller = ids_BT.shape[1] > 1, len(going) < len(texts)
-        positions_B = positions_BT[:, -1] + 1
         if is_smaller:
             rows = torch.tensor(going, device=device)
             cache.batch_select_indices(rows)
             texts = [texts[row] for row in going]
             next_B, mask_BL, positions_B = next_B[rows], mask_BL[rows], positions_B[rows]
-        if is_first or is_smaller:
-            schedule = served.schedule(_tokens_of_slots(texts, 1, len(served)))
+        if is_first or is_smaller or len(texts) > len(ids_BT):
+            schedule = adapters.schedule(_tokens_of_slots(texts, 1, len(adapters)))
         ids_BT, positions_BT = next_B[:, None], positions_B[:, None]
         mask_BL = torch.cat([mask_BL, mask_BL.new_ones(len(texts), 1)], 1)
 
 
+def _is_same_prompt(before: Text | None, text: Text) -> bool:
+    return before is not None and before.slot == text.slot and before.prompt is text.prompt
+
+
+def _rows_of_prompts(texts: Sequence[Text]) -> list[int]:
+    """Return the index of each text's prompt among the prompts that are computed."""
+    is_new = [not _is_same_prompt(before, text) for before, text in zip([None, *texts], texts, strict=False)]
+    return [number - 1 for number in itertools.accumulate(is_new)]
+
+
 def _write_uncached(
     backbone: Backbone,
-    served: ServedAdapters,
-    texts: Sequence[_Text],
+    adapters: Adapters[Any],
+    texts: Sequence[Text],
     ends: AbstractSet[int],
     on_done: Callable[[int], None],
 ) -> None:
@@ -342,22 +459,41 @@ def _write_uncached(
     while texts:
         rows = [[*text.prompt, *text.tokens] for text in texts]
         lengths = [len(row) for row in rows]
-        counts = [0] * len(served)
+        counts = [0] * len(adapters)
         for text, length in zip(texts, lengths, strict=True):
             counts[text.slot] += length
         ids_T = torch.tensor([token for row in rows for token in row], device=backbone.device)
         positions_T = torch.cat([torch.arange(length) for length in lengths]).to(backbone.device)
-        with served.use(served.schedule(counts)):
+        with adapters.use(adapters.schedule(counts)):
             hidden_TH = backbone.hidden_states(ids_T, positions_T, lengths)
         lasts = [end - 1 for end in itertools.accumulate(lengths)]
-        with served.use(served.schedule(_tokens_of_slots(texts, 1, len(served)))):
-            next_B = backbone.logits(hidden_TH[lasts]).argmax(-1)
+        with adapters.use(adapters.schedule(_tokens_of_slots(texts, 1, len(adapters)))):
+            next_B = _next_tokens(backbone.logits(hidden_TH[lasts]), texts)
         going = [text for text, token in zip(texts, next_B.tolist(), strict=True) if text.take(token, ends)]
         on_done(len(texts) - len(going))
         texts = going
 
 
-def _tokens_of_slots(texts: Sequence[_Text], num_tokens: int, num_slots: int) -> list[int]:
+def _next_tokens(logits_BV: Tensor, texts: Sequence[Text]) -> Tensor:
+    """Return the next token of every text, ``[B]``."""
+    largest_B, next_B = logits_BV.max(-1)
+    next_B = next_B.where(largest_B.isfinite(), NO_TOKEN)
+    for sampling in {text.sampling for text in texts} - {None}:
+        assert sampling is not None
+        drawn = [row for row, text in enumerate(texts) if text.sampling == sampling]
+        for start in range(0, len(drawn), _DRAWN_AT_ONCE):
+            part = drawn[start : start + _DRAWN_AT_ONCE]
+            rows = torch.tensor(part, device=logits_BV.device)
+            numbers = [texts[row].numbers[len(texts[row].tokens)] for row in part]
+            next_B[rows] = sampling.tokens(logits_BV[rows], numbers)
+    return next_B
+
+
+_DRAWN_AT_ONCE = 64
+"""Number of texts whose tokens are drawn at a time: sums of probabilities are in float64, over the vocabulary."""
+
+
+def _tokens_of_slots(texts: Sequence[Text], num_tokens: int, num_slots: int) -> list[int]:
     """Return the number of tokens of every slot in a forward pass with ``num_tokens`` tokens per text."""
     counts = [0] * num_slots
     for text in texts:

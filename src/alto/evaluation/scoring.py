@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import http.client
-import importlib
 import json
 import math
 import os
 import sys
-import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from alto.base import is_number
+from alto.base import FunctionFailedError, described_error, imported_function, is_number
 from alto.data import ChatTemplate, Conversation, LabelledText, Pair, Row
 from alto.errors import DataError, SpecError
 from alto.evaluation.generate import reply_text
@@ -173,6 +170,13 @@ def _status(code: int) -> str:
     return f"status {code} {http.client.responses.get(code, '')}".strip()
 
 
+NO_FUNCTION = (
+    "correct the name, or install its package (for a module in a different folder, set the environment variable "
+    "PYTHONPATH)"
+)
+"""The remedy for a function that cannot be imported."""
+
+
 class PythonScorer:
     """A scorer that calls ``function(prompt=…, reference=…, answer=…)`` for one row after another, in separate threads
     of this process.
@@ -197,7 +201,7 @@ class PythonScorer:
             try:
                 return self._function(prompt=one.prompt, reference=one.reference, answer=one.answer), ""
             except BaseException as error:  # includes SystemExit
-                return None, _described(error)
+                return None, described_error(error)
 
         try:
             found, failure = within(self._timeout_s, call, on_turn)
@@ -217,37 +221,10 @@ class PythonScorer:
 
 
 def _imported(name: str) -> Callable[..., object]:
-    module_name, _, function_name = name.partition(":") if ":" in name else name.rpartition(".")
-    remedy = (
-        "correct the name, or install its package (for a module in a different folder, set the environment variable "
-        "PYTHONPATH)"
-    )
     try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:
-        raise SpecError(
-            f"select_by.function: expected a module {module_name!r} that can be imported, found {_described(error)}; "
-            f"{remedy}"
-        ) from error
-    for part in function_name.split("."):
-        found = getattr(found, part, None)
-    if not callable(found):
-        raise SpecError(
-            f"select_by.function: expected a function {function_name!r} in the module {module_name!r}, found "
-            f"{'none' if found is None else type(found).__name__}; {remedy}"
-        )
-    return found
-
-
-def _described(error: BaseException) -> str:
-    """Describe an error: its type, its message, and the file and line where it was raised."""
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    try:
-        message = str(error)
-    except Exception:
-        message = ""
-    return f"{type(error).__name__}{': ' if message else ''}{message:.200}{place}"
+        return imported_function(name)
+    except FunctionFailedError as error:
+        raise SpecError(f"select_by.function: {error}; {NO_FUNCTION}") from error
 
 
 def scorer_of(scoring: Scoring) -> Scorer:

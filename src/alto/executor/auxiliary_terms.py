@@ -25,6 +25,7 @@ from alto.executor.micro_batches import watching
 from alto.kernels import send, upload
 from alto.lora import AdapterBank
 from alto.objectives import AuxiliaryTerm, run_sums, token_losses
+from alto.spec import GrpoSettings
 
 
 class AuxiliaryTerms:
@@ -43,7 +44,12 @@ class AuxiliaryTerms:
     def of_step(self, batches: Sequence[JobBatch]) -> list[AuxiliaryTerm]:
         """Return the terms of a training step on these rows; ``batches`` contains the batches of all ranks."""
         has_balance = any(job.planned.router_aux_loss_coef for job, _, _ in batches)
-        return [*self.of_evaluation(batches), *([RouterBalance(self._passes, batches)] if has_balance else [])]
+        has_reference = any(_needs_reference_losses(job) for job, _, _ in batches)
+        return [
+            *self.of_evaluation(batches),
+            *([ReferenceLosses(self._passes, batches, self._start_rows)] if has_reference else []),
+            *([RouterBalance(self._passes, batches)] if has_balance else []),
+        ]
 
     def at_start(self, batch: TokenBatch) -> TokenBatch:
         """Return a micro-batch, as :meth:`AuxiliaryTerm.completed`, that is evaluated at the jobs' starting point. This
@@ -102,7 +108,7 @@ class ReferenceKl(AuxiliaryTerm):
                 batch = passes.collate(parts)
                 with passes.evaluating(batch, here):
                     losses_S = token_losses(passes.backbone, batch)
-                log_ratios_S = self._reference_losses(batch, here).double() - losses_S.double()
+                log_ratios_S = reference_losses(passes, batch, here, self._start_rows).double() - losses_S.double()
                 if parts:
                     sums_J = run_sums(log_ratios_S, batch.job_targets)
                     sums_J = sums_J / upload(list(batch.job_weights), torch.float64, means.device)
@@ -117,23 +123,66 @@ class ReferenceKl(AuxiliaryTerm):
             means = torch.tensor(passes.ranks.sum(means.tolist()), dtype=torch.float64, device=means.device)
         return means.clamp(min=0)
 
-    def _reference_losses(self, batch: TokenBatch, here: Mapping[int, JobState]) -> Tensor:
-        """Return the cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
 
-        With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
-        """
-        starts = {local_slot: job.context.start for local_slot, job in here.items()}
-        begun = {local_slot: start for local_slot, start in starts.items() if start is not None}
-        if not begun:
-            return token_losses(self._passes.backbone, batch)
-        with start_weights(self._passes.bank, begun, self._start_rows), self._passes.evaluating(batch, here):
-            of_start_S = token_losses(self._passes.backbone, batch)
-        if len(begun) == len(here):
-            return of_start_S
-        of_base_S = token_losses(self._passes.backbone, batch)
-        begins = torch.tensor([local_slot in begun for local_slot in batch.slots])
-        is_begun_S = begins.repeat_interleave(torch.tensor(batch.job_targets)).to(of_base_S.device)
-        return torch.where(is_begun_S, of_start_S, of_base_S)
+def _needs_reference_losses(job: JobState) -> bool:
+    settings = job.config.objective
+    return isinstance(settings, GrpoSettings) and settings.beta > 0
+
+
+class ReferenceLosses(AuxiliaryTerm):
+    """The losses of sampled completions under the reference of their jobs, for the divergence in GRPO's loss. The
+    reference is the frozen base model, or the adapter that the jobs of a task begin with.
+
+    Args:
+        start_rows: See :class:`ReferenceKl`.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        batches: Sequence[JobBatch],
+        start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
+    ) -> None:
+        self._passes = passes
+        self._here = passes.here([job for job, _, _ in batches])
+        self._start_rows = start_rows
+
+    @torch.no_grad()
+    def completed(self, batch: TokenBatch, indices_J: Tensor) -> TokenBatch:
+        here = {local_slot: self._here[local_slot] for local_slot in batch.slots}
+        if not any(map(_needs_reference_losses, here.values())):
+            return batch
+        return replace(batch, reference_losses_S=reference_losses(self._passes, batch, here, self._start_rows))
+
+
+def reference_losses(
+    passes: Passes,
+    batch: TokenBatch,
+    here: Mapping[int, JobState],
+    start_rows: weakref.WeakKeyDictionary[InitAdapter, Tensor],
+) -> Tensor:
+    """Return the cross-entropy of every trained token under the reference of its job, ``[S]`` nats.
+
+    With several ranks, all jobs belong to one task, so that all ranks run the same number of forward passes.
+
+    Args:
+        here: The jobs of this rank's bank, by local slot; all jobs of ``batch`` are among them.
+        start_rows: See :class:`ReferenceKl`.
+    """
+    backbone = passes.backbone
+    scales = [here[local_slot].config.objective.logit_scale for local_slot in batch.slots]
+    starts = {local_slot: job.context.start for local_slot, job in here.items()}
+    begun = {local_slot: start for local_slot, start in starts.items() if start is not None}
+    if not begun:
+        return token_losses(backbone, batch, scales)
+    with start_weights(passes.bank, begun, start_rows), passes.evaluating(batch, here):
+        of_start_S = token_losses(backbone, batch, scales)
+    if len(begun) == len(here):
+        return of_start_S
+    of_base_S = token_losses(backbone, batch, scales)
+    begins = torch.tensor([local_slot in begun for local_slot in batch.slots])
+    is_begun_S = begins.repeat_interleave(torch.tensor(batch.job_targets)).to(of_base_S.device)
+    return torch.where(is_begun_S, of_start_S, of_base_S)
 
 
 @contextlib.contextmanager

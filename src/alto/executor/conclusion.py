@@ -151,9 +151,12 @@ def _no_winner_reason(state: TrainingState) -> str:
             f"{len(by_user)} of {len(decisions)} jobs were stopped before their first evaluation; start a new run "
             "with: alto tune"
         )
+    rewards = [decision.evidence["reward"] for decision in decisions if decision and "reward" in decision.evidence]
+    if rewards and not failed:
+        return f"a reward failed in {len(rewards)} of {len(decisions)} jobs: {rewards[0]}"
     if not failed:
         return f"all {len(decisions)} jobs diverged before that; lower the learning rates"
-    row, fits = failed[0].evidence["row_tokens"], state.trainer.passes.micro_batches.largest
+    row, fits = int(failed[0].evidence["row_tokens"]), state.trainer.passes.micro_batches.largest
     remedy = f"lower max_length to {fits} or fewer" if 0 < fits < row else "lower max_length"
     return (
         f"{len(failed)} of {len(decisions)} jobs have a row that does not fit into memory even alone: it has {row:,} "

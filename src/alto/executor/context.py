@@ -10,6 +10,8 @@ from typing import Self
 from alto.backbone import Backbone, check_classifier, check_router_loss
 from alto.data import DataOrder, TaskData
 from alto.early_exit import Policy, evaluation_order, policy_from
+from alto.errors import UnsupportedModelError
+from alto.evaluation import Rewards
 from alto.executor.init_adapter import InitAdapter
 from alto.executor.planned_job import (
     PlannedJob,
@@ -23,7 +25,7 @@ from alto.executor.ranks import Ranks
 from alto.lora import AdapterShape, AdapterWeights, adapter_shape
 from alto.objectives import Objective, find_objective
 from alto.runs.events import ReferenceFact
-from alto.spec import LOSS, BaseModelSpec, EarlyExit, Job, JobConfig, Task
+from alto.spec import LOSS, BaseModelSpec, EarlyExit, GrpoSettings, Job, JobConfig, Task
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +44,7 @@ class TaskContext:
         ranks: This process among the ranks that train the task; all ranks hold equal contexts.
         requested_early_exit: Early-exit settings as the user gave them, before they were fitted to rows and machine;
             None if they are not to be fitted, as in a resumed run.
+        rewards: Scores what the jobs generate; None if the method does not generate, and in a measurement.
     """
 
     task: Task
@@ -55,6 +58,7 @@ class TaskContext:
     start: InitAdapter | None = None
     ranks: Ranks = field(default_factory=Ranks)
     requested_early_exit: EarlyExit | None = None
+    rewards: Rewards | None = None
 
     @classmethod
     def of(
@@ -66,6 +70,7 @@ class TaskContext:
         *,
         start: InitAdapter | None = None,
         requested_early_exit: EarlyExit | None = None,
+        rewards: Rewards | None = None,
     ) -> Self:
         """Plan every job of ``task``.
 
@@ -73,6 +78,7 @@ class TaskContext:
             ranks: This process among the ranks that train the task; None if it is alone.
             start: The adapter that jobs begin with; None if they begin with new adapters.
             requested_early_exit: Early-exit settings as the user gave them; None if they are not to be fitted.
+            rewards: Scores what the jobs generate.
 
         Raises:
             TargetModuleError: A job's targets or rank do not fit the base model, or differ from those of ``start``.
@@ -85,6 +91,7 @@ class TaskContext:
         backbone.check_length(max(split.longest_sequence for split in data.splits))
         if task.label_set is not None:
             check_classifier(backbone, task.label_set)
+        _check_temperatures(task, backbone)
         if trains_router_loss(task, backbone.model):
             check_router_loss(backbone)
         jobs = plan_jobs(task, backbone.model, len(data.train), data.train.sources)
@@ -101,6 +108,7 @@ class TaskContext:
             start=start,
             ranks=ranks or Ranks(),
             requested_early_exit=requested_early_exit,
+            rewards=rewards,
         )
 
     def at_forward_share(self, forward_share: float) -> TaskContext:
@@ -138,6 +146,31 @@ class TaskContext:
     def row_tokens(self) -> float:
         """Mean number of tokens of a training row."""
         return self.data.train.num_tokens / len(self.data.train)
+
+    def tokens_of_rows(self, num_rows: int, config: JobConfig) -> int:
+        """Return the expected number of tokens of ``num_rows`` training rows in a step of a job, rounded up.
+
+        Completions that a job generates count with their maximum length.
+        """
+        if not self.objective.method.entry.generates:
+            return math.ceil(num_rows * self.row_tokens)
+        settings = config.objective
+        assert isinstance(settings, GrpoSettings)
+        prompt = self.row_tokens - self.data.train.num_trained_tokens / len(self.data.train)
+        return math.ceil(num_rows * (prompt + settings.num_generations * settings.max_completion_length))
+
+    @property
+    def longest_row(self) -> int:
+        """Largest number of tokens of a row of any split; with a method that generates, of a prompt and a
+        completion."""
+        longest = max(split.longest_row for split in self.data.splits)
+        return longest + self.longest_completion
+
+    @property
+    def longest_completion(self) -> int:
+        """Largest number of tokens that a job generates for a prompt; 0 if the method does not generate."""
+        settings = [job.config.objective for job in self.jobs]
+        return max((one.max_completion_length for one in settings if isinstance(one, GrpoSettings)), default=0)
 
     @cached_property
     def evaluation_order(self) -> tuple[int, ...]:
@@ -189,6 +222,16 @@ class TaskContext:
         if planned.router_aux_loss_coef:
             check_router_loss(self.backbone)
         return planned
+
+
+def _check_temperatures(task: Task, backbone: Backbone) -> None:
+    """Check that the base model's logits can be divided by the temperatures of all jobs."""
+    configs = (*(job.config for job in task.jobs), *task.extreme_configs())
+    if not backbone.scales_logits and any(config.objective.logit_scale != 1.0 for config in configs):
+        raise UnsupportedModelError(
+            f"temperature: expected 1 with {task.model}, whose output head caps its logits or has a bias, found "
+            "another value; remove the key"
+        )
 
 
 def _check_start(start: InitAdapter, task: Task, backbone: Backbone, jobs: tuple[PlannedJob, ...]) -> None:
@@ -271,11 +314,13 @@ class JobState:
     def step_tokens(self) -> int:
         """Expected number of tokens of one of its steps, rounded up."""
         num_rows = min(self.config.rows_per_step, len(self.context.data.train))
-        return math.ceil(num_rows * self.context.row_tokens)
+        return self.context.tokens_of_rows(num_rows, self.config)
 
     @property
     def next_step_tokens(self) -> int:
-        """Number of tokens of its next step."""
+        """Number of tokens of its next step; expected, if it generates them."""
+        if self.context.objective.method.entry.generates:
+            return self.step_tokens
         rows = self.order.rows_of_step(self.step)
         return sum(self.context.data.train.num_row_tokens[row] for row in rows)
 

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from alto.executor.context import JobState
-from alto.executor.evaluator import Evaluated
 from alto.executor.init_adapter import beginning_with
 from alto.executor.lifecycle import JobLifecycle
-from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.micro_batches import JobFailedError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TrainingState
+from alto.executor.tally import Evaluated
 from alto.records import LossPoint, StartValue
 from alto.spec import LOSS, ObjectiveSettings, Task, score_of
 
@@ -36,7 +36,7 @@ def evaluate_base(state: TrainingState, recorder: JournalRecorder) -> None:
             measured = state.trainer.evaluate_base(state.context, configs, within=within, rows=rows)
             if state.context.data.test is not None and evaluations is None:
                 tested = state.trainer.evaluate_base(state.context, configs, "test", within)
-    except RowTooLargeError:
+    except JobFailedError:
         return
     metric = state.context.task.metric
     for jobs, value in zip(alike.values(), measured, strict=True):
@@ -113,7 +113,7 @@ def _evaluated(
         rows = [order[: job.planned.evaluation_rows[job.step]] for job in jobs] if order else None
         try:
             return jobs, state.trainer.evaluate(jobs, rows=rows)
-        except RowTooLargeError as error:
+        except JobFailedError as error:
             lifecycle.fail(error)
         jobs = [job for job in jobs if state.is_competing(job)]
     return (), ()
@@ -165,7 +165,7 @@ def _tested_losses(state: TrainingState, jobs: Sequence[JobState]) -> dict[str, 
     while jobs and state.context.data.test is not None:
         try:
             return dict(zip((job.id for job in jobs), state.trainer.evaluate(jobs, "test"), strict=True))
-        except RowTooLargeError as error:
+        except JobFailedError as error:
             jobs = [job for job in jobs if job.slot != error.slot]
     return {}
 

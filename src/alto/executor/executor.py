@@ -11,7 +11,7 @@ import torch
 
 from alto.errors import DeviceMemoryError
 from alto.executor.context import JobState
-from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.micro_batches import JobFailedError
 from alto.executor.session import TaskSession
 from alto.executor.shared_bank import SharedBank
 from alto.scheduler import TokenShares, slot_shares
@@ -237,9 +237,9 @@ class Executor:
         Raises:
             Exception: ``error``, if no session is the cause.
         """
-        if isinstance(error, RowTooLargeError):
+        if isinstance(error, JobFailedError):
             owner = next(name for name, active in jobs_of.items() if any(job.slot == error.slot for job in active))
-            self._run_isolated(owner, self.sessions[owner].row_too_large, error)
+            self._run_isolated(owner, self.sessions[owner].fail_job, error)
             return
         if len(self.sessions) == 1 or isinstance(error, torch.AcceleratorError):  # then the device cannot be used again
             raise error
@@ -247,7 +247,7 @@ class Executor:
         for name, active in jobs_of.items():
             try:
                 trainer.backward(active)
-            except RowTooLargeError:
+            except JobFailedError:
                 pass  # the next step finds it again and ends the job
             except Exception as own:
                 self._end(name, own)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from alto.errors import DeviceMemoryError
 from alto.executor.context import JobState
-from alto.executor.evaluator import Evaluated
-from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.micro_batches import JobFailedError
 from alto.executor.recorder import JournalRecorder
 from alto.executor.slot_manager import TrainingState
+from alto.executor.tally import Evaluated
 from alto.records import ExitDecision, ExitReason, Throughput
 from alto.runs import RunDir
 from alto.runs.events import GpusOffered, JobReopened
@@ -68,6 +68,11 @@ class JobLifecycle:
 
     def exit(self, job: JobState, reason: ExitReason, command: str | None = None, **evidence: float) -> None:
         """End a job at its current step, for a reason that is not a rule's."""
+        self._exit(job, reason, evidence, command)
+
+    def _exit(
+        self, job: JobState, reason: ExitReason, evidence: Mapping[str, float | str], command: str | None = None
+    ) -> None:
         decision = ExitDecision(job=job.id, step=job.step, reason=reason, evidence=evidence)
         self._state.selection.end(decision)
         self.end(job, decision, command)
@@ -83,10 +88,9 @@ class JobLifecycle:
         slot = self._state.slot_manager.save_and_free(job)
         self._recorder.job_finished(job, slot, test)
 
-    def fail(self, error: RowTooLargeError) -> None:
-        """End the job whose row does not fit into memory."""
-        job, largest = self._state.in_slot(error.slot), self._state.trainer.passes.micro_batches.largest
-        self.exit(job, ExitReason.FAILED, row_tokens=error.num_tokens, largest_micro_batch=largest)
+    def fail(self, error: JobFailedError) -> None:
+        """End the job that cannot continue."""
+        self._exit(self._state.in_slot(error.slot), ExitReason.FAILED, error.evidence)
 
     def reopen(self, job: JobState, command: str) -> None:
         """Resume a job that had ended, for the user's command with id ``command``.

@@ -42,16 +42,27 @@ class NoMemoryError(MemoryError):
         self.phase: Phase = phase
 
 
-class RowTooLargeError(Exception):
+class JobFailedError(Exception):
+    """Internal signal: the job in ``slot`` cannot continue; all others can.
+
+    Attributes:
+        evidence: The reason, as numbers or text by name.
+    """
+
+    def __init__(self, slot: int, **evidence: float | str) -> None:
+        super().__init__(slot, evidence)
+        self.slot = slot
+        self.evidence = evidence
+
+
+class RowTooLargeError(JobFailedError):
     """Internal signal: a row of the job in ``slot`` does not fit, even in a micro-batch of its own.
 
     It is raised only on a single rank, where local slots are the slots of the jobs.
     """
 
-    def __init__(self, slot: int, num_tokens: int) -> None:
-        super().__init__(slot, num_tokens)
-        self.slot = slot
-        self.num_tokens = num_tokens
+    def __init__(self, slot: int, num_tokens: int, largest: int) -> None:
+        super().__init__(slot, row_tokens=num_tokens, largest_micro_batch=largest)
 
 
 @contextmanager
@@ -141,7 +152,7 @@ class MicroBatches:
                     f"next attempt uses micro-batches of at most {self.max_tokens:,} tokens"
                 )
             if (slots, rows) in refused:  # a single row, which cannot be split further
-                raise RowTooLargeError(jobs[0].slot, num_tokens)
+                raise RowTooLargeError(jobs[0].slot, num_tokens, self.largest)
             refused.add((slots, rows))
 
     def count(self, work: Sequence[JobRows], *, split_jobs: bool = False) -> int:

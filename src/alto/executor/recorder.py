@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from alto.executor.context import JobState, TaskContext
-from alto.executor.evaluator import Evaluated
 from alto.executor.micro_batches import MemoryEvent
 from alto.executor.ranks import Ranks
 from alto.executor.recovery import oom_record_event, write_oom_record
+from alto.executor.tally import Evaluated
 from alto.records import ExitDecision, LossPoint
 from alto.runs import Event, Journal, RunDir
 from alto.runs.events import (

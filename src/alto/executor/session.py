@@ -16,7 +16,7 @@ from alto.executor.context import JobState, TaskContext
 from alto.executor.evaluations import evaluate_jobs, finish_jobs, measure_best
 from alto.executor.exploration import EXPLORING_FRACTION, Exploration, clone_job, describe_changes
 from alto.executor.lifecycle import GpuOffers, JobAdmitter, JobLifecycle, start_like_others
-from alto.executor.micro_batches import RowTooLargeError
+from alto.executor.micro_batches import JobFailedError
 from alto.executor.profiling.profile import StepTimes
 from alto.executor.recorder import JournalRecorder
 from alto.executor.recovery import ResumeState
@@ -188,8 +188,8 @@ class TaskSession:
         if is_alone:
             self._step_times.note(jobs, duration_s)
 
-    def row_too_large(self, error: RowTooLargeError) -> None:
-        """End the job of this task whose row does not fit into memory."""
+    def fail_job(self, error: JobFailedError) -> None:
+        """End the job of this task that cannot continue: a row does not fit into memory, or a reward failed."""
         self._lifecycle.fail(error)
 
     def save_if_due(self) -> None:

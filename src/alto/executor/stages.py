@@ -296,7 +296,7 @@ def _computed_references(
     except RowTooLargeError as error:
         raise DeviceMemoryError(
             f"not enough memory on {backbone.device} for a forward pass of the base model on a row of "
-            f"{error.num_tokens:,} tokens; lower max_length, or set {LOAD_IN_4BIT}"
+            f"{error.evidence['row_tokens']:,} tokens; lower max_length, or set {LOAD_IN_4BIT}"
         ) from error
     numbers = [number for row in range(len(dataset)) for number in by_row.get(row, (0.0,) * COLUMNS)]
     references = torch.tensor(ranks.sum(numbers), dtype=torch.float64).view(-1, COLUMNS)

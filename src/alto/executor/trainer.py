@@ -6,7 +6,7 @@ micro-batches as the rank that needs most: every micro-batch gathers the base mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -19,6 +19,7 @@ from alto.executor.context import JobState
 from alto.executor.evaluator import Evaluator
 from alto.executor.forward_plan import JobBatch, Passes, schedule_of
 from alto.executor.micro_batches import NoMemoryError, watching
+from alto.executor.rollouts import Rollout
 from alto.kernels import upload
 from alto.lora import AdapterWeights, BankOptimizer, OptimizerState, SlotUpdate, compile_kernels
 from alto.objectives import AuxiliaryTerm, job_losses
@@ -109,16 +110,22 @@ class Trainer(Evaluator):
 
         Returns:
             Losses ``[len(jobs)]`` without those of auxiliary terms, from the rows that this rank has; see :meth:`read`.
+            For jobs that generate, the negative mean reward of their completions.
 
         Raises:
             RowTooLargeError: A single row does not fit into memory; no gradients are left.
+            RewardFailedError: A reward of a job's completions failed; nothing is changed.
             DeviceMemoryError: A micro-batch does not fit, and other ranks have already begun it.
         """
         passes = self.passes
-        here, index_of, batches = passes.here(jobs), passes.index_of(jobs), _batches(jobs)
+        here, index_of = passes.here(jobs), passes.index_of(jobs)
+        rollouts = self._rollouts.of_step([job for job in jobs if job.context.rewards is not None])
+        batches = [*_batches(jobs), *_sampled_batches(rollouts)]
         self._terms = terms = self._auxiliary.of_step(batches)
         work, num_micro_batches = passes.work(batches, is_step=True)
         losses: Tensor | None = None
+        if not work:  # no completion has an advantage
+            losses = torch.zeros(len(jobs), device=passes.backbone.device)
 
         def prepare() -> None:
             for term in terms:
@@ -161,6 +168,9 @@ class Trainer(Evaluator):
         self.bank.complete_gradients(here)
         self._share_gradients([job for job in jobs if job.is_data_parallel])
         assert losses is not None, "at least one job trains"
+        for index, job in enumerate(jobs):
+            if job in rollouts:  # a loss that is not finite stays so
+                losses[index] = 0.0 - rollouts[job].metrics["reward"] + losses[index] * 0.0
         return losses
 
     def update(self, jobs: Sequence[JobState]) -> Tensor:
@@ -260,5 +270,15 @@ class Trainer(Evaluator):
 
 
 def _batches(jobs: Sequence[JobState], *, steps_ahead: int = 0) -> list[JobBatch]:
-    """Return the next batch of every job, or a batch that comes ``steps_ahead`` steps later."""
-    return [(job, job.context.data.train, tuple(job.order.rows_of_step(job.step + steps_ahead))) for job in jobs]
+    """Return the next batch of every job that does not generate its rows, or the batch ``steps_ahead`` steps later."""
+    return [
+        (job, job.context.data.train, tuple(job.order.rows_of_step(job.step + steps_ahead)))
+        for job in jobs
+        if job.context.rewards is None
+    ]
+
+
+def _sampled_batches(rollouts: Mapping[JobState, Rollout]) -> list[JobBatch]:
+    """Return the completions of every job that has some with a gradient."""
+    datasets = {job: rollout.dataset for job, rollout in rollouts.items()}
+    return [(job, dataset, tuple(range(len(dataset)))) for job, dataset in datasets.items() if len(dataset)]

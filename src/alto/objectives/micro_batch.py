@@ -28,17 +28,26 @@ class Heads(Protocol):
         ...
 
 
-def token_losses(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Return the cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats."""
-    return backbone.token_losses(read_states(backbone, batch), batch.loss_targets_S, batch)
+def token_losses(backbone: Backbone, batch: TokenBatch, logit_scales: Sequence[float] = ()) -> Tensor:
+    """Return the cross-entropy of every trained token of ``batch``, ``[S]`` float32 nats.
+
+    Args:
+        logit_scales: Factor on the logits of every job; empty if all are 1.
+    """
+    return backbone.token_losses(read_states(backbone, batch, logit_scales), batch.loss_targets_S, batch)
 
 
-def read_states(backbone: Backbone, batch: TokenBatch) -> Tensor:
-    """Return the hidden states that predict a trained token, or that a classification head reads, ``[S, H]``."""
+def read_states(backbone: Backbone, batch: TokenBatch, logit_scales: Sequence[float] = ()) -> Tensor:
+    """Return the hidden states that predict a trained token, or that a classification head reads, ``[S, H]``; scaled,
+    so that the head's logits are ``logit_scales`` times as large (see :func:`token_losses`)."""
     hidden_TH = backbone.hidden_states(
         batch.input_ids_T, batch.position_ids_T, batch.sequence_lengths, batch.sequence_prefixes
     )
-    return hidden_TH.index_select(0, batch.loss_positions_S)
+    states_SH = hidden_TH.index_select(0, batch.loss_positions_S)
+    if all(scale == 1.0 for scale in logit_scales):
+        return states_SH
+    scales = [scale for scale, count in zip(logit_scales, batch.job_targets, strict=True) for _ in range(count)]
+    return states_SH * to_device(scales, states_SH.device, states_SH.dtype)[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +77,8 @@ def micro_batch_terms(backbone: Backbone, batch: TokenBatch, learners: Sequence[
         ShapeError: An objective does not return one number per job (and in ``rows``, per row), or returns other metrics
             than it names; or, in training, sums without a gradient.
     """
-    states_SH = read_states(backbone, batch)
+    logit_scales = [config.objective.logit_scale for group in learners for config in group.configs]
+    states_SH = read_states(backbone, batch, logit_scales if batch.slots else ())
     if not batch.slots:
         losses_S = backbone.token_losses(states_SH, batch.loss_targets_S, batch)
         return [Terms(sums_J=run_sums(losses_S, batch.job_targets))]

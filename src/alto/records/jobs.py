@@ -97,13 +97,13 @@ class ExitDecision:
     """A verdict on one job: end it at ``step`` for ``reason``, because of ``evidence``.
 
     ``reason`` is an `ExitReason`, or the reason of a user's rule. ``evidence`` holds the numbers on which the verdict
-    is based (slopes, gaps, ranks, thresholds).
+    is based (slopes, gaps, ranks, thresholds), and the text of an error.
     """
 
     job: str
     step: int
     reason: str
-    evidence: Mapping[str, float] = field(default_factory=dict)
+    evidence: Mapping[str, float | str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class JobResult:
     steps: int
     total_steps: int
     exit_reason: str | None
-    exit_evidence: Mapping[str, float]
+    exit_evidence: Mapping[str, float | str]
     best_step: int
     best_validation_loss: float
     samples_trained: int

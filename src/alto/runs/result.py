@@ -73,7 +73,7 @@ def _job_result(job: JobHistory) -> JobResult:
         steps=job.step,
         total_steps=job.total_steps,
         exit_reason=exit_reason(job.exit_reason) if job.exit_reason else None,
-        exit_evidence={key: float(value) for key, value in job.exit_evidence.items()},
+        exit_evidence={key: value if key == "reward" else float(value) for key, value in job.exit_evidence.items()},
         best_step=job.best_step,
         best_validation_loss=job.best_validation_loss if job.best_step else math.inf,
         samples_trained=job.samples_trained,

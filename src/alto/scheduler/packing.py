@@ -24,6 +24,8 @@ class PackingRequest:
         usual_tokens_per_pass: Tokens above which larger micro-batches are not faster on this device.
         num_ranks: Equal devices that share the jobs. Bytes and micro-batches are per device; slots and tokens of a step
             are totals of all devices.
+        smallest_pass: Tokens of the smallest forward pass in a step of any job, if a step has passes of different
+            sizes: one token for each completion that a job generates. None if a step is one pass.
     """
 
     step_tokens: Sequence[int]
@@ -35,6 +37,7 @@ class PackingRequest:
     max_slots: int | None = None
     max_tokens_per_step: int | None = None
     max_tokens_per_pass: int | None = None
+    smallest_pass: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
         DeviceMemoryError: One slot and a micro-batch of the longest row, or the task's own limits, do not fit.
     """
     saturated = saturation(throughput.points)
-    smallest = min(request.step_tokens)
+    smallest = request.smallest_pass or min(request.step_tokens)
     saturating = max(math.ceil(saturated / smallest), request.num_ranks)
     wanted = request.max_slots or min(len(request.step_tokens), saturating)
     least_micro_batch = max(request.longest_row, request.max_tokens_per_pass or 0)
@@ -89,7 +92,8 @@ def choose_packing(request: PackingRequest, memory: MemoryProfile, throughput: T
     tokens_per_pass = request.max_tokens_per_pass or min(usual, fitting)
     # Every rank can train any job.
     one_each = max(request.step_tokens) * request.num_ranks if request.num_ranks > 1 else 0
-    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, one_each)
+    together = 0 if request.smallest_pass is None else sum(sorted(request.step_tokens, reverse=True)[:num_slots])
+    step = request.max_tokens_per_step or max(saturated, tokens_per_pass * request.num_ranks, one_each, together)
     largest_pass = min(max(tokens_per_pass, request.longest_row), max(step, *request.step_tokens), largest_step)
     max_slots = min(wanted, num_slots * request.num_ranks)
     return Packing(

@@ -369,6 +369,14 @@ class JobConfig(SpecModel):
                 "per_device_train_batch_size should be above 1 with loss_type 'kto', found 1: the divergence is "
                 "estimated from replies of other rows of a batch. Raise it, or set loss_type: apo_zero_unpaired."
             )
+        count = self.objective.completions_per_row
+        if (batch := self.per_device_train_batch_size * self.gradient_accumulation_steps) % count:
+            raise ValueError(
+                f"per_device_train_batch_size times gradient_accumulation_steps should be a multiple of "
+                f"num_generations, because it counts completions, found {batch} and {count}. Change one of them; for "
+                f"{max(1, round(batch / count))} prompts per step, the product is "
+                f"{max(1, round(batch / count)) * count}."
+            )
         lr_schedules.check_schedule(self.lr_scheduler_type, dict(self.lr_scheduler_kwargs), self.learning_rate)
         lr_schedules.check_optimizer_args(self.optim, dict(self.optim_args))
         return self
@@ -376,8 +384,9 @@ class JobConfig(SpecModel):
     @property
     def rows_per_step(self) -> int:
         """Rows of one optimizer step. The loss is computed over all of them together, so the division into
-        micro-batches changes nothing, except for rows with labels (:meth:`row_factors`)."""
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps
+        micro-batches changes nothing, except for rows with labels (:meth:`row_factors`). With a method that generates,
+        a batch counts completions, as in TRL, and the rows are its prompts."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps // self.objective.completions_per_row
 
     def row_factors(self, num_rows: int) -> tuple[float, ...]:
         """Return a factor per row of a step that turns the mean over rows into the mean over micro-step means.

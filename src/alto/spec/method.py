@@ -13,6 +13,7 @@ from alto.errors import SpecError, UnknownKeyError
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys
 from alto.spec.objective_settings import (
     CPO_LOSS_TYPES,
+    GRPO_LOSS_TYPES,
     KTO_LOSS_TYPES,
     LOSS_TYPES,
     OBJECTIVES,
@@ -23,7 +24,12 @@ from alto.spec.objective_settings import (
 OWN_METHODS = tuple(OBJECTIVES.own)
 """Names of ALTO's own methods."""
 
-_FORMS: Mapping[str, tuple[str, ...]] = {"dpo": LOSS_TYPES, "cpo": CPO_LOSS_TYPES, "kto": KTO_LOSS_TYPES}
+_FORMS: Mapping[str, tuple[str, ...]] = {
+    "dpo": LOSS_TYPES,
+    "cpo": CPO_LOSS_TYPES,
+    "kto": KTO_LOSS_TYPES,
+    "grpo": GRPO_LOSS_TYPES,
+}
 """The loss types of each method; users sometimes give them as the method."""
 
 
@@ -116,10 +122,10 @@ class Method:
             raise error
 
 
-_GENERATES = "which generates text during training; ALTO does not. Choose one of these methods."
+_GENERATES = "which ALTO does not have. Choose one of these methods; grpo also learns from rewards."
 _SWEEP = "which is how a sweep of W&B searches. Put its parameters under 'search_space', and set 'search: "
 _OTHER_NAMES: Mapping[str, str] = {
-    **dict.fromkeys(("grpo", "rloo", "ppo", "online_dpo"), _GENERATES),
+    **dict.fromkeys(("rloo", "ppo", "online_dpo"), _GENERATES),
     "grid": f"{_SWEEP}grid'.",
     "random": f"{_SWEEP}random'.",
     "bayes": f"{_SWEEP}tpe'.",

@@ -53,6 +53,11 @@ KtoLossType: TypeAlias = Literal["kto", "apo_zero_unpaired"]
 
 KTO_LOSS_TYPES: tuple[KtoLossType, ...] = get_args(KtoLossType)
 
+GrpoLossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
+"""Forms of the loss of ``grpo``: what the sum over tokens is divided by."""
+
+GRPO_LOSS_TYPES: tuple[GrpoLossType, ...] = get_args(GrpoLossType)
+
 _SMOOTHED_CPO: tuple[CpoLossType, ...] = ("sigmoid", "simpo")
 
 _METHODS_BY_FORM: Mapping[str, str] = {
@@ -91,6 +96,16 @@ class ObjectiveSettings(SpecModel):
         """Whether the loss needs ``batch.kl_J``, the estimated divergence of the adapter from the base model over the
         job's whole batch; estimating it takes two more forward passes."""
         return False
+
+    @property
+    def completions_per_row(self) -> int:
+        """Number of rows of a step's batch that come from one row of the dataset: completions of a prompt, or 1."""
+        return 1
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor on the logits in the loss: the inverse of a temperature, or 1."""
+        return 1.0
 
     def __init__(self, /, **values: Any) -> None:
         kind = type(self)
@@ -283,6 +298,60 @@ class KtoSettings(ObjectiveSettings):
         return self.loss_type == "kto"
 
 
+class GrpoSettings(ObjectiveSettings):
+    """Settings of ``grpo``, with the names and the meaning of TRL's ``GRPOConfig``."""
+
+    num_generations: int = Field(default=8, ge=2, le=1024, description="number of completions per prompt")
+    max_completion_length: int = Field(
+        default=256, ge=1, le=2**17, description="maximum number of tokens of a completion"
+    )
+    temperature: float = Field(default=1.0, gt=0, le=100, description="temperature of sampling and of the loss")
+    top_p: float = Field(
+        default=1.0, gt=0, le=1, description="share of probability that the most likely tokens have, to sample from"
+    )
+    top_k: int = Field(default=0, ge=0, le=10**6, description="number of most likely tokens to sample from; 0: all")
+    beta: float = Field(
+        default=0.0, ge=0, le=1e6, description="weight of the divergence from the base model in the loss"
+    )
+    loss_type: GrpoLossType = Field(default="dapo", description="what the sum over tokens is divided by")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="rewards whose standard deviation divides the advantages"
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="whether completions that did not end are left out of the loss"
+    )
+    epsilon: float = Field(
+        default=0.2, gt=0, le=1e6, description="clipping of probability ratios; no effect with one iteration"
+    )
+    epsilon_high: float | None = Field(
+        default=None, gt=0, le=1e6, description="upper clipping; by default epsilon; no effect with one iteration"
+    )
+    num_iterations: int = Field(default=1, description="number of steps per generation; only 1 is supported")
+
+    @property
+    def completions_per_row(self) -> int:
+        return self.num_generations
+
+    @property
+    def logit_scale(self) -> float:
+        return 1.0 / self.temperature
+
+    @field_validator("scale_rewards", mode="before")
+    @classmethod
+    def _name_scale(cls, value: Any) -> Any:
+        return {True: "group", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+    @field_validator("num_iterations")
+    @classmethod
+    def _check_iterations(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError(
+                f"should be 1, found {value}: further steps on the same completions need clipped probability ratios, "
+                "which ALTO does not compute yet. Remove the key."
+            )
+        return value
+
+
 PREFERENCE_SCORES = ("reward_accuracy", "reward_margin")
 PREFERENCE_METRICS = (*PREFERENCE_SCORES, "chosen_reward", "rejected_reward")
 """The metrics of :func:`alto.objectives.preference_metrics`; for those in ``PREFERENCE_SCORES``, higher is better."""
@@ -313,6 +382,8 @@ class ObjectiveEntry:
         loss_unit: Unit of the loss, for reports; empty names the method instead.
         has_row_losses: Whether a job's loss is the mean of losses of independent rows, which the implementation returns
             (``rows["loss"]`` of its terms). Then evaluations on some of the rows can be compared.
+        generates: Whether the model generates the replies that it learns from; rows are then prompts, each with a reply
+            that a reward may compare with, and the task names its rewards (``reward_funcs``).
         follows_output_router_logits: Whether a job of a mixture of experts trains with the routers' load-balancing loss
             by default only if ``output_router_logits`` is true in the model's configuration.
 
@@ -333,6 +404,7 @@ class ObjectiveEntry:
     scaled_by: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     loss_unit: str = ""
     has_row_losses: bool = False
+    generates: bool = False
     follows_output_router_logits: bool = False
 
     def __post_init__(self) -> None:
@@ -447,6 +519,16 @@ OBJECTIVES: Registry[ObjectiveEntry] = Registry(
             derived=("pearson",),
             scores=("pearson",),
             loss_unit="mean squared error",
+        ),
+        "grpo": ObjectiveEntry(
+            implementation="alto.objectives.grpo:Grpo",
+            settings=GrpoSettings,
+            is_paired=False,
+            metrics=("reward", "completion_tokens", "truncated"),
+            scores=("reward",),
+            loss_unit="negative mean reward",
+            has_row_losses=True,
+            generates=True,
         ),
     },
     check=_entry,

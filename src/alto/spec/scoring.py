@@ -80,6 +80,8 @@ def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tupl
     entry = find_method(method).entry
     settings = [config.objective for config in configs]
     keys = tuple(entry.settings.model_fields) if metric == LOSS else entry.scaled_by.get(metric, ())
+    if entry.generates:
+        return ()
     differing = [key for key in keys if len({getattr(given, key) for given in settings}) > 1]
     if not differing:
         return ()
@@ -92,12 +94,18 @@ def metric_notes(metric: str, method: str, configs: Iterable[JobConfig]) -> tupl
     )
 
 
+_GENERATED = "num_generations"
+"""A setting that only methods have whose loss is a negative reward, which has one scale for all settings."""
+
+
 def loss_scale(settings: Mapping[str, Any]) -> str:
     """Return text that identifies the scale of a job's loss: its method's settings. Only equal scales are comparable.
 
     Args:
         settings: The configuration of a job as in journals: one flat mapping with canonical keys.
     """
+    if _GENERATED in settings:
+        return ""
     of_method = sorted(settings.keys() - {*JOB_FIELDS})
     return ",".join(f"{key}={settings[key]}" for key in of_method if settings[key] is not None)
 
@@ -354,6 +362,33 @@ def parse_metric(value: object) -> str | Scoring:
     for key, option in _OF_EVALUATIONS.items():
         if key in found.model_fields_set:
             raise SpecError(f"metric.{key}: expected only settings of the scorer, found {key}; {option}")
+    return found
+
+
+def parse_reward_funcs(value: object) -> tuple[Scoring, ...]:
+    """Parse ``reward_funcs`` of a task: one reward or several, each the name of a scorer, a mapping of its settings,
+    ``module:function``, or a function.
+
+    Raises:
+        SpecError, UnknownKeyError: ``value`` is none of these, or has a setting that has no meaning for a reward; or
+            see :class:`Scoring`.
+    """
+    rewards = value if isinstance(value, list | tuple) else [value]
+    return tuple(map(_reward, rewards))
+
+
+def _reward(value: object) -> Scoring:
+    if isinstance(value, str):
+        value = {"scorer": value} if value in get_args(ScorerName) else {"scorer": "python", "function": value}
+    found = _parsed(value, "reward_funcs", "scorers, mappings of their settings, or functions")
+    if found.scorer == "multiple_choice":
+        raise SpecError(
+            "reward_funcs: expected scorers of generated text, found multiple_choice, which generates none. Use "
+            "another scorer."
+        )
+    for key in _OF_EVALUATIONS:
+        if key in found.model_fields_set:
+            raise SpecError(f"reward_funcs.{key}: expected only settings of the scorer, found {key}. Remove it.")
     return found
 
 

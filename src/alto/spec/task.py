@@ -27,7 +27,7 @@ from alto.spec.job_config import JOB_FIELDS, JobConfig
 from alto.spec.keys import JOB_ALIASES, TASK_ALIASES, canonical_keys, spelt_as
 from alto.spec.method import Method, find_method
 from alto.spec.row_objects import with_config_objects, with_rows_in_files
-from alto.spec.scoring import LOSS, Scoring, check_metric, check_metric_name, parse_select_by
+from alto.spec.scoring import LOSS, Scoring, check_metric, check_metric_name, parse_reward_funcs, parse_select_by
 from alto.spec.search import AUTO, Job, Search, auto_space, first_configurations, repetitions
 from alto.spec.search_space import SearchSpace, written
 from alto.spec.strict_yaml import write_yaml
@@ -82,6 +82,12 @@ class Task(DataKeys):
             ``eval_accuracy``, the best jobs answer the validation rows that end in ``#### N``, and the job with the
             most right answers wins (if equal, the one with the lower validation loss). A mapping names a scorer of
             answers. All but ``metric`` need a single GPU.
+        reward_funcs: Scorers of the completions of a method that generates (``grpo``), one or more: the name of a
+            scorer of ``select_by``, a mapping of its settings, or ``module:function``. Such a function has TRL's
+            signature: it is called with the keyword arguments ``prompts``, ``completions``, ``completion_ids`` and
+            ``reference``, lists with an entry for each completion, and returns a list of numbers, or None for
+            completions that it cannot score. It runs in a process of its own.
+        reward_weights: Weight of each reward in the sum; by default 1.
         num_finalists: Number of best jobs by the metric that are scored if ``select_by`` is not ``metric``.
         num_samples: Number of validation prompts (the first rows) for which the base model, the best adapter and that
             of the next best job generate greedy answers at the end of the task, for comparison. 0 or None: none. On one
@@ -135,6 +141,8 @@ class Task(DataKeys):
     select_by: Literal["metric", "eval_accuracy"] | Scoring = Field(
         default="metric", description="what chooses the winner"
     )
+    reward_funcs: tuple[Scoring, ...] = Field(default=(), description="what scores generated completions")
+    reward_weights: tuple[float, ...] | None = Field(default=None, description="weight of each reward")
     num_finalists: int = Field(
         default=4, ge=1, le=1024, description="number of jobs whose answers are scored to choose the winner"
     )
@@ -190,9 +198,11 @@ class Task(DataKeys):
         given = with_rows_in_files(method.without_others(_canonical(values, method)))
         fixed = {key: given.pop(key) for key in tuple(given) if key not in TASK_FIELDS}
         early_exit = EarlyExit.parse(given.get("early_exit", True))
-        given["early_exit"] = early_exit.with_preset("preferences") if method.compares_replies else early_exit
+        is_late = method.compares_replies or method.entry.generates
+        given["early_exit"] = early_exit.with_preset("preferences") if is_late else early_exit
         given["search"] = Search.parse(given.get("search", {}))
         given["select_by"] = parse_select_by(given.get("select_by", "metric"))
+        given["reward_funcs"] = parse_reward_funcs(given.get("reward_funcs", ()))
         if isinstance(given.get("refit"), Mapping):
             given["refit"] = parsed(Refit, given["refit"], "refit", example="{run: runs/sums, job: job-003, steps: 40}")
         if isinstance(given.get("dataset"), list | tuple):
@@ -222,6 +232,7 @@ class Task(DataKeys):
         self._check_suggestions()
         task_checks.check_selection(self.select_by, method)
         task_checks.check_samples(self.num_samples, method)
+        task_checks.check_rewards(self.reward_funcs, self.reward_weights, method, self.num_gpus)
         task_checks.check_train_on(self.train_on, method)
         task_checks.check_label_keys(self, method, self.num_gpus)
         task_checks.check_mixture(self)
@@ -237,6 +248,11 @@ class Task(DataKeys):
     _accept_folder = field_validator("init_adapter", mode="before")(path_text)
     _check_folder = field_validator("init_adapter")(check_path)
     _check_metric = field_validator("metric", mode="before")(check_metric_name)
+
+    @field_validator("reward_weights", mode="before")
+    @classmethod
+    def _take_weights(cls, value: Any) -> Any:
+        return plain(value)
 
     @field_validator("report_to", mode="before")
     @classmethod
@@ -315,7 +331,8 @@ class Task(DataKeys):
     @property
     def needs_trust(self) -> bool:
         """Whether the task runs code, or contacts a server, that its file names."""
-        return self.trust_remote_code or (self.scoring is not None and self.scoring.reaches_outside)
+        scorers = (*self.reward_funcs, *([] if self.scoring is None else [self.scoring]))
+        return self.trust_remote_code or any(scorer.reaches_outside for scorer in scorers)
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -381,8 +398,14 @@ class Task(DataKeys):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the task under canonical keys, including defaults: ``Task(**task.to_dict()) == task``."""
-        own = self.model_dump(mode="json", exclude={"early_exit", "search", "search_space", "select_by"})
+        own = self.model_dump(
+            mode="json", exclude={"early_exit", "search", "search_space", "select_by", "reward_funcs"}
+        )
         own["select_by"] = self.select_by if isinstance(self.select_by, str) else self.select_by.to_dict()
+        if self.reward_funcs:
+            own["reward_funcs"] = [scorer.to_dict() for scorer in self.reward_funcs]
+        else:
+            del own["reward_weights"]  # so that tasks without rewards are written as before
         search = self.search.model_dump(mode="json", exclude_defaults=True)
         early_exit = self.early_exit.model_dump(mode="json", exclude_none=True)
         fixed = {key: written(key, value) for key, value in self._fixed.items()}

@@ -96,6 +96,33 @@ def check_samples(num_samples: int | None, method: Method) -> None:
         )
 
 
+def check_rewards(
+    reward_funcs: tuple[Scoring, ...], weights: tuple[float, ...] | None, method: Method, num_gpus: int
+) -> None:
+    if not method.entry.generates:
+        if reward_funcs:
+            raise SpecError(
+                f"reward_funcs should come with a method that generates, found method {quoted(method.name)}. Remove "
+                "the key, or set method: grpo."
+            )
+        return
+    if not reward_funcs:
+        raise SpecError(
+            f"reward_funcs is missing: expected what scores the completions of method {method.name}, found nothing. "
+            "Add for example reward_funcs: [numeric], or reward_funcs: [my_rewards:score]."
+        )
+    if weights is not None and (len(weights) != len(reward_funcs)):
+        raise SpecError(
+            f"reward_weights should be {len(reward_funcs)} numbers, one for each of reward_funcs, found "
+            f"{quoted(list(weights))}. Correct it, or remove the key."
+        )
+    if num_gpus > 1:
+        raise UnsupportedError(
+            f"num_gpus should be 1 with method {method.name}, found {num_gpus}: completions are generated on a base "
+            "model that is not sharded. Set num_gpus: 1."
+        )
+
+
 def check_mixture(keys: DataKeys) -> None:
     """Check that a mixture sets the keys of one dataset in its sources, not at the top level."""
     of_one = ("dataset_config", "dataset_train_split", "dataset_test_split", "columns")

@@ -154,6 +154,8 @@ def explain_exit(job: JobHistory, *, rung_progress: float | None = None, has_rep
         sentence = f"its adapter ({size} with gradient and optimizer state) does not fit into memory"
     elif job.exit_reason == ExitReason.FAILED and "row_tokens" in numbers:
         sentence = f"a single row of {format_count(numbers['row_tokens'])} tokens does not fit into memory"
+    elif job.exit_reason == ExitReason.FAILED and isinstance(job.exit_evidence.get("reward"), str):
+        sentence = f"a reward failed: {clean(str(job.exit_evidence['reward']))}"
     listed = ", ".join(f"{clean(key)} {format_setting(value)}" for key, value in job.exit_evidence.items())
     return sentence or listed or _BARE_REASONS.get(job.exit_reason, clean(job.exit_reason))
 

@@ -126,14 +126,15 @@ def measure(
     bank = num_jobs * size.bytes_per_slot
     todo = step_shapes(num_jobs, largest_batch)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
-    is_labelled = find_method(task.method).entry.is_labelled
+    entry = find_method(task.method).entry
     num_synthetic = max(shape.num_rows for shape in todo)
     rows = synthetic_rows(
         lengths,
         vocabulary,
         num_synthetic,
         num_evaluated=NUM_EVALUATED[backbone.device.type],
-        is_labelled=is_labelled,
+        is_labelled=entry.is_labelled,
+        is_sampled=entry.generates,
         labels=task.label_set,
     )
     refused: list[MemoryEvent] = []
@@ -197,7 +198,7 @@ def measure(
         seconds = ranks.max(statistics.median(repeats_s))
         eval_token_s = seconds / (len(evaluated) * rows.validation.num_tokens)
     except RowTooLargeError as error:
-        raise DeviceMemoryError(_nothing_fits(error.num_tokens, backbone)) from None
+        raise DeviceMemoryError(_nothing_fits(int(error.evidence["row_tokens"]), backbone)) from None
     finally:
         eject(backbone.model)
     return Measured(

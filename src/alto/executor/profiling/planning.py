@@ -198,12 +198,15 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
     profile = _profile(context, task, on_measuring, refresh=refresh)
     bytes_per_slot = one_slot(task, jobs, context.backbone).bytes_per_slot
     works = [_work(job, context) for job in jobs]
-    longest = max(split.longest_row for split in context.data.splits)
+    longest = context.longest_row
     longest_rows = sorted(context.data.train.num_row_tokens, reverse=True)
     packing = choose_packing(
         PackingRequest(
             step_tokens=[work.num_tokens for work in works],
-            most_step_tokens=[sum(longest_rows[: job.config.rows_per_step]) for job in jobs],
+            most_step_tokens=[
+                max(work.num_tokens, sum(longest_rows[: job.config.rows_per_step]))
+                for work, job in zip(works, jobs, strict=True)
+            ],
             longest_row=longest,
             slot_bytes=bytes_per_slot,
             usual_tokens_per_pass=_usual_tokens(device, profile.throughput),
@@ -211,6 +214,7 @@ def _plan(context: TaskContext, task: Task, on_measuring: Callable[[float], None
             max_slots=task.max_slots,
             max_tokens_per_step=task.max_tokens_per_step,
             max_tokens_per_pass=task.max_tokens_per_pass,
+            smallest_pass=_smallest_pass(context),
         ),
         profile.memory,
         profile.throughput,
@@ -362,7 +366,7 @@ def _with_search(duration_s: float, context: TaskContext) -> float:
 
 
 def _profile(context: TaskContext, task: Task, on_measuring: Callable[[float], None], *, refresh: bool) -> Profile:
-    device, lengths = context.backbone.device, lengths_of(context.data.train)
+    device, lengths = context.backbone.device, lengths_of(context.data.train, num_generated=context.longest_completion)
     profile = None if refresh else find_profile(task, lengths, device, num_ranks=context.ranks.size)
     profile = context.ranks.broadcast(profile, Profile | None)
     if profile is not None:
@@ -394,7 +398,7 @@ def _profile(context: TaskContext, task: Task, on_measuring: Callable[[float], N
 def _is_profiled(context: TaskContext) -> bool:
     task, device = context.task, context.backbone.device
     known = task.replace(gradient_checkpointing=task.gradient_checkpointing is True)
-    lengths = lengths_of(context.data.train)
+    lengths = lengths_of(context.data.train, num_generated=context.longest_completion)
     return find_profile(known, lengths, device, num_ranks=context.ranks.size) is not None
 
 
@@ -409,10 +413,19 @@ def _is_roomy(context: TaskContext) -> bool:
     weights = context.backbone.num_bytes
     num_slots = min(context.task.max_slots or USUAL_SLOTS, len(shapes))
     bank = num_slots * one_slot(context.task, context.jobs, context.backbone).bytes_per_slot
-    longest = max(split.longest_row for split in context.data.splits)
+    longest = context.longest_row
     tokens = max(context.task.max_tokens_per_pass or USUAL_TOKENS_PER_PASS["cpu"], longest)
     bound = 2 * weights + bank + tokens * bytes_per_token
     return bool(bound <= _ROOMY * MARGIN * capacity_bytes(context.backbone.device, context.ranks.size))
+
+
+def _smallest_pass(context: TaskContext) -> int | None:
+    """Return the tokens of the pass in which a job generates the next token of each completion of a step; None if jobs
+    do not generate."""
+    if not context.objective.method.entry.generates:
+        return None
+    configs = [job.config for job in context.jobs]
+    return min(config.rows_per_step * config.objective.completions_per_row for config in configs)
 
 
 def _work(job: PlannedJob, context: TaskContext) -> JobWork:
@@ -420,7 +433,7 @@ def _work(job: PlannedJob, context: TaskContext) -> JobWork:
     return JobWork(
         job=job.id,
         batch_size=batch_size,
-        num_tokens=math.ceil(batch_size * context.row_tokens),
+        num_tokens=context.tokens_of_rows(batch_size, job.config),
         num_steps=job.total_steps,
         num_evaluations=job.evaluations_after(0, len(context.data.validation)),
     )

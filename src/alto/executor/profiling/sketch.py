@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from alto.data import IGNORED, EncodedDataset, Span, TaskData
+from alto.data import IGNORED, Advantage, EncodedDataset, Span, TaskData
 from alto.records import LabelSet, RowLabel
 
 _SKETCHED = 64
@@ -43,9 +44,14 @@ class RowLength:
         return sum(span.num_tokens for span in self.spans)
 
 
-def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
+def lengths_of(dataset: EncodedDataset, *, num_generated: int = 0) -> tuple[RowLength, ...]:
     """Return at most 64 row lengths, at equal distances in the sorted list of all, so that their mean is about the mean
-    of all rows."""
+    of all rows.
+
+    Args:
+        num_generated: Number of tokens that a job generates instead of the trained tokens of a row; 0 if it trains on
+            the rows as they are.
+    """
     spans = zip(dataset.spans, dataset.num_chosen, dataset.num_trained, strict=True)
     num_numbers = len(SpanLength._fields) * len(dataset.spans[0])
     numbers = np.fromiter(
@@ -58,7 +64,14 @@ def lengths_of(dataset: EncodedDataset) -> tuple[RowLength, ...]:
     order = np.lexsort(by_importance[::-1])
     count = min(_SKETCHED, len(dataset))
     chosen = (numbers[order[int((index + 0.5) * len(dataset) / count)]].tolist() for index in range(count))
-    return tuple(RowLength(tuple(SpanLength(*span) for span in row)) for row in chosen)
+    lengths = tuple(RowLength(tuple(SpanLength(*span) for span in row)) for row in chosen)
+    return tuple(map(partial(_generated, num_generated=num_generated), lengths)) if num_generated else lengths
+
+
+def _generated(row: RowLength, *, num_generated: int) -> RowLength:
+    """Return the length of a row whose trained tokens are replaced by generated ones."""
+    (span,) = row.spans
+    return RowLength((SpanLength(span.num_tokens - span.num_trained + num_generated, num_generated),))
 
 
 def _span_lengths(spans: Sequence[Span], num_chosen: int, num_trained: int) -> Iterator[SpanLength]:
@@ -74,25 +87,31 @@ def synthetic_rows(
     *,
     num_evaluated: int = NUM_EVALUATED["cpu"],
     is_labelled: bool = False,
+    is_sampled: bool = False,
     labels: LabelSet | None = None,
 ) -> TaskData:
     """Make ``count`` training rows of random tokens; the first ``num_evaluated`` rows are also the validation rows.
 
-    Reference log-probs are 0. If replies are labelled, every second row is desirable; if there are ``labels``, each row
-    has the first label. Token ids are below ``vocabulary``. The lengths are taken from ``lengths`` in strides, so that
-    short and long rows mix.
+    Reference log-probs are 0. If replies are labelled, every second row is desirable; if they are sampled, every row
+    has an advantage; if there are ``labels``, each row has the first label. Token ids are below ``vocabulary``. The
+    lengths are taken from ``lengths`` in strides, so that short and long rows mix.
     """
     generator = torch.Generator().manual_seed(0)
     stride = _coprime_to(len(lengths))
     rows = [lengths[index * stride % len(lengths)] for index in range(count)]
     train, validation = (
-        _dataset(part, vocabulary, generator, is_labelled, labels) for part in (rows, rows[:num_evaluated])
+        _dataset(part, vocabulary, generator, is_labelled, is_sampled, labels) for part in (rows, rows[:num_evaluated])
     )
     return TaskData(train=train, validation=validation)
 
 
 def _dataset(
-    rows: Sequence[RowLength], vocabulary: int, generator: torch.Generator, is_labelled: bool, labels: LabelSet | None
+    rows: Sequence[RowLength],
+    vocabulary: int,
+    generator: torch.Generator,
+    is_labelled: bool,
+    is_sampled: bool,
+    labels: LabelSet | None,
 ) -> EncodedDataset:
     input_ids, targets = [], []
     for row in rows:
@@ -120,6 +139,7 @@ def _dataset(
         labels=tuple(index % 2 == 0 for index in range(len(rows))) if is_labelled else None,
         classes=None if labels is None else (_any_label(labels),) * len(rows),
         label_set=labels,
+        advantages=(Advantage(1.0, 1.0),) * len(rows) if is_sampled else None,
         max_length=max(row.num_tokens for row in rows) if is_labelled else None,
     )
 

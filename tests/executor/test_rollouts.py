@@ -1,0 +1,233 @@
+"""Completions that jobs sample while they train: independent of other jobs, by the weights that train on them, the same
+after a resumption; and rewards that fail."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle_grpo import GivenRewards, Spelling
+from resident_jobs import Bank, make_model, make_task
+from tiny import read_journal
+
+import alto
+from alto.data import EncodedDataset, JobRows
+from alto.errors import NoResultError, SpecError, TaskInterruptedError
+from alto.evaluation import Text, generate
+from alto.executor import JobState
+from alto.executor.rollouts import encoded, group_advantages
+from alto.objectives import token_losses
+from alto.spec import JobConfig, Task
+from alto.spec.objective_settings import GrpoSettings
+
+OTHERS = 15
+JOBS: list[dict[str, object]] = [
+    {"seed": seed, "r": (4, 8, 16)[seed % 3], "lr": 1e-2, "temperature": (0.5, 1.0, 1.5)[seed % 3]}
+    for seed in range(OTHERS + 1)
+]
+
+
+def bank_of(configs: list[dict[str, object]], slots: list[int] | None = None) -> Bank:
+    values = {"num_generations": 4, "batch_size": 8, "max_completion_length": 10}
+    task = make_task(configs, method="grpo", reward_funcs=["exact"], **(values | {"max_tokens_per_pass": 600}))
+    bank = Bank(make_model("llama"), task, slots=slots, rewards=GivenRewards())
+    bank.backbone.tokenizer = Spelling()
+    return bank
+
+
+def test_a_job_samples_the_same_alone_and_among_fifteen_others() -> None:
+    many = bank_of(JOBS, [*range(5, OTHERS + 1), *range(5)])
+    for _ in range(2):
+        many.step()
+    among = many.trainer._rollouts.sample(many.jobs)
+    num_equal = num_texts = 0
+    for job, config in list(zip(many.jobs, JOBS, strict=True))[:6]:
+        alone = bank_of([config])
+        (own,) = alone.jobs
+        own.step = job.step
+        alone.trainer.bank.write(own.slot, many.trainer.bank.read(job.slot))
+        expected = alone.trainer._rollouts.sample([own])[own].texts
+        num_texts += len(expected)
+        num_equal += sum(text.tokens == other.tokens for text, other in zip(among[job].texts, expected, strict=True))
+    # A number within rounding of the border between two tokens may choose the other one.
+    assert num_equal >= num_texts - 1, f"{num_texts - num_equal} of {num_texts} texts differ"
+    assert len({tuple(text.tokens) for sampled in among.values() for text in sampled.texts}) > num_texts
+
+
+@torch.no_grad()
+def training_log_probs(bank: Bank, job: JobState, texts: list[Text]) -> list[float]:
+    """Return the log-probabilities of all sampled tokens in a pass over complete texts, as in training."""
+    rows = [encoded(text) for text in texts]
+    dataset = EncodedDataset(input_ids=tuple(ids for ids, _ in rows), targets=tuple(targets for _, targets in rows))
+    passes = bank.trainer.passes
+    batch = passes.collate([JobRows(dataset, job.slot or 0, tuple(range(len(rows))), shares_beginnings=True)])
+    with passes.evaluating(batch, passes.here([job])):
+        return (-token_losses(bank.backbone, batch, [job.config.objective.logit_scale])).tolist()
+
+
+def sampled_log_probs(bank: Bank, job: JobState, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Text], list[float]]:
+    """Sample the completions of the next step; return them and the log-probabilities they were drawn with."""
+    found: dict[int, list[float]] = {}
+    draw = generate._next_tokens
+
+    def recording(logits_BV: torch.Tensor, texts: list[Text]) -> torch.Tensor:
+        next_B = draw(logits_BV, texts)
+        for text, logits_V, token in zip(texts, logits_BV, next_B, strict=True):
+            assert text.sampling is not None
+            log_probs_V = (logits_V / text.sampling.temperature).log_softmax(-1)
+            found.setdefault(id(text), []).append(float(log_probs_V[token]))
+        return next_B
+
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "_next_tokens", recording)
+        texts = list(bank.trainer._rollouts.sample([job])[job].texts)
+    return texts, [value for text in texts for value in found[id(text)]]
+
+
+def test_completions_are_sampled_by_the_weights_that_train_on_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    bank = bank_of(JOBS[:3])
+    for _ in range(2):
+        bank.step()
+    for job in bank.jobs:
+        texts, drawn = sampled_log_probs(bank, job, monkeypatch)
+        assert training_log_probs(bank, job, texts) == pytest.approx(drawn, abs=1e-4)
+        bank.trainer.backward([job])
+        bank.trainer.update([job])
+        stale = training_log_probs(bank, job, texts)
+        assert max(abs(one - other) for one, other in zip(stale, drawn, strict=True)) > 1e-2, "yesterday's adapter"
+
+
+def test_the_completions_of_a_step_are_kept_until_the_job_has_taken_it() -> None:
+    bank = bank_of(JOBS[:2])
+    rollouts = bank.trainer._rollouts
+    first = rollouts.of_step(bank.jobs)
+    assert rollouts.of_step(bank.jobs[:1])[bank.jobs[0]] is first[bank.jobs[0]]
+    bank.jobs[0].step += 1
+    again = rollouts.of_step(bank.jobs)
+    assert again[bank.jobs[0]] is not first[bank.jobs[0]]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scale", "expected"),
+    [
+        ([1.0, 0.0, 0.0, 0.0], "none", [0.75, -0.25, -0.25, -0.25]),
+        ([1.0, 0.0, 0.0, 0.0], "group", [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]),
+        ([1.0, math.nan, 0.0, math.nan], "none", [0.5, 0.0, -0.5, 0.0]),
+        ([0.5, 0.5, 0.5, 0.5], "group", [0.0] * 4),
+        ([math.nan] * 4, "group", [0.0] * 4),
+        ([2.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0], "batch", [1.5 / 0.8865, *[-0.5 / 0.8865] * 3, 0, 0, 0, 0]),
+    ],
+)
+def test_advantages_compare_a_reward_with_those_of_its_group(
+    rewards: list[float], scale: str, expected: list[float]
+) -> None:
+    settings = GrpoSettings(num_generations=4, scale_rewards=scale)
+    if scale == "batch":
+        expected = [value * 0.8865 / (0.707106781 + 1e-4) for value in expected]
+    assert group_advantages(rewards, settings) == pytest.approx(expected)
+
+
+# -- whole runs ------------------------------------------------------------------------------------------------------
+
+REWARDS = """
+def tokens(completion_ids, **_):
+    if any(len(ids) > 6 for ids in completion_ids):
+        raise ValueError("too long")
+    return [float(len(set(ids))) for ids in completion_ids]
+
+def checksum(completion_ids, **_):
+    return [sum(ids) % 13 / 13 for ids in completion_ids]
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "length_rewards.py").write_text(REWARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ALTO_CACHE", str(tmp_path / "cache"))
+    rows = [{"prompt": f"What is {n} + {n % 7}?", "completion": str(n + n % 7)} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def make(**changes: Any) -> Task:
+        settings: dict[str, Any] = {
+            "model": "alto-tiny",
+            "dataset": str(tmp_path / "rows.jsonl"),
+            "validation_split": 0.25,
+            "method": "grpo",
+            "reward_funcs": ["length_rewards:checksum"],
+            "num_generations": 4,
+            "per_device_train_batch_size": 8,
+            "max_completion_length": 6,
+            "max_steps": 5,
+            "report_to": "none",
+            "max_slots": 2,
+            "max_tokens_per_step": 500,
+            "max_tokens_per_pass": 500,
+            "checkpoint_interval_s": 0,
+            "search_space": {"learning_rate": [1e-3, 1e-2]},
+            "early_exit": {"enabled": False},
+        }
+        settings |= changes
+        return Task(**{key: value for key, value in settings.items() if key not in settings["search_space"]})
+
+    return make
+
+
+def curves(run_dir: str | Path) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    for event in read_journal(run_dir):
+        if event["event"] == "train":
+            found.setdefault(event["job"], [])[event["first_step"] - 1 :] = event["losses"]
+    return found
+
+
+def test_a_run_that_was_stopped_and_resumed_samples_what_it_would_have(task: Any, tmp_path: Path) -> None:
+    whole = alto.Engine(output_dir=tmp_path / "whole").tune(task())
+    calls = iter(range(3))
+    engine = alto.Engine(output_dir=tmp_path / "stopped", is_interrupted=lambda: next(calls, None) is None)
+    with pytest.raises(TaskInterruptedError):
+        engine.tune(task())
+    (stopped,) = (tmp_path / "stopped").iterdir()
+    resumed = alto.Engine(output_dir=tmp_path / "stopped").resume(stopped)
+    assert curves(resumed.run_dir) == curves(whole.run_dir)
+    assert len({loss for losses in curves(whole.run_dir).values() for loss in losses}) > 5
+    assert resumed.best_validation_loss == whole.best_validation_loss
+
+
+def test_a_reward_that_fails_ends_only_its_job_with_the_reason(task: Any, tmp_path: Path) -> None:
+    space = {"max_completion_length": [5, 12]}
+    result = alto.Engine(output_dir=tmp_path / "runs").tune(
+        task(reward_funcs=["length_rewards:tokens"], search_space=space)
+    )
+    short, long = result.job_results
+    assert short.exit_reason is None
+    assert long.exit_reason == "failed"
+    assert "length_rewards:tokens: it raised ValueError: too long" in long.exit_evidence["reward"]
+    assert "of the prompt '<|user|>What is" in long.exit_evidence["reward"]
+    assert "a reward failed: length_rewards:tokens" in (Path(result.run_dir) / "report.html").read_text("utf-8")
+
+
+def test_if_all_rewards_fail_the_task_fails_and_names_the_function(task: Any, tmp_path: Path) -> None:
+    with pytest.raises(NoResultError, match="a reward failed in 2 of 2 jobs: length_rewards:tokens: it raised"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(
+            task(reward_funcs=["length_rewards:tokens"], max_completion_length=12)
+        )
+
+
+def test_a_missing_function_is_found_before_a_run_is_made(task: Any, tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="reward_funcs: expected a function 'none'"):
+        alto.Engine(output_dir=tmp_path / "runs").tune(task(reward_funcs=["length_rewards:none"]))
+    assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+def test_a_batch_counts_completions() -> None:
+    config = JobConfig.of(
+        Task(model="m", dataset="d", method="grpo", reward_funcs="exact")._method,
+        {"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "num_generations": 8},
+    )
+    assert config.rows_per_step == 4
+    assert config.total_steps(10) == 3 * 3
