@@ -50,7 +50,7 @@ class Plan:
 
 PLANS = {
     "smoke": Plan(steps=4, batched_steps=2, trl_steps=1, model="alto-tiny", has_gate=False),
-    "cpu": Plan(steps=60, batched_steps=12, trl_steps=4, model=str(MODEL)),
+    "cpu": Plan(steps=40, batched_steps=12, trl_steps=4, model=str(MODEL)),
 }
 
 
@@ -65,9 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for size in SPACE["num_generations"]:
             rows.append({"system": "trl", "num_generations": size, "step_s": trl_step_s(task, plan, size, folder)})
             print(rows[-1], flush=True)
-        batched = task.replace(
-            max_steps=plan.batched_steps, early_exit=False, validation_dataset=None, test_dataset=None
-        )
+        batched = task.replace(max_steps=plan.batched_steps, early_exit=False, eval_steps=1.0, test_dataset=None)
         for system, each in (("batched", batched), ("early exit", task)):
             result, duration_s = tuned(each, folder / system.replace(" ", "-"))
             rows.append({"system": system, "duration_s": duration_s, "samples_saved": result.samples_saved})
@@ -83,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows=rows,
         notes=[
             f"{len(task.jobs)} configurations, {plan.steps} steps of 32 completions of at most 16 tokens; batched: the "
-            f"first {plan.batched_steps} steps of all, without validation; TRL: {plan.trl_steps} steps of two of them.",
+            f"first {plan.batched_steps} steps of all, evaluated once; TRL: {plan.trl_steps} steps of two of them.",
             "reward_gain is the winner's mean reward on 256 test prompts, answered with the most likely tokens, less "
             "the base model's.",
         ],
