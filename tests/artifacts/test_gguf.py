@@ -344,6 +344,16 @@ def by_score(text: str, tokens: list[str], scores: list[float]) -> list[str]:
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
+def test_an_added_token_that_the_model_has_no_row_for_is_left_out() -> None:
+    tokenizer, writer = sentencepiece([("a", "b")]), Writer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    num_rows = len(tokenizer) - 1
+    assert tokenizer.convert_tokens_to_ids("<image_soft_token>") == num_rows
+    add_vocabulary(writer, tokenizer, num_rows)
+    assert len(writer.added["token_list"]) == num_rows
+    assert "<image_soft_token>" not in writer.added["token_list"]
+
+
 def test_scores_merge_in_the_order_of_a_sentencepiece_tokenizer() -> None:
     merges = [("b", "c"), ("a", "b"), ("▁", "a"), ("a", "bc"), ("ab", "c"), ("▁", "abc"), ("▁a", "bc")]
     tokenizer, writer = sentencepiece(merges), Writer()

@@ -176,3 +176,14 @@ def test_a_node_that_comes_takes_the_place_of_one_that_went() -> None:
     assert [node.name for node in nodes.nodes] == ["host-aaaaaaaa"]
     nodes.update([row("b", GPU=2)])
     assert [node.name for node in nodes.nodes] == ["host-bbbbbbbb"]
+
+
+def test_an_error_at_the_start_ends_the_attempt_with_the_reason(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = starter(run_dir, "works", has_gpus=True)
+    [ended] = found.poll(0, 0.0)
+    assert isinstance(ended, AttemptEnded)
+    assert ended.outcome is Outcome.FAILED
+    assert "cannot be started on node (KeyError" in ended.reason
+    assert "CUDA_VISIBLE_DEVICES" in ended.reason
+    found.close()

@@ -22,6 +22,9 @@ def lengths(prompts, completions, completion_ids, reference, **_):
     print("not an answer")
     return [len(ids) + 10 * (text == wanted) for ids, text, wanted in zip(completion_ids, completions, reference)]
 
+def right(completions, reference, **_):
+    return [text == wanted for text, wanted in zip(completions, reference)]
+
 def some(completions, **_):
     return [None if "?" in text else 1.0 for text in completions]
 
@@ -92,6 +95,10 @@ def test_scorers_and_functions_are_weighted_and_summed(made: list[Rewards]) -> N
     assert rewards_of(made, "exact") == [1.0, 0.0, 0.0]
     assert rewards_of(made, "exact", "users_rewards:lengths") == [12.0, 3.0, 0.0]
     assert rewards_of(made, "exact", "users_rewards:lengths", weights=[2.0, -0.5]) == [-3.5, -1.5, 0.0]
+
+
+def test_booleans_are_numbers(made: list[Rewards]) -> None:
+    assert rewards_of(made, "users_rewards:right") == [1.0, 0.0, 0.0]
 
 
 def test_a_completion_counts_by_the_rewards_that_can_score_it(made: list[Rewards]) -> None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from oracle_grpo import GivenRewards, Spelling
-from resident_jobs import Bank, make_model, make_task
+from oracle_kto import LABELLED
+from resident_jobs import DATA, Bank, make_model, make_task, make_trainer
 from tiny import read_journal
 
 import alto
+from alto.backbone import Backbone
 from alto.data import EncodedDataset, JobRows
-from alto.errors import NoResultError, SpecError, TaskInterruptedError
+from alto.errors import DataError, NoResultError, SpecError, TaskInterruptedError, UntrustedCodeError
 from alto.evaluation import Text, generate
-from alto.executor import JobState
+from alto.executor import JobState, MicroBatches, TaskContext, initial_states, stages
 from alto.executor.rollouts import encoded, group_advantages
 from alto.objectives import token_losses
 from alto.spec import JobConfig, Task
@@ -192,7 +195,11 @@ def test_a_run_that_was_stopped_and_resumed_samples_what_it_would_have(task: Any
     with pytest.raises(TaskInterruptedError):
         engine.tune(task())
     (stopped,) = (tmp_path / "stopped").iterdir()
-    resumed = alto.Engine(output_dir=tmp_path / "stopped").resume(stopped)
+    with pytest.raises(
+        UntrustedCodeError, match="reward_funcs: expected permission from you to call the Python function"
+    ):
+        alto.Engine(output_dir=tmp_path / "stopped").resume(stopped)
+    resumed = alto.Engine(output_dir=tmp_path / "stopped").resume(stopped, trust_remote_code=True)
     assert curves(resumed.run_dir) == curves(whole.run_dir)
     assert len({loss for losses in curves(whole.run_dir).values() for loss in losses}) > 5
     assert resumed.best_validation_loss == whole.best_validation_loss
@@ -222,6 +229,71 @@ def test_a_missing_function_is_found_before_a_run_is_made(task: Any, tmp_path: P
     with pytest.raises(SpecError, match="reward_funcs: expected a function 'none'"):
         alto.Engine(output_dir=tmp_path / "runs").tune(task(reward_funcs=["length_rewards:none"]))
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_length": 40}, "expected rows that fit into max_length, because rewards compare with their replies"),
+        ({"train_on": "all"}, r"expected rows of a prompt and a reply, found \d+ without a prompt"),
+    ],
+)
+def test_rows_whose_replies_rewards_cannot_compare_with_are_refused(
+    changes: dict[str, Any], message: str, task: Any, tmp_path: Path
+) -> None:
+    made = task(**changes)
+    with (tmp_path / "rows.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": "Count to thirty.", "completion": " ".join(map(str, range(1, 31)))}) + "\n")
+    with pytest.raises(DataError, match=message):
+        alto.Engine(output_dir=tmp_path / "runs").tune(made)
+
+
+@pytest.mark.parametrize("order", ["rewards first", "rewards last"])
+@pytest.mark.parametrize("has_gradient", [True, False])
+def test_a_task_of_another_method_in_the_same_bank_trains_as_alone(order: str, has_gradient: bool) -> None:
+    assert losses_of_kto(order, has_gradient) == losses_of_kto("alone", has_gradient)
+
+
+class EqualRewards(GivenRewards):
+    def __call__(self, completions: Any, on_turn: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+
+def losses_of_kto(order: str, has_gradient: bool) -> list[list[float]]:
+    """Return the losses of jobs of KTO beside jobs that learn from rewards."""
+    common: dict[str, Any] = {"max_tokens_per_pass": 600}
+    backbone = Backbone(make_model("llama"), None, "unused")
+    backbone.tokenizer = Spelling()
+    rewarded = make_task(
+        [{"seed": 1, "r": 4}, {"seed": 2, "r": 4}],
+        method="grpo",
+        reward_funcs=["exact"],
+        num_generations=4,
+        batch_size=8,
+        max_completion_length=10,
+        **common,
+    )
+    labelled = make_task([{"seed": 3, "batch_size": 6}, {"seed": 4, "batch_size": 5}], method="kto", r=4, **common)
+    rewards = GivenRewards() if has_gradient else EqualRewards()
+    of_rewards = TaskContext.of(rewarded, backbone, DATA, rewards=rewards)
+    of_kto = stages.with_references(TaskContext.of(labelled, backbone, LABELLED), MicroBatches(100, lambda event: None))
+    first, second = initial_states(of_rewards), initial_states(of_kto)
+    jobs = {"rewards first": first + second, "rewards last": second + first, "alone": second}[order]
+    trainer = make_trainer(replace(of_rewards, jobs=of_rewards.jobs + of_kto.jobs), 5)
+    for slot, job in enumerate(first + second):
+        job.slot = slot
+        if job in jobs:
+            trainer.admit(job, slot)
+    found = []
+    for _ in range(3):
+        losses = trainer.backward(jobs)
+        trainer.update(jobs)
+        trainer.prepare(jobs)
+        values = trainer.read(losses)
+        found.append([values[jobs.index(job)] for job in second])
+        for job in jobs:
+            job.step += 1
+    return found
 
 
 def test_a_batch_counts_completions() -> None:

@@ -136,8 +136,8 @@ class SoloGrpo(SoloJob):
 
 
 def _without_nan(ids: Sequence[int]) -> float | None:
-    """Return TRL's form of a reward; the end token is no part of the completion that ALTO scores."""
-    reward = reward_of([token for token in ids if token != END])
+    """Return TRL's form of a reward."""
+    reward = reward_of(ids)
     return None if math.isnan(reward) else reward
 
 

@@ -116,13 +116,18 @@ def add_vocabulary(writer: Any, tokenizer: Any, vocab_size: int) -> None:
     is_sentencepiece = bool(state["model"].get("byte_fallback"))
     texts: list[str] = [f"[PAD{index}]" for index in range(vocab_size)]
     kinds = [gguf.TokenType.UNUSED] * vocab_size
+    beyond = {added.content for index, added in tokenizer.added_tokens_decoder.items() if index >= vocab_size}
     for text, index in tokenizer.get_vocab().items():
+        if text in beyond:  # such as <image_soft_token> of Gemma 3, which a model of text has no row for
+            continue
         if index >= vocab_size:
             expected = f"at most {vocab_size} tokens, as many as the base model has embeddings"
             raise unsupported(expected, f"token {index}")
         is_byte = is_sentencepiece and _BYTE.fullmatch(text)
         texts[index], kinds[index] = text, gguf.TokenType.BYTE if is_byte else gguf.TokenType.NORMAL
     for index, added in tokenizer.added_tokens_decoder.items():
+        if added.content in beyond:
+            continue
         is_control = added.special or (added.content.startswith("<|") and added.content.endswith("|>"))
         kinds[index] = gguf.TokenType.CONTROL if is_control else gguf.TokenType.USER_DEFINED
         if is_sentencepiece and not is_control:

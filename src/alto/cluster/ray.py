@@ -159,7 +159,7 @@ class RayCluster:
                     self._release(other)
             actor = found or self._new_actor(launch)
             actor.launches[launch.task] = launch
-            actor.actor.start.remote(launch)
+            actor.actor.start.remote(launch)  # its errors are events, see Starter.start
             if actor.reply is None:
                 actor.watched_at = time.monotonic()
 
@@ -237,7 +237,11 @@ class RayCluster:
 
         If the connection was already lost, Ray stops the actors, and their executors save and exit without being asked.
         """
-        if self._is_lost or not ray.is_initialized():
+        if self._is_lost or not _is_initialized():
+            if self._is_ours:
+                # Otherwise Ray Client counts this process as connected, and no later connection succeeds.
+                with contextlib.suppress(Exception):
+                    ray.shutdown()
             return
         closed = [actor.actor.close.remote() for actor in self._actors]
         if closed:
@@ -261,7 +265,7 @@ class RayCluster:
     def _connected(self) -> Iterator[None]:
         """Raise ClusterLostError if the connection to Ray is lost inside the block."""
         try:
-            if not ray.is_initialized():  # otherwise Ray would start its own cluster here
+            if not _is_initialized():  # otherwise Ray would start its own cluster here
                 raise ConnectionError("this process was disconnected")
             yield
         except (ConnectionError, RaySystemError, RpcError) as error:
@@ -396,7 +400,9 @@ def _connect(address: str) -> bool:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        with contextlib.suppress(Exception):
+            ray.shutdown()  # what is left of a client that could not connect
         raise SpecError(
             f"cluster: expected a Ray cluster at {address!r}, found none ({first_line(error)}); "
             "start one with: ray start --head, or give its address as ray://HOST:10001; if it needs a token, set "
@@ -407,6 +413,14 @@ def _connect(address: str) -> bool:
         if signal.getsignal(signal.SIGTERM) is not before:
             signal.signal(signal.SIGTERM, before)
     return True
+
+
+def _is_initialized() -> bool:
+    """Return whether this process is connected to Ray; false if the channel of Ray Client is closed."""
+    try:
+        return bool(ray.is_initialized())
+    except ValueError:  # grpc: "Cannot invoke RPC on closed channel!"
+        return False
 
 
 def _head() -> tuple[str, int] | None:

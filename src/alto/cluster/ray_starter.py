@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from alto.base import first_line
 from alto.cluster.base import AttemptEnded, ClusterEvent, Ending, Launch, Outcome
 from alto.cluster.executor_process import ProcessShape, Timeouts
 from alto.cluster.machine import Machine
@@ -27,7 +28,14 @@ class Starter:
 
     def start(self, launch: Launch) -> None:
         """Start an executor, or give a running executor another run. The GPUs named in the launch are ignored, because
-        Ray has chosen them."""
+        Ray has chosen them. An error ends the attempt: nobody waits for the result of this call."""
+        try:
+            self._start(launch)
+        except Exception as error:
+            reason = f"it cannot be started on {launch.gpus[0].node} ({type(error).__name__}: {first_line(error)})"
+            self._events.append(AttemptEnded.of(launch, Ending(outcome=Outcome.FAILED, reason=reason)))
+
+    def _start(self, launch: Launch) -> None:
         if launch.num_ranks > 1 and len({gpu.node for gpu in launch.gpus}) > 1:
             reason = (
                 f"expected {len(launch.gpus)} GPUs on one machine for the ranks of the task, found no such machine "

@@ -228,6 +228,8 @@ def refit_task(run_dir: RunDir, *, trust_remote_code: bool, objects: BaseObjects
     winner = history.jobs[outcome.best_job]
     _check_refit(winner, refit_of=outcome.refit_of)
     task = load_run_task(run_dir, trust_remote_code=trust_remote_code, is_trained=False)
+    if task.reward_funcs:
+        load_run_task(run_dir, trust_remote_code=trust_remote_code)  # a refit calls them too
     if objects is None and not task.base_model.is_loadable:
         raise ModelNotFoundError(
             f"refit: expected the base model of {run_dir.root} as an object, found none: {task.model} was given to "

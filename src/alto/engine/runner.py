@@ -181,7 +181,11 @@ class TaskRunner:
             about_model = model_notes(context.backbone.model, [job.config for job in context.jobs], task.method)
             found = plan(context, on_measuring=self._announcement(task), refresh=refresh)
             about_start = () if context.start is None else context.start.notes
-            return replace(found, notes=(*about_start, *task.notes, *context.data.notes, *about_model, *found.notes))
+            about_time = (
+                ("The times are without the time in which jobs sample their completions.",) if task.reward_funcs else ()
+            )
+            notes = (*about_start, *task.notes, *context.data.notes, *about_model, *about_time, *found.notes)
+            return replace(found, notes=notes)
 
     def _prepare(self, task: Task, resume_state: ResumeState | None = None) -> _Prepared:
         """Read and check a task before its run directory is made, or before it is resumed.
@@ -213,14 +217,13 @@ class TaskRunner:
         requested = task.early_exit if begins else None
         task = resolve_early_exit(task, data, begins=begins)
         start = read_start(task, backbone)
-        rewards = Rewards(task.reward_funcs, task.reward_weights) if task.reward_funcs else None
-        context = TaskContext.of(
-            task, backbone, data, self.ranks, start=start, requested_early_exit=requested, rewards=rewards
-        )
+        context = TaskContext.of(task, backbone, data, self.ranks, start=start, requested_early_exit=requested)
         sampler = None
         if task.num_samples:
             num_tokens = task.sample_max_new_tokens
             sampler = Sampler(rows.validation, backbone, num_samples=task.num_samples, max_new_tokens=num_tokens)
+        if task.reward_funcs:  # last, because functions start processes
+            context = replace(context, rewards=Rewards(task.reward_funcs, task.reward_weights))
         return _Prepared(trackers=trackers, context=context, judge=judge, sampler=sampler, base=base)
 
     def _checked_base(self, task: Task, backbone: Backbone, resume_state: ResumeState) -> BaseDescription:

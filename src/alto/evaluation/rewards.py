@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,13 @@ from alto.evaluation.scoring import NO_FUNCTION, scorer_of
 from alto.spec import Scoring
 
 _MAX_REWARD = 1e100
+_SEARCH_S = 10.0
+"""Maximum seconds to search for the completion for which a function raises an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A completion to be scored: its text, and its token ids without the end token."""
+    """A completion to be scored: its text, and its token ids, with the end token if it ended."""
 
     answer: Answer
     ids: Sequence[int]
@@ -109,7 +112,11 @@ class RewardFunction:
                 "correct the function"
             )
         for number, (value, completion) in enumerate(zip(found, completions, strict=True), start=1):
-            if value is not None and not is_number(value, least=-_MAX_REWARD, most=_MAX_REWARD):
+            if (
+                value is not None
+                and not isinstance(value, bool)
+                and not is_number(value, least=-_MAX_REWARD, most=_MAX_REWARD)
+            ):
                 raise ScorerFailedError(
                     f"{self._name}: expected a finite number or None, found {quoted(value)} for completion {number} "
                     f"{_shown(completion)}; correct the function"
@@ -133,7 +140,10 @@ class RewardFunction:
         is none."""
         if not isinstance(error, FunctionRaisedError):
             return ""
+        deadline = time.monotonic() + _SEARCH_S
         for number, one in enumerate(completions, start=1):
+            if time.monotonic() > deadline:
+                break
             try:
                 self._called([one], on_turn)
             except FunctionFailedError:

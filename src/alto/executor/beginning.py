@@ -141,7 +141,7 @@ def _begin_events(state: TrainingState, start: RunInputs) -> Iterator[Event]:
         eval_steps=task.eval_steps,
         num_train=len(data.train),
         num_validation=len(data.validation),
-        validation_weights=tuple(data.validation.weights),
+        validation_weights=context.validation_weights,
         evaluation_order=context.evaluation_order,
         data=_described(data, data_fingerprints(data, context.base.chat_template)),
         notes=(

@@ -194,8 +194,14 @@ class TaskContext:
     @property
     def row_weights(self) -> tuple[float, ...]:
         """Weights of the validation rows in ``evaluation_order``."""
-        weights = self.data.validation.weights
+        weights = self.validation_weights
         return tuple(weights[row] for row in self.evaluation_order)
+
+    @property
+    def validation_weights(self) -> tuple[int, ...]:
+        """Weights of the validation rows in a mean loss: 1 each if jobs generate, because a reward is one number."""
+        validation = self.data.validation
+        return (1,) * len(validation) if self.objective.method.entry.generates else tuple(validation.weights)
 
     @property
     def row_values(self) -> tuple[str, ...]:

@@ -134,8 +134,11 @@ def measure_best(state: TrainingState, recorder: JournalRecorder) -> None:
     found: list[tuple[LossPoint, Evaluated]] = []
     for best in selection.leaders(count):
         job = state.jobs[best.job]
-        with state.slot_manager.holding_best(job):
-            [value] = state.trainer.evaluate([job], rows=[context.evaluation_order[:num_rows]])
+        try:
+            with state.slot_manager.holding_best(job):
+                [value] = state.trainer.evaluate([job], rows=[context.evaluation_order[:num_rows]])
+        except JobFailedError:  # it keeps its earlier evaluation
+            continue
         found.append((best, value))
     for best, value in found:
         selection.observe_measured(best.job, value.loss, value.kept_rows(context))

@@ -85,7 +85,7 @@ class Rollouts:
         missing = [job for job in jobs if job not in self._known or self._known[job][0] != job.step]
         for job, of_job in self.sample(missing).items():
             rewards = self._scored(job.context, of_job, self._slot(job))
-            self._known[job] = (job.step, of_job.rollout(rewards, job.config))
+            self._known[job] = (job.step, of_job.rollout(rewards, job))
         return {job: self._known[job][1] for job in jobs}
 
     def sample(self, jobs: Sequence[JobState]) -> Mapping[JobState, Sampled]:
@@ -240,7 +240,7 @@ class Sampled:
                     reference=tokenizer.decode(reference, skip_special_tokens=True),
                     answer=tokenizer.decode(text.tokens, skip_special_tokens=True),
                 ),
-                ids=text.tokens,
+                ids=_ids(text),
             )
             for text, reference in zip(self.texts, self._references, strict=True)
         ]
@@ -260,10 +260,11 @@ class Sampled:
         }
 
     def evaluated(self, rewards: Sequence[float]) -> Evaluated:
-        """Return the evaluation: the loss of a row is its negative reward; 0 if no reward can score it."""
-        unscored = math.nan if self._is_broken else 0.0
-        rows = tuple(unscored if self._is_broken or math.isnan(reward) else reward for reward in rewards)
-        metrics = {**self.metrics(rewards), "reward": statistics.fmean(rows)}
+        """Return the evaluation: the loss of a row is its negative reward. A row that no reward can score counts as the
+        mean of the others."""
+        metrics = self.metrics(rewards)
+        mean = metrics["reward"]
+        rows = tuple(mean if self._is_broken or math.isnan(reward) else reward for reward in rewards)
         return Evaluated(
             loss=0.0 - metrics["reward"],
             metrics=metrics,
@@ -274,15 +275,15 @@ class Sampled:
     def _is_broken(self) -> bool:
         return any(text.is_broken for text in self.texts)
 
-    def rollout(self, rewards: Sequence[float], config: JobConfig) -> Rollout:
-        """Return the completions that have a gradient: all if there is a divergence in the loss, else those with an
-        advantage."""
-        settings = self._settings
+    def rollout(self, rewards: Sequence[float], job: JobState) -> Rollout:
+        """Return the completions that have a gradient: all if the loss has a divergence or a balance of routers, else
+        those with an advantage."""
+        settings, has_all = self._settings, bool(self._settings.beta or job.planned.router_aux_loss_coef)
         advantages = group_advantages(rewards, settings)
         is_left_out = [settings.mask_truncated_completions and text.end is None for text in self.texts]
         counts = [0 if out else len(_ids(text)) for text, out in zip(self.texts, is_left_out, strict=True)]
-        factors = loss_factors(counts, config)
-        used = [number for number, count in enumerate(counts) if count and (settings.beta or advantages[number] != 0.0)]
+        factors = loss_factors(counts, job.config)
+        used = [number for number, count in enumerate(counts) if count and (has_all or advantages[number] != 0.0)]
         rows = [encoded(self.texts[number]) for number in used]
         dataset = EncodedDataset(
             input_ids=tuple(input_ids for input_ids, _ in rows),

@@ -41,6 +41,7 @@ class Trainer(Evaluator):
         self.bank = passes.bank
         self.optimizer = optimizer
         self._terms: Sequence[AuxiliaryTerm] = ()
+        self._batched: Sequence[JobState] = ()
 
     def compile_kernels(self, configs: Sequence[JobConfig]) -> Iterator[tuple[int, int]]:
         """Compile the kernels that steps of jobs with ``configs`` launch, one at each iteration; called between two
@@ -120,7 +121,10 @@ class Trainer(Evaluator):
         passes = self.passes
         here, index_of = passes.here(jobs), passes.index_of(jobs)
         rollouts = self._rollouts.of_step([job for job in jobs if job.context.rewards is not None])
-        batches = [*_batches(jobs), *_sampled_batches(rollouts)]
+        of_jobs = {job: (job, dataset, rows) for job, dataset, rows in (*_batches(jobs), *_sampled_batches(rollouts))}
+        batches = [of_jobs[job] for job in jobs if job in of_jobs]
+        self._batched = [job for job, _, _ in batches]
+        in_batches = passes.index_of(self._batched)
         self._terms = terms = self._auxiliary.of_step(batches)
         work, num_micro_batches = passes.work(batches, is_step=True)
         losses: Tensor | None = None
@@ -140,8 +144,11 @@ class Trainer(Evaluator):
                 batch = passes.collate(parts) if prepared is None else prepared
                 learners = passes.learners([here[local_slot] for local_slot in batch.slots])
                 indices_J = upload([index_of[local_slot] for local_slot in batch.slots], torch.int64, losses.device)
+                of_terms_J = indices_J
+                if len(batches) < len(jobs):
+                    of_terms_J = upload([in_batches[slot] for slot in batch.slots], torch.int64, losses.device)
                 for term in terms:
-                    batch = term.completed(batch, indices_J)
+                    batch = term.completed(batch, of_terms_J)
                 training = passes.training(batch, here)
             with training:
                 with watching("forward"):
@@ -248,7 +255,9 @@ class Trainer(Evaluator):
         """Return the loss that an auxiliary term has added in the last step to each of its ``jobs``, without its
         factor; None for jobs without one. Called once, because the terms and the data of their jobs are freed."""
         terms, self._terms = self._terms, ()
-        return next((values for term in terms if (values := term.values())), [None] * len(jobs))
+        values = next((values for term in terms if (values := term.values())), [None] * len(self._batched))
+        of_jobs = dict(zip(self._batched, values, strict=True))
+        return [of_jobs.get(job) for job in jobs]
 
     def forget(self) -> None:
         """Clear all gradients, after an error in :meth:`backward`."""

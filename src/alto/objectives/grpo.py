@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from alto.data import TokenBatch
+from alto.data import IGNORED, EncodedDataset, TokenBatch
+from alto.errors import DataError
 from alto.objectives.base import ObjectiveImplementation, Terms, run_sums, to_device
 from alto.objectives.pairs import LANES
 from alto.spec import GrpoSettings
@@ -28,6 +29,19 @@ class Grpo(ObjectiveImplementation):
     ``kl`` estimates the divergence from the base model: ``exp(d) - d - 1``, with ``d`` the log-probability under the
     base model minus that under the adapter.
     """
+
+    def check(self, dataset: EncodedDataset, settings: Sequence[GrpoSettings]) -> None:
+        if dataset.num_truncated:
+            raise DataError(
+                f"method grpo: expected rows that fit into max_length, because rewards compare with their replies, "
+                f"found {dataset.num_truncated} that were cut; raise max_length, or remove them"
+            )
+        without_prompt = sum(int(targets[0]) != IGNORED for targets in dataset.targets)
+        if without_prompt:
+            raise DataError(
+                f"method grpo: expected rows of a prompt and a reply, found {without_prompt} without a prompt (plain "
+                "texts, or train_on: all); give rows with prompt and completion, or messages, and remove train_on"
+            )
 
     def terms(self, losses_S: Tensor, batch: TokenBatch, settings: Sequence[GrpoSettings]) -> Terms:
         device, num_targets = losses_S.device, batch.sequence_targets

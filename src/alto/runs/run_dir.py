@@ -229,9 +229,9 @@ def load_run_task(run: RunDir, *, trust_remote_code: bool, is_trained: bool = Tr
 
     Args:
         trust_remote_code: The caller's permission to run the Python code that comes with the base model. The code runs
-            only if the task's own key is set too. The permission also covers a scorer that runs code or sends rows to a
-            server.
-        is_trained: Whether the run will be trained, so that its scorer may be used.
+            only if the task's own key is set too. The permission also covers scorers and rewards that run code or send
+            rows to a server.
+        is_trained: Whether the run will be trained, so that its scorers may be used.
 
     Raises:
         UntrustedCodeError: The task sets the key, or has such a scorer, and the caller has not allowed it.
@@ -244,11 +244,13 @@ def load_run_task(run: RunDir, *, trust_remote_code: bool, is_trained: bool = Tr
             f"found it only in {run.task_file}, which may come from another person; that code would run with all your "
             "rights: review it, then add --trust-remote-code (in Python: trust_remote_code=True)"
         )
-    scoring = task.scoring
-    if is_trained and scoring is not None and scoring.reaches_outside and not trust_remote_code:
+    scorers = [("select_by", task.scoring), *(("reward_funcs", scoring) for scoring in task.reward_funcs)]
+    for key, scoring in scorers if is_trained and not trust_remote_code else ():
+        if scoring is None or not scoring.reaches_outside:
+            continue
         what = f"call the Python function {scoring.function}" if scoring.function else f"send rows to {scoring.address}"
         raise UntrustedCodeError(
-            f"select_by: expected permission from you to {what}, found it only in {run.task_file}, which may come from "
+            f"{key}: expected permission from you to {what}, found it only in {run.task_file}, which may come from "
             "another person; if you trust it, add --trust-remote-code (in Python: trust_remote_code=True)"
         )
     return task

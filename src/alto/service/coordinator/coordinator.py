@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 from alto.base import first_line
 from alto.engine.control_plane import ControlPlane, SubmittedRun
 from alto.engine.runner import portable
-from alto.errors import AltoError, QueueCommandError
+from alto.errors import AltoError, ClusterLostError, QueueCommandError
 from alto.records import ExitReason
 from alto.runs import RunDir, has_result, load_run_task
 from alto.runs.progress import outlook
@@ -442,7 +442,7 @@ class Coordinator:
         try:
             yield
         except Exception as error:
-            if is_of_service(error):
+            if is_of_service(error) or isinstance(error, ClusterLostError):
                 raise
             if is_of_storage(error):
                 self._delay(job, error)
