@@ -25,7 +25,7 @@ from alto.errors import TaskInterruptedError
 from alto.records import Gpu, Placement, Schedule
 from alto.service.store.jobs import ENDED
 
-pytestmark = pytest.mark.slow("campaigns")
+pytestmark = [pytest.mark.slow("campaigns"), pytest.mark.usefixtures("empty_cache")]
 
 PACKING = {
     "max_slots": 2,
