@@ -275,7 +275,7 @@ def losses_of_kto(order: str, has_gradient: bool) -> list[list[float]]:
     )
     labelled = make_task([{"seed": 3, "batch_size": 6}, {"seed": 4, "batch_size": 5}], method="kto", r=4, **common)
     rewards = GivenRewards() if has_gradient else EqualRewards()
-    of_rewards = TaskContext.of(rewarded, backbone, DATA, rewards=rewards)
+    of_rewards = replace(TaskContext.of(rewarded, backbone, DATA), rewards=rewards)
     of_kto = stages.with_references(TaskContext.of(labelled, backbone, LABELLED), MicroBatches(100, lambda event: None))
     first, second = initial_states(of_rewards), initial_states(of_kto)
     jobs = {"rewards first": first + second, "rewards last": second + first, "alone": second}[order]

@@ -180,7 +180,7 @@ class Bank:
     ) -> None:
         self.backbone = backbone = Backbone(model, None, "unused")
         start = None if saved is None else InitAdapter.read(saved, backbone, model="unused")
-        context = TaskContext.of(task, backbone, data, start=start, rewards=rewards)
+        context = replace(TaskContext.of(task, backbone, data, start=start), rewards=rewards)
         if context.objective.needs_reference:
             if start is None:
                 context = replace(context, data=with_references(backbone, data))

@@ -44,7 +44,8 @@ class TaskContext:
         ranks: This process among the ranks that train the task; all ranks hold equal contexts.
         requested_early_exit: Early-exit settings as the user gave them, before they were fitted to rows and machine;
             None if they are not to be fitted, as in a resumed run.
-        rewards: Scores what the jobs generate; None if the method does not generate, and in a measurement.
+        rewards: Scorers of the completions that jobs generate, set before training; None if the method does not
+            generate, and in a measurement.
     """
 
     task: Task
@@ -70,7 +71,6 @@ class TaskContext:
         *,
         start: InitAdapter | None = None,
         requested_early_exit: EarlyExit | None = None,
-        rewards: Rewards | None = None,
     ) -> Self:
         """Plan every job of ``task``.
 
@@ -78,7 +78,6 @@ class TaskContext:
             ranks: This process among the ranks that train the task; None if it is alone.
             start: The adapter that jobs begin with; None if they begin with new adapters.
             requested_early_exit: Early-exit settings as the user gave them; None if they are not to be fitted.
-            rewards: Scores what the jobs generate.
 
         Raises:
             TargetModuleError: A job's targets or rank do not fit the base model, or differ from those of ``start``.
@@ -108,7 +107,6 @@ class TaskContext:
             start=start,
             ranks=ranks or Ranks(),
             requested_early_exit=requested_early_exit,
-            rewards=rewards,
         )
 
     def at_forward_share(self, forward_share: float) -> TaskContext:

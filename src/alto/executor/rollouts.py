@@ -101,7 +101,7 @@ class Rollouts:
     def evaluate(
         self, jobs: Sequence[JobState], dataset: EncodedDataset, rows: Sequence[Sequence[int]]
     ) -> list[Evaluated]:
-        """Let every resident job in ``jobs`` write the most likely completion of its rows, and score them.
+        """Generate the most likely completion of each row with every resident job in ``jobs``, and score them.
 
         Args:
             rows: Rows of ``dataset`` for each job, in the order in which values are kept.
